@@ -38,8 +38,8 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
     """An ``rk.EmbeddingBagCollection`` whose tables are shared out among ranks; made by the sharder.
 
     Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, and
-    be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
-    gradients of all ranks. docs/distributed.md says what has the bits of one process.
+    be 0. Outputs are those of one process with all samples, and each lookup's backward updates all tables once, with
+    the gradients of all ranks. docs/distributed.md says what has the bits of one process.
 
     It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
 
