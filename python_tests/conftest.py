@@ -37,7 +37,10 @@ settings.load_profile("rec_kernels")
 
 #: Files that take minutes in one process; of two, one would wait for them at the end. (xdist keeps this order with
 #: --no-loadscope-reorder; else it starts with the files of most tests.)
-SLOWEST = ("test_emulator.py", "test_triton.py", "test_cpp_examples.py", "test_embedding_bag_triton.py")
+SLOWEST = (
+    *("test_emulator.py", "test_triton.py", "test_cpp_examples.py", "test_embedding_bag_triton.py"),
+    *("test_row_formats.py", "test_types.py"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -105,8 +105,9 @@ def fused_losses(model: DLRM, steps: list[Batch]) -> Tensor:
     return losses(model, model.dense_parameters(), [], steps)
 
 
-@pytest.mark.parametrize("activations", ["fp32", "mx9", "mx6"])
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("precision", "activations"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "mx9"), ("bf16", "mx6")]
+)
 def test_losses_are_those_of_plain_torch(precision: str, activations: str) -> None:
     """Step by step while the loss falls: what the roundings change, they change in both."""
     steps, fused = batches(), make_model(precision, activations)

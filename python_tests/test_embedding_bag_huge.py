@@ -202,8 +202,11 @@ def test_lookups(format: str, mapped: Mapped) -> None:
             assert same_bits(found, factors), backend.name
 
 
-@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
-@pytest.mark.parametrize("format", BAG_FORMATS)
+# A row's address depends on its format, its state's on the optimizer: two optimizers for each format, in turn.
+@pytest.mark.parametrize(
+    ("format", "optimizer"),
+    [(f, o) for i, f in enumerate(BAG_FORMATS) for j, o in enumerate(ALL_OPTIMIZERS) if (i - j) % 3 == 0],
+)
 def test_fused_updates(format: str, optimizer: str, mapped: Mapped) -> None:
     """Rows, and state of more than 2^31 elements, are updated with both roundings."""
     case = far_case(format, 33, optimizer, mapped)

@@ -35,8 +35,9 @@ def _shared_tables(lengths: list[int], **options) -> Case:
     return make_case(tables, features, lengths * len(features), gaps=[0, 0, 4, 0], **options)
 
 
-@pytest.mark.parametrize("lengths", [[3, 0, 5], [70, 9, 0], [700, 20, 1]])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "lengths"), [(False, [3, 0, 5]), (True, [3, 0, 5]), (False, [70, 9, 0]), (True, [700, 20, 1])]
+)
 def test_shared_tables(lengths: list[int], weighted: bool) -> None:
     """Runs of one chunk, of several and of several levels, whose terms are products or not."""
     case = _shared_tables(lengths, weighted=weighted, mean=[weighted] * 3 + [True, False, True], seed=sum(lengths))

@@ -36,8 +36,7 @@ def test_every_backend(sample: Sample) -> None:
     check(sample, every_backend)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize(("pooling", "weighted"), [("sum", True), ("mean", False)])
 @pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
 def test_grid(optimizer: str, pooling: str, weighted: bool) -> None:
     """Every format in every width: a block or a vector, less, and a little more; both roundings."""

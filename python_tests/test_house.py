@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,15 @@ UPWARD = {
 pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a Python file, which several tests read."""
+    return ast.parse(text)
+
+
 def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
     """Name, lines and most lines of every function."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, node.end_lineno - node.lineno + 1, FUNCTION
 
@@ -84,7 +91,7 @@ def functions(path: Path) -> Iterator[tuple[str, int, int]]:
 def docstring_lines(text: str) -> int:
     """Lines of the docstrings of a Python file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    first = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    first = [node.body[0] for node in ast.walk(parsed(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
     return sum(node.end_lineno - node.lineno + 1 for node in first)
 
 

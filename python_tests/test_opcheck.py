@@ -292,11 +292,27 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
     return calls
 
 
+def kinds(arguments: object) -> object:
+    """Kinds of arguments, by which AOT dispatch goes: tensors by dtype and gradient, whatever else by type."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.dtype, arguments.requires_grad
+    if isinstance(arguments, dict):
+        return tuple((name, kinds(value)) for name, value in arguments.items())
+    if isinstance(arguments, (tuple, list)):
+        return tuple(dict.fromkeys(map(kinds, arguments))) if isinstance(arguments, list) else (*map(kinds, arguments),)
+    return type(arguments)
+
+
 @pytest.mark.parametrize("op", registered())
 def test_opcheck(op: str) -> None:
-    """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
+    """Schema, fake kernel, autograd registration; AOT dispatch with dynamic shapes, once for each kind."""
+    dispatched = set()
     for args, kwargs in samples(op):
-        torch.library.opcheck(overload_of(op), args, kwargs)
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        if (kind := kinds((args, kwargs))) not in dispatched:
+            dispatched.add(kind)
+            checks.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(overload_of(op), args, kwargs, test_utils=checks)
 
 
 def with_autograd() -> list[str]:

@@ -35,7 +35,7 @@ RECORDED_IN = Path(__file__).parent / "data" / "row_bytes.json"
 RECORDED = json.loads(RECORDED_IN.read_text()) if RECORDED_IN.exists() else {"rows": {}}
 RECORDED_ROWS = RECORDED["rows"]
 RECORDED_PLACE = {"seed": 42, "step": 9, "table": 3, "first_row": 7}
-DIMS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 260]
+DIMS = [1, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 129, 260]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ops = torch.ops.rec_kernels
 
@@ -189,7 +189,7 @@ def hard_rows(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(x=hard_rows(), rounding=st.sampled_from(ROUNDINGS), rule=st.sampled_from(RULES), seed=st.integers(0, 2**64 - 1))
 def test_hard_rows(format: str, x: Tensor, rounding: str, rule: str, seed: int) -> None:
     """The CPU's bytes and numbers are the reference's, over all exponents and tails."""

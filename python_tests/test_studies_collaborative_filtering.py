@@ -27,7 +27,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     (tmp_path / "ratings.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "movies.csv").write_text("movieId,title,genres\n1,One (1999),Drama\n")
     output = tmp_path / "runs.json"
-    flags = ["--dims", "4", "--width", "4", "--blocks", "2", "--temperatures", "1.0", "--seeds", "2", "--epochs", "60"]
+    flags = ["--dims", "4", "--width", "4", "--blocks", "2", "--temperatures", "1.0", "--seeds", "2", "--epochs", "20"]
     flags += ["--batch-size", "50"]
     command = ["x", "--path", str(tmp_path), *flags, "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)

@@ -38,7 +38,7 @@ FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMAT
 
 def run(*arguments: str, interpret: bool = False, before: Path | None = None) -> str:
     """Output of a Python process, which must succeed. Packages in the folder ``before`` hide installed ones."""
-    path = os.pathsep.join(str(folder) for folder in (ROOT, before) if folder)
+    path = os.pathsep.join(str(folder) for folder in (ROOT, before, os.environ.get("PYTHONPATH")) if folder)
     environment = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
@@ -113,6 +113,10 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
         target, kernel, *numbers = line.split()
         before = counts.get((target, kernel), [0] * len(numbers))
         counts[target, kernel] = [a + int(b) for a, b in zip(before, numbers, strict=True)]
+    # Products are compiled for both GPUs of NVIDIA's; the oldest Triton compiles the other kernels for one.
+    kernels = {kernel for target, kernel in counts if target == AMD}
+    both = {k for k in kernels if k in PRODUCTS | INTERACTIONS | FACTORIZATIONS or version != f"triton {OLDEST}"}
+    assert counts.keys() == {(t, k) for t in ("sm_90", AMD) for k in kernels} | {("sm_80", k) for k in both}
     return counts
 
 
@@ -120,20 +124,23 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """Kernels compile for NVIDIA and AMD GPUs; for NVIDIA, nothing is fused or divided inexactly, rows round to
     nearest."""
+    nvidia = [target for target in NVIDIA if (target, "start_kernel") in compiled]
     counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS | INTERACTIONS | FACTORIZATIONS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
-    assert counts.keys() == {(target, f"{kernel}_kernel") for target in (*NVIDIA, AMD) for kernel in kernels}
+    assert counts.keys() == {(target, f"{kernel}_kernel") for target in (*nvidia, AMD) for kernel in kernels}
     assert all(fused == 0 and inexact == 0 for fused, _, _, inexact, *_ in counts.values())
     divides = {(target, kernel) for (target, kernel), (_, divisions, *_) in counts.items() if divisions}
     dividing = [f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")]
-    assert divides == {(target, kernel) for target in NVIDIA for kernel in dividing}
-    assert all(counts[target, "finish_rows_kernel"][2] > 0 for target in NVIDIA)
+    assert divides == {(target, kernel) for target in nvidia for kernel in dividing}
+    assert all(counts[target, "finish_rows_kernel"][2] > 0 for target in nvidia)
 
 
 def nvidia_counts(compiled: dict[tuple[str, str], list[int]], kernels: set[str]) -> list[tuple[str, list[int]]]:
-    """Each of the kernels with its counts, for each NVIDIA architecture; all of them must be there for AMD, too."""
+    """Each of the kernels with its counts, for NVIDIA's architectures; all of them must be there for AMD, too."""
     assert {kernel for target, kernel in compiled if target == AMD} >= kernels
-    return [(kernel, compiled[target, kernel]) for target in NVIDIA for kernel in kernels]
+    return [
+        (kernel, compiled[target, kernel]) for target in NVIDIA for kernel in kernels if (target, kernel) in compiled
+    ]
 
 
 @pytest.mark.full
