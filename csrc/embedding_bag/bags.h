@@ -75,7 +75,6 @@ struct Bags {
   int64_t num_parts;
   const TablePart* padded;  // on the CPU, the records, where some feature has a padding_idx; else null
   int64_t padding_idx;      // without `padded`, the id that every feature leaves out; -1: none
-  bool masked;              // padding_idx is no id, but stands for the padding of each feature (CUDA)
   bool own_rows;            // every bag has a row of the output to itself: there are `starts`, and no `groups`
   bool ids64;
   bool offsets64;
@@ -105,10 +104,6 @@ struct Bags {
   // True if the id is looked up, and has a gradient; `padding` is left out.
   RK_HOST_DEVICE bool counts(int64_t id, const Part& f, int64_t padding) const {
     return in_range(id, f) && id != padding;
-  }
-  // True if the id is an error.
-  RK_HOST_DEVICE bool is_bad(int64_t id, const Part& f) const {
-    return !in_range(id, f) && !(masked && id == padding_idx);
   }
   RK_HOST_DEVICE int64_t first_bag(int64_t feature) const { return starts ? starts[feature] : feature * batch; }
   RK_HOST_DEVICE int64_t feature_of(int64_t bag) const {

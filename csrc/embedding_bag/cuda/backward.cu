@@ -208,7 +208,7 @@ GradientInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weig
 }
 
 Tensor dense(const Tensor& grad_in, Sizes shape, GradientInput of, cudaStream_t stream) {
-  const Tensor grad = as_contiguous(grad_in), status = new_status(of.in, of.limits, grad, stream);
+  const Tensor grad = as_contiguous(grad_in), status = new_status(of.in, of.limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, status, &of.in, stream);
   const SortedOccurrences o = sort_occurrences(of.in, status.mutable_data_ptr<int64_t>(), grad, stream);
   Tensor out = new_zeros(grad, shape, ScalarType::Float);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const i
 
 std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, GradientInput of, cudaStream_t stream) {
   BagInput& in = of.in;
-  const Tensor grad = as_contiguous(grad_in), status = new_status(in, of.limits, grad, stream);
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, of.limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
   const SumArgs args = sum_args(in, o, grad, of.weights, nullptr, {});
@@ -321,7 +321,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   if (cached.slots) check_slots_of_ids(*cached.slots, values);
   LayoutLimits limits = limits_of(in, weights, cache);
   limits.state_elements = update.state_elements;
-  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream);
+  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, own_status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, in.raises};

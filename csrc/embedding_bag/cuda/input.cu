@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
   if (a.parts.records) check_parts(a);
 }
 
-// Ids on their way to bags.ids, and the records that say which of them are padding.
+// Ids on their way to bags.ids, and what says which of them are left out: those become padding_idx, which is no id.
 struct MaskArgs {
   Bags bags;
-  const void* given;
   void* ids;
   const TablePart* records;
-  const int64_t* status;
+  int64_t* status;
+  bool checks_ids, skips_frozen;
 
   __device__ void put(int64_t i, int64_t id) const {
     if (bags.ids64) static_cast<int64_t*>(ids)[i] = id;
@@ -84,30 +84,33 @@ struct MaskArgs {
   }
 };
 
-// An id that is the mask becomes -1, out of range as it was.
 __global__ void __launch_bounds__(kThreads) copy_ids_kernel(MaskArgs a) {
-  a.bags.ids = a.given;
-  for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) {
-    const int64_t id = a.bags.id(i);
-    a.put(i, id == a.bags.padding_idx ? -1 : id);
-  }
+  for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) a.put(i, a.bags.id(i));
 }
 
-// Bags with bad offsets, which later kernels note, are left as they are.
+// Notes ids out of range, as the kernels behind it cannot tell them from padding. Bags with bad offsets, which those
+// note, are left as they are.
 __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<kWarpSize> group;
   for (int64_t bag = group.first(); bag < a.bags.num_bags; bag += group.stride()) {
-    const int64_t padding = a.records[a.bags.first_part(a.bags.feature_of(bag))].padding_idx;
+    const TablePart& part = a.records[a.bags.first_part(a.bags.feature_of(bag))];
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
-    if (padding < 0 || start < 0 || stop > a.bags.num_ids) continue;
-    for (int64_t i = start + group.lane; i < stop; i += kWarpSize)
-      if (a.bags.id(i) == padding) a.put(i, a.bags.padding_idx);
+    if (start < 0 || stop > a.bags.num_ids) continue;
+    for (int64_t i = start + group.lane; i < stop; i += kWarpSize) {
+      const int64_t id = a.bags.id(i);
+      const bool bad = a.checks_ids && static_cast<uint64_t>(id) >= static_cast<uint64_t>(part.id_limit);
+      if (bad || id == part.padding_idx) a.put(i, a.bags.padding_idx);
+      if (!bad || (a.skips_frozen && part.frozen != 0)) continue;
+      note_bad(a.status, i);
+      atomicAdd(reinterpret_cast<unsigned long long*>(a.status + 1), 1ULL);
+    }
   }
 }
 
-void mask_padding(const BagInput& in, const int64_t* status, cudaStream_t stream) {
-  const MaskArgs args{in.bags, in.values.const_data_ptr(), in.masked->mutable_data_ptr(), in.parts.records, status};
+void mask_ids(const BagInput& in, int64_t* status, bool skips_frozen, cudaStream_t stream) {
+  MaskArgs args{in.bags, in.masked->mutable_data_ptr(), in.parts.records, status, in.checks_masked, skips_frozen};
+  args.bags.ids = in.values.const_data_ptr();
   launch(copy_ids_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, args);
   if (in.bags.num_bags > 0)
     launch(mask_ids_kernel, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, args);
@@ -179,7 +182,8 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
     in.bags.ids = in.masked->const_data_ptr();
     in.bags.padded = nullptr;
     in.bags.padding_idx = in.bags.ids64 ? INT64_MIN : INT32_MIN;
-    in.bags.masked = true;
+    in.checks_masked = in.bags.check_ids;
+    in.bags.check_ids = false;
   }
   if (bags.groups) {
     in.groups = read_groups(*bags.groups, bags.inverse->size(0), in.values, stream);
@@ -214,11 +218,12 @@ BagInput read_bags(const OneTableBags& bags, const Part& table) {
   return in;
 }
 
-Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream) {
+Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream,
+                  bool skips_frozen) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
   const StartArgs args{in.parts, in.bags, in.sizes, limits, status.mutable_data_ptr<int64_t>()};
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
-  if (in.masked && in.bags.num_ids > 0) mask_padding(in, args.status, stream);
+  if (in.masked && in.bags.num_ids > 0) mask_ids(in, args.status, skips_frozen, stream);
   return status;
 }
 

@@ -136,7 +136,8 @@ struct BagInput {
   bool any_mean;                   // whether a feature's bags are averaged
   bool multiplies;                 // whether a feature multiplies rows of its parts
   bool raises;                     // for an id out of range: the update is skipped
-  OptionalTensor masked;           // a copy of the ids for new_status() to mask those of padding in; bags.ids
+  OptionalTensor masked;           // bags.ids, a copy for new_status() to mask what is left out in
+  bool checks_masked;              // whether it checks these ids
 };
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream);
@@ -148,7 +149,9 @@ inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights) {
   return {in.num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
 }
 
-// A status with nothing noted but whether the layout is bad, on the stream. Masks ids of padding.
-Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream);
+// A status with nothing noted but whether the layout is bad, on the stream. Masks ids of padding, and checks the others
+// then; skips_frozen: but for those of frozen features.
+Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream,
+                  bool skips_frozen = false);
 
 }  // namespace rec_kernels

@@ -86,7 +86,7 @@ struct IdsOfLanes {
     bool counts = false, bad = false;
     if (i < stop) {
       const int64_t id = a.bags.id(i);
-      bad = a.bags.is_bad(id, f);
+      bad = !a.bags.in_range(id, f);
       counts = !bad && id != a.bags.padding_idx;
       if (counts) place = source.find(id, i);
       if (counts && a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
@@ -200,7 +200,7 @@ __device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, Ran
     const int64_t id = a.bags.id(i);
     float sum = 0.0f;
     if (a.bags.counts(id, f, a.bags.padding_idx)) sum = dot(id, i);
-    else if (a.bags.is_bad(id, f) && lane == 0) note_bad(a.status, i);
+    else if (!a.bags.in_range(id, f) && lane == 0) note_bad(a.status, i);
     if (lane == 0) out[i] = counted > 1 ? sum * each : sum;
   }
 }

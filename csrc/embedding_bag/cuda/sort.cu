@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
     const float each = factor_of_bag(a, f, group, ids);
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
       const int64_t id = a.bags.id(i);
-      if (!f.frozen && a.bags.is_bad(id, f)) note_bad(a.status, i);
+      if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
       a.keys[i] = counts(a, f, id) ? static_cast<uint64_t>(f.row_offset + id) : a.left_out;
       const int64_t payload = a.coefficients ? i : bag;
       a.payloads[i] = static_cast<uint32_t>(payload);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
       const int64_t id = a.bags.id(i);
       a.bag_of[i] = static_cast<uint32_t>(bag);
       if (a.coefficients) a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
-      if (!f.frozen && a.bags.is_bad(id, f)) note_bad(a.status, i);
+      if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
       if (!counts(a, f, id)) continue;
       for (int64_t p = 0; p < count; ++p) {
         const int64_t entry = i * a.parts.most_parts + p;

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
       for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
         const int64_t id = a.bags.id(i);
         int64_t row = -1;
-        if (a.bags.is_bad(id, f)) note_bad(a.status, i);
+        if (!a.bags.in_range(id, f)) note_bad(a.status, i);
         else if (id != a.bags.padding_idx && alone && place.sets > 0)
           row = f.row_offset + (a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id);
         const int64_t slot = row >= 0 ? a.cache.view().slot_of(place, row) : -1;
