@@ -360,6 +360,21 @@ def test_collections_take_dicts() -> None:
         bags(given["a"])
 
 
+def test_negative_ids() -> None:
+    """The message of a lookup says what to give instead, which works; that of a large id does not."""
+    table = rk.EmbeddingBagConfig(2**63 - 1, 4, name="t", feature_names=["a"], compression=rk.Hash(buckets=7))
+    padded = {"a": torch.tensor([[3, -1], [-1, -1]])}
+    for collection in (rk.EmbeddingBagCollection([table]), rk.EmbeddingCollection([table])):
+        for lookup in (collection, collection.for_serving()):
+            with pytest.raises(IndexError, match=r"values\[1\] = -1 .*\); a negative id that is padding .*rk\.Hash$"):
+                lookup(padded)
+        collection(KJT.from_dict(padded, padding_value=-1))
+        collection({"a": torch.tensor([-5, 7, -(2**62)]) & torch.iinfo(torch.int64).max})
+    small = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(5, 4, name="t", feature_names=["a"])])
+    with pytest.raises(IndexError, match=r"must be in \[0, 5\)$"):
+        small({"a": torch.tensor([5])})
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)], ids=["torch", "fused"])
 def test_weights_of_other_dtypes(dtype: torch.dtype, optimizer: object) -> None:

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from rec_kernels.nn import late_errors
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.bad_ids import advise
 from rec_kernels.nn.collection_options import check_options
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -297,7 +298,11 @@ class TableCollection(nn.Module):
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
         with self._store.held():
-            return self._look_up(given.in_float32(), starts, shared)
+            try:
+                return self._look_up(given.in_float32(), starts, shared)
+            except IndexError as error:
+                advise(error)
+                raise
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
         layout: Any = self._modules["_layout"]

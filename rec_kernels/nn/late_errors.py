@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.bad_ids import advised
 from rec_kernels.nn.jagged.checks import bad_step
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -189,7 +190,7 @@ def _id(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
     value = int(lookup.given.values[i])
     if not 0 <= feature < len(num_embeddings) or 0 <= value < num_embeddings[feature]:
         return None
-    return (
+    return advised(
         f"values[{i}] = {value} (feature {feature}, bag {bag}) is out of range: ids of this feature must be in "
         f"[0, {num_embeddings[feature]})"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rec_kernels.nn.bad_ids import advise
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -76,7 +77,11 @@ class ServedTables(nn.Module):
             found = TableCall(self._weights, (*bags, starts), self._layout.arguments(starts), {})
             cache = self._store.served_arguments(found)
         options = self._layout.arguments(starts, shared) | self._features.output(self.output_dtype) | cache
-        return call(_ops.embedding_bag.layout, self._weights, *bags, per_sample_weights=given.weights, **options)[0]
+        try:
+            return call(_ops.embedding_bag.layout, self._weights, *bags, per_sample_weights=given.weights, **options)[0]
+        except IndexError as error:
+            advise(error)
+            raise
 
     def _note(self, status: Tensor, *what: Any) -> None:
         """Drops what a lookup on a GPU says later of its input: nobody is told."""
