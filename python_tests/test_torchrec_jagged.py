@@ -231,3 +231,29 @@ def test_methods_that_are_lacking(kind: str) -> None:
     assert others - ours <= set(LACKING[kind])
     assert not ours & set(LACKING[kind])
     assert set(CALLS[kind]) <= ours
+
+
+def test_torchrecs_modules_take_ours() -> None:
+    """Its collections, position weights and models give the same for a batch of either package."""
+    torchrec = pytest.importorskip("torchrec")
+    processors = pytest.importorskip("torchrec.modules.feature_processor_")
+    models, regroup = pytest.importorskip("torchrec.models.dlrm"), pytest.importorskip("torchrec.modules.regroup")
+    given = {"keys": ["a", "b"], "values": _IDS % 10, "lengths": torch.tensor([2, 0, 4, 1])}
+    own, other = rk.KeyedJaggedTensor(**given), theirs.KeyedJaggedTensor(**given)
+    sizes = {"name": "t", "embedding_dim": 4, "num_embeddings": 10, "feature_names": ["a", "b"]}
+    pooled = torchrec.EmbeddingBagCollection(tables=[torchrec.EmbeddingBagConfig(**sizes)])
+    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(**sizes)])
+    weighted, dense = processors.PositionWeightedModuleCollection({"a": 5, "b": 5}), torch.rand(2, 3)
+    model = models.DLRM(pooled, 3, [4, 4], [4, 1])
+    for use in (
+        lambda x: pooled(x).values(),
+        lambda x: rows(x)["b"].values(),
+        lambda x: weighted(x).weights(),
+        lambda x: model(dense, x),
+    ):
+        assert torch.equal(use(own), use(other))
+    # The module keeps the widths of its first columns.
+    groups = regroup.KTRegroupAsDict([["b"], ["b", "a"]], ["x", "y"])
+    columns = (kind(["a", "b"], [1, 2], torch.arange(6.0).view(2, 3)) for kind in (rk.KeyedTensor, theirs.KeyedTensor))
+    found, expected = (groups([block])["y"] for block in columns)
+    assert torch.equal(found, expected)
