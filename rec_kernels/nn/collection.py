@@ -331,7 +331,7 @@ class TableCollection(nn.Module):
                     options["cache_dirty"] = self.row_cache.dirty
                 state = (*self._state(), self._update.token)
                 output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
-                self._store.watch(output)
+                self._store.watch(output, self._update.dense.is_waiting)
                 if not torch.compiler.is_compiling():
                     self._update.dense.opened(output)
             else:
@@ -387,6 +387,7 @@ class TableCollection(nn.Module):
             layout = self._layout.by_row_arguments(list(dense), lookup.bag_starts)
         scaling = self._update.scaling() if scaling is None else scaling
         self._apply_update(lookup, layout, self._update.found_by(scaling, lookup.grad))
+        self._store.updated()
 
     def _apply_update(self, lookup: Lookup, layout: dict[str, object], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
@@ -403,7 +404,7 @@ class TableCollection(nn.Module):
         refusal = "cached rows hold updates that the weight does not"
         names = [table.name for table in self._features.stored]
         refused = None if self.row_cache is None else refusal
-        return DenseGradients(names, WeakMethod(self._update_once), refused, waits=self._store.updates_may_wait)
+        return DenseGradients(names, WeakMethod(self._update_once), refused)
 
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
         """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""

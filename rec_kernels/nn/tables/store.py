@@ -48,10 +48,8 @@ class TableStore:
         cache: the slots of rows that are cached, or None.
 
     Attributes:
-        updates_may_wait: whether a lookup's update may come later in its backward than its own part of it.
     """
 
-    updates_may_wait = True
 
     def __init__(self, features: FeatureMap, cache: CacheState | None) -> None:
         self.cache = cache
@@ -123,8 +121,15 @@ class TableStore:
         """The arguments of an update that say which rows are cached."""
         return {} if self.cache is None else self.cache.update_arguments()
 
-    def watch(self, output: Tensor) -> None:
-        """Takes note of a lookup whose backward is an update."""
+    def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
+        """Takes note of a lookup whose backward is an update, or part of one that comes later.
+
+        Args:
+            is_put_off: says, behind the lookup's own part of a backward, whether the update is still to come.
+        """
+
+    def updated(self) -> None:
+        """Takes note that an update that was put off has been made."""
 
     def keep(self, output: Tensor, call: TableCall) -> None:
         """Has the rows of a lookup there when its backward runs."""
@@ -235,8 +240,6 @@ class TableStore:
 class HostStore(TableStore):
     """Tables in host memory (``backing="host"``), which is page-locked while the collection is on a GPU."""
 
-    updates_may_wait = False  # rows of a prefetched batch follow a lookup's own backward
-
     def __init__(self, features: FeatureMap, cache: CacheState) -> None:
         super().__init__(features, cache)
         self._prefetched: PrefetchedBatch[TableCall] = PrefetchedBatch()
@@ -270,11 +273,11 @@ class HostStore(TableStore):
             return slots
         return super()._slots(call, inserts=inserts)
 
-    def watch(self, output: Tensor) -> None:
+    def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
         if torch.compiler.is_compiling():
             self._prefetched.is_compiled = True
         else:
-            self._prefetched.watch(output, self._insert_after_update)
+            self._prefetched.watch(output, lambda: None if is_put_off() else self.updated())
 
     def takes_prefetches(self, *, training: bool) -> bool:
         return training
@@ -288,7 +291,7 @@ class HostStore(TableStore):
         if not self._prefetched.is_empty and not self._holds_back:
             self._prefetched.insert(self._insert, self.cache.buffers())
 
-    def _insert_after_update(self) -> None:
+    def updated(self) -> None:
         with contextlib.suppress(IndexError, ValueError):  # the lookup of the batch says what is wrong with it
             self._insert_prefetched()
 
@@ -305,7 +308,7 @@ class HostStore(TableStore):
             yield
         finally:
             self._holds_back = before
-        self._insert_after_update()
+        self.updated()
 
     def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
         super()._flush(weights, layout, rounding)
@@ -326,8 +329,6 @@ class FileStore(TableStore):
     Args:
         features, cache: as ``TableStore``'s. file: the file.
     """
-
-    updates_may_wait = False  # blocks of the file are held until a lookup's own backward
 
     def __init__(self, features: FeatureMap, cache: CacheState, file: TableFile) -> None:
         super().__init__(features, cache)

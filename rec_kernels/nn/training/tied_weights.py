@@ -40,7 +40,6 @@ class DenseGradients:
         names: of the tables. finish: the collection's method that updates tables when a backward has run, given its
             lookups; ``take()`` has the dense gradients then. A weak reference, as the collection has this.
         refusal: why the tables can have no dense gradient, for an error; None: they can.
-        waits: whether lookups of one backward wait for each other; else each of them updates at once.
 
     Attributes:
         is_put_off: whether the update comes later: in ``accumulate()``.
@@ -48,8 +47,8 @@ class DenseGradients:
         is_compiled: whether lookups update inside compiled graphs, where they cannot wait for a dense gradient.
     """
 
-    def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None, *, waits: bool) -> None:
-        self._names, self._finish, self._refusal, self._waits = names, finish, refusal, waits
+    def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
+        self._names, self._finish, self._refusal = names, finish, refusal
         self._open: list[weakref.ref] = []  # autograd nodes of lookups whose graphs are there
         self.is_put_off = self.is_compiled = False
         self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
@@ -88,7 +87,7 @@ class DenseGradients:
 
     def opened(self, output: Tensor) -> None:
         """Takes note of a lookup that is to update the tables."""
-        if self._waits and output.grad_fn is not None:
+        if output.grad_fn is not None:
             self._open = [node for node in self._open if node() is not None]
             self._open.append(weakref.ref(output.grad_fn))
 
@@ -111,6 +110,10 @@ class DenseGradients:
         tensors = (bags["values"], bags["offsets"], bags["per_sample_weights"], status, bags["bag_starts"])
         self._lookups.append(Lookup(grad, *tensors, shared))
         return True
+
+    def is_waiting(self) -> bool:
+        """True in a backward whose lookups are to be one update that has not been made yet."""
+        return self._task is not None and self._task == _current_task()
 
     def _will_arrive(self) -> bool:
         """True if the backward that runs now gives a table a dense gradient, or runs that of another lookup."""
