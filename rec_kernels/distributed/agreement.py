@@ -50,21 +50,20 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 def agree(
     given: SelectedKeys | None,
     error: Exception | None,
-    num_features: int,
+    samples: int,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> tuple[list[int], bool]:
     """Batch sizes of all ranks, and whether any has weights; a collective.
 
     Args:
-        given: this rank's batch, or None with the ``error`` that refused it.
+        given: this rank's batch, or None with the ``error`` that refused it. samples: how many it has.
 
     Raises:
         ``error``; RuntimeError: another rank's batch was refused, with its message.
     """
-    batch = 0 if given is None or not num_features else (len(given.offsets) - 1) // num_features
     weighted = given is not None and given.weights is not None
-    own = torch.tensor([batch, weighted, error is not None], dtype=torch.int64, device=device)
+    own = torch.tensor([samples, weighted, error is not None], dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()

@@ -14,7 +14,7 @@ from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 
-_Part = tuple[Tensor, Tensor, Tensor | None]  # ids, lengths of bags, weights
+_Part = tuple[Tensor, Tensor, Tensor | None, Tensor]  # ids, lengths of bags, weights, places among the feature's ids
 
 
 class BatchContext(Multistreamable):
@@ -37,19 +37,23 @@ class BatchContext(Multistreamable):
                 t.record_stream(stream)
 
 
-def checked_batch(features: Any, names: list[str], limits: list[int], bounds_check: str) -> SelectedKeys:
-    """The features of a batch in the collection's order, with int64 ids.
+def checked_batch(
+    features: Any, names: list[str], limits: list[int], bounds_check: str, *, own_sizes: bool = False
+) -> tuple[SelectedKeys, int]:
+    """The features of a batch in the collection's order, with int64 ids, and its number of samples.
 
     Args:
         names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
+        own_sizes: whether features may have batch sizes of their own; the batch's is its ``stride()`` then.
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
             their own, or weights that need a gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing.
             TypeError: another kind of batch.
     """
-    given = select_keys(as_batch(features, names), names, exact=True)
-    if given.strides is not None:
+    features = as_batch(features, names)
+    given = select_keys(features, names, exact=True)
+    if given.strides is not None and not own_sizes:
         raise ValueError(
             "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
             "feature a bag for each sample"
@@ -64,10 +68,11 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
     offsets = given.offsets.long()
     first, last = (0, 0) if len(offsets) == 0 else (int(offsets[0]), int(offsets[-1]))
     values, weights = (None if t is None else t[first:last] for t in (given.values, given.weights))
-    given = SelectedKeys(values.long(), offsets - first, weights, None)  # without ids in no bag
+    given = SelectedKeys(values.long(), offsets - first, weights, given.strides)  # without ids in no bag
     if bounds_check == "error":
         _check_ids(given, names, limits)
-    return given
+    samples = (len(offsets) - 1) // max(len(names), 1) if given.strides is None else features.stride()
+    return given, samples
 
 
 def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
@@ -77,27 +82,26 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
         raise ValueError(f"values must be int32 or int64 with one dimension, got {values.dtype} {list(values.shape)}")
     check_integers("offsets", given.offsets, values)
     bags, features = given.offsets.shape[0] - 1, len(names)
-    if bags < 0 or bags % max(features, 1):
+    if given.strides is None and (bags < 0 or bags % max(features, 1)):
         raise ValueError(
             f"offsets must have a bag for each of {features} features and each sample, and one more element, got "
             f"{given.offsets.shape[0]} elements"
         )
-    strides = [bags // max(features, 1)] * features
+    strides = given.strides or [bags // max(features, 1)] * features
     check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: place_of_bag(bag, names, strides))
     if weights is not None:
         check_weights(weights, values)
 
 
 def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
-    values, offsets = given.values, given.offsets
-    batch = (len(offsets) - 1) // max(len(names), 1)
-    bounds = offsets[:: max(batch, 1)].tolist() if batch else [0] * (len(names) + 1)
+    values, offsets, starts = given.values, given.offsets, given.bag_starts(len(names))
+    bounds = offsets[starts].tolist()
     for f, (name, limit) in enumerate(zip(names, limits, strict=True)):
         ids = values[bounds[f] : bounds[f + 1]]
         bad = (ids < 0) | (ids >= limit)
         if bool(bad.any()):
             at = bounds[f] + int(bad.nonzero()[0])
-            bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - f * batch
+            bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
             raise IndexError(
                 f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
             )
@@ -122,7 +126,12 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
 
 
 def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJaggedTensor:
-    """The batch as TorchRec's all-to-all sends it: a key for each entry of each rank, in this order.
+    """The batch as TorchRec's all-to-all sends it: a key for each entry of each rank, in this order."""
+    return sent_ids(given, routes, weighted=weighted)[0]
+
+
+def sent_ids(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
+    """``sent_batch``, and for each of its keys where its ids are in ``given.values``.
 
     Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
     """
@@ -132,32 +141,36 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJ
     weights = given.weights
     if weighted and weights is None:
         weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
-    ids, sizes, factors = [], [], []
+    every = torch.arange(len(given.values), device=given.values.device)
+    ids, sizes, factors, places = [], [], [], []
     sorted_out: dict[tuple[int, tuple[int, ...]], dict[int, _Part]] = {}
     for entry in itertools.chain(*routes.entries):
         f, shard = entry.feature, entry.shard
         place = slice(bounds[f], bounds[f + 1])
-        values, counts = given.values[place], lengths[f]
+        values, counts, at = given.values[place], lengths[f], every[place]
         own = None if weights is None else weights[place]
         if entry.is_split:
             key = f, entry.bounds
             if key not in sorted_out:
                 sorted_out[key] = _by_rows(values, counts, own, entry.bounds)
-            values, counts, own = sorted_out[key][shard.first_row]
+            values, counts, own, order = sorted_out[key][shard.first_row]
+            at = at[order]
         ids.append(values)
         sizes.append(counts)
         factors.append(own)
-    return KeyedJaggedTensor(
+        places.append(at)
+    sent = KeyedJaggedTensor(
         keys=[str(i) for i in range(len(ids))],
         values=torch.cat(ids) if ids else given.values[:0],
         lengths=torch.cat(sizes) if sizes else lengths.reshape(-1)[:0],
         weights=None if weights is None else torch.cat(factors),
         stride=batch,
     )
+    return sent, places
 
 
 def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tuple[int, ...]) -> dict[int, _Part]:
-    """A feature's ids, lengths of bags and weights for each row shard, by the shard's first row.
+    """A feature's ids, lengths of bags, weights and places for each row shard, by the shard's first row.
 
     Args:
         values: [N] ids; lengths: [B]; weights: [N] or None.
@@ -170,10 +183,10 @@ def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tu
     bag = torch.arange(batch, device=values.device).repeat_interleave(lengths)
     counts = torch.bincount(part * batch + bag, minlength=(shards + 2) * batch).view(shards + 2, batch)
     sizes = counts.sum(1).tolist()
-    ids, factors = values[order].split(sizes), [None] * (shards + 2)
+    ids, places, factors = values[order].split(sizes), order.split(sizes), [None] * (shards + 2)
     if weights is not None:
         factors = list(weights[order].split(sizes))
-    return {first: (ids[i] - first, counts[i], factors[i]) for i, first in enumerate(bounds[:-1], 1)}
+    return {first: (ids[i] - first, counts[i], factors[i], places[i]) for i, first in enumerate(bounds[:-1], 1)}
 
 
 def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int) -> SelectedKeys:

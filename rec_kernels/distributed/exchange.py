@@ -15,7 +15,7 @@ from rec_kernels.nn.jagged.select_features import NOTHING_BAD
 from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
+    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 
 
 class Exchange(torch.autograd.Function):

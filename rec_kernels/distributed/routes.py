@@ -41,7 +41,7 @@ class Routes:
 
     Args:
         tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
-        world_size: the number of ranks.
+        world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
 
     Attributes:
         entries: for each rank, what it looks up, in this order; replicas come last.
@@ -57,6 +57,8 @@ class Routes:
         shards: Sequence[Shard],
         rank: int,
         world_size: int,
+        *,
+        pooled: bool = True,
     ) -> None:
         owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
@@ -72,7 +74,7 @@ class Routes:
         for shard in sorted(shards, key=lambda s: s.replica):  # stable: replicas last
             table = tables[shard.table]
             bounds = (*sorted(firsts[shard.table, shard.first_column]), table.num_embeddings)
-            mean = len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
+            mean = pooled and len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
                 self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
         self.sent = [sum(e.shard.columns for e in own if not e.shard.replica) for own in self.entries]

@@ -1,0 +1,105 @@
+"""ShardedEmbeddingCollection: the module that takes the place of an rk.EmbeddingCollection on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rec_kernels.distributed import batches
+from rec_kernels.distributed.plan import Shard
+from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowExchange, by_rank, runs_of
+from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.nn import sequence_lookups
+from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.tensors import JaggedTensor
+
+
+class ShardedEmbeddingCollection(ShardedCollection):
+    """An ``rk.EmbeddingCollection`` whose tables are shared out among ranks; made by the sharder.
+
+    Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, also
+    between features, and be 0. Outputs and updates are those of one process with all samples, bit by bit: a row comes
+    from the one shard that has it, or column by column.
+
+    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
+
+    Args:
+        module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
+        shards: of its tables, as the plan has them.
+        group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
+        gradient: ``EmbeddingCollectionSharder``'s.
+        name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
+
+    Raises:
+        ValueError: ranks have other tables, plans, optimizers or options than the first.
+    """
+
+    _takes_own_sizes = True
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        shards: list[Shard],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        gradient: str = "global_mean",
+        name: str = "",
+    ) -> None:
+        # Shards of the same columns side by side: their rows travel as one block.
+        shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
+        super().__init__(module, shards, group, device, gradient=gradient, name=name)
+        self.output_dims = module._features.output_dims
+        self._runs = [runs_of(entries) for entries in self.routes.entries]
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+        """The type of the module that it takes the place of."""
+        return EmbeddingCollection
+
+    def create_context(self) -> RowContext:
+        """The context of one batch."""
+        return RowContext()
+
+    def _sent(self, ctx: RowContext, given: SelectedKeys, *, weighted: bool) -> KeyedJaggedTensor:
+        ctx.given = given
+        starts = given.offsets[given.bag_starts(len(self.feature_names))]
+        # One bag for each feature: where samples begin is nobody else's business.
+        sent, places = batches.sent_ids(
+            SelectedKeys(given.values, starts, given.weights, None), self.routes, weighted=weighted
+        )
+        counts = iter(sent.lengths().tolist())
+        ctx.asked = Parcels(
+            self.routes.rank,
+            torch.cat([given.offsets.new_empty(0), *places]),
+            [[next(counts) for _ in entries] for entries in self.routes.entries],
+            self._runs,
+            at_front=False,
+        )
+        return sent
+
+    @torch.no_grad()
+    def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
+        """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
+        kjt, routes = dist_input[0], self.routes
+        counts = kjt.lengths().long().view(len(routes.own), routes.world_size)
+        ctx.starts = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
+        each = torch.arange(len(kjt.values()) + 1, device=counts.device)
+        ctx.bags = SelectedKeys(kjt.values(), each, kjt.weights_or_none(), None)
+        runs = [self._runs[routes.rank]] * routes.world_size
+        ctx.held = Parcels(routes.rank, by_rank(counts), counts.T.tolist(), runs, at_front=True)
+        if not routes.own:
+            return torch.zeros(0, 0, device=counts.device)
+        return self.shards._lookup(ctx.bags, ctx.starts)
+
+    def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
+        """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
+        token = torch.zeros(0, device=output.device, requires_grad=True)
+        rows = RowExchange.apply(token, output, self, ctx)
+        bags = ctx.given.bag_starts(len(self.feature_names))
+        bounds = ctx.given.offsets[bags].tolist()
+        return sequence_lookups.by_feature(self._features, rows, ctx.given.offsets, bags, bounds)
