@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
@@ -16,6 +17,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizerModule
 
 from rec_kernels.distributed import agreement, batches
+from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.exchange import Exchange
 from rec_kernels.distributed.local_shards import frozen_entries, make_collection, pieces_of
@@ -27,7 +29,6 @@ from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
     """An ``rk.EmbeddingBagCollection`` whose tables are shared out among ranks; made by the sharder.
 
     Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, and
-    be 0. Outputs are those of one process with all samples, and each lookup's backward updates all tables once, with
-    the gradients of all ranks. docs/distributed.md says what has the bits of one process.
+    be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
+    gradients of all ranks and of all lookups that it has. docs/distributed.md says what has the bits of one process.
 
     It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
 
@@ -52,6 +53,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
 
     Attributes:
         routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+        backwards: when its lookups are updates.
 
     Raises:
         ValueError: ranks have other tables, plans, optimizers or options than the first.
@@ -81,6 +83,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         self._state = ShardedState(self._features, pieces, rank, group, device)
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         self._face = TorchRecFace(collection.fused_optimizer)
+        self.backwards = Backwards(collection)
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
@@ -139,44 +142,36 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
     def output_dist(self, ctx: BatchContext, output: Tensor) -> KeyedTensor:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
         token = torch.zeros(0, device=output.device, requires_grad=True)
+        ctx.begun = self.backwards.begin()
         values = Exchange.apply(token, output, self, ctx)
+        self.backwards.watch(ctx.begun, values)
         return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)
 
     # Updates.
 
-    def gradient_scale(self, batch_sizes: list[int]) -> float:
-        """Factor of the gradients of this rank's outputs."""
+    def gradient_scales(self, batch_sizes: list[int]) -> list[float]:
+        """Factors of the gradients of the outputs of each rank, by the batch sizes of all."""
         if self._gradient == "sum":
-            return 1.0
+            return [1.0] * len(batch_sizes)
         if self._gradient == "torchrec":
-            return 1 / self.routes.world_size
-        return batch_sizes[self.routes.rank] / max(sum(batch_sizes), 1)
-
-    @property
-    def pending(self) -> Pending | None:
-        """The lookups of the ``accumulate()`` block that is open, or None."""
-        return self.shards._update.pending
-
-    def check_pending(self, begun: Pending | None) -> None:
-        """Raises RuntimeError if a lookup, made when ``begun`` was pending, is updated in a later block."""
-        if begun is None and self.pending is not None:
-            raise RuntimeError(
-                "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
-                "the block, too"
-            )
-
-    @torch.no_grad()
-    def update(self, lookup: Lookup) -> None:
-        """Updates this rank's shards once, with the gradients of all samples."""
-        shards = self.shards
-        shards._follow_requires_grad(shards._layout)
-        shards._update_once([lookup], shards._update.scaling())
+            return [1 / len(batch_sizes)] * len(batch_sizes)
+        return [size / max(sum(batch_sizes), 1) for size in batch_sizes]
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike."""
         with self.shards.accumulate():
             yield
+
+    def set_grad_scaler(self, scaler: GradScaler | None) -> None:
+        """Tells it that losses are scaled, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank alike.
+
+        An overflow on any rank skips the update on all ranks, and ``scaler.step(optimizer)`` tells each rank's scaler.
+
+        Args:
+            scaler: this rank's, or None. All ranks' have one scale.
+        """
+        self.shards.set_grad_scaler(scaler)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features, as ``rk.EmbeddingBagCollection.freeze``."""
