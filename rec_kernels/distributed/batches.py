@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
@@ -23,7 +24,10 @@ class BatchContext(Multistreamable):
     Attributes:
         batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
         bags: the ids that this rank looks up, of all ranks' samples, key-major.
+        begun: the lookup, from its output on.
     """
+
+    begun: Begun
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []

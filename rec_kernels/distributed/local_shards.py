@@ -141,7 +141,8 @@ def make_collection(
     """The collection of a rank's shards, whose features are ``entries``, in this order.
 
     Args:
-        module: the whole collection, whose options, learning rate and frozen tables it has. pieces: those of this rank.
+        module: the whole collection, whose options, learning rate, GradScaler and frozen tables it has.
+        pieces: those of this rank.
         salt: names the collection in the model, for the numbers that its rows begin with.
     """
     tables, features = module.tables, module._features
@@ -181,6 +182,7 @@ def make_collection(
     )
     made.process_local = True
     made.fused_optimizer.param_groups[0]["lr"] = module.fused_optimizer.param_groups[0]["lr"]
+    made._update.take_scaler(module._update, made._held.weights(), made._buffers)
     made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
     for piece in pieces:
         weight = module._held[features.stored[piece.stored].name].weight

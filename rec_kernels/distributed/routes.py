@@ -134,11 +134,11 @@ class Routes:
             block.div_(counts[f].clamp(min=1).to(block.dtype)[:, None])
         return out
 
-    def disperse(self, grad: Tensor, counts: Tensor | None) -> tuple[Tensor, list[int]]:
+    def disperse(self, grad: Tensor, counts: Tensor | None) -> list[Tensor]:
         """Gathers the gradients of this rank's samples that each rank's update needs.
 
         Returns:
-            A flat float32 tensor, for each rank [B, widths[rank] + number of its coefficients], and the widths.
+            For each rank, float32 [B, widths[rank] + number of its coefficients].
         """
         blocks = []
         for own, runs in zip(self.entries, self._scatter, strict=True):
@@ -146,7 +146,7 @@ class Routes:
             if counted := [e.feature for e in own if e.coefficient]:
                 columns.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
             blocks.append(torch.cat(columns, dim=1) if columns else grad[:, :0])
-        return torch.cat([b.reshape(-1) for b in blocks]), [b.shape[1] for b in blocks]
+        return blocks
 
 
 def _bounds(*differences: list[int]) -> list[tuple[int, int]]:

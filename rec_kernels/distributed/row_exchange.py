@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.exchange import all_to_all
 from rec_kernels.distributed.routes import Entry
@@ -98,19 +100,21 @@ class Parcels:
         """How many numbers go to, or come from, each rank."""
         return [sum(len(at) * (c.stop - c.start) for at, c in blocks) for blocks in self._blocks(back=back)]
 
-    def packed(self, rows: Tensor, *, back: bool) -> Tensor:
-        """What goes to all ranks, in one flat tensor."""
-        blocks = [rows[:, c].index_select(0, at).view(-1) for own in self._blocks(back=back) for at, c in own]
-        return torch.cat([rows.new_empty(0), *blocks])
+    def packed(self, rows: Tensor, *, back: bool) -> list[Tensor]:
+        """For each rank the numbers that go to it, in one row."""
+        empty = rows.new_empty(0)
+        return [
+            torch.cat([empty, *(rows[:, columns].index_select(0, at).view(-1) for at, columns in blocks)])
+            for blocks in self._blocks(back=back)
+        ]
 
-    def unpack(self, flat: Tensor, rows: Tensor, *, back: bool) -> None:
-        """Writes what has come from all ranks to its places in ``rows``."""
-        start = 0
-        for places, columns in itertools.chain(*self._blocks(back=back)):
-            width = columns.stop - columns.start
-            block = flat[start : start + len(places) * width].view(-1, width)
-            rows[:, columns].index_copy_(0, places, block)
-            start += block.numel()
+    def unpack(self, arrived: Sequence[Tensor], rows: Tensor, *, back: bool) -> None:
+        """Writes the numbers that have come from each rank to their places in ``rows``."""
+        for flat, blocks in zip(arrived, self._blocks(back=back), strict=True):
+            widths = [c.stop - c.start for _, c in blocks]
+            parts = flat.split([len(at) * width for (at, _), width in zip(blocks, widths, strict=True)])
+            for (places, columns), width, part in zip(blocks, widths, parts, strict=True):
+                rows[:, columns].index_copy_(0, places, part.view(-1, width))
 
 
 class RowContext(BatchContext):
@@ -160,12 +164,12 @@ class RowExchange(torch.autograd.Function):
             token: what autograd calls the backward for.
             rows: [ids of all ranks, columns of this rank's entries], float32.
         """
-        sent, received = batch.held.sizes(back=False), batch.asked.sizes(back=False)
-        flat = all_to_all(batch.held.packed(rows, back=False), sent, received, module.group)
+        received = batch.asked.sizes(back=False)
+        arrived = exchanged(batch.held.packed(rows, back=False), received, module.group)
         # Ids that are out of range of a table that is split by rows were sent to nobody: their rows are zeros.
         out = rows.new_zeros(len(batch.given.values), max(module.output_dims, default=0))
-        batch.asked.unpack(flat, out, back=False)
-        ctx.module, ctx.batch, ctx.pending = module, batch, module.pending
+        batch.asked.unpack(arrived, out, back=False)
+        ctx.module, ctx.batch = module, batch
         return out.to(module.output_dtype)
 
     @staticmethod
@@ -173,17 +177,21 @@ class RowExchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sends each rank the gradients of its rows, which updates its tables with those of all ids."""
         module, batch = ctx.module, ctx.batch
-        module.check_pending(ctx.pending)
-        scale = module.gradient_scale(batch.batch_sizes)
-        grad = grad.float() * scale if scale != 1 else grad.float()
-        sent, received = batch.asked.sizes(back=True), batch.held.sizes(back=True)
-        flat = all_to_all(batch.asked.packed(grad, back=True), sent, received, module.group)
-        own = grad.new_zeros(len(batch.bags.values), max((e.shard.columns for e in module.routes.own), default=0))
-        batch.held.unpack(flat, own, back=True)
+        rank, grad = module.routes.rank, grad.float()
+        facts = module.backwards.facts(batch.begun, grad)
+        scale = module.gradient_scales(batch.batch_sizes)[rank]
+        blocks = batch.asked.packed(grad * scale if scale != 1 else grad, back=True)
+        received = [FACTS + size for size in batch.held.sizes(back=True)]
+        arrived = exchanged([torch.cat([facts, block]) for block in blocks], received, module.group)
+        bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
+        own = grad.new_zeros(len(bags.values), width)
+        batch.held.unpack([block[FACTS:] for block in arrived], own, back=True)
         status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
-        lookup = Lookup(own, batch.bags.values, batch.bags.offsets, batch.bags.weights, status, batch.starts)
-        if ctx.pending is None:
-            module.update(lookup)
-        else:
-            ctx.pending.add(lookup)
+        lookup = Lookup(own, bags.values, bags.offsets, bags.weights, status, batch.starts)
+        module.backwards.take(batch.begun, lookup, torch.stack([block[:FACTS] for block in arrived]))
         return None, None, None, None
+
+
+def exchanged(blocks: Sequence[Tensor], received: list[int], group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Sends a flat block to each rank; the blocks from all ranks, of ``received`` elements."""
+    return all_to_all(torch.cat([*blocks]), [len(block) for block in blocks], received, group).split(received)

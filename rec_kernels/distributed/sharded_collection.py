@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import ShardedModule
@@ -17,6 +18,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches
+from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.local_shards import frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
@@ -27,7 +29,6 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     Attributes:
         routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+        backwards: when its lookups are updates.
     """
 
     _takes_own_sizes = False  # whether features may have batch sizes of their own
@@ -69,6 +71,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         self._face = TorchRecFace(collection.fused_optimizer)
+        self.backwards = Backwards(collection)
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
@@ -114,39 +117,29 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     # Updates.
 
-    def gradient_scale(self, batch_sizes: list[int]) -> float:
-        """Factor of the gradients of this rank's outputs."""
+    def gradient_scales(self, batch_sizes: list[int]) -> list[float]:
+        """Factors of the gradients of the outputs of each rank, by the batch sizes of all."""
         if self._gradient == "sum":
-            return 1.0
+            return [1.0] * len(batch_sizes)
         if self._gradient == "torchrec":
-            return 1 / self.routes.world_size
-        return batch_sizes[self.routes.rank] / max(sum(batch_sizes), 1)
-
-    @property
-    def pending(self) -> Pending | None:
-        """The lookups of the ``accumulate()`` block that is open, or None."""
-        return self.shards._update.pending
-
-    def check_pending(self, begun: Pending | None) -> None:
-        """Raises RuntimeError if a lookup, made when ``begun`` was pending, is updated in a later block."""
-        if begun is None and self.pending is not None:
-            raise RuntimeError(
-                "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
-                "the block, too"
-            )
-
-    @torch.no_grad()
-    def update(self, lookup: Lookup) -> None:
-        """Updates this rank's shards once, with the gradients of all samples."""
-        shards = self.shards
-        shards._follow_requires_grad(shards._layout)
-        shards._update_once([lookup], shards._update.scaling())
+            return [1 / len(batch_sizes)] * len(batch_sizes)
+        return [size / max(sum(batch_sizes), 1) for size in batch_sizes]
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike."""
         with self.shards.accumulate():
             yield
+
+    def set_grad_scaler(self, scaler: GradScaler | None) -> None:
+        """Tells it that losses are scaled, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank alike.
+
+        An overflow on any rank skips the update on all ranks, and ``scaler.step(optimizer)`` tells each rank's scaler.
+
+        Args:
+            scaler: this rank's, or None. All ranks' have one scale.
+        """
+        self.shards.set_grad_scaler(scaler)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features, as ``rk.EmbeddingBagCollection.freeze``."""

@@ -20,8 +20,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     """An ``rk.EmbeddingBagCollection`` whose tables are shared out among ranks; made by the sharder.
 
     Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, and
-    be 0. Outputs are those of one process with all samples, and each lookup's backward updates all tables once, with
-    the gradients of all ranks. docs/distributed.md says what has the bits of one process.
+    be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
+    gradients of all ranks and of all lookups that it has. docs/distributed.md says what has the bits of one process.
 
     It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
 
@@ -34,6 +34,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Attributes:
         routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+        backwards: when its lookups are updates.
 
     Raises:
         ValueError: ranks have other tables, plans, optimizers or options than the first.
@@ -64,5 +65,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def output_dist(self, ctx: BatchContext, output: Tensor) -> KeyedTensor:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
         token = torch.zeros(0, device=output.device, requires_grad=True)
+        ctx.begun = self.backwards.begin()
         values = Exchange.apply(token, output, self, ctx)
+        self.backwards.watch(ctx.begun, values)
         return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)

@@ -99,7 +99,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
         token = torch.zeros(0, device=output.device, requires_grad=True)
+        ctx.begun = self.backwards.begin()
         rows = RowExchange.apply(token, output, self, ctx)
+        self.backwards.watch(ctx.begun, rows)
         bags = ctx.given.bag_starts(len(self.feature_names))
         bounds = ctx.given.offsets[bags].tolist()
         return sequence_lookups.by_feature(self._features, rows, ctx.given.offsets, bags, bounds)

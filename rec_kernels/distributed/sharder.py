@@ -118,9 +118,7 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    update = module._update
-    scaled = update is not None and update._scaler is not None
-    check_collection(module._features, module.optimizer, cached=module.row_cache is not None, scaled=scaled)
+    check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):
