@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, plan_of
 from torch import Tensor, nn
 
@@ -155,3 +156,150 @@ def one_process(case: Sequences) -> tuple[list, dict[str, Tensor]]:
     model = Model(collection(case))
     outputs = train(case, model, list(range(len(case.sizes))))
     return outputs, dict(model.sequences.state_dict())
+
+
+def options(case: Sequences) -> dict[str, Any]:
+    """Blocks of the state after ``use_options``."""
+    model = sharded(case, collection(case))
+    return blocks(use_options(case, model, model.module.sequences, model.fused_optimizer, [dist.get_rank()]))
+
+
+def use_options(case: Sequences, model: nn.Module, tables: Any, optimizer: Any, ranks: list[int]) -> Any:
+    """Micro-batches, two lookups of one backward, a frozen feature, another learning rate; the state."""
+    with tables.accumulate():
+        train(replace(case, steps=2), model, ranks)
+    tables.freeze("f2")
+    optimizer.param_groups[0]["lr"] = 0.5
+    losses = []
+    for step in range(2):
+        out = model(batch(case, step, ranks))
+        factors = coefficients(case, step, ranks)
+        losses.append(sum((out[key].values() * c).sum() for key, c in zip(KEYS, factors, strict=True)))
+    sum(losses).backward()
+    tables.unfreeze("f2")
+    return tables.state_dict()
+
+
+def save_and_load(case: Sequences, other: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trains, saves, loads into a model of another plan, which had rows of its own: the blocks of both."""
+    model = sharded(case, collection(case))
+    train(case, model, [dist.get_rank()])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
+    state = {"model": loaded.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state["model"])
+    return blocks(model.module.sequences.state_dict()), blocks(loaded.module.sequences.state_dict())
+
+
+def load_whole(case: Sequences, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Blocks after a state of one process has been loaded."""
+    model = sharded(case, collection(case, device="meta"))
+    model.module.sequences.load_state_dict(state)
+    return blocks(model.module.sequences.state_dict())
+
+
+def refused(case: Sequences) -> tuple[list[str], bool, list]:
+    """Batches that rank 1 alone feeds wrong: the errors on this rank, whether the state is as before, later outputs."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    before = blocks(model.module.sequences.state_dict())
+    errors = []
+    for mistake in ("id", "key", "weights"):
+        given: Any = batch(case, 0, [rank])
+        strides = given.stride_per_key()
+        if rank == 1 and mistake == "id":
+            values = given.values().clone()
+            bag = sum(strides[:2]) + 3
+            values[int(given.offsets()[bag])] = 1030
+            given = rk.KeyedJaggedTensor(KEYS, values, lengths=given.lengths(), stride_per_key=strides)
+        elif rank == 1 and mistake == "key":
+            keys = ["x", *KEYS[1:]]
+            given = rk.KeyedJaggedTensor(keys, given.values(), lengths=given.lengths(), stride_per_key=strides)
+        elif rank == 1:
+            weights = torch.ones(len(given.values()), requires_grad=True)
+            given = rk.KeyedJaggedTensor(KEYS, given.values(), weights, lengths=given.lengths(), stride_per_key=strides)
+        try:
+            model(given)
+        except (IndexError, KeyError, ValueError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    after = blocks(model.module.sequences.state_dict())
+    same = all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+    return errors, same, train(case, model, [rank])
+
+
+class Loss(nn.Module):
+    """A model as TorchRec's pipelines train it, with collections of both kinds: a loss, and its output."""
+
+    def __init__(self, sequences: nn.Module) -> None:
+        super().__init__()
+        self.sequences = sequences
+        bag = rk.EmbeddingBagConfig(50, 8, name="bag", feature_names=["f1"])
+        self.bags = rk.EmbeddingBagCollection([bag], optimizer=rk.SGD(lr=0.1), seed=6)
+        self.dense = nn.Linear(24, 1)
+
+    def forward(self, features: Any) -> tuple[Tensor, Tensor]:
+        """The mean square of a linear layer over rows that are padded and summed."""
+        rows = self.sequences(features)
+        summed = [rows[key].to_padded_dense(9).sum(1) for key in ("f0",)]
+        out = self.dense(torch.cat([*summed, self.bags(features)["f1"]], dim=1))
+        return out.square().mean(), out
+
+
+def pipelined(case: Sequences) -> list[bool]:
+    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    given = [batch(case, step, [rank]) for step in range(4)]
+    data = [KeyedJaggedTensor(KEYS, k.values() % 50, lengths=k.lengths()) for k in given]
+    sharders = [rk.distributed.EmbeddingBagCollectionSharder(), rk.distributed.EmbeddingCollectionSharder()]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Loss(collection(case))
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(world_size=world, compute_device="cpu", local_world_size=world),
+            batch_size=8,
+            constraints=sharders[0].constraints(model.bags) | sharders[1].constraints(model.sequences),
+        )
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+        assert [name for name, _ in model.named_parameters()] == ["dense.weight", "dense.bias"]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    wanted = []
+    for features in data:
+        optimizer.zero_grad()
+        loss, out = model(features)
+        loss.backward()
+        optimizer.step()
+        wanted.append(out.detach().clone())
+    model, optimizer = made()
+    pipeline, batches = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(data)
+    got = [pipeline.progress(batches).detach().clone() for _ in data]
+    names = sorted(type(module).__name__ for module in pipeline._pipelined_modules)
+    assert names == ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
+    return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+
+
+def numbers_sent(case: Sequences) -> list[int]:
+    """Numbers of float32 that this rank sends to others in a step's forward and backward: rows, gradients, facts."""
+    from rec_kernels.distributed import row_exchange
+
+    model, rank, sent = sharded(case, collection(case)), dist.get_rank(), []
+    exchanged = row_exchange.exchanged
+
+    def counted(blocks: list[Tensor], received: list[int], group: Any) -> Any:
+        sent.append(sum(len(block) for to, block in enumerate(blocks) if to != rank))
+        return exchanged(blocks, received, group)
+
+    row_exchange.exchanged = counted
+    try:
+        train(replace(case, steps=1), model, [rank])
+    finally:
+        row_exchange.exchanged = exchanged
+    return sent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,7 @@ from rec_kernels.nn import sequence_lookups
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
+from rec_kernels.nn.tables.load_state import rename
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -64,6 +67,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def create_context(self) -> RowContext:
         """The context of one batch."""
         return RowContext()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **named: Any) -> None:
+        rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **named)
 
     def _sent(self, ctx: RowContext, given: SelectedKeys, *, weighted: bool) -> KeyedJaggedTensor:
         ctx.given = given
