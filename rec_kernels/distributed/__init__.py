@@ -16,11 +16,14 @@ from rec_kernels.distributed.agreement import until_all_end
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
 from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from rec_kernels.distributed.torchrec_state import TorchRecState, torchrec_state
 
 __all__ = [
     "EmbeddingBagCollectionSharder",
     "EmbeddingCollectionSharder",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
+    "TorchRecState",
+    "torchrec_state",
     "until_all_end",
 ]

@@ -1,0 +1,82 @@
+"""Checkpoints of TorchRec's own fused kernels: read and written by its names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from distributed_import_cases import Import, alone, by_their_names, train
+from distributed_pool import pool
+from tiers import full
+
+import rec_kernels as rk
+
+HERE = "distributed_import_cases"
+pytest.importorskip("torchrec.distributed")
+
+CASES = [
+    Import(),
+    *full(
+        Import("exact_adagrad", kinds=("column_wise", "table_wise", "row_wise")),
+        Import("exact_sgd"),
+        Import("exact_row_wise_adagrad"),
+        Import("exact_adagrad", pooled=False),
+    ),
+    Import("exact_row_wise_adagrad", pooled=False),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", CASES)
+def test_import(tmp_path: Path, case: Import) -> None:
+    """A checkpoint of TorchRec loads, with the optimizer's state, on ranks and in one process; training goes on."""
+    found = pool(2).run(HERE, "imported", case, str(tmp_path))
+    for theirs, ours in found:
+        for got, want in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    model = alone(case)
+    dcp.load(by_their_names(model), checkpoint_id=str(tmp_path), no_dist=True)
+    for step, got in enumerate(train(model, range(2, 5), [0, 1])):
+        want = torch.cat([theirs[step] for theirs, _ in found])
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", [Import("exact_row_wise_adagrad"), *full(Import("exact_adagrad", pooled=False))])
+def test_export(tmp_path: Path, case: Import) -> None:
+    """TorchRec loads a checkpoint of this package that has its names."""
+    for ours, theirs in pool(2).run(HERE, "exported", case, str(tmp_path)):
+        for got, want in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_names() -> None:
+    """Names are TorchRec's, and tensors the collection's own memory; other parts of a model keep theirs."""
+    model = alone(Import())
+    state = rk.distributed.torchrec_state(model)
+    weights = [f"tables.embedding_bags.t{i}.weight" for i in range(3)]
+    assert sorted(state.model) == ["dense.bias", "dense.weight", *weights]
+    assert list(state.optimizer["state"]) == weights
+    sums = state.optimizer["state"][weights[1]]
+    assert list(sums) == ["t1.momentum1"]
+    sums["t1.momentum1"].fill_(3)
+    assert torch.equal(model.tables.state_dict()["embedding_bags.t1.sum"], torch.full((33, 16), 3.0))
+
+
+def test_refused() -> None:
+    """State that TorchRec's checkpoints do not have, and rows that are no floats."""
+    config = {"name": "t", "feature_names": ["f"]}
+    table = rk.EmbeddingBagConfig(100, 16, **config)
+
+    def told(table: rk.EmbeddingBagConfig, **options: object) -> None:
+        rk.distributed.torchrec_state(rk.EmbeddingBagCollection([table], **options))
+
+    with pytest.raises(ValueError, match="checkpoints have no state of Adam"):
+        told(table, optimizer=rk.Adam())
+    with pytest.raises(ValueError, match=r"state_dtype=torch\.bfloat16"):
+        told(table, optimizer=rk.Adagrad(state_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="has a row cache"):
+        told(table, optimizer=rk.SGD(), cache=rk.RowCache(0.5))
+    with pytest.raises(ValueError, match=r"table 't' .* got format 'int8'"):
+        told(rk.EmbeddingBagConfig(100, 16, format="int8", **config), optimizer=rk.SGD())

@@ -1,0 +1,85 @@
+"""Names of TorchRec's own checkpoints, for tables and optimizer state of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.training.optimizers import SGD, Adagrad, Optimizer, RowwiseAdagrad
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+#: TorchRec's names of the kinds of state of optimizers. Others' need the step, which its checkpoints do not have.
+_NAMES: dict[type[Optimizer], dict[str, str]] = {
+    SGD: {},
+    Adagrad: {"sum": "momentum1"},
+    RowwiseAdagrad: {"sum": "momentum1"},
+}
+
+
+class TorchRecState(NamedTuple):
+    """State of a model by the names of TorchRec.
+
+    Args:
+        model: as of ``DistributedModelParallel.state_dict()`` with TorchRec's own sharders. optimizer: as of its
+            ``fused_optimizer.state_dict()``, without parameter groups; of SGD, which has no state, it names no table.
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, dict[str, dict[str, Any]]]
+
+
+def torchrec_state(model: nn.Module) -> TorchRecState:
+    """The state of a model as TorchRec's fused kernels would have it, whose tensors share the model's memory.
+
+    ``torch.distributed.checkpoint.load`` into it loads a checkpoint that TorchRec has written, of any plan, and
+    ``save`` writes one that TorchRec loads. The collections' ``step`` is not part of it.
+
+    Args:
+        model: with sharded collections in ``DistributedModelParallel``, or with whole ones.
+
+    Raises:
+        ValueError: a collection's optimizer is another than SGD, RowwiseAdagrad and Adagrad with state in float32; the
+            rows of a table are not fp32, fp16 or bf16, or have a compression; a collection has a row cache.
+    """
+    root = model.module if isinstance(model, DistributedModelParallel) else model
+    whole, optimizer, weights = dict(model.state_dict()), {}, set()
+    for name, module in root.named_modules():
+        if not isinstance(module, (ShardedCollection, TableCollection)):
+            continue
+        own = module.shards if isinstance(module, ShardedCollection) else module
+        prefix, kinds = f"{name}." if name else "", _checked(name, own, module.tables)
+        for table in module.tables:
+            held = f"{prefix}{own._holder}.{table.name}"
+            state = {f"{table.name}.{theirs}": whole[f"{held}.{kind}"] for kind, theirs in kinds.items()}
+            weights.add(f"{held}.weight")
+            if state:
+                optimizer[f"{held}.weight"] = state
+        whole = {key: t for key, t in whole.items() if key in weights or not key.startswith(prefix)}
+    return TorchRecState(whole, {"state": optimizer})
+
+
+def _checked(name: str, collection: TableCollection, tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
+    """TorchRec's name for each kind of an optimizer's state; ValueError if it has none for what a collection keeps."""
+    optimizer = collection.optimizer
+    names = {} if optimizer is None else _NAMES.get(type(optimizer))
+    if names is None or getattr(optimizer, "state_dtype", torch.float32) != torch.float32:
+        raise ValueError(
+            f"collection {name!r}: TorchRec's checkpoints have no state of {optimizer}, or not all of it: the "
+            "optimizer must be rk.SGD, rk.Adagrad with state_dtype=torch.float32, rk.RowwiseAdagrad or None"
+        )
+    if collection.row_cache is not None:
+        raise ValueError(f"collection {name!r} has a row cache, which would not hear of rows that are loaded in place")
+    for table in tables:
+        if table.format not in FLOAT_DTYPES or table.compression is not None:
+            raise ValueError(
+                f"table {table.name!r} of collection {name!r}: TorchRec's tables are fp32, fp16 or bf16 without a "
+                f"compression, got format {table.format!r} and compression {table.compression}"
+            )
+    return names
