@@ -63,4 +63,5 @@ def test_failures_shrink_to_few_numbers() -> None:
         return any(table[1:] == (17, "mx6") for table in sample.tables) and any(map(any, sample.lengths))
 
     smallest = find(samples(), wrong, settings=settings(max_examples=2000, derandomize=True, database=None))
-    assert repr(smallest) == "Sample(tables=[(1, 17, 'mx6')], features=[(0, 'sum')], lengths=[[1]])"
+    assert smallest.tables == [(1, 17, "mx6")]
+    assert sum(map(sum, smallest.lengths)) == 1
