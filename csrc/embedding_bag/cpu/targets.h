@@ -159,6 +159,7 @@ struct UpdateTarget {
   int64_t D;
   Optimizer optimizer;
   Update how;
+  float shrinkage;   // of the table's weights
   const float* sum;  // of the table
   Rows rows;
 
@@ -196,7 +197,7 @@ struct UpdateTarget {
     take_step(how.gradient_step, w, D, g);
     const float mean_square = kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
     const float factor = optimizer.prepare(row, mean_square);
-    if (how.shrinks_weights) add_scaled(how.shrinkage(), w, D, w);
+    if (how.shrinks_weights) add_scaled(shrinkage, w, D, w);
     add_scaled(factor, g, D, w);
     rows.close(row);
   }
