@@ -119,7 +119,7 @@ def _all_finite(values: Tensor) -> bool:
 
 
 def stored_in(jagged: Any) -> Any:
-    """What a jagged container stores each bag in once, or the container."""
+    """The container in which a jagged container has each bag once, or itself."""
     return jagged.stored() if hasattr(jagged, "stored") else jagged
 
 

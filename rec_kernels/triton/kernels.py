@@ -371,11 +371,20 @@ def _put(
     tl.store(to + c, g.to(to.dtype.element_ty), mask=c < D)
 
 
+@triton.jit
+def _inverse_of(grad_scale):
+    """Reciprocal of the gradients' scale; None: they are not scaled."""
+    inverse = 1.0
+    if grad_scale is not None:
+        inverse = tl.math.div_rn(1.0, tl.load(grad_scale))
+    return inverse
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def finish_rows_kernel(
     target,  # the tables to update, or the gradient to write
     state,  # row-wise Adagrad's sum, or None
-    lr,  # a float at each multiple of lr_stride by the tables' numbers, or None: write gradients
+    lr,  # of table t at lr_stride * t, or None: write gradients
     lr_stride,
     eps,
     grad,
@@ -410,9 +419,7 @@ def finish_rows_kernel(
     place = tl.load(feature) + (row - tl.load(feature + 1)) * D
     if places is not None:
         place = tl.load(places + start)
-    scale = 1.0
-    if grad_scale is not None:
-        scale = tl.math.div_rn(1.0, tl.load(grad_scale))
+    scale = _inverse_of(grad_scale)
     # Columns beyond the first block are summed again where the whole row has to be known first.
     sources = (grad, order, bag_of, coefficients, features, batch, output_dim)
     c = tl.arange(0, BLOCK_COLUMNS)

@@ -583,11 +583,7 @@ class KeyedJaggedTensor(BatchFacts):
             ValueError: none is given, a key is in two of them, or one is not as above. TypeError: one is no
             ``rk.KeyedJaggedTensor``. RuntimeError: other devices.
         """
-        if not kjt_list:
-            raise ValueError("kjt_list is empty: it must have an rk.KeyedJaggedTensor at least")
-        for i, kjt in enumerate(kjt_list):
-            if not isinstance(kjt, KeyedJaggedTensor):
-                raise TypeError(f"kjt_list[{i}] must be an rk.KeyedJaggedTensor, got {type(kjt).__name__}")
+        checks.check_each("kjt_list", kjt_list, KeyedJaggedTensor)
         keys = list(itertools.chain.from_iterable(kjt.keys() for kjt in kjt_list))
         if any(kjt.inverse_indices_or_none() is not None for kjt in kjt_list):
             raise ValueError("kjt_list has inverse_indices, which are of a batch of their own")
