@@ -131,9 +131,9 @@ enum class LayoutFault {
 struct LayoutLimits {
   int64_t num_parts;
   int64_t weight_bytes;
-  int64_t state_elements;  // of optimizer state for every element; -1: there is none
-  int64_t cache_slots;     // -1: there is no cache
-  int64_t cache_elements;  // of cache_rows; -1: they are not given
+  int64_t state_elements;        // of optimizer state for every element; -1: there is none
+  int64_t cache_slots;           // -1: there is no cache
+  int64_t cache_elements;        // of cache_rows; -1: they are not given
   int64_t tables = kMaxTableId;  // above every table_id
 };
 

@@ -299,8 +299,8 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
     finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.update, shrinkage, sum, float_rows(t, f)}, table,
                 scratch, begin, end);
   else
-    finish_runs(a, UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, shrinkage, sum,
-                                                     kept_rows(a, t, f, scratch)},
+    finish_runs(a,
+                UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, shrinkage, sum, kept_rows(a, t, f, scratch)},
                 table, scratch, begin, end);
 }
 
