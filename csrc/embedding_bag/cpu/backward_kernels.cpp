@@ -319,7 +319,8 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
                  int64_t end) {
   const Part& f = *table.part;
   const int64_t D = f.embedding_dim, first = t.update.records[table.part - a.parts].state_offset;
-  const Elementwise o = elementwise_of(t.update, f.shard.table);
+  const Elementwise o = elementwise_of(t.update);
+  const float lr = lr_of(t, table);
   OptimizerState state = t.update.state;
   if (state.sum) state.sum = state.moment(state.sum, first);
   if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
@@ -327,10 +328,10 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
   const MomentRows moments{D, state, t, f.shard, scratch + scratch_moments(D)};
   if (is_plain(a, t, f))
-    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.update.gradient_step, moments, float_rows(t, f)}, table,
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, lr, t.update.gradient_step, moments, float_rows(t, f)}, table,
                 scratch, begin, end);
   else
-    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
+    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, lr, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
                 table, scratch, begin, end);
 }
 

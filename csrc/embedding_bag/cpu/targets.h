@@ -252,6 +252,7 @@ struct ElementwiseTarget {
   static constexpr bool kElementwise = true;
   int64_t D;
   Elementwise optimizer;
+  float lr;
   GradientStep step;
   MomentRows moments;
   Rows rows;
@@ -279,7 +280,7 @@ struct ElementwiseTarget {
     float* const first = moments.open(all_first, kFirstMomentStream, row);
     float* const second = moments.open(all_second, kSecondMomentStream, row);
     const bool at_once = !optimizer.needs_norms(), decays = step.decays_weights();
-    const Vec factor = Vec::broadcast(-optimizer.lr), decay = Vec::broadcast(step.weight_decay);
+    const Vec factor = Vec::broadcast(-lr), decay = Vec::broadcast(step.weight_decay);
     for_vectors(D, [&](int64_t c, int n) {
       Vec m = first ? load_vector(first + c, n) : Vec{}, v = second ? load_vector(second + c, n) : Vec{};
       Vec r = in_registers.direction(optimizer.kind, load_vector(g + c, n), &m, &v);
@@ -290,7 +291,7 @@ struct ElementwiseTarget {
       if (at_once) store_vector(fused_multiply_add(factor, r, weights), w + c, n);
       else store_vector(r, g + c, n);
     });
-    if (!at_once) add_scaled(optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
+    if (!at_once) add_scaled(optimizer.trusted(lr, row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
     moments.close(all_first, kFirstMomentStream, row);
     moments.close(all_second, kSecondMomentStream, row);
     rows.close(row);

@@ -62,8 +62,8 @@ struct ElementwiseTarget : Base {
   static constexpr bool kElementwise = true;
   using Base::u;
 
-  __device__ Elementwise optimizer(const Part& f) const { return elementwise_of(u, f.shard.table); }
-  __device__ bool needs_mean_square() const { return u.optimizer == Optimizer::kRowwiseAdam; }
+  __device__ Elementwise optimizer() const { return elementwise_of(u); }
+  __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
 
   __device__ void expect_state(int64_t part, const Part& f, int64_t row, int lane) const {
     const OptimizerState& s = u.state;
@@ -75,15 +75,15 @@ struct ElementwiseTarget : Base {
     }
   }
   // The divisor of row-wise Adam.
-  __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
-    if (!needs_mean_square()) return 1.0f;
-    const Elementwise o = optimizer(f);
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
+    const Elementwise o = optimizer();
+    if (!o.needs_mean_square()) return 1.0f;
     const float second = o.row_moment(u.state.exp_avg_sq[row], mean_square);
     u.state.exp_avg_sq[row] = second;
     return o.row_divisor(second);
   }
   __device__ RowState state_of(int64_t part, const Part& f, int64_t row, float divisor) const {
-    const Elementwise o = optimizer(f);
+    const Elementwise o = optimizer();
     const int64_t place = place_of(part, f, row);
     const OptimizerState& s = u.state;
     float* second = s.sum ? s.sum : s.exp_avg_sq;
@@ -100,7 +100,7 @@ struct ElementwiseTarget : Base {
   template <int G, int kBlocks, class Direction>
   __device__ __forceinline__ float factor(const Elementwise& o, const Part& f, int64_t row, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Direction& direction) const {
-    if (!o.needs_norms()) return -o.lr;
+    if (!o.needs_norms()) return -u.lr_of(f.shard.table);
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
     SquareSum<G> weights{group}, directions{group};
@@ -116,7 +116,7 @@ struct ElementwiseTarget : Base {
       directions.add(column, D, g);
     }
     const float weight_squares = weights.total(), direction_squares = directions.total();
-    return o.trusted(weight_squares, direction_squares);
+    return o.trusted(u.lr_of(f.shard.table), weight_squares, direction_squares);
   }
 
  private:

@@ -49,9 +49,9 @@ struct Update {
 
 inline namespace RK_ISA {
 
-RK_HOST_DEVICE Elementwise elementwise_of(const Update& u, uint32_t table) {
+RK_HOST_DEVICE Elementwise elementwise_of(const Update& u) {
   const BetaPowers powers = u.powers();
-  return {u.optimizer, u.lr_of(table), u.eps, u.beta1, u.beta2, 1.0f - powers.first, 1.0f - powers.second};
+  return {u.optimizer, u.eps, u.beta1, u.beta2, 1.0f - powers.first, 1.0f - powers.second};
 }
 
 }  // namespace RK_ISA
