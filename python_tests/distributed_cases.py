@@ -148,18 +148,18 @@ def train(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
     return outputs
 
 
-def plan_of(case: Case, world: int) -> dict[str, Any]:
+def plan_of(case: Any, world: int, dims: tuple[int, ...] = (DIM,) * 3) -> dict[str, Any]:
     """TorchRec's plan, written down by hand: table name -> ParameterSharding."""
     from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
     plan = {}
-    for i, (rows, kind) in enumerate(zip(ROWS, PLANS[case.plan], strict=True)):
-        half, row_half = DIM // 2, -(-rows // world)
+    for i, (rows, dim, kind) in enumerate(zip(ROWS, dims, PLANS[case.plan], strict=True)):
+        half, row_half = dim // 2, -(-rows // world)
         bands = [(r * row_half, max(min(row_half, rows - r * row_half), 0)) for r in range(world)]
         blocks = {
-            "table_wise": [(0, 0, rows, DIM, (i + 1) % world)],
-            "first_rank": [(0, 0, rows, DIM, 0)],
-            "row_wise": [(first, 0, count, DIM, r) for r, (first, count) in enumerate(bands)],
+            "table_wise": [(0, 0, rows, dim, (i + 1) % world)],
+            "first_rank": [(0, 0, rows, dim, 0)],
+            "row_wise": [(first, 0, count, dim, r) for r, (first, count) in enumerate(bands)],
             "column_wise": [(0, 0, rows, half, 0), (0, half, rows, half, world - 1)],
             "grid_shard": [(f, c, n, half, (r + c) % world) for r, (f, n) in enumerate(bands) for c in (0, half)],
         }.get(kind)

@@ -296,10 +296,6 @@ def test_refused_collections() -> None:
         check(rk.EmbeddingBagCollection([table]))
     with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
-    scaled = rk.EmbeddingBagCollection([table], optimizer=rk.SGD())
-    scaled.set_grad_scaler(torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="knows a GradScaler"):
-        rk.distributed.EmbeddingBagCollectionSharder().constraints(scaled)
     narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
     with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))

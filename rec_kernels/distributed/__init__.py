@@ -13,7 +13,14 @@ except ImportError as error:
     ) from error
 
 from rec_kernels.distributed.agreement import until_all_end
-from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
-from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder
+from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
+from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
-__all__ = ["EmbeddingBagCollectionSharder", "ShardedEmbeddingBagCollection", "until_all_end"]
+__all__ = [
+    "EmbeddingBagCollectionSharder",
+    "EmbeddingCollectionSharder",
+    "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
+    "until_all_end",
+]

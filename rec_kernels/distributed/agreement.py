@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.distributed.batches import CheckedBatch
 
 Batch = TypeVar("Batch")
 
@@ -47,24 +47,31 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def agree(
-    given: SelectedKeys | None,
-    error: Exception | None,
-    num_features: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[list[int], bool]:
-    """Batch sizes of all ranks, and whether any has weights; a collective.
+class Agreed(NamedTuple):
+    """A batch of all ranks.
 
     Args:
-        given: this rank's batch, or None with the ``error`` that refused it.
+        batch_sizes: of all ranks. weighted: whether any has weights.
+        own_sizes: whether features of any have batch sizes of their own.
+    """
+
+    batch_sizes: list[int]
+    weighted: bool
+    own_sizes: bool
+
+
+def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup, device: torch.device) -> Agreed:
+    """Tells all ranks of this rank's batch; a collective.
+
+    Args:
+        given: the batch. error: what refused it, or None.
 
     Raises:
         ``error``; RuntimeError: another rank's batch was refused, with its message.
     """
-    batch = 0 if given is None or not num_features else (len(given.offsets) - 1) // num_features
-    weighted = given is not None and given.weights is not None
-    own = torch.tensor([batch, weighted, error is not None], dtype=torch.int64, device=device)
+    bags = given.bags
+    own_facts = [given.samples, bags.weights is not None, bags.strides is not None, error is not None]
+    own = torch.tensor(own_facts, dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
@@ -75,7 +82,8 @@ def agree(
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
-    return [size for size, *_ in numbers], any(weighted for _, weighted, _ in numbers)
+    sizes, weighted, own_sizes, _ = zip(*numbers, strict=True)
+    return Agreed(list(sizes), any(weighted), any(own_sizes))
 
 
 def until_all_end(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
+from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
+from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
+from rec_kernels.nn.jagged.shared_bags import SharedBags
 
-_Part = tuple[Tensor, Tensor, Tensor | None]  # ids, lengths of bags, weights
+_Part = tuple[Tensor, Tensor, Tensor | None, Tensor]  # ids, lengths of bags, weights, places among the feature's ids
 
 
 class BatchContext(Multistreamable):
@@ -23,7 +26,10 @@ class BatchContext(Multistreamable):
     Attributes:
         batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
         bags: the ids that this rank looks up, of all ranks' samples, key-major.
+        begun: the lookup, from its output on.
     """
+
+    begun: Begun
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -37,22 +43,40 @@ class BatchContext(Multistreamable):
                 t.record_stream(stream)
 
 
-def checked_batch(features: Any, names: list[str], limits: list[int], bounds_check: str) -> SelectedKeys:
-    """The features of a batch in the collection's order, with int64 ids.
+class CheckedBatch(NamedTuple):
+    """A rank's batch; without arguments, one that was refused.
+
+    Args:
+        bags: of the features in the collection's order, with int64 ids; none are in no bag.
+        samples: B; where features have batch sizes of their own, the batch's ``stride()``.
+        shared: which of the bags samples have, where they share bags, or None.
+    """
+
+    bags: SelectedKeys = SelectedKeys(torch.empty(0), torch.zeros(1), None, None)
+    samples: int = 0
+    shared: SharedBags | None = None
+
+
+def checked_batch(
+    features: Any, names: list[str], limits: list[int], bounds_check: str, *, pooled: bool = True
+) -> CheckedBatch:
+    """Looks at everything in a batch that lookups on other ranks would refuse.
 
     Args:
         names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
+        pooled: whether samples have rows of bags, which they may share, and not of ids.
 
     Raises:
-        IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
-            their own, or weights that need a gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing.
-            TypeError: another kind of batch.
+        IndexError: an id is out of range, and ``bounds_check`` is "error"; an inverse index is. ValueError: features
+            of pooled lookups have batch sizes of their own, and no inverse indices; weights need a gradient; bad
+            offsets, dtypes or shapes. KeyError: a feature is missing. TypeError: another kind of batch.
     """
-    given = select_keys(as_batch(features, names), names, exact=True)
-    if given.strides is not None:
+    features = as_batch(features, names)
+    given, shared = select_distinct(features, names) if pooled else (select_keys(features, names, exact=True), None)
+    if pooled and given.strides is not None and shared is None:
         raise ValueError(
-            "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
-            "feature a bag for each sample"
+            "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
+            "outputs could be rows of: give inverse_indices, or every feature a bag for each sample"
         )
     if given.weights is not None and given.weights.requires_grad:
         raise ValueError(
@@ -64,10 +88,11 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
     offsets = given.offsets.long()
     first, last = (0, 0) if len(offsets) == 0 else (int(offsets[0]), int(offsets[-1]))
     values, weights = (None if t is None else t[first:last] for t in (given.values, given.weights))
-    given = SelectedKeys(values.long(), offsets - first, weights, None)  # without ids in no bag
+    given = SelectedKeys(values.long(), offsets - first, weights, given.strides)  # without ids in no bag
     if bounds_check == "error":
         _check_ids(given, names, limits)
-    return given
+    samples = (len(offsets) - 1) // max(len(names), 1) if given.strides is None else features.stride()
+    return CheckedBatch(given, samples, shared)
 
 
 def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
@@ -77,27 +102,26 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
         raise ValueError(f"values must be int32 or int64 with one dimension, got {values.dtype} {list(values.shape)}")
     check_integers("offsets", given.offsets, values)
     bags, features = given.offsets.shape[0] - 1, len(names)
-    if bags < 0 or bags % max(features, 1):
+    if given.strides is None and (bags < 0 or bags % max(features, 1)):
         raise ValueError(
             f"offsets must have a bag for each of {features} features and each sample, and one more element, got "
             f"{given.offsets.shape[0]} elements"
         )
-    strides = [bags // max(features, 1)] * features
+    strides = given.strides or [bags // max(features, 1)] * features
     check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: place_of_bag(bag, names, strides))
     if weights is not None:
         check_weights(weights, values)
 
 
 def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
-    values, offsets = given.values, given.offsets
-    batch = (len(offsets) - 1) // max(len(names), 1)
-    bounds = offsets[:: max(batch, 1)].tolist() if batch else [0] * (len(names) + 1)
+    values, offsets, starts = given.values, given.offsets, given.bag_starts(len(names))
+    bounds = offsets[starts].tolist()
     for f, (name, limit) in enumerate(zip(names, limits, strict=True)):
         ids = values[bounds[f] : bounds[f + 1]]
         bad = (ids < 0) | (ids >= limit)
         if bool(bad.any()):
             at = bounds[f] + int(bad.nonzero()[0])
-            bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - f * batch
+            bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
             raise IndexError(
                 f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
             )
@@ -110,54 +134,61 @@ def check_device(given: SelectedKeys, device: torch.device) -> None:
 
 
 def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
-    """[F, B] ids of each bag that count, or None where no gradient is divided by them."""
+    """[F, B] ids of each bag that count, or None where no gradient is divided by them; [bags] if sizes differ."""
     if not routes.means:
         return None
-    lengths = given.offsets.diff().view(routes.num_features, -1)
-    numbers = torch.tensor([routes.limits, routes.padding], device=lengths.device)
-    limits, padding = numbers.repeat_interleave(lengths.sum(1), dim=1)
+    starts = given.offsets[given.bag_starts(routes.num_features)]
+    numbers = torch.tensor([routes.limits, routes.padding], device=starts.device)
+    limits, padding = numbers.repeat_interleave(starts.diff(), dim=1)
     good = (given.values >= 0) & (given.values < limits) & (given.values != padding)
     before = torch.nn.functional.pad(good.cumsum(0), (1, 0))
-    return before[given.offsets].diff().view(routes.num_features, -1)
+    counts = before[given.offsets].diff()
+    return counts.view(routes.num_features, -1) if given.strides is None else counts
 
 
-def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJaggedTensor:
-    """The batch as TorchRec's all-to-all sends it: a key for each entry of each rank, in this order.
+def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
+    """The batch as TorchRec's all-to-all sends it, and for each of its keys where its ids are in ``given.values``.
 
+    It has a key for each entry of each rank, in this order.
     Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
     """
-    features, batch = routes.num_features, (len(given.offsets) - 1) // max(routes.num_features, 1)
-    lengths = given.offsets.diff().view(features, batch)
-    bounds = [0, *itertools.accumulate(lengths.sum(1).tolist())]
+    starts = given.bag_starts(routes.num_features)
+    bounds = given.offsets[starts].tolist()
+    lengths = given.offsets.diff().split([stop - start for start, stop in itertools.pairwise(starts)])
     weights = given.weights
     if weighted and weights is None:
         weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
-    ids, sizes, factors = [], [], []
+    every = torch.arange(len(given.values), device=given.values.device)
+    ids, sizes, factors, places = [], [], [], []
     sorted_out: dict[tuple[int, tuple[int, ...]], dict[int, _Part]] = {}
     for entry in itertools.chain(*routes.entries):
         f, shard = entry.feature, entry.shard
         place = slice(bounds[f], bounds[f + 1])
-        values, counts = given.values[place], lengths[f]
+        values, counts, at = given.values[place], lengths[f], every[place]
         own = None if weights is None else weights[place]
         if entry.is_split:
             key = f, entry.bounds
             if key not in sorted_out:
                 sorted_out[key] = _by_rows(values, counts, own, entry.bounds)
-            values, counts, own = sorted_out[key][shard.first_row]
+            values, counts, own, order = sorted_out[key][shard.first_row]
+            at = at[order]
         ids.append(values)
         sizes.append(counts)
         factors.append(own)
-    return KeyedJaggedTensor(
+        places.append(at)
+    sent = KeyedJaggedTensor(
         keys=[str(i) for i in range(len(ids))],
         values=torch.cat(ids) if ids else given.values[:0],
-        lengths=torch.cat(sizes) if sizes else lengths.reshape(-1)[:0],
+        lengths=torch.cat([given.offsets.new_empty(0), *sizes]),
         weights=None if weights is None else torch.cat(factors),
-        stride=batch,
+        stride=None if given.strides else len(lengths[0]) if lengths else 0,
+        stride_per_key_per_rank=[[len(own)] for own in sizes] if given.strides else None,
     )
+    return sent, places
 
 
 def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tuple[int, ...]) -> dict[int, _Part]:
-    """A feature's ids, lengths of bags and weights for each row shard, by the shard's first row.
+    """A feature's ids, lengths of bags, weights and places for each row shard, by the shard's first row.
 
     Args:
         values: [N] ids; lengths: [B]; weights: [N] or None.
@@ -170,17 +201,21 @@ def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tu
     bag = torch.arange(batch, device=values.device).repeat_interleave(lengths)
     counts = torch.bincount(part * batch + bag, minlength=(shards + 2) * batch).view(shards + 2, batch)
     sizes = counts.sum(1).tolist()
-    ids, factors = values[order].split(sizes), [None] * (shards + 2)
+    ids, places, factors = values[order].split(sizes), order.split(sizes), [None] * (shards + 2)
     if weights is not None:
         factors = list(weights[order].split(sizes))
-    return {first: (ids[i] - first, counts[i], factors[i]) for i, first in enumerate(bounds[:-1], 1)}
+    return {first: (ids[i] - first, counts[i], factors[i], places[i]) for i, first in enumerate(bounds[:-1], 1)}
 
 
-def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int) -> SelectedKeys:
-    """Returns the ids that a rank was sent, for its own collection: ``num_entries`` features of ``batch`` bags."""
+def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int | None = None) -> SelectedKeys:
+    """Returns the ids that a rank was sent, for its own collection: ``num_entries`` features of ``batch`` bags.
+
+    Args:
+        batch: None: each has a number of its own.
+    """
     if not num_entries:
         empty = torch.zeros(0, dtype=torch.int64, device=kjt.values().device)
         return SelectedKeys(empty, torch.zeros(1, dtype=torch.int64, device=empty.device), None, None)
     offsets = torch.nn.functional.pad(kjt.lengths().long().cumsum(0), (1, 0))
-    assert len(offsets) == num_entries * batch + 1
+    assert batch is None or len(offsets) == num_entries * batch + 1
     return SelectedKeys(kjt.values(), offsets, kjt.weights_or_none(), None)

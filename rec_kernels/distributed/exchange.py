@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD
 from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
+    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 
 
 class Exchange(torch.autograd.Function):
@@ -42,7 +43,7 @@ class Exchange(torch.autograd.Function):
         blocks = [b.view(own, n) for b, n in zip(flat.split(lengths), routes.sent, strict=True)]
         start = sum(sizes[:rank])
         replicas = pooled[start : start + own, routes.sent[rank] :]
-        ctx.module, ctx.batch, ctx.pending = module, batch, module.pending
+        ctx.module, ctx.batch = module, batch
         return routes.assemble(torch.cat([*blocks, replicas], dim=1), batch.counts).to(module.output_dtype)
 
     @staticmethod
@@ -50,19 +51,33 @@ class Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sends each rank the gradients of its columns, which updates its tables with those of all samples."""
         module, batch = ctx.module, ctx.batch
-        module.check_pending(ctx.pending)
         routes, sizes = module.routes, batch.batch_sizes
-        grad = grad.float() * scale if (scale := module.gradient_scale(sizes)) != 1 else grad.float()
-        flat, widths = routes.disperse(grad, batch.counts)
-        own, mine = sizes[routes.rank], widths[routes.rank]
-        arrived = all_to_all(flat, [own * n for n in widths], [size * mine for size in sizes], module.group)
-        arrived = arrived.view(sum(sizes), mine)
-        lookup = _lookup(arrived, routes, batch)
-        if ctx.pending is None:
-            module.update(lookup)
-        else:
-            ctx.pending.add(lookup)
+        grad = grad.float()
+        facts, arrived = _to_shards(module.backwards.facts(batch.begun, grad), grad, module, batch)
+        for block, scale in zip(arrived, module.gradient_scales(sizes), strict=True):
+            if scale != 1:
+                block[:, : routes.widths[routes.rank]] *= scale
+        module.backwards.take(batch.begun, _lookup(torch.cat(arrived), routes, batch), facts)
         return None, None, None, None
+
+
+def _to_shards(
+    facts: Tensor, grad: Tensor, module: ShardedEmbeddingBagCollection, batch: BatchContext
+) -> tuple[Tensor, list[Tensor]]:
+    """Sends each rank the gradients of its columns, behind this rank's ``facts``.
+
+    Returns:
+        The facts of all ranks, [ranks, FACTS], and for each rank the gradients of its samples, [samples, columns of
+        this rank's entries and their coefficients].
+    """
+    routes, sizes = module.routes, batch.batch_sizes
+    blocks = routes.disperse(grad, batch.counts)
+    flat = torch.cat([t for block in blocks for t in (facts, block.reshape(-1))])
+    width = blocks[routes.rank].shape[1]
+    received = [FACTS + size * width for size in sizes]
+    arrived = all_to_all(flat, [FACTS + block.numel() for block in blocks], received, module.group).split(received)
+    told = torch.stack([block[:FACTS] for block in arrived])
+    return told, [block[FACTS:].view(size, width) for block, size in zip(arrived, sizes, strict=True)]
 
 
 def _lookup(arrived: Tensor, routes: Routes, batch: BatchContext) -> Lookup:

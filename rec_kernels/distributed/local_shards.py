@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Entry
+from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, ShardPlace, StoredTable
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.tables.rows import fill
@@ -130,16 +132,17 @@ def pieces_of(tables: Sequence[EmbeddingConfig], shards: Sequence[Shard]) -> lis
 
 
 def make_collection(
-    module: EmbeddingBagCollection,
+    module: TableCollection,
     entries: Sequence[Entry],
     pieces: Sequence[Piece],
     device: torch.device,
     salt: str,
-) -> EmbeddingBagCollection:
+) -> TableCollection:
     """The collection of a rank's shards, whose features are ``entries``, in this order.
 
     Args:
-        module: the whole collection, whose options, learning rate and frozen tables it has. pieces: those of this rank.
+        module: the whole collection, whose options, learning rate, GradScaler and frozen tables it has.
+        pieces: those of this rank.
         salt: names the collection in the model, for the numbers that its rows begin with.
     """
     tables, features = module.tables, module._features
@@ -169,7 +172,7 @@ def make_collection(
                 salt=salt,
             )
         )
-    made = EmbeddingBagCollection(
+    made = (EmbeddingBagCollection if module._pools else EmbeddingCollection)(
         configs,
         device=device,
         optimizer=module.optimizer,
@@ -179,10 +182,11 @@ def make_collection(
     )
     made.process_local = True
     made.fused_optimizer.param_groups[0]["lr"] = module.fused_optimizer.param_groups[0]["lr"]
+    made._update.take_scaler(module._update, made._held.weights(), made._buffers)
     made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
     for piece in pieces:
-        weight = module.embedding_bags[features.stored[piece.stored].name].weight
-        made.embedding_bags[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
+        weight = module._held[features.stored[piece.stored].name].weight
+        made._held[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
 
 

@@ -77,22 +77,17 @@ def possible_types(table: EmbeddingConfig, optimizer: Optimizer) -> list[str]:
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
 
 
-def check_collection(
-    features: FeatureMap, optimizer: Optimizer | None, *, cached: bool = False, scaled: bool = False
-) -> None:
+def check_collection(features: FeatureMap, optimizer: Optimizer | None, *, cached: bool = False) -> None:
     """Raises ValueError if no plan can shard a collection.
 
     Args:
         features: its tables. optimizer: its fused optimizer. cached: whether it has a row cache.
-        scaled: whether it has been told of a GradScaler.
     """
     if optimizer is None:
         raise ValueError(
             "a collection is sharded with its fused optimizer, and this one was built with optimizer=None: choose one "
             "of rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB"
         )
-    if scaled:
-        raise ValueError("a collection that knows a GradScaler cannot be sharded yet: call set_grad_scaler(None) first")
     if cached:
         raise ValueError("a collection with a row cache cannot be sharded yet: build it with cache=None")
     for feature in features.features:

@@ -41,12 +41,12 @@ class Routes:
 
     Args:
         tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
-        world_size: the number of ranks.
+        world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
 
     Attributes:
         entries: for each rank, what it looks up, in this order; replicas come last.
-        num_features: F, features of the collection; dim: columns of its output; limits: F numbers of ids;
-            padding: F ids that are left out, -1: none.
+        num_features: F, features of the collection; pooled: as above; dim: columns of its output; limits: F numbers of
+            ids; padding: F ids that are left out, -1: none.
         sent: for each rank, columns that it sends back of each sample: those of all its entries but replicas.
         coefficients: for each rank, its entries that need a coefficient.
     """
@@ -57,6 +57,8 @@ class Routes:
         shards: Sequence[Shard],
         rank: int,
         world_size: int,
+        *,
+        pooled: bool = True,
     ) -> None:
         owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
@@ -64,7 +66,7 @@ class Routes:
         dims = [tables[i].embedding_dim for i in owners]
         self._starts = [0, *itertools.accumulate(dims)]
         self.dim = self._starts[-1]
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.pooled = rank, world_size, pooled
         self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
         firsts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
@@ -72,7 +74,7 @@ class Routes:
         for shard in sorted(shards, key=lambda s: s.replica):  # stable: replicas last
             table = tables[shard.table]
             bounds = (*sorted(firsts[shard.table, shard.first_column]), table.num_embeddings)
-            mean = len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
+            mean = pooled and len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
                 self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
         self.sent = [sum(e.shard.columns for e in own if not e.shard.replica) for own in self.entries]
@@ -132,11 +134,11 @@ class Routes:
             block.div_(counts[f].clamp(min=1).to(block.dtype)[:, None])
         return out
 
-    def disperse(self, grad: Tensor, counts: Tensor | None) -> tuple[Tensor, list[int]]:
+    def disperse(self, grad: Tensor, counts: Tensor | None) -> list[Tensor]:
         """Gathers the gradients of this rank's samples that each rank's update needs.
 
         Returns:
-            A flat float32 tensor, for each rank [B, widths[rank] + number of its coefficients], and the widths.
+            For each rank, float32 [B, widths[rank] + number of its coefficients].
         """
         blocks = []
         for own, runs in zip(self.entries, self._scatter, strict=True):
@@ -144,7 +146,7 @@ class Routes:
             if counted := [e.feature for e in own if e.coefficient]:
                 columns.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
             blocks.append(torch.cat(columns, dim=1) if columns else grad[:, :0])
-        return torch.cat([b.reshape(-1) for b in blocks]), [b.shape[1] for b in blocks]
+        return blocks
 
 
 def _bounds(*differences: list[int]) -> list[tuple[int, int]]:

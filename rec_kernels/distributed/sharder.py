@@ -1,4 +1,4 @@
-"""EmbeddingBagCollectionSharder: what TorchRec asks to shard an rk.EmbeddingBagCollection."""
+"""Sharders: what TorchRec asks to shard collections."""
 
 from __future__ import annotations
 
@@ -11,13 +11,117 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
-from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
-class EmbeddingBagCollectionSharder(ModuleSharder):
+class CollectionSharder(ModuleSharder):
+    """Has TorchRec's ``DistributedModelParallel`` shard collections of one kind.
+
+    Args:
+        gradient, sharding_types: ``EmbeddingBagCollectionSharder``'s.
+    """
+
+    _kind: type[TableCollection]
+    _sharded_kind: type[ShardedCollection]
+
+    def __init__(
+        self,
+        *,
+        gradient: str = "global_mean",
+        sharding_types: Sequence[str] = ("table_wise", "row_wise"),
+    ) -> None:
+        super().__init__()
+        check_choice("gradient", gradient, ("global_mean", "sum", "torchrec"))
+        for kind in sharding_types:
+            check_choice("sharding_types", kind, SHARDING_TYPES)
+        self._gradient, self._types = gradient, list(sharding_types)
+
+    def shard(
+        self,
+        module: TableCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedCollection:
+        """The module of this rank; ``DistributedModelParallel`` calls it on all ranks.
+
+        Args:
+            module: the whole collection. params: table name -> TorchRec's ``ParameterSharding``.
+            env: has the ranks' process group. device: of the shards; None: the CPU. module_fqn: the module's name.
+
+        Raises:
+            ValueError: the plan, or the collection, is one that cannot be sharded; the message names the table, the
+            reason and what it can be.
+        """
+        if env.process_group is None:
+            raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
+        if isinstance(env, ShardingEnv2D):
+            raise ValueError(
+                "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
+            )
+        _check(module)
+        shards = shards_of(module.tables, module.optimizer, params, env.world_size)
+        device = torch.device("cpu") if device is None else device
+        return self._sharded_kind(
+            module, shards, env.process_group, device, gradient=self._gradient, name=module_fqn or ""
+        )
+
+    @property
+    def module_type(self) -> type[TableCollection]:
+        """The type that is sharded."""
+        return self._kind
+
+    def shardable_parameters(self, module: TableCollection) -> dict[str, nn.Parameter]:
+        """A meta parameter [E, D] for each table, for planners: its dtype has the size of a number of its format."""
+        dtypes = {table.name: FLOAT_DTYPES.get(table.format, torch.uint8) for table in module.tables}
+        return {
+            t.name: nn.Parameter(
+                torch.empty(t.num_embeddings, t.embedding_dim, dtype=dtypes[t.name], device="meta"), requires_grad=False
+            )
+            for t in module.tables
+        }
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The ways that a planner may choose from."""
+        return self._types
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """TorchRec's name of a kernel by which planners estimate; lookups are this package's."""
+        return ["dense" if sharding_type == "data_parallel" else "fused"]
+
+    def constraints(self, module: TableCollection) -> dict[str, ParameterConstraints]:
+        """For ``EmbeddingShardingPlanner(constraints=...)``: the ways in which each table can be sharded.
+
+        Raises:
+            ValueError: the collection cannot be sharded, or a table in none of the ways that a planner may choose from.
+        """
+        _check(module)
+        found = {}
+        for table in module.tables:
+            possible = possible_types(table, module.optimizer)
+            types = [kind for kind in self._types if kind in possible]
+            if not types:
+                raise ValueError(
+                    f"table {table.name!r} can be sharded {', '.join(possible)}, and sharding_types = {self._types} "
+                    "has none of these"
+                )
+            found[table.name] = ParameterConstraints(sharding_types=types)
+        return found
+
+
+def _check(module: TableCollection) -> None:
+    check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
+
+
+class EmbeddingBagCollectionSharder(CollectionSharder):
     """Has TorchRec's ``DistributedModelParallel`` shard every ``rk.EmbeddingBagCollection`` of a model.
 
     ``DistributedModelParallel(model, sharders=[EmbeddingBagCollectionSharder()], plan=...)`` puts a
@@ -39,6 +143,9 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         ValueError: an unknown ``gradient``, ``row_wise`` or sharding type.
     """
 
+    _kind = EmbeddingBagCollection
+    _sharded_kind = ShardedEmbeddingBagCollection
+
     def __init__(
         self,
         *,
@@ -46,88 +153,25 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         row_wise: str = "ordered",
         sharding_types: Sequence[str] = ("table_wise", "row_wise"),
     ) -> None:
-        super().__init__()
-        check_choice("gradient", gradient, ("global_mean", "sum", "torchrec"))
+        super().__init__(gradient=gradient, sharding_types=sharding_types)
         check_choice("row_wise", row_wise, ("ordered",))
-        for kind in sharding_types:
-            check_choice("sharding_types", kind, SHARDING_TYPES)
-        self._gradient, self._types = gradient, list(sharding_types)
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: Mapping[str, Any],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """The module of this rank; ``DistributedModelParallel`` calls it on all ranks.
-
-        Args:
-            module: the whole collection. params: table name -> TorchRec's ``ParameterSharding``.
-            env: has the ranks' process group. device: of the shards; None: the CPU. module_fqn: the module's name.
-
-        Raises:
-            ValueError: the plan, or the collection, is one that cannot be sharded; the message names the table, the
-            reason and what it can be.
-        """
-        if env.process_group is None:
-            raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
-        if isinstance(env, ShardingEnv2D):
-            raise ValueError(
-                "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
-            )
-        _check(module)
-        shards = shards_of(module.tables, module.optimizer, params, env.world_size)
-        device = torch.device("cpu") if device is None else device
-        return ShardedEmbeddingBagCollection(
-            module, shards, env.process_group, device, gradient=self._gradient, name=module_fqn or ""
-        )
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """The type that is sharded."""
-        return EmbeddingBagCollection
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """A meta parameter [E, D] for each table, for planners: its dtype has the size of a number of its format."""
-        dtypes = {table.name: FLOAT_DTYPES.get(table.format, torch.uint8) for table in module.tables}
-        return {
-            t.name: nn.Parameter(
-                torch.empty(t.num_embeddings, t.embedding_dim, dtype=dtypes[t.name], device="meta"), requires_grad=False
-            )
-            for t in module.tables
-        }
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The ways that a planner may choose from."""
-        return self._types
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's name of a kernel by which planners estimate; lookups are this package's."""
-        return ["dense" if sharding_type == "data_parallel" else "fused"]
-
-    def constraints(self, module: EmbeddingBagCollection) -> dict[str, ParameterConstraints]:
-        """For ``EmbeddingShardingPlanner(constraints=...)``: the ways in which each table can be sharded.
-
-        Raises:
-            ValueError: the collection cannot be sharded, or a table in none of the ways that a planner may choose from.
-        """
-        _check(module)
-        found = {}
-        for table in module.tables:
-            possible = possible_types(table, module.optimizer)
-            types = [kind for kind in self._types if kind in possible]
-            if not types:
-                raise ValueError(
-                    f"table {table.name!r} can be sharded {', '.join(possible)}, and sharding_types = {self._types} "
-                    "has none of these"
-                )
-            found[table.name] = ParameterConstraints(sharding_types=types)
-        return found
 
 
-def _check(module: EmbeddingBagCollection) -> None:
-    update = module._update
-    scaled = update is not None and update._scaler is not None
-    check_collection(module._features, module.optimizer, cached=module.row_cache is not None, scaled=scaled)
+class EmbeddingCollectionSharder(CollectionSharder):
+    """Has TorchRec's ``DistributedModelParallel`` shard every ``rk.EmbeddingCollection`` of a model.
+
+    It is ``EmbeddingBagCollectionSharder`` for rows of ids that are not pooled, and puts a
+    ``ShardedEmbeddingCollection`` in the place of each collection.
+
+    Args:
+        gradient: what the loss of each rank is, as of ``EmbeddingBagCollectionSharder``. A sample has as many rows as
+            ids, and counts once: "global_mean" is the mean over the samples of all ranks. Where features have batch
+            sizes of their own, a batch has as many samples as its ``stride()`` says.
+        sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
+
+    Raises:
+        ValueError: an unknown ``gradient`` or sharding type.
+    """
+
+    _kind = EmbeddingCollection
+    _sharded_kind = ShardedEmbeddingCollection

@@ -23,7 +23,7 @@ class ShardedState:
 
     Args:
         features: of the whole collection. pieces: of all ranks. rank: this process's. group: the ranks.
-        device: of the blocks.
+        device: of the blocks. holder: the module that has the tables, in names of the state.
     """
 
     def __init__(
@@ -33,8 +33,11 @@ class ShardedState:
         rank: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        holder: str,
     ) -> None:
         self._features, self._rank, self._group, self._device = features, rank, group, device
+        self._holder = f"{holder}."
         self._pieces: list[list[Piece]] = [[] for _ in features.stored]
         for piece in pieces:
             self._pieces[piece.stored].append(piece)
@@ -61,24 +64,24 @@ class ShardedState:
         """
         out: dict[str, Any] = {}
         for i, kind, shape, dtype in self._kinds():
-            name = f"embedding_bags.{self._features.stored[i].name}"
+            name = f"{self._holder}{self._features.stored[i].name}"
             pieces = self._pieces[i]
             mine = [p for p in pieces if p.shard.rank == self._rank]
             if pieces[0].shard.replica:
-                out[f"{name}.{kind}"] = local[f"embedding_bags.{mine[0].name}.{kind}"]
+                out[f"{name}.{kind}"] = local[f"{self._holder}{mine[0].name}.{kind}"]
             else:
-                blocks = [(p, local[f"embedding_bags.{p.name}.{kind}"]) for p in mine]
+                blocks = [(p, local[f"{self._holder}{p.name}.{kind}"]) for p in mine]
                 out[f"{name}.{kind}"] = self._sharded(pieces, blocks, shape, dtype)
             if kind == "weight" and dtype == torch.uint8:
                 text = self._features.stored[i].format.encode()
                 out[f"{name}.format"] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
-        return out | {n: t for n, t in local.items() if not n.startswith("embedding_bags.")}
+        return out | {n: t for n, t in local.items() if not n.startswith(self._holder)}
 
     def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
         """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
         kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
-        names = [f"embedding_bags.{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
-        return [local[n] for n in [*names, *(n for n in local if not n.startswith("embedding_bags."))]]
+        names = [f"{self._holder}{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
+        return [local[n] for n in [*names, *(n for n in local if not n.startswith(self._holder))]]
 
     def _sharded(
         self, pieces: list[Piece], blocks: list[tuple[Piece, Tensor]], shape: list[int], dtype: torch.dtype
@@ -103,11 +106,16 @@ class ShardedState:
             return slice(0, shape[-1])
         return slice(piece.first_column, piece.first_column + piece.columns)
 
+    @property
+    def format_names(self) -> set[str]:
+        """The names of the formats of tables, which a state may have."""
+        return {f"{self._holder}{table.name}.format" for table in self._features.stored}
+
     def names(self, local: Mapping[str, Tensor]) -> list[str]:
         """The names of a state, without those of formats."""
         stored = self._features.stored
-        names = [f"embedding_bags.{stored[i].name}.{kind}" for i, kind, _, _ in self._kinds()]
-        return names + [n for n in local if not n.startswith("embedding_bags.")]
+        names = [f"{self._holder}{stored[i].name}.{kind}" for i, kind, _, _ in self._kinds()]
+        return names + [n for n in local if not n.startswith(self._holder)]
 
     def local(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Picks out of a state what the rank's own collection has, by the names there.
@@ -118,15 +126,15 @@ class ShardedState:
         Raises:
             RuntimeError: a tensor has other rows or columns, or is sharded in another way.
         """
-        out = {name: state[name] for name in own if name in state and not name.startswith("embedding_bags.")}
+        out = {name: state[name] for name in own if name in state and not name.startswith(self._holder)}
         for i, kind, shape, _ in self._kinds():
-            name = f"embedding_bags.{self._features.stored[i].name}"
+            name = f"{self._holder}{self._features.stored[i].name}"
             if f"{name}.{kind}" not in state:
                 continue
             for piece in self._pieces[i]:
                 if piece.shard.rank != self._rank:
                     continue
-                found = f"embedding_bags.{piece.name}"
+                found = f"{self._holder}{piece.name}"
                 out[f"{found}.{kind}"] = self._block(state[f"{name}.{kind}"], f"{name}.{kind}", piece, shape)
                 if kind == "weight" and f"{name}.format" in state:
                     out[f"{found}.format"] = state[f"{name}.format"]

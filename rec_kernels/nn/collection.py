@@ -386,7 +386,7 @@ class TableCollection(nn.Module):
             lookup = join_dense(lookups, dense, self._features)
             layout = self._layout.by_row_arguments(list(dense), lookup.bag_starts)
         scaling = self._update.scaling() if scaling is None else scaling
-        self._apply_update(lookup, layout, self._update.found_by(scaling, lookup.grad))
+        self._apply_update(lookup, layout, self._update.found_by(scaling, lookup))
         self._store.updated()
 
     def _apply_update(self, lookup: Lookup, layout: dict[str, object], scaling: dict[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.tables.feature_map import FeatureMap
 
 
 def look_up(tables: TableCollection | ServedTables, features) -> dict[str, JaggedTensor]:
@@ -24,11 +25,22 @@ def look_up(tables: TableCollection | ServedTables, features) -> dict[str, Jagge
     rows = tables._lookup(*_each_id(given, len(feature_map.feature_names)))
     bags = given.bag_starts(len(feature_map.feature_names))
     bounds = _bounds(features, feature_map.feature_names, given, bags)
+    return by_feature(feature_map, rows, given.offsets, bags, bounds)
+
+
+def by_feature(
+    feature_map: FeatureMap, rows: Tensor, offsets: Tensor, bags: list[int], bounds: list[int]
+) -> dict[str, JaggedTensor]:
+    """Rows of all features, cut into those of each.
+
+    Args:
+        rows: [N, largest D]. offsets: of the batch's bags. bags, bounds: [F + 1], where bags and ids of features begin.
+    """
     blocks = rows.split([stop - start for start, stop in itertools.pairwise(bounds)]) if bags[1:] else ()
     output = {}
     for f, (key, dim, block) in enumerate(zip(feature_map.output_keys, feature_map.output_dims, blocks, strict=True)):
-        offsets = given.offsets[bags[f] : bags[f + 1] + 1]
-        output[key] = JaggedTensor._of(block[:, :dim], offsets - offsets[:1])
+        own = offsets[bags[f] : bags[f + 1] + 1]
+        output[key] = JaggedTensor._of(block[:, :dim], own - own[:1])
     return output
 
 

@@ -25,6 +25,8 @@ class Lookup(NamedTuple):
             range. The update is skipped then, on devices where the lookup itself cannot raise in time.
         bag_starts: [F + 1] where features have batch sizes of their own, and every bag a row of the output and of
             grad; or None. shared: which bags the rows have instead, or None.
+        found_inf: 0-dim float32, inf if a gradient has overflowed that ``grad`` is a part of, else 0; None: ``grad``
+            has all that matters.
     """
 
     grad: Tensor
@@ -34,6 +36,7 @@ class Lookup(NamedTuple):
     status: Tensor
     bag_starts: Tensor | None = None
     shared: SharedBags | None = None
+    found_inf: Tensor | None = None
 
 
 class Pending:
@@ -67,10 +70,11 @@ class Pending:
                 "this lookup was made in an accumulate() block that has ended, so its backward cannot be part of the "
                 "update any more: call backward() inside the block"
             )
-        tensors, shared = (None if t is None else t.detach().clone() for t in lookup[:-1]), lookup.shared
+        shared = lookup.shared
         if shared is not None:
             shared = shared._replace(inverse=shared.inverse.clone())
-        self.lookups.append(Lookup._make((*tensors, shared)))
+        tensors: Any = (t.detach().clone() if isinstance(t, Tensor) else None for t in lookup)
+        self.lookups.append(Lookup._make(tensors)._replace(shared=shared))
 
     def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
         """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
@@ -91,7 +95,7 @@ class Pending:
 def _note(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
     shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
-    ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared)))
+    ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared, None)))
     return grad, None, None, None, *[None] * len(saved)
 
 
@@ -126,15 +130,18 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
 
     Returns:
         Lookup of the sum of the batch sizes. Where only some have per-sample weights, the others' are 1, which
-        changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does.
+        changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does, and
+        ``found_inf`` is inf if any is.
 
     Raises:
         RuntimeError: only some have ``bag_starts``, or not all ``shared`` with the same groups.
     """
     status = torch.stack([lookup.status for lookup in lookups]).amin(0)
+    found = [lookup.found_inf for lookup in lookups if lookup.found_inf is not None]
+    found_inf = torch.stack(found).amax() if found else None
     lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
     if len(lookups) == 1:
-        return lookups[0]._replace(status=status)
+        return lookups[0]._replace(status=status, found_inf=found_inf)
     if len({_kind(lookup) for lookup in lookups}) > 1:
         raise RuntimeError(
             "the lookups of an accumulate() block must be of one kind: of batches, of features with batch sizes of "
@@ -151,7 +158,7 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
     if lookups[0].bag_starts is not None:
         starts = torch.stack([lookup.bag_starts for lookup in lookups]).sum(0)
     shared = None if lookups[0].shared is None else join_shared([lookup.shared for lookup in lookups])
-    return Lookup(grad, values, offsets, weights, status, starts, shared)
+    return Lookup(grad, values, offsets, weights, status, starts, shared, found_inf)
 
 
 def are_alike(lookups: list[Lookup]) -> bool:

@@ -148,6 +148,11 @@ class FusedUpdate:
         self._lost_scaler = False
         self.follow(weights, buffers)
 
+    def take_scaler(self, other: FusedUpdate, weights: list[nn.Parameter], buffers: Buffers) -> None:
+        """Has another update's scaler, or the lack of one, from now on, as a copy that goes on in its place."""
+        self._scaler, self._lost_scaler = other._scaler, other._lost_scaler
+        self.follow(weights, buffers)
+
     def scaling(self) -> dict[str, Tensor]:
         """The arguments of the ops that say what the loss is multiplied by: numbers of now, not the scaler's tensor.
 
@@ -169,11 +174,11 @@ class FusedUpdate:
             )
         return {}
 
-    def found_by(self, scaling: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-        """``scaling``, and whether ``grad``, of the pooled output, has overflowed; notes it for the scaler, too."""
+    def found_by(self, scaling: dict[str, Tensor], lookup: Lookup) -> dict[str, Tensor]:
+        """``scaling``, and whether the gradient of a lookup's output has overflowed; notes it for the scaler, too."""
         if not scaling:
             return {}
-        overflow, token = overflow_of(grad), self.token
+        overflow, token = overflow_of(lookup.grad) if lookup.found_inf is None else lookup.found_inf, self.token
         if token.grad is None:
             token.grad = torch.zeros_like(token)
         token.grad += overflow

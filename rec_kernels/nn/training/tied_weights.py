@@ -97,6 +97,15 @@ class DenseGradients:
         Args:
             grad: of the lookup's output, float32. bags: its arguments by the ops' names. status: what it reported.
         """
+        if not self.joins():
+            return False
+        shared = None if bags["inverse"] is None else SharedBags(bags["inverse"], bags["groups"], [], [])
+        tensors = (bags["values"], bags["offsets"], bags["per_sample_weights"], status, bags["bag_starts"])
+        self.add(Lookup(grad, *tensors, shared))
+        return True
+
+    def joins(self) -> bool:
+        """In a lookup's backward: whether its update is to wait for other gradients of the same backward."""
         if self._accumulators is None:
             leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
             self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
@@ -106,10 +115,11 @@ class DenseGradients:
                 self._updated = task
                 return False
             self._begin()
-        shared = None if bags["inverse"] is None else SharedBags(bags["inverse"], bags["groups"], [], [])
-        tensors = (bags["values"], bags["offsets"], bags["per_sample_weights"], status, bags["bag_starts"])
-        self._lookups.append(Lookup(grad, *tensors, shared))
         return True
+
+    def add(self, lookup: Lookup) -> None:
+        """Keeps a lookup that ``joins()`` the update of the backward that runs now."""
+        self._lookups.append(lookup)
 
     def is_waiting(self) -> bool:
         """True in a backward whose lookups are to be one update that has not been made yet."""

@@ -1,65 +1,53 @@
-"""ShardedEmbeddingBagCollection: the module that takes the place of an rk.EmbeddingBagCollection on every rank."""
+"""Shared parts of the modules that take the place of collections on every rank: shards, updates, state."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches
+from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.exchange import Exchange
 from rec_kernels.distributed.local_shards import frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.row_exchange import runs_of
 from rec_kernels.distributed.state import ShardedState
-from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
-from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
-    """An ``rk.EmbeddingBagCollection`` whose tables are shared out among ranks; made by the sharder.
+class ShardedCollection(ShardedModule, FusedOptimizerModule):
+    """A collection whose tables are shared out among ranks. What travels is the subclasses' business.
 
-    Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, and
-    be 0. Outputs are those of one process with all samples, and each lookup's backward updates all tables once, with
-    the gradients of all ranks. docs/distributed.md says what has the bits of one process.
-
-    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
-
-    Args:
-        module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
-        shards: of its tables, as the plan has them.
-        group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingBagCollectionSharder``'s.
-        name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
+    The arguments are ``ShardedEmbeddingBagCollection``'s.
 
     Attributes:
-        routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
-
-    Raises:
-        ValueError: ranks have other tables, plans, optimizers or options than the first.
+        routes: which rank looks up what. group: the ranks. output_dtype, output_dims: of the outputs.
+        backwards: when its lookups are updates.
     """
 
     def __init__(
         self,
-        module: EmbeddingBagCollection,
+        module: TableCollection,
         shards: list[Shard],
         group: dist.ProcessGroup,
         device: torch.device,
@@ -72,21 +60,25 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         agreement.check_same(_described(module, shards, gradient), group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
-        self._features = module._features
-        self.routes = Routes(self.tables, shards, rank, world)
+        self._features, self.output_dims = module._features, module._features.output_dims
+        if not module._pools:  # shards of the same columns side by side: their rows travel as one block
+            shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
+        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools)
+        self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
         collection = make_collection(module, self.routes.own, own, device, salt=f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
-        self._state = ShardedState(self._features, pieces, rank, group, device)
+        self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         self._face = TorchRecFace(collection.fused_optimizer)
+        self.backwards = Backwards(collection)
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
 
     @property
-    def shards(self) -> EmbeddingBagCollection:
+    def shards(self) -> TableCollection:
         """This rank's shards, as a collection of their own."""
         return self._held[0]
 
@@ -95,88 +87,64 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         """The features that it looks up, table by table."""
         return self._features.feature_names
 
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        """The type of the module that it takes the place of."""
-        return EmbeddingBagCollection
-
     # The steps of a lookup, as TorchRec and its pipelines call them.
-
-    def create_context(self) -> BatchContext:
-        """The context of one batch."""
-        return BatchContext()
 
     def input_dist(self, ctx: BatchContext, features: Any) -> KJTListSplitsAwaitable:
         """Sends the ids of a batch to the ranks that have their rows.
 
         Args:
-            features: as of ``rk.EmbeddingBagCollection.forward``, of this rank's samples.
+            features: as of the whole collection's ``forward``, of this rank's samples.
 
         Raises:
             IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
             looks anything up. RuntimeError: another rank's was, which is named.
         """
-        given, error, device = None, None, self.shards._device
+        given, error, device = batches.CheckedBatch(), None, self.shards._device
+        names, limits = self.feature_names, self.routes.limits
         try:
-            given = batches.checked_batch(features, self.feature_names, self.routes.limits, self.bounds_check)
-            batches.check_device(given, device)
+            given = batches.checked_batch(features, names, limits, self.bounds_check, pooled=self.routes.pooled)
+            batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        ctx.batch_sizes, weighted = agreement.agree(given, error, len(self.feature_names), self.group, device)
+        agreed = agreement.agree(given, error, self.group, device)
+        ctx.batch_sizes = agreed.batch_sizes
         with torch.no_grad():
-            ctx.counts = batches.counts_of(given, self.routes)
-            return KJTListSplitsAwaitable([self._send(batches.sent_batch(given, self.routes, weighted=weighted))], ctx)
+            return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, agreed))], ctx)
 
-    @torch.no_grad()
-    def compute(self, ctx: BatchContext, dist_input: KJTList) -> Tensor:
-        """[samples of all ranks, columns of this rank's shards]: what this rank has of all samples, pooled."""
-        total = sum(ctx.batch_sizes)
-        ctx.bags = batches.looked_up(dist_input[0], len(self.routes.own), total)
-        if not self.routes.own:
-            return torch.zeros(total, 0, device=self.shards._device)
-        return self.shards._lookup(ctx.bags)
-
-    def output_dist(self, ctx: BatchContext, output: Tensor) -> KeyedTensor:
-        """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
-        token = torch.zeros(0, device=output.device, requires_grad=True)
-        values = Exchange.apply(token, output, self, ctx)
-        return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)
+    @abstractmethod
+    def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
+        """The ids of this rank's batch as they are sent."""
 
     # Updates.
 
-    def gradient_scale(self, batch_sizes: list[int]) -> float:
-        """Factor of the gradients of this rank's outputs."""
+    def gradient_scales(self, batch_sizes: list[int]) -> list[float]:
+        """Factors of the gradients of the outputs of each rank, by the batch sizes of all."""
         if self._gradient == "sum":
-            return 1.0
+            return [1.0] * len(batch_sizes)
         if self._gradient == "torchrec":
-            return 1 / self.routes.world_size
-        return batch_sizes[self.routes.rank] / max(sum(batch_sizes), 1)
+            return [1 / len(batch_sizes)] * len(batch_sizes)
+        return [size / max(sum(batch_sizes), 1) for size in batch_sizes]
 
-    @property
-    def pending(self) -> Pending | None:
-        """The lookups of the ``accumulate()`` block that is open, or None."""
-        return self.shards._update.pending
-
-    def check_pending(self, begun: Pending | None) -> None:
-        """Raises RuntimeError if a lookup, made when ``begun`` was pending, is updated in a later block."""
-        if begun is None and self.pending is not None:
-            raise RuntimeError(
-                "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
-                "the block, too"
-            )
-
-    @torch.no_grad()
-    def update(self, lookup: Lookup) -> None:
-        """Updates this rank's shards once, with the gradients of all samples."""
-        shards = self.shards
-        shards._follow_requires_grad(shards._layout)
-        shards._update_once([lookup], shards._update.scaling())
+    def scaled(self, grad: Tensor, batch_sizes: list[int]) -> Tensor:
+        """The gradient of this rank's outputs times its factor."""
+        scale = self.gradient_scales(batch_sizes)[self.routes.rank]
+        return grad * scale if scale != 1 else grad
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike."""
         with self.shards.accumulate():
             yield
+
+    def set_grad_scaler(self, scaler: GradScaler | None) -> None:
+        """Tells it that losses are scaled, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank alike.
+
+        An overflow on any rank skips the update on all ranks, and ``scaler.step(optimizer)`` tells each rank's scaler.
+
+        Args:
+            scaler: this rank's, or None. All ranks' have one scale.
+        """
+        self.shards.set_grad_scaler(scaler)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features, as ``rk.EmbeddingBagCollection.freeze``."""
@@ -238,16 +206,16 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
             given["step"] = torch.zeros_like(own["step"])  # other packages' states have none
         elif missing:
             missing_keys += [prefix + name for name in missing]
-        formats = {f"embedding_bags.{t.name}.format" for t in self._features.stored}
+        formats = self._state.format_names
         unexpected_keys += [prefix + name for name in given if name not in formats and name not in names]
         self.shards.load_state_dict(self._state.local(given, own), strict=False)
 
 
-def _described(module: EmbeddingBagCollection, shards: list[Shard], gradient: str) -> dict[str, str]:
+def _described(module: TableCollection, shards: list[Shard], gradient: str) -> dict[str, str]:
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
-    weights = [RequiresGrad.of(weight).requires_grad for weight in module.embedding_bags.weights()]
+    weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
     return {
         "tables": str(tables),
         "the plan": str(shards),

@@ -1,0 +1,92 @@
+"""Backwards of sharded collections that one process has, too: what test_distributed_backward.py runs on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_cases import Case, Model, batch, blocks, coefficients, collection, sharded
+from torch import Tensor, nn
+
+
+def ranks_of(case: Case) -> list[int]:
+    """All ranks: those whose samples one process has."""
+    return list(range(len(case.sizes)))
+
+
+def train_together(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
+    """Three lookups of one backward in each step, the second with a graph of its own before it; the outputs."""
+    outputs = []
+    for step in range(case.steps):
+        losses = []
+        for k in range(3):
+            out = model(batch(case, 3 * step + k, ranks))
+            outputs.append(out.detach().clone())
+            losses.append((out.float() * coefficients(case, 3 * step + k, ranks)).sum())
+        (losses[2] + losses[0] + losses[1]).backward()
+    return outputs
+
+
+def together(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """Outputs and blocks of this rank."""
+    model = sharded(case, collection(case))
+    return train_together(case, model, [dist.get_rank()]), blocks(model.module.ebc.state_dict())
+
+
+def train_scaled(case: Case, model: nn.Module, tables: Any, face: Any, ranks: list[int]) -> list[float]:
+    """Steps with a GradScaler, of which the last rank's gradient overflows in the second; the scales."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    tables.set_grad_scaler(scaler)
+    scales = []
+    for step in range(case.steps):
+        given = coefficients(case, step, ranks)
+        if step == 1 and len(case.sizes) - 1 in ranks:
+            given[-1, 3] = torch.inf
+        with tables.accumulate() if step == 3 else torch.enable_grad():
+            loss = (model(batch(case, step, ranks)).float() * given).sum()
+            scaler.scale(loss).backward()
+        scaler.step(face)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def scaled(case: Case) -> tuple[list[float], dict[str, Any]]:
+    """Scales and blocks of this rank."""
+    model = sharded(case, collection(case))
+    tables = model.module.ebc
+    return train_scaled(case, model, tables, tables.optimizer, [dist.get_rank()]), blocks(tables.state_dict())
+
+
+def scaled_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Scales and state of one process."""
+    model = Model(collection(case))
+    scales = train_scaled(case, model, model.ebc, model.ebc.fused_optimizer, ranks_of(case))
+    return scales, dict(model.ebc.state_dict())
+
+
+def unlike(case: Case) -> tuple[list[str], bool]:
+    """Rank 1 runs backwards otherwise than rank 0: the errors, and whether the state is as before."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    tables, errors = model.module.ebc, []
+    before = blocks(tables.state_dict())
+
+    def losses() -> list[Tensor]:
+        return [model(batch(case, step, [rank])).sum() for step in range(2)]
+
+    def tell(run: Any) -> None:
+        try:
+            run()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    first, second = losses()
+    tell((second if rank else first + second).backward)
+    first, second = losses()
+    tell((first if rank else second).backward)
+    (loss, _) = losses()
+    tables.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0) if rank else None)
+    tell(loss.backward)
+    after = blocks(tables.state_dict())
+    return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))

@@ -1,0 +1,123 @@
+"""Backwards of a sharded collection's lookups: what ranks tell one another in them, and when tables are updated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.training.accumulate import Lookup, Pending
+from rec_kernels.ops.embedding_bag_autograd import overflow_of
+
+#: Elements of what a rank tells each of the others: see ``Backwards.facts``.
+FACTS = 4
+_NOW, _TOGETHER, _IN_BLOCK = range(3)
+_WHEN = ("at once", "together with others of the same backward", "in an accumulate() block")
+
+
+class Begun(NamedTuple):
+    """A lookup of all ranks whose backward is to come.
+
+    Args:
+        number: how many lookups of the collection were before it.
+        pending: the ``accumulate()`` block that it is in, or None.
+    """
+
+    number: int
+    pending: Pending | None
+
+
+class Backwards:
+    """Decides when the lookups of this rank's shards are updates, and makes sure that all ranks decide alike.
+
+    Every rank tells the others, in front of its gradients, which lookup's backward it runs, when the update is to be,
+    the scale of its loss and whether its gradient has overflowed: one message, no further collective.
+
+    Args:
+        shards: this rank's, with a fused optimizer.
+    """
+
+    def __init__(self, shards: TableCollection) -> None:
+        self._shards, self._number = shards, 0
+
+    def begin(self) -> Begun:
+        """Takes note of a lookup, before its output is there."""
+        self._number += 1
+        return Begun(self._number - 1, self._shards._update.pending)
+
+    def watch(self, begun: Begun, output: Tensor) -> None:
+        """Takes note of its output, by whose autograd node torch knows which lookups a backward has."""
+        if begun.pending is None:
+            self._shards._update.dense.opened(output)
+
+    def facts(self, begun: Begun, grad: Tensor) -> Tensor:
+        """[FACTS] float32: the lookup's number, when the update is to be, the scale, inf after an overflow, else 0.
+
+        Args:
+            grad: of this rank's samples, float32.
+
+        Raises:
+            RuntimeError: the lookup was made before the ``accumulate()`` block that is open.
+        """
+        update = self._shards._update
+        if begun.pending is None and update.pending is not None:
+            raise RuntimeError(
+                "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
+                "the block, too"
+            )
+        if begun.pending is not None:
+            when = _IN_BLOCK
+        else:
+            self._shards._follow_requires_grad(self._shards._layout)
+            when = _TOGETHER if update.dense.joins() else _NOW
+        facts = torch.tensor([begun.number % (1 << 24), when, 0, 0], dtype=torch.float32).to(grad.device)
+        if scaling := update.scaling():
+            facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(grad)
+        return facts
+
+    def take(self, begun: Begun, lookup: Lookup, facts: Tensor) -> None:
+        """Updates this rank's shards with the gradients of all samples, or keeps them for the update that they join.
+
+        Args:
+            facts: [ranks, FACTS], of all ranks.
+
+        Raises:
+            RuntimeError: ranks run backwards of different lookups, or update at different times; no rank does then.
+        """
+        check_alike(facts)
+        update = self._shards._update
+        scaling = update.scaling()
+        if scaling:
+            lookup = lookup._replace(found_inf=facts[:, 3].amax())
+        if begun.pending is not None:
+            begun.pending.add(lookup)
+        elif update.dense.is_waiting():
+            update.dense.add(lookup)
+        else:
+            with torch.no_grad():
+                self._shards._update_once([lookup], scaling)
+
+
+def check_alike(facts: Tensor) -> None:
+    """Raises RuntimeError unless what ranks have told, [ranks, FACTS], is the same but for overflows.
+
+    On a GPU the process ends with the message instead: the host would have to wait for each backward.
+    """
+    told = facts[:, :3]
+    text = (
+        "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() calls "
+        "and accumulate() blocks, and with the same loss scale"
+    )
+    if facts.device.type != "cpu":
+        torch._assert_async((told == told[0]).all(), text)
+        return
+    by_rank = told.tolist()
+    for rank, own in enumerate(by_rank):
+        if own != by_rank[0]:
+            described = [f"lookup {int(n)} {_WHEN[int(when)]}, scale {scale:g}" for n, when, scale in (by_rank[0], own)]
+            raise RuntimeError(
+                f"{text}: rank 0 updates with {described[0]}, and rank {rank} with {described[1]} (0: no GradScaler); "
+                "no rank has updated its tables"
+            )

@@ -1,0 +1,103 @@
+"""ShardedEmbeddingBagCollection: the module that takes the place of an rk.EmbeddingBagCollection on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rec_kernels.distributed import batches
+from rec_kernels.distributed.agreement import Agreed
+from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.distinct_exchange import DistinctExchange
+from rec_kernels.distributed.exchange import Exchange
+from rec_kernels.distributed.row_exchange import Parcels, RowContext
+from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+
+
+class ShardedEmbeddingBagCollection(ShardedCollection):
+    """An ``rk.EmbeddingBagCollection`` whose tables are shared out among ranks; made by the sharder.
+
+    Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, and
+    be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
+    gradients of all ranks and of all lookups that it has. docs/distributed.md says what has the bits of one process.
+
+    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
+
+    Args:
+        module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
+        shards: of its tables, as the plan has them.
+        group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
+        gradient: ``EmbeddingBagCollectionSharder``'s.
+        name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
+
+    Attributes:
+        routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+        backwards: when its lookups are updates.
+
+    Raises:
+        ValueError: ranks have other tables, plans, optimizers or options than the first.
+    """
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        """The type of the module that it takes the place of."""
+        return EmbeddingBagCollection
+
+    def create_context(self) -> RowContext:
+        """The context of one batch."""
+        return RowContext()
+
+    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
+        bags = given.bags
+        if agreed.own_sizes and bags.strides is None:
+            bags = bags._replace(strides=[given.samples] * len(self.feature_names))
+        ctx.counts = batches.counts_of(bags, self.routes)
+        sent, _ = batches.sent_batch(bags, self.routes, weighted=agreed.weighted)
+        if agreed.own_sizes:
+            ctx.given, ctx.shared = bags, given.shared
+            ctx.asked = self._asked(bags.strides, bags.offsets.device)
+        return sent
+
+    def _asked(self, sizes: list[int], device: torch.device) -> Parcels:
+        """The rows that this rank gets of bags, of which each feature has a number."""
+        places = torch.arange(sum(sizes), device=device).split(sizes)
+        entries = self.routes.entries
+        return Parcels(
+            self.routes.rank,
+            torch.cat([places[entry.feature] for own in entries for entry in own]),
+            [[sizes[entry.feature] for entry in own] for own in entries],
+            self._runs,
+            at_front=False,
+        )
+
+    @torch.no_grad()
+    def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
+        """Looks up bags of all ranks' samples in this rank's shards, pooled.
+
+        Returns:
+            [samples of all ranks, columns of this rank's shards]; a row for each bag where features of some rank have
+            batch sizes of their own.
+        """
+        kjt, routes, total = dist_input[0], self.routes, sum(ctx.batch_sizes)
+        if ctx.asked is None:
+            ctx.bags = batches.looked_up(kjt, len(routes.own), total)
+            return self.shards._lookup(ctx.bags) if routes.own else torch.zeros(total, 0, device=self.shards._device)
+        ctx.bags = batches.looked_up(kjt, len(routes.own))
+        counts = torch.tensor(kjt.stride_per_key_per_rank() if routes.own else [], dtype=torch.int64)
+        counts = counts.view(len(routes.own), routes.world_size).to(self.shards._device)
+        ctx.hold(routes.rank, counts, self._runs[routes.rank])
+        if not routes.own:
+            return torch.zeros(0, 0, device=counts.device)
+        return self.shards._lookup(ctx.bags, ctx.starts)
+
+    def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor:
+        """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
+        token = torch.zeros(0, device=output.device, requires_grad=True)
+        ctx.begun = self.backwards.begin()
+        values = (Exchange if ctx.asked is None else DistinctExchange).apply(token, output, self, ctx)
+        self.backwards.watch(ctx.begun, values)
+        return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)

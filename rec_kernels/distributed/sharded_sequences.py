@@ -1,0 +1,93 @@
+"""ShardedEmbeddingCollection: the module that takes the place of an rk.EmbeddingCollection on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from rec_kernels.distributed import batches
+from rec_kernels.distributed.agreement import Agreed
+from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowExchange
+from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.nn import sequence_lookups
+from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.tensors import JaggedTensor
+from rec_kernels.nn.tables.load_state import rename
+
+
+class ShardedEmbeddingCollection(ShardedCollection):
+    """An ``rk.EmbeddingCollection`` whose tables are shared out among ranks; made by the sharder.
+
+    Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, also
+    between features, and be 0. Outputs and updates are those of one process with all samples, bit by bit: a row comes
+    from the one shard that has it, or column by column.
+
+    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
+
+    Args:
+        module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
+        shards: of its tables, as the plan has them.
+        group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
+        gradient: ``EmbeddingCollectionSharder``'s.
+        name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
+
+    Raises:
+        ValueError: ranks have other tables, plans, optimizers or options than the first.
+    """
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+        """The type of the module that it takes the place of."""
+        return EmbeddingCollection
+
+    def create_context(self) -> RowContext:
+        """The context of one batch."""
+        return RowContext()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **named: Any) -> None:
+        rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **named)
+
+    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
+        ctx.given = bags = given.bags
+        starts = bags.offsets[bags.bag_starts(len(self.feature_names))]
+        # One bag for each feature: where samples begin is nobody else's business.
+        whole = SelectedKeys(bags.values, starts, bags.weights, None)
+        sent, places = batches.sent_batch(whole, self.routes, weighted=agreed.weighted)
+        counts = iter(sent.lengths().tolist())
+        ctx.asked = Parcels(
+            self.routes.rank,
+            torch.cat([starts.new_empty(0), *places]),
+            [[next(counts) for _ in entries] for entries in self.routes.entries],
+            self._runs,
+            at_front=False,
+        )
+        return sent
+
+    @torch.no_grad()
+    def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
+        """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
+        kjt, routes = dist_input[0], self.routes
+        counts = kjt.lengths().long().view(len(routes.own), routes.world_size)
+        each = torch.arange(len(kjt.values()) + 1, device=counts.device)
+        ctx.bags = SelectedKeys(kjt.values(), each, kjt.weights_or_none(), None)
+        ctx.hold(routes.rank, counts, self._runs[routes.rank])
+        if not routes.own:
+            return torch.zeros(0, 0, device=counts.device)
+        return self.shards._lookup(ctx.bags, ctx.starts)
+
+    def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
+        """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
+        token = torch.zeros(0, device=output.device, requires_grad=True)
+        ctx.begun = self.backwards.begin()
+        rows = RowExchange.apply(token, output, self, ctx)
+        self.backwards.watch(ctx.begun, rows)
+        bags = ctx.given.bag_starts(len(self.feature_names))
+        bounds = ctx.given.offsets[bags].tolist()
+        return sequence_lookups.by_feature(self._features, rows, ctx.given.offsets, bags, bounds)
