@@ -80,7 +80,10 @@ class SGD(_Common):
 
 @dataclass(frozen=True, repr=False)
 class RowwiseAdagrad(_Common):
-    """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row."""
+    """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row.
+
+    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014.
+    """
 
     lr: float = 0.01
     eps: float = 1e-8
