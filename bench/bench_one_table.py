@@ -89,7 +89,7 @@ class Trained:
 
 @functools.lru_cache(maxsize=1)
 def _batches() -> list[rk.JaggedTensor]:
-    return [rk.JaggedTensor(WORKLOAD.ids(seed), WORKLOAD.offsets()) for seed in range(BATCHES)]
+    return [rk.JaggedTensor(WORKLOAD.ids(seed), offsets=WORKLOAD.offsets()) for seed in range(BATCHES)]
 
 
 @functools.lru_cache(maxsize=len(IMPLEMENTATIONS))

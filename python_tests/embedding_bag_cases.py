@@ -199,7 +199,7 @@ class Case:
             weights,
             None if optimizer == "sgd" else state,
             step,
-            torch.tensor(LR),
+            options.pop("lr", torch.tensor(LR)),
             options.pop("grad", self.grad),
             *self.jagged,
             **self.layout,

@@ -80,7 +80,7 @@ def test_tables(kind) -> None:
 @pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
 def test_batches_of_one_feature(kind) -> None:
     """A JaggedTensor does not say of which."""
-    jagged = rk.JaggedTensor(torch.tensor([1, 2]), torch.tensor([0, 2]))
+    jagged = rk.JaggedTensor(torch.tensor([1, 2]), offsets=torch.tensor([0, 2]))
     with pytest.raises(TypeError, match=r"features must be an rk\.KeyedJaggedTensor .*, got JaggedTensor"):
         kind([config()])(jagged)
 

@@ -96,7 +96,7 @@ def test_meta_in_mixed_dimensions() -> None:
     trained = rk.MixedDimensionEmbeddingBag(*arguments, ranks=ranks)
     late = rk.MixedDimensionEmbeddingBag(*arguments, ranks=ranks.to("meta"), device="meta")
     late.load_state_dict(trained.state_dict(), assign=True)
-    bags = rk.JaggedTensor(torch.tensor([1, 9, 4]), torch.tensor([0, 1, 3]))
+    bags = rk.JaggedTensor(torch.tensor([1, 9, 4]), offsets=torch.tensor([0, 1, 3]))
     assert same_bits(late(bags), trained(bags))
 
 

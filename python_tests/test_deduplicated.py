@@ -138,7 +138,7 @@ def test_dropout_and_batch_norm() -> None:
         ),
         (lambda given: (torch.zeros(3, 2), torch.zeros(())), "3 distinct samples, got a tensor without dimensions"),
         (lambda given: given, "returned a KeyedJaggedTensor, which is of features and not of samples"),
-        (lambda given: rk.JaggedTensor(torch.zeros(3), torch.tensor([0, 3])), "3 distinct samples, got 1 rows"),
+        (lambda given: rk.JaggedTensor(torch.zeros(3), offsets=torch.tensor([0, 3])), "3 distinct samples, got 1 rows"),
     ],
 )
 def test_bad_outputs(returns, message: str) -> None:

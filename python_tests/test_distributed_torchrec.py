@@ -296,6 +296,8 @@ def test_refused_collections() -> None:
         check(rk.EmbeddingBagCollection([table]))
     with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
+    with pytest.raises(ValueError, match=r"table 't': lr = 0\.5, and a sharded collection has one learning rate"):
+        check(rk.EmbeddingBagCollection([dataclasses.replace(table, lr=0.5)], optimizer=rk.SGD()))
     narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
     with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))

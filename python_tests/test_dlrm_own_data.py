@@ -80,7 +80,10 @@ WRONG = {
     "key": (with_ids(lambda ids: ids, key="ID"), r"features has keys \['ID'\], which lack that of feature 'id'"),
     "no bags": (lambda b: b._replace(features=b.features.values()), "features is Tensor, must be a KeyedJaggedTensor"),
     "bags": (with_ids(lambda ids: ids[:-1]), "features has 49 bags for each key, label 50 rows"),
-    "float ids": (with_ids(torch.Tensor.float), r"made in test_dlrm_own_data\.py, line \d+: values must be int32 or"),
+    "float ids": (
+        with_ids(torch.Tensor.float),
+        r"ids of features are torch\.float32, must be torch\.int32 or torch\.int64",
+    ),
     "weights": (with_weights(torch.ones(50).double()), "weights of features are torch.float64, must be torch.float32"),
     "nan weights": (with_weights(torch.full((50,), np.nan)), r"weights\[0\] of features is nan, must be finite"),
     "tuple": (tuple, r"it is tuple, must be rec_kernels\.dlrm\.Batch"),

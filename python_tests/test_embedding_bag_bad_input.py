@@ -270,7 +270,7 @@ BAD_ARGUMENTS = [
     ("step", lambda t: t.int(), "step must be int64, got int32"),
     ("step", lambda t: t[None], "step must have 0 dimension(s), got shape [1]"),
     ("lr", lambda t: t.double(), "lr must be float32, got float64"),
-    ("lr", lambda t: t[None], "lr must have 0 dimension(s), got shape [1]"),
+    ("lr", lambda t: t[None, None], "lr must have at most 1 dimension, got shape [1, 1]"),
     ("status", lambda t: t[:1], "status must have shape [2], got [1]"),
     ("status", lambda t: t.int(), "status must be int64, got int32"),
     ("grad_scale", lambda _: torch.ones(2), "grad_scale must have one element, got shape [2]"),

@@ -292,6 +292,19 @@ def test_grad_scale(optimizer: str) -> None:
     assert all(map(same_bits, scaled, plain))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_learning_rate_for_each_table(optimizer: str) -> None:
+    """A table's rows and state are those of its rate; a table without one keeps all tables as they are."""
+    case = make_case([(5, 18), (3, 1030)], [0, 1, 0], [2, 0, 3, 1, 1, 2], mean=[True, False, False], seed=3)
+    rates, numbers = torch.tensor([9.0, 0.25, 9.0, 0.5]), {"table_ids": [3, 1, 3]}
+    found = case.update(optimizer, ops, lr=rates, **numbers)[0]
+    alone = [case.update(optimizer, ops, lr=rates[i])[0] for i in (3, 1)]
+    for table, rows in enumerate(case.split(found)):
+        assert same_bits(rows, case.split(alone[table])[table])
+    assert not same_bits(alone[0], alone[1])
+    assert same_bits(case.update(optimizer, ops, lr=rates[:3], **numbers)[0], case.weights)
+
+
 def _train() -> list[Tensor]:
     """Weights and state of a module after two updates, and the gradients of one with torch's."""
     torch.manual_seed(1)

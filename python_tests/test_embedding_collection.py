@@ -181,14 +181,17 @@ def test_late_reports() -> None:
 
 def test_padded() -> None:
     """to_padded_dense: cut, padded, or as long as the longest."""
-    jagged = rk.JaggedTensor(torch.arange(12.0).view(6, 2), torch.tensor([0, 1, 1, 4, 6]))
+    jagged = rk.JaggedTensor(torch.arange(12.0).view(6, 2), offsets=torch.tensor([0, 1, 1, 4, 6]))
     longest = jagged.to_padded_dense()
     assert longest.shape == (4, 3, 2)
     assert longest[2].tolist() == [[2, 3], [4, 5], [6, 7]]
     assert not longest[1].any()
     short = jagged.to_padded_dense(2, padding_value=-1)
     assert short[:, :, 0].tolist() == [[0, -1], [-1, -1], [2, 4], [8, 10]]
-    assert rk.JaggedTensor(torch.arange(3), torch.tensor([0, 1, 3])).to_padded_dense().tolist() == [[0, 0], [1, 2]]
+    assert rk.JaggedTensor(torch.arange(3), offsets=torch.tensor([0, 1, 3])).to_padded_dense().tolist() == [
+        [0, 0],
+        [1, 2],
+    ]
 
 
 @pytest.mark.parametrize("offsets", [[0, 1, 2], [1, 2, 3], [1, 1, 1], [1, 2, 2]])

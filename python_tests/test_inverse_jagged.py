@@ -64,7 +64,7 @@ def test_groups_have_distinct_samples(case: Grouped) -> None:
 def _bags(kjt: rk.KeyedJaggedTensor, key: str) -> list[tuple]:
     jagged = kjt[key]
     weights = jagged.weights_or_none()
-    factors = rk.JaggedTensor(jagged.values() if weights is None else weights, jagged.offsets()).to_dense()
+    factors = rk.JaggedTensor(jagged.values() if weights is None else weights, offsets=jagged.offsets()).to_dense()
     return [tuple(zip(b.tolist(), w.tolist(), strict=True)) for b, w in zip(jagged.to_dense(), factors, strict=True)]
 
 

@@ -48,7 +48,7 @@ def _refused(make: Callable[[], object], message: str, error: type[Exception] = 
 )
 def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -> None:
     """Offsets that do not rise within the values are refused."""
-    _refused(lambda: rk.JaggedTensor(IDS, torch.tensor(offsets, dtype=dtype)), message)
+    _refused(lambda: rk.JaggedTensor(IDS, offsets=torch.tensor(offsets, dtype=dtype)), message)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,11 @@ def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -
 )
 def test_parts_of_rows(parts: tuple, message: str, error: int) -> None:
     """Shapes, dtypes and devices that do not fit together are refused, and what is no tensor."""
-    _refused(lambda: rk.JaggedTensor(*parts), message, TypeError if error else ValueError)
+    _refused(
+        lambda: rk.JaggedTensor(parts[0], parts[2] if parts[2:] else None, offsets=parts[1]),
+        message,
+        TypeError if error else ValueError,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -166,13 +170,13 @@ def test_columns(parts: tuple, message: str) -> None:
 def test_what_is_allowed() -> None:
     """Values in no row, rows of nothing, a batch of nothing."""
     for offsets in ([1, 2, 5], [6, 6], [0], [3]):
-        rows = rk.JaggedTensor(IDS, torch.tensor(offsets))
+        rows = rk.JaggedTensor(IDS, offsets=torch.tensor(offsets))
         assert [row.tolist() for row in rows.to_dense()] == [list(range(*b)) for b in itertools.pairwise(offsets)]
         assert rk.KeyedJaggedTensor(["a"], IDS, offsets=torch.tensor(offsets)).stride() == len(offsets) - 1
     assert rk.KeyedJaggedTensor(KEYS, IDS, lengths=torch.tensor([1, 2])).offsets().tolist() == [0, 1, 3]
     assert rk.KeyedJaggedTensor([], IDS[:0], lengths=IDS[:0]).offsets().tolist() == [0]
     strided = torch.tensor([0, 9, 2, 9, 6])[::2]
-    assert rk.JaggedTensor(IDS, strided).lengths().tolist() == [2, 4]
+    assert rk.JaggedTensor(IDS, offsets=strided).lengths().tolist() == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,7 @@ def test_rows_are_read_late(offsets: list[int], message: str) -> None:
     rows = rk.JaggedTensor._of(IDS, torch.tensor(offsets))
     for read in (rows.to_dense, rows.to_padded_dense, lambda: rows.to_padded_dense(2)):
         _refused(read, message)
-    written = rk.JaggedTensor(IDS, torch.tensor([0, 1, 2, 3, 4]))
+    written = rk.JaggedTensor(IDS, offsets=torch.tensor([0, 1, 2, 3, 4]))
     written.offsets().copy_(torch.tensor(offsets))
     _refused(written.to_padded_dense, message)
 
@@ -241,7 +245,7 @@ def _make_all(values: Tensor, bad: Tensor) -> list:
     """Every container that has offsets, lengths or starts, of bad numbers."""
     lengths = bad.diff()
     return [
-        rk.JaggedTensor(values, bad),
+        rk.JaggedTensor(values, offsets=bad),
         rk.KeyedJaggedTensor(KEYS, values, offsets=bad),
         rk.KeyedJaggedTensor(KEYS, values, lengths=lengths),
         rk.KeyedJaggedWindows(KEYS, values, bad[:-1], lengths),
@@ -264,7 +268,7 @@ def test_traced() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        torch.jit.trace(lambda v, o: rk.JaggedTensor(v, o).lengths(), (IDS, BAD), check_trace=False)
+        torch.jit.trace(lambda v, o: rk.JaggedTensor(v, offsets=o).lengths(), (IDS, BAD), check_trace=False)
 
 
 def test_compiled() -> None:
@@ -290,7 +294,7 @@ def test_exported() -> None:
     class Lengths(torch.nn.Module):
         def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
             return (
-                rk.JaggedTensor(values, offsets).lengths()
+                rk.JaggedTensor(values, offsets=offsets).lengths()
                 + rk.KeyedJaggedTensor(KEYS, values, offsets=offsets).lengths()
             )
 
@@ -313,7 +317,7 @@ def test_copies_are_not_looked_at() -> None:
 def test_what_comes_from_containers_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a batch that was looked at, moved, chosen or joined: nobody pays for it twice."""
     batch = rk.KeyedJaggedTensor(KEYS, IDS, lengths=torch.tensor([1, 2, 1, 2]), weights=torch.ones(6))
-    rows = rk.JaggedTensor(IDS, batch.offsets())
+    rows = rk.JaggedTensor(IDS, offsets=batch.offsets())
     few = rk.InverseKeyedJaggedTensor(unchecked(KEYS, IDS, [0, 1, 3, 4, 6]), [["user"]], torch.tensor([[0, 1]]))
     windows = rk.KeyedJaggedWindows(KEYS, IDS, batch.offsets()[:-1], batch.lengths())
     tables = [rk.EmbeddingBagConfig(9, 4, name=key, feature_names=[key]) for key in KEYS]

@@ -81,6 +81,8 @@ def test_concat_refuses() -> None:
     for parts, message in cases:
         with pytest.raises(ValueError, match=message):
             rk.KeyedJaggedTensor.concat(parts)
+    with pytest.raises(TypeError, match=r"kjt_list\[1\] must be an rk\.KeyedJaggedTensor, got Tensor"):
+        rk.KeyedJaggedTensor.concat([kjt("a", [1]), torch.ones(1)])
 
 
 @pytest.mark.parametrize("windows", [False, True])

@@ -123,7 +123,7 @@ def test_stored_of_features(make: Callable) -> None:
 
 IDS, LENGTHS, WEIGHTS = torch.arange(6), torch.tensor([2, 2, 1, 1]), torch.rand(6)
 MOVING = {
-    "rows": (lambda: rk.JaggedTensor(IDS, torch.tensor([0, 2, 6]), WEIGHTS), 3),
+    "rows": (lambda: rk.JaggedTensor(IDS, offsets=torch.tensor([0, 2, 6]), weights=WEIGHTS), 3),
     "bags": (lambda: rk.KeyedJaggedTensor(["name", "a"], IDS, lengths=LENGTHS, weights=WEIGHTS), 3),
     "own sizes": (
         lambda: rk.KeyedJaggedTensor(
@@ -195,7 +195,7 @@ class _Bags(torch.nn.Module):
         self.module = module
 
     def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
-        return self.module(rk.JaggedTensor(values, offsets))
+        return self.module(rk.JaggedTensor(values, offsets=offsets))
 
 
 def _padded(jagged: rk.JaggedTensor) -> Tensor:
@@ -218,4 +218,4 @@ def test_bags_without_numbers() -> None:
     """Blocks by popularity have a shape on the meta device."""
     module = rk.MixedDimensionEmbeddingBag([2, 8], [6, 3], 6, device="meta")
     ids, offsets = torch.arange(6, device="meta"), torch.arange(5, device="meta")
-    assert module(rk.JaggedTensor(ids, offsets)).shape == (4, 6)
+    assert module(rk.JaggedTensor(ids, offsets=offsets)).shape == (4, 6)

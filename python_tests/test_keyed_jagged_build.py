@@ -46,7 +46,7 @@ def test_from_dict() -> None:
     given = {
         "one": torch.tensor([3, 4]),
         "two": torch.tensor([[5, 6], [7, 8]], dtype=torch.int32),
-        "jagged": rk.JaggedTensor(torch.tensor([9, 9]), torch.tensor([0, 0, 2])),
+        "jagged": rk.JaggedTensor(torch.tensor([9, 9]), offsets=torch.tensor([0, 0, 2])),
         "list": [[1], [2, 3]],
     }
     expected = KJT(
@@ -60,8 +60,8 @@ def test_from_dict() -> None:
         KJT(["a", "b"], torch.tensor([10, 11, 12]), lengths=torch.tensor([2, 0, 1, 0])),
     )
     assert KJT.from_dict({"a": torch.arange(3), "b": torch.arange(2)}).stride_per_key() == [3, 2]
-    gaps = rk.JaggedTensor(torch.tensor([7, 1, 2, 8, 8]), torch.tensor([1, 3, 3]), weights=torch.arange(5.0))
-    other = rk.JaggedTensor(torch.tensor([5]), torch.tensor([0, 1, 1]), weights=torch.ones(1))
+    gaps = rk.JaggedTensor(torch.tensor([7, 1, 2, 8, 8]), offsets=torch.tensor([1, 3, 3]), weights=torch.arange(5.0))
+    other = rk.JaggedTensor(torch.tensor([5]), offsets=torch.tensor([0, 1, 1]), weights=torch.ones(1))
     joined = KJT.from_dict({"a": gaps, "b": other})  # ids in no bag are left out
     assert joined.values().tolist() == [1, 2, 5]
     assert joined.weights().tolist() == [1.0, 2.0, 1.0]
@@ -307,7 +307,7 @@ def test_printed() -> None:
     )
     shapes = "stride_per_key=[2, 2, 2], values=torch.int64 [7] on meta, with weights"
     assert repr(batch(weights=True).to("meta")) == f"KeyedJaggedTensor(keys=['a', 'b', 'c'], {shapes})"
-    assert repr(rk.JaggedTensor(*[torch.arange(2, device="meta")] * 2)) == (
+    assert repr(rk.JaggedTensor(ids := torch.arange(2, device="meta"), offsets=ids)) == (
         "JaggedTensor(rows=1, values=torch.int64 [2] on meta)"
     )
     columns = rk.KeyedTensor(["a", "b"], [1, 2], torch.arange(6.0).view(2, 3))

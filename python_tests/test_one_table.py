@@ -28,7 +28,7 @@ def _batch(weighted: bool = False, dtype: torch.dtype = torch.int64) -> rk.Jagge
     lengths = torch.tensor([3, 0, 7, 1, 1, 4, 0, 12, 2])
     values = torch.randint(0, E, (int(lengths.sum()),), generator=generator).to(dtype)
     weights = torch.randn(len(values), generator=generator) if weighted else None
-    return rk.JaggedTensor(values, functional.pad(lengths.cumsum(0), (1, 0)).to(dtype), weights)
+    return rk.JaggedTensor(values, offsets=functional.pad(lengths.cumsum(0), (1, 0)).to(dtype), weights=weights)
 
 
 def _pooled(rows: torch.Tensor, batch: rk.JaggedTensor, pooling: str) -> torch.Tensor:
@@ -138,9 +138,9 @@ def test_ids_of_either_width(kind: str) -> None:
     """int32 ids and offsets give the same bits."""
     module = MODULES[kind]()
     assert same_bits(module(_batch()), module(_batch(dtype=torch.int32)))
-    nothing = rk.JaggedTensor(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0]))
+    nothing = rk.JaggedTensor(torch.tensor([], dtype=torch.int64), offsets=torch.tensor([0, 0, 0]))
     assert same_bits(module(nothing), torch.zeros(2, D))
-    assert module(rk.JaggedTensor(nothing.values(), torch.tensor([0]))).shape == (0, D)
+    assert module(rk.JaggedTensor(nothing.values(), offsets=torch.tensor([0]))).shape == (0, D)
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -149,11 +149,11 @@ def test_bad_input(kind: str) -> None:
     module = MODULES[kind]()
     for bad, place in ((E, 1), (-1, 1)):
         with pytest.raises(IndexError, match=rf"values\[{place}\] = {bad} is out of range.*\[0, {E}\)"):
-            module(rk.JaggedTensor(torch.tensor([3, bad]), torch.tensor([0, 2])))
+            module(rk.JaggedTensor(torch.tensor([3, bad]), offsets=torch.tensor([0, 2])))
     with pytest.raises(ValueError, match="offsets must start at 0 and end at 2"):
-        module(rk.JaggedTensor(torch.tensor([3, 4]), torch.tensor([0, 1])))
+        module(rk.JaggedTensor(torch.tensor([3, 4]), offsets=torch.tensor([0, 1])))
     with pytest.raises(ValueError, match=r"values must be one row of int32 or int64 ids, got torch\.float32"):
-        module(rk.JaggedTensor(torch.rand(2), torch.tensor([0, 2])))
+        module(rk.JaggedTensor(torch.rand(2), offsets=torch.tensor([0, 2])))
     ids = torch.tensor([3, 4])
     for offsets in (torch.tensor([], dtype=torch.int64), torch.tensor([[0, 2]]), torch.tensor([0.0, 2.0])):
         with pytest.raises(ValueError, match="offsets must be one row of at least one int32 or int64, got"):
@@ -162,8 +162,8 @@ def test_bad_input(kind: str) -> None:
         module(rk.JaggedTensor._of(ids, torch.tensor([0, 2]), torch.ones(5)))
     ignoring = MODULES[kind](pooling="mean", bounds_check="ignore", optimizer=rk.Adam(lr=0.1, weight_decay=0.5))
     twin = copy.deepcopy(ignoring)
-    given = rk.JaggedTensor(torch.tensor([E, 3, -5, 4, E]), torch.tensor([0, 4, 5]))
-    without = rk.JaggedTensor(torch.tensor([3, 4]), torch.tensor([0, 2, 2]))
+    given = rk.JaggedTensor(torch.tensor([E, 3, -5, 4, E]), offsets=torch.tensor([0, 4, 5]))
+    without = rk.JaggedTensor(torch.tensor([3, 4]), offsets=torch.tensor([0, 2, 2]))
     output = ignoring(given)
     assert same_bits(output, twin(without))
     output.sum().backward()
@@ -177,15 +177,15 @@ def test_blocks_compile() -> None:
     modules = [_blocks(pooling="mean", optimizer=rk.SGD(lr=0.5)) for _ in range(2)]
     compiled = torch.compile(modules[0], fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (9, 4, 7):
-        batch = rk.JaggedTensor(_batch().values(), torch.cat([_batch().offsets()[:size], torch.tensor([30])]))
+        batch = rk.JaggedTensor(_batch().values(), offsets=torch.cat([_batch().offsets()[:size], torch.tensor([30])]))
         outputs = compiled(batch), modules[1](batch)
         torch.testing.assert_close(*outputs)
         for output in outputs:
             output.square().sum().backward()
     for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    good = rk.JaggedTensor(torch.tensor([1]), torch.tensor([0, 1]))
-    bad = rk.JaggedTensor(torch.tensor([E, 1, -1]), torch.tensor([0, 3]))
+    good = rk.JaggedTensor(torch.tensor([1]), offsets=torch.tensor([0, 1]))
+    bad = rk.JaggedTensor(torch.tensor([E, 1, -1]), offsets=torch.tensor([0, 3]))
     torch.testing.assert_close(compiled(bad), modules[1](good))
 
 
@@ -221,7 +221,7 @@ def test_ranks_of_a_state() -> None:
 def test_nothing_to_learn_from(kind: str) -> None:
     """A batch without a good id has gradients, of zeros."""
     module = MODULES[kind](bounds_check="ignore")
-    module(rk.JaggedTensor(torch.tensor([E, -1]), torch.tensor([0, 1, 2]))).sum().backward()
+    module(rk.JaggedTensor(torch.tensor([E, -1]), offsets=torch.tensor([0, 1, 2]))).sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in module.parameters())
     assert any(p.grad is not None for p in module.parameters())
 
@@ -230,7 +230,7 @@ def test_fake_tensors() -> None:
     """Blocks have a shape under FakeTensorMode, where ids have no numbers to sort by."""
     with FakeTensorMode():
         module = rk.MixedDimensionEmbeddingBag(SIZES, DIMS, D)
-        assert module(rk.JaggedTensor(torch.zeros(5, dtype=torch.int64), torch.arange(6))).shape == (5, D)
+        assert module(rk.JaggedTensor(torch.zeros(5, dtype=torch.int64), offsets=torch.arange(6))).shape == (5, D)
 
 
 def test_many_functions() -> None:
@@ -238,7 +238,7 @@ def test_many_functions() -> None:
     module = rk.PathEmbeddingBag(100_000, 8, 1000, hidden=16)
     ids = torch.randint(0, 100_000, (2000,), generator=torch.Generator().manual_seed(0))
     with torch.profiler.profile(profile_memory=True) as profile:
-        module(rk.JaggedTensor(ids, torch.arange(2001))).sum().backward()
+        module(rk.JaggedTensor(ids, offsets=torch.arange(2001))).sum().backward()
     taken = sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.self_cpu_memory_usage > 0)
     assert taken < 100 * sum(p.numel() * 4 for _, p in module.named_parameters(recurse=False))
 
@@ -257,7 +257,7 @@ def test_sorted_or_repeated(pooling: str, monkeypatch: pytest.MonkeyPatch) -> No
     for a, b in zip(*(module.state_dict().values() for module in modules), strict=True):
         assert same_bits(a, b)
     many = rk.MixedDimensionEmbeddingBag([1] * 300, [1] * 300, 2)
-    ids = rk.JaggedTensor(torch.arange(300).flip(0), torch.arange(301))
+    ids = rk.JaggedTensor(torch.arange(300).flip(0), offsets=torch.arange(301))
     assert same_bits(many._sorted(*_arguments(ids)).lengths(), torch.eye(300).flip(0).t().flatten().long())
     assert same_bits(many(ids), _with(many, ids, monkeypatch))
 
@@ -362,7 +362,7 @@ def test_functions_that_no_id_has() -> None:
     module = rk.PathEmbeddingBag(10, 4, 4)
     assert (module.buckets, module.collisions) == (3, 4)
     assert rk.PathEmbeddingBag(10, 4, 6).collisions == 5
-    output = module(rk.JaggedTensor(torch.tensor([9]), torch.tensor([0, 1])))
+    output = module(rk.JaggedTensor(torch.tensor([9]), offsets=torch.tensor([0, 1])))
     assert torch.equal(output[0], module.weight[3] @ module.rows.embedding_bags["path"].weight[0])
 
 

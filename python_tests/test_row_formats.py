@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from backends import ROOT, every_backend
+from backends import every_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_format_bytes import BLOCKS, ROUNDINGS, random_blocks
@@ -292,18 +291,6 @@ def test_inputs_are_unchanged() -> None:
         rk.dequantize_rows(rows, format, 33)
         assert torch.equal(rows, copy)
     assert testing.same_bits(x, before)
-
-
-def test_vectors_of_the_page() -> None:
-    """The example rows of docs/numerics.md, under both roundings."""
-    page = (ROOT / "docs" / "numerics.md").read_text().split("### Test vectors")[1].split("\n## ")[0]
-    x = torch.tensor([[float(word) for word in re.search(r"x = (.*?)\. In", page, re.DOTALL)[1].split(",")]])
-    rows = re.findall(r"^    (\w+) +([0-9a-f]+)$", page, re.MULTILINE)
-    assert [format for format, _ in rows] == 2 * list(rk.ROW_FORMATS[1:])
-    for number, (format, expected) in enumerate(rows):
-        rounding = ROUNDINGS[number // len(rk.ROW_FORMATS[1:])]
-        row = rk.quantize_rows(x, format, rounding=rounding, **RECORDED_PLACE)[0]
-        assert bytes(row.tolist()).hex() == expected
 
 
 def recorded_row() -> Tensor:

@@ -86,7 +86,7 @@ def test_shared_vectors(case: dict) -> None:
 
 
 def test_shared_example() -> None:
-    """The test block of docs/numerics.md."""
+    """Exponent, microexponents and magnitudes of a block, by hand."""
     x = [1, -0.75, 0.3, 2.9, -5.1, 0.01, 7, -0.126, 0.5, 0.4, 3.99, -3.99, 7.97, 1.5, -0.062, 0.031]
     exponent, micro, magnitudes, _ = read_shared(quantize_rows(torch.tensor([x]), "mx6")[0].tolist(), "mx6")
     assert (exponent, micro) == (0x81, [1, 1, 0, 0, 1, 1, 0, 1])

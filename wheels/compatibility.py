@@ -39,7 +39,6 @@ TESTS = (
 )
 #: Tests among them that compile or read files of the checkout.
 LEFT_OUT = (
-    "python_tests/test_row_formats.py::test_vectors_of_the_page",
     "python_tests/test_embedding_collection.py::test_late_reports",
     "python_tests/test_leaks.py::test_torch_converts_no_handles",
     "python_tests/test_jagged_overlaps.py::test_rows_that_differ_in_one_id_spread_over_the_table",

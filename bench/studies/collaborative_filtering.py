@@ -66,7 +66,7 @@ class Factors(nn.Module):
         """[B, D]."""
         each = torch.arange(len(ids) + 1)
         if isinstance(self.table, rk.MixedDimensionEmbeddingBag):
-            return self.table(JaggedTensor(ids, each))
+            return self.table(JaggedTensor(ids, offsets=each))
         return self.table(rk.KeyedJaggedTensor(["t"], ids, offsets=each)).values()
 
 

@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 
-from bench.tuning import model
 from bench.tuning.points import Point
 
 #: A part of the page that is made from a run's file.
@@ -31,18 +30,17 @@ def label(point: Point) -> str:
 def curves(document: dict, direction: str) -> str:
     """The measured points of a direction beside the model and FBGEMM."""
     lines = [
-        "| | unique rows | MB, all | MB, unique | ms | GB/s, unique | model, ms | error | FBGEMM, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| | unique rows | MB | ms | GB/s | model's error | FBGEMM, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in document["points"]:
         ours, moved, found = row[direction]["ours"], row["bytes"][direction], row["model"][direction]
         name = label(Point.read(row)) + ("" if row["model"]["fitted"] else " *")
         cells = [
             f"{row['unique_rows']:,.0f}",
-            *(f"{moved[count] / 1e6:.3g}" for count in ("all", "unique")),
+            f"{moved['unique'] / 1e6:.3g}",
             _ms(ours["ms"]),
             f"{moved['unique'] / ours['ms'] / 1e6:.1f}",
-            _ms(found["ms"]),
             f"{found['error']:+.0%}",
             _peer(row[direction].get("fbgemm")),
         ]
@@ -67,7 +65,7 @@ def errors(document: dict) -> str:
 
 
 def prices(document: dict) -> str:
-    """Rates and constants, and what becomes of them at the base."""
+    """Rates and constants."""
     rates, constants = document["rates"], document["model"]["constants_ns"]
     lines = ["| measured rate | GB/s |", "|---|---:|"]
     lines += [f"| {name} | {rates[name]:.1f} |" for name in ("gather", "cached", "stream", "update")]
@@ -77,35 +75,11 @@ def prices(document: dict) -> str:
     for name, unit in (("call", "us"), ("bag", "ns"), ("id", "ns"), ("row", "ns")):
         cells = [_constant(constants[d].get(name), unit) for d in DIRECTIONS]
         lines.append(f"| {name}, {unit} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join([*lines, "", *_example(document)])
+    return "\n".join(lines)
 
 
 def _constant(ns: float | None, unit: str) -> str:
     return "" if ns is None else f"{ns / (1000 if unit == 'us' else 1):.3g}"
-
-
-def _example(document: dict) -> list[str]:
-    row = document["points"][0]
-    point, rates = Point.read(row), model.Rates(**document["rates"])
-    constants = document["model"]["constants_ns"]
-    forward = model.forward_cost(point, row["unique_rows"], rates, constants["forward"]["id"])
-    backward = model.backward_cost(point, row["unique_rows"], rates)
-    step = model.step_cost(forward.total(constants["forward"]), backward)
-    sizes = f"N = {point.num_ids:,} ids, U = {row['unique_rows']:,.0f} rows and T * B = {point.num_bags:,} bags"
-    lines = [
-        f"At the base, {sizes}:",
-        "",
-        "| part | lookup, ms | step, ms |",
-        "|---|---:|---:|",
-    ]
-    both = [cost.parts(constants[d]) for cost, d in ((forward, "forward"), (step, "step"))]
-    for name in dict.fromkeys([*both[0], *both[1]]):
-        cells = [f"{parts[name] / 1e6:.3f}" if parts.get(name) else "" for parts in both]
-        if any(cells):
-            lines.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    totals = [f"{sum(parts.values()) / 1e6:.3f}" for parts in both]
-    real = [f"{row[d]['ours']['ms']:.3f}" for d in DIRECTIONS]
-    return [*lines, f"| together | {' | '.join(totals)} |", f"| measured | {' | '.join(real)} |"]
 
 
 def tables(document: dict) -> str:

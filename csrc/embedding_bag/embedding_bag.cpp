@@ -133,7 +133,7 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
       "id_limit, padding_idx, combine, mean and frozen must be those of the feature's first part; they, and "
       "multiplied, must be "
       "known to layout_sizes",
-      "table_id must be in [0, 65536)",
+      "table_id must be in [0, 65536), and below the number of learning rates where lr is one for each table",
       "first_row and table_rows must be those of a shard in a table of at most 2^44 rows, first_column a multiple of 4",
       "",
       "cache_sets, cache_first_set and cache_row_offset must lie in the cache, and be 0 for a feature of several parts",

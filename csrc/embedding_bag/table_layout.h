@@ -131,9 +131,10 @@ enum class LayoutFault {
 struct LayoutLimits {
   int64_t num_parts;
   int64_t weight_bytes;
-  int64_t state_elements;  // of optimizer state for every element; -1: there is none
-  int64_t cache_slots;     // -1: there is no cache
-  int64_t cache_elements;  // of cache_rows; -1: they are not given
+  int64_t state_elements;        // of optimizer state for every element; -1: there is none
+  int64_t cache_slots;           // -1: there is no cache
+  int64_t cache_elements;        // of cache_rows; -1: they are not given
+  int64_t tables = kMaxTableId;  // above every table_id
 };
 
 inline namespace RK_ISA {
@@ -270,7 +271,7 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
        (!(sizes.flags & kMultiplies) || (p.num_embeddings > 0 && p.multiplied != 1))) ||
       p.multiplied < 0 || p.multiplied > ((sizes.flags & kMultiplies) != 0))
     return LayoutFault::kParts;
-  if (p.table_id < 0 || p.table_id >= kMaxTableId) return LayoutFault::kTableId;
+  if (p.table_id < 0 || p.table_id >= limits.tables) return LayoutFault::kTableId;
   if (!lies_in(p.first_row, p.num_embeddings, p.table_rows) || p.table_rows > kMaxNoisyRows || p.first_column < 0 ||
       p.first_column > INT32_MAX || p.first_column % 4 != 0)
     return LayoutFault::kShard;

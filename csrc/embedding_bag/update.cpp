@@ -1,5 +1,6 @@
 #include "embedding_bag/update.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace rec_kernels {
@@ -66,8 +67,9 @@ void check_step_and_lr(const Tensor& values, const Tensor& step, const Tensor& l
   check_rank(step, 0, "step");
   check_dtype(step, ScalarType::Long, "step");
   check_same_device(step, values, "step", "values");
-  check_rank(lr, 0, "lr");
+  if (lr.dim() > 1) check_value(false, "lr must have at most 1 dimension, got shape ", shape_of(lr));
   check_dtype(lr, ScalarType::Float, "lr");
+  check_contiguous(lr, "lr");
   check_same_device(lr, values, "lr", "values");
 }
 
@@ -121,6 +123,8 @@ Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor
   u.beta1 = static_cast<float>(fused.beta1);
   u.beta2 = static_cast<float>(fused.beta2);
   u.lr = lr.const_data_ptr<float>();
+  u.lr_mask = lr.dim() == 0 ? 0 : UINT32_MAX;
+  u.num_rates = lr.dim() == 0 ? kMaxTableId : std::min(lr.numel(), kMaxTableId);
   u.beta_powers = fused.beta_powers ? fused.beta_powers->const_data_ptr<float>() : nullptr;
   u.stochastic = rounding.stochastic;
   u.seed = rounding.seed;

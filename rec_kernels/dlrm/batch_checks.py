@@ -87,6 +87,9 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
             raise WrongBatchError(f"{name} is {type(jagged).__name__}, must be a KeyedJaggedTensor")
         if (jagged.keys() or name == "shared") and jagged.stride() != rows:
             raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
+        ids = stored_in(jagged).values()
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise WrongBatchError(f"ids of {name} are {ids.dtype}, must be torch.int32 or torch.int64")
         weights = weights_of(jagged)
         if weights is not None and weights.dtype != torch.float32:
             raise WrongBatchError(f"weights of {name} are {weights.dtype}, must be torch.float32")
@@ -115,9 +118,14 @@ def _all_finite(values: Tensor) -> bool:
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
+def stored_in(jagged: Any) -> Any:
+    """The container in which a jagged container has each bag once, or itself."""
+    return jagged.stored() if hasattr(jagged, "stored") else jagged
+
+
 def weights_of(jagged: Any) -> Tensor | None:
     """Weights of the ids that a jagged container stores; None without."""
-    stored = jagged.stored() if hasattr(jagged, "stored") else jagged
+    stored = stored_in(jagged)
     return stored.weights_or_none() if hasattr(stored, "weights_or_none") else None
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def positive_integer(name: str, value: Any) -> int:
     """``value`` as an int.
@@ -48,6 +50,12 @@ def positive_integers(name: str, values: Any) -> tuple[int, ...]:
     if given is None or isinstance(values, str):
         raise ValueError(f"{name} must be a sequence of integers, each at least 1, got {values!r}")
     return tuple(positive_integer(f"{name}[{i}]", value) for i, value in enumerate(given))
+
+
+def check_rate(name: str, value: Any) -> None:
+    """Raises ValueError unless ``value`` is a number of at least 0 that is finite as float32."""
+    if not 0 <= value <= _LARGEST:
+        raise ValueError(f"{name} = {value} must be at least 0, and finite as float32")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

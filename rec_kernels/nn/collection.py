@@ -78,7 +78,7 @@ class TableCollection(nn.Module):
         super().__init__()
         check_options(optimizer, output_dtype, bounds_check, rounding, seed, cache)
         kinds = {} if optimizer is None else optimizer.state
-        tables = checked_tables(tables, pooled=self._pools)
+        tables = checked_tables(tables, pooled=self._pools, fused=optimizer is not None)
         self._features = FeatureMap(tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
         self.optimizer, self.rounding = optimizer, rounding
         self.output_dtype, self.seed = output_dtype, int(seed)
@@ -103,7 +103,7 @@ class TableCollection(nn.Module):
         trains = self._is_trained
         held = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
         self.add_module(self._holder, held)
-        for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features.state, device).items():
+        for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
@@ -111,7 +111,7 @@ class TableCollection(nn.Module):
         weights = self._held.weights()
         self._store.initialize(weights)
         if self.optimizer is not None:
-            self._update = FusedUpdate(self.optimizer, weights, self._buffers, self._dense_gradients())
+            self._update = FusedUpdate(self.optimizer, features, weights, self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -606,6 +606,7 @@ class TableCollection(nn.Module):
         """
         return self._store.tier_report(self._weights)
 
-    def extra_repr(self) -> str:
-        """Tables and optimizer, for printing."""
-        return f"{', '.join(map(describe, self.tables))}; optimizer={self.optimizer}"
+    def __repr__(self) -> str:
+        """A line for each table, and the optimizer; nothing of how they are kept."""
+        lines = [*map(describe, self.tables), f"optimizer={self.optimizer}"]
+        return "\n  ".join([f"{type(self).__name__}(", *lines]) + "\n)"

@@ -194,6 +194,7 @@ def _finish_rows(
         target=target,
         state=a.sum if update else None,
         lr=a.lr if update else None,
+        lr_stride=a.lr.dim() if update else 0,
         eps=a.eps if update else 0.0,
         grad=a.grad.contiguous(),
         **occurrences._asdict(),

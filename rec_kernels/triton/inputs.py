@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rec_kernels.ops.layout_records import MAX_TABLE_ID
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.triton.kernels import COLUMNS, start_kernel
 
@@ -209,6 +210,7 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
     start_kernel[(1,)](
         *(layout, packed, status, features, elements, output_dim, num_rows, max_dim),
         padding_idx=getattr(a, "padding_idx", -1),
+        tables=a.lr.shape[0] if hasattr(a, "lr") and a.lr.dim() else MAX_TABLE_ID,
         MEAN=mean,
         BLOCK=128,
         enable_fp_fusion=False,
@@ -251,7 +253,8 @@ def check_update(a: SimpleNamespace) -> None:
     """Raises ValueError for optimizer state, step or learning rate of another kind than the optimizer's."""
     check(a.optimizer in OPTIMIZERS, f'optimizer must be one of {", ".join(OPTIMIZERS)}, got "{a.optimizer}"')
     check_tensor(a.step, "step", (torch.int64,), rank=0)
-    check_tensor(a.lr, "lr", (torch.float32,), rank=0)
+    check_tensor(a.lr, "lr", (torch.float32,), contiguous=True)
+    check(a.lr.dim() <= 1, f"lr must have at most 1 dimension, got shape {list(a.lr.shape)}")
     for name, optimizers in _STATE.items():
         wanted = a.optimizer in optimizers
         given = getattr(a, name) is not None

@@ -22,7 +22,7 @@ from rec_kernels.ops.table_layout import Column
 
 NOTHING_BAD = tl.constexpr(2**63 - 1)
 BAD_LAYOUT = tl.constexpr(-(2**63))
-COLUMNS = tl.constexpr(8)  # of `features`
+COLUMNS = tl.constexpr(9)  # of `features`
 
 # Numbers that change from call to call: a kernel compiled for each kind of them would be compiled over and over.
 _VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "left_out"]
@@ -36,6 +36,7 @@ _COLUMN = tl.constexpr(int(Column.column))
 _FEATURE = tl.constexpr(int(Column.feature))
 _LIMIT = tl.constexpr(int(Column.id_limit))
 _PADDING = tl.constexpr(int(Column.padding_idx))
+_TABLE = tl.constexpr(int(Column.table_id))
 _DIVISOR = tl.constexpr(int(Column.divisor))
 _MODULUS = tl.constexpr(int(Column.modulus))
 _FORMAT = tl.constexpr(int(Column.format))
@@ -71,10 +72,12 @@ def _follows_in_rows(layout, f, num_features, there):
     return named & ((f == 0) | tl.where((rows <= 0) == empty, shared | apart, ~empty))
 
 
-@triton.jit(do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim", "padding_idx"])
+@triton.jit(
+    do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim", "padding_idx", "tables"]
+)
 def start_kernel(
     layout,  # [F, columns of a record], or None: one table of num_rows x max_dim
-    features,  # [F, 8], written
+    features,  # [F, COLUMNS], written
     status,  # [2], written
     num_features,
     num_weights,
@@ -82,6 +85,7 @@ def start_kernel(
     num_rows,
     max_dim,
     padding_idx,  # of one table, as MEAN
+    tables,  # numbers of tables are below it
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -93,7 +97,7 @@ def start_kernel(
         weight = tl.zeros([BLOCK], tl.int64)
         row, output = weight, weight
         rows, dim = weight + num_rows, weight + max_dim
-        limit, mean, padding = rows, weight + MEAN, weight + padding_idx
+        limit, mean, padding, table = rows, weight + MEAN, weight + padding_idx, weight
         if layout is not None:
             record = layout + f.to(tl.int64) * _RECORD
             at = tl.load(record + _WEIGHT, mask=there, other=0)  # in bytes of float32
@@ -105,6 +109,7 @@ def start_kernel(
             limit = tl.load(record + _LIMIT, mask=there, other=0)
             mean = tl.load(record + _MEAN, mask=there, other=0)
             padding = tl.load(record + _PADDING, mask=there, other=-1)
+            table = tl.load(record + _TABLE, mask=there, other=0)
             behind = there & (f > 0)
             column = tl.load(record - _RECORD + _COLUMN, mask=behind, other=0)
             column += tl.load(record - _RECORD + _DIM, mask=behind, other=0)
@@ -112,6 +117,7 @@ def start_kernel(
             good &= (row >= 0) & (row <= num_rows - rows) & (at >= 0) & (at % 4 == 0) & (weight <= num_weights)
             good &= (rows <= (num_weights - weight) // tl.maximum(dim, 1)) & (output == column)
             good &= (f < num_features - 1) | (output + dim == output_dim)
+            good &= (table >= 0) & (table < tables)
             good &= _is_whole_table(record, f, rows, limit, there)
             good &= _follows_in_rows(layout, f, num_features, there)
             bad |= (there & ~good).to(tl.int32)
@@ -124,6 +130,7 @@ def start_kernel(
         tl.store(to + 5, mean, mask=there)
         tl.store(to + 6, limit, mask=there)
         tl.store(to + 7, padding, mask=there)
+        tl.store(to + 8, table, mask=there)
     tl.store(status, tl.where(tl.max(bad, axis=0) != 0, BAD_LAYOUT, NOTHING_BAD))
     tl.store(status + 1, 0)
 
@@ -364,11 +371,21 @@ def _put(
     tl.store(to + c, g.to(to.dtype.element_ty), mask=c < D)
 
 
+@triton.jit
+def _inverse_of(grad_scale):
+    """Reciprocal of the gradients' scale; None: they are not scaled."""
+    inverse = 1.0
+    if grad_scale is not None:
+        inverse = tl.math.div_rn(1.0, tl.load(grad_scale))
+    return inverse
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def finish_rows_kernel(
     target,  # the tables to update, or the gradient to write
     state,  # row-wise Adagrad's sum, or None
-    lr,  # one float, or None: write gradients
+    lr,  # of table t at lr_stride * t, or None: write gradients
+    lr_stride,
     eps,
     grad,
     keys,  # [num_ids], sorted
@@ -402,16 +419,14 @@ def finish_rows_kernel(
     place = tl.load(feature) + (row - tl.load(feature + 1)) * D
     if places is not None:
         place = tl.load(places + start)
-    scale = 1.0
-    if grad_scale is not None:
-        scale = tl.math.div_rn(1.0, tl.load(grad_scale))
+    scale = _inverse_of(grad_scale)
     # Columns beyond the first block are summed again where the whole row has to be known first.
     sources = (grad, order, bag_of, coefficients, features, batch, output_dim)
     c = tl.arange(0, BLOCK_COLUMNS)
     g = _row_gradient(sources, start, stop, D, 0, scale, BLOCK_ROWS, BLOCK_COLUMNS)
     factor = 0.0
     if lr is not None:
-        factor = tl.load(lr)
+        factor = tl.load(lr + tl.load(feature + 8) * lr_stride)
     if state is not None:
         squares = tl.sum(g * g, axis=0)
         for column in range(BLOCK_COLUMNS, D, BLOCK_COLUMNS):

@@ -2,6 +2,7 @@
 // docs/numerics.md, then store it (dense, sparse) or update the row once (fused optimizers).
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "core/boxing.h"
@@ -302,8 +303,12 @@ FinishRuns kernel_of(Optimizer optimizer) {
 
 // The numbers in an update's tensors, which nobody can look at on a GPU.
 void check_step_and_lr(const Tensor& step, const Tensor& lr) {
-  const float rate = *lr.const_data_ptr<float>();
-  check_value(std::isfinite(rate), "lr = ", rate, " must be finite");
+  const float* rates = lr.const_data_ptr<float>();
+  for (int64_t i = 0; i < lr.numel(); ++i) {
+    if (std::isfinite(rates[i])) continue;
+    const std::string place = lr.dim() == 0 ? "" : "[" + std::to_string(i) + "]";
+    check_value(false, "lr", place, " = ", rates[i], " must be finite");
+  }
   const int64_t updates = *step.const_data_ptr<int64_t>();
   check_value(updates >= 0, "step = ", updates, " must be at least 0, the number of updates so far");
 }

@@ -294,21 +294,25 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
   const Part& f = *table.part;
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
+  const float shrinkage = t.update.shrinkage(f.shard.table);
   if (is_plain(a, t, f))
-    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.update, sum, float_rows(t, f)}, table, scratch,
-                begin, end);
-  else
-    finish_runs(a, UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, sum, kept_rows(a, t, f, scratch)}, table,
+    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.update, shrinkage, sum, float_rows(t, f)}, table,
                 scratch, begin, end);
+  else
+    finish_runs(a,
+                UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, shrinkage, sum, kept_rows(a, t, f, scratch)},
+                table, scratch, begin, end);
 }
 
+float lr_of(const RowTarget& t, const TableRuns& table) { return t.update.lr_of(table.part->shard.table); }
+
 void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  update(a, t, Sgd{*t.update.lr}, table, scratch, begin, end);
+  update(a, t, Sgd{lr_of(t, table)}, table, scratch, begin, end);
 }
 
 void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
                      int64_t end) {
-  update(a, t, RowwiseAdagrad{*t.update.lr, t.update.eps, state_of(t, table)}, table, scratch, begin, end);
+  update(a, t, RowwiseAdagrad{lr_of(t, table), t.update.eps, state_of(t, table)}, table, scratch, begin, end);
 }
 
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
@@ -316,6 +320,7 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   const Part& f = *table.part;
   const int64_t D = f.embedding_dim, first = t.update.records[table.part - a.parts].state_offset;
   const Elementwise o = elementwise_of(t.update);
+  const float lr = lr_of(t, table);
   OptimizerState state = t.update.state;
   if (state.sum) state.sum = state.moment(state.sum, first);
   if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
@@ -323,10 +328,10 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
   const MomentRows moments{D, state, t, f.shard, scratch + scratch_moments(D)};
   if (is_plain(a, t, f))
-    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.update.gradient_step, moments, float_rows(t, f)}, table,
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, lr, t.update.gradient_step, moments, float_rows(t, f)}, table,
                 scratch, begin, end);
   else
-    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
+    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, lr, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
                 table, scratch, begin, end);
 }
 

@@ -159,6 +159,7 @@ struct UpdateTarget {
   int64_t D;
   Optimizer optimizer;
   Update how;
+  float shrinkage;   // of the table's weights
   const float* sum;  // of the table
   Rows rows;
 
@@ -196,7 +197,7 @@ struct UpdateTarget {
     take_step(how.gradient_step, w, D, g);
     const float mean_square = kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
     const float factor = optimizer.prepare(row, mean_square);
-    if (how.shrinks_weights) add_scaled(how.shrinkage(), w, D, w);
+    if (how.shrinks_weights) add_scaled(shrinkage, w, D, w);
     add_scaled(factor, g, D, w);
     rows.close(row);
   }
@@ -251,6 +252,7 @@ struct ElementwiseTarget {
   static constexpr bool kElementwise = true;
   int64_t D;
   Elementwise optimizer;
+  float lr;
   GradientStep step;
   MomentRows moments;
   Rows rows;
@@ -278,7 +280,7 @@ struct ElementwiseTarget {
     float* const first = moments.open(all_first, kFirstMomentStream, row);
     float* const second = moments.open(all_second, kSecondMomentStream, row);
     const bool at_once = !optimizer.needs_norms(), decays = step.decays_weights();
-    const Vec factor = Vec::broadcast(-optimizer.lr), decay = Vec::broadcast(step.weight_decay);
+    const Vec factor = Vec::broadcast(-lr), decay = Vec::broadcast(step.weight_decay);
     for_vectors(D, [&](int64_t c, int n) {
       Vec m = first ? load_vector(first + c, n) : Vec{}, v = second ? load_vector(second + c, n) : Vec{};
       Vec r = in_registers.direction(optimizer.kind, load_vector(g + c, n), &m, &v);
@@ -289,7 +291,7 @@ struct ElementwiseTarget {
       if (at_once) store_vector(fused_multiply_add(factor, r, weights), w + c, n);
       else store_vector(r, g + c, n);
     });
-    if (!at_once) add_scaled(optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
+    if (!at_once) add_scaled(optimizer.trusted(lr, row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
     moments.close(all_first, kFirstMomentStream, row);
     moments.close(all_second, kSecondMomentStream, row);
     rows.close(row);

@@ -23,7 +23,7 @@ struct DenseTarget {
   }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
-  __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
+  __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
 };
 
 struct SparseTarget {
@@ -41,7 +41,7 @@ struct SparseTarget {
   __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
-  __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
+  __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
 };
 
 template <class Optimizer>
@@ -55,8 +55,8 @@ struct UpdateTarget {
     if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
   }
   __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
-  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
-    return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
+  __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
+    return Optimizer::make(u.lr_of(f.shard.table), u.eps, u.state.sum).prepare(row, mean_square);
   }
   __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return reinterpret_cast<float*>(u.weights + f.weight_offset) + (row - f.row_offset) * f.embedding_dim;
@@ -68,8 +68,8 @@ struct UpdateTarget {
   __device__ static Vec4 old(const float* row, int64_t c, int64_t D, bool aligned) {
     return load_columns(row, c, D, aligned);
   }
-  __device__ Vec4 updated(Vec4 w, const Vec4& g, float factor) const {
-    if (u.shrinks_weights) w = u.shrunk(w);
+  __device__ Vec4 updated(const Part& f, Vec4 w, const Vec4& g, float factor) const {
+    if (u.shrinks_weights) w = u.shrunk(w, f);
     for (int j = 0; j < 4; ++j) w.v[j] = Optimizer::update(w.v[j], g.v[j], factor);
     return w;
   }
@@ -321,6 +321,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   if (cached.slots) check_slots_of_ids(*cached.slots, values);
   LayoutLimits limits = limits_of(in, weights, cache);
   limits.state_elements = update.state_elements;
+  limits.tables = update.num_rates;
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, own_status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);

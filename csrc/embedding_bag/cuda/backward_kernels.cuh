@@ -31,7 +31,7 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
     for (int k = 0; k < kBlocks; ++k) w[k] = target.old(out, column + (k * G + group.lane) * 4, D, aligned);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k)
-      store_columns(out, column + (k * G + group.lane) * 4, D, aligned, target.updated(w[k], g[k], factor));
+      store_columns(out, column + (k * G + group.lane) * 4, D, aligned, target.updated(f, w[k], g[k], factor));
   }
 }
 
@@ -316,8 +316,8 @@ struct RowUpdate : Update {
   uint8_t* weights;
 
   // Weights that have shrunk by themselves.
-  __device__ __forceinline__ Vec4 shrunk(Vec4 w) const {
-    const float rate = shrinkage();
+  __device__ __forceinline__ Vec4 shrunk(Vec4 w, const Part& f) const {
+    const float rate = shrinkage(f.shard.table);
     for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(rate, w.v[j], w.v[j]);
     return w;
   }

@@ -100,7 +100,7 @@ struct ElementwiseTarget : Base {
   template <int G, int kBlocks, class Direction>
   __device__ __forceinline__ float factor(const Elementwise& o, const Part& f, int64_t row, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Direction& direction) const {
-    if (!o.needs_norms()) return -o.lr;
+    if (!o.needs_norms()) return -u.lr_of(f.shard.table);
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
     SquareSum<G> weights{group}, directions{group};
@@ -116,7 +116,7 @@ struct ElementwiseTarget : Base {
       directions.add(column, D, g);
     }
     const float weight_squares = weights.total(), direction_squares = directions.total();
-    return o.trusted(weight_squares, direction_squares);
+    return o.trusted(u.lr_of(f.shard.table), weight_squares, direction_squares);
   }
 
  private:

@@ -27,8 +27,8 @@ struct EncodedTarget {
     const uint8_t* w = place(f, row);
     return ColumnReader<Format>(w, f.embedding_dim, columns_aligned<Format>(w, f.embedding_dim)).read(c);
   }
-  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
-    return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
+  __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
+    return Optimizer::make(u.lr_of(f.shard.table), u.eps, u.state.sum).prepare(row, mean_square);
   }
   // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
   template <int G, int kBlocks, class Gradient>
@@ -47,7 +47,7 @@ struct EncodedTarget {
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;
         Vec4 w = c < D ? reader.read(c) : Vec4{};
-        if (u.shrinks_weights) w = u.shrunk(w);
+        if (u.shrinks_weights) w = u.shrunk(w, f);
         for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
       }
     };

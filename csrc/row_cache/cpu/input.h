@@ -19,6 +19,7 @@ inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights, const
                               const CacheArguments* cache) {
   LayoutLimits limits = limits_of(layout, weights);
   limits.state_elements = update.state_elements;
+  limits.tables = update.num_rates;
   if (cache != nullptr) limits.cache_slots = cache->tags->numel();
   if (cache != nullptr) limits.cache_elements = cache->rows->numel();
   return limits;

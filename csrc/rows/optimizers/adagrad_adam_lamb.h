@@ -15,7 +15,7 @@ inline namespace RK_ISA {
 // One step's numbers. The corrections are 1 - beta1^t and 1 - beta2^t of this step, t counted from 1.
 struct Elementwise {
   Optimizer kind;
-  float lr, eps, beta1, beta2, correction1, correction2;
+  float eps, beta1, beta2, correction1, correction2;
 
   RK_HOST_DEVICE bool needs_mean_square() const { return kind == Optimizer::kRowwiseAdam; }
   RK_HOST_DEVICE bool needs_norms() const { return kind == Optimizer::kLamb; }
@@ -29,7 +29,7 @@ struct Elementwise {
   RK_HOST_DEVICE float row_divisor(float second) const { return square_root(second / correction2) + eps; }
 
   // LAMB: the factor of a row whose weights and direction have these square sums.
-  RK_HOST_DEVICE float trusted(float weight_squares, float direction_squares) const {
+  RK_HOST_DEVICE static float trusted(float lr, float weight_squares, float direction_squares) {
     const float weight = square_root(weight_squares), direction = square_root(direction_squares);
     return -(lr * (weight == 0.0f || direction == 0.0f ? 1.0f : weight / direction));
   }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -193,3 +193,12 @@ def check_columns(keys: list[str], widths: list[int], values: Tensor) -> None:
         raise ValueError(f"length_per_key must have a width for each of the {len(keys)} keys, got {widths}")
     if values.dim() != 2 or values.shape[1] != sum(widths):
         raise ValueError(f"values must be [B, {sum(widths)}], as wide as length_per_key says, got {list(values.shape)}")
+
+
+def check_each(name: str, values: Sequence[object], kind: type) -> None:
+    """Raises ValueError for an empty list, TypeError for one with something that is no ``kind``."""
+    if not values:
+        raise ValueError(f"{name} is empty: it must have an rk.{kind.__name__} at least")
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}[{i}] must be an rk.{kind.__name__}, got {type(value).__name__}")

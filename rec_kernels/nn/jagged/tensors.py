@@ -21,11 +21,13 @@ class JaggedTensor(JaggedContainer):
 
     Args:
         values: [N, ...].
-        offsets: [B + 1] int32 or int64, which rise, in [0, N]. Values before the first and behind the last are in no
-            row.
         weights: [N] floating-point numbers or None.
         lengths: [B] int32 or int64, 0 or more, which add up to N at most: in place of offsets, or those of the same
             rows.
+        offsets: [B + 1] int32 or int64, which rise, in [0, N]. Values before the first and behind the last are in no
+            row.
+
+    The order is TorchRec's.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU, offsets that do not rise in [0, N].
@@ -38,9 +40,9 @@ class JaggedTensor(JaggedContainer):
     def __init__(
         self,
         values: Tensor,
-        offsets: Tensor | None = None,
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
         if not torch.compiler.is_compiling():
             checks.check_values(values)
@@ -150,7 +152,7 @@ class JaggedTensor(JaggedContainer):
         Raises:
             ValueError: there are none, or weights are not of the rows' lengths.
         """
-        return JaggedTensor(*build.from_rows(values, weights))
+        return JaggedTensor._of(*build.from_rows(values, weights))
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
@@ -162,7 +164,7 @@ class JaggedTensor(JaggedContainer):
         Raises:
             ValueError: a shape or dtype is not as above; on the CPU, a length.
         """
-        return JaggedTensor(*build.from_prefixes(values, lengths, weights))
+        return JaggedTensor._of(*build.from_prefixes(values, lengths, weights))
 
     @staticmethod
     def empty(
@@ -181,8 +183,8 @@ class JaggedTensor(JaggedContainer):
         weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
         return JaggedTensor(
             torch.zeros(0, dtype=values_dtype, device=device),
-            torch.zeros(1, dtype=lengths_dtype, device=device),
-            weights,
+            offsets=torch.zeros(1, dtype=lengths_dtype, device=device),
+            weights=weights,
         )
 
     def _read_offsets(self) -> Tensor:
@@ -578,10 +580,10 @@ class KeyedJaggedTensor(BatchFacts):
                 -1, which its lookup tells.
 
         Raises:
-            ValueError: none is given, a key is in two of them, or one is not as above. RuntimeError: other devices.
+            ValueError: none is given, a key is in two of them, or one is not as above. TypeError: one is no
+            ``rk.KeyedJaggedTensor``. RuntimeError: other devices.
         """
-        if not kjt_list:
-            raise ValueError("kjt_list is empty: it must have an rk.KeyedJaggedTensor at least")
+        checks.check_each("kjt_list", kjt_list, KeyedJaggedTensor)
         keys = list(itertools.chain.from_iterable(kjt.keys() for kjt in kjt_list))
         if any(kjt.inverse_indices_or_none() is not None for kjt in kjt_list):
             raise ValueError("kjt_list has inverse_indices, which are of a batch of their own")

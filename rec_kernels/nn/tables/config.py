@@ -10,7 +10,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.arguments import check_choice, check_rate, positive_integer
 from rec_kernels.nn.tables.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.layout_records import integer
 from rec_kernels.ops.row_formats import row_bytes
@@ -88,10 +88,11 @@ class EmbeddingConfig:
         padding_idx: an id, from -E to E - 1, negative ones counted from the end, that is left out: it adds nothing to a
             sum, does not count in a mean, has zeros for a row and gives the table no gradient. Without ``init`` and
             compression its row begins as zeros, as torch's. None: no id is.
+        lr: the learning rate that a fused optimizer begins with for this table, at least 0. None: the optimizer's.
 
     Raises:
-        ValueError: a size, name, format, compression or padding_idx that is not offered; partitions for which two ids,
-            which are named, have the same row in every part.
+        ValueError: a size, name, format, compression, padding_idx or lr that is not offered; partitions for which two
+            ids, which are named, have the same row in every part.
     """
 
     num_embeddings: int
@@ -103,6 +104,7 @@ class EmbeddingConfig:
     compression: Compression | None = None
     init: Callable[[Tensor], object] | None = None
     padding_idx: int | None = None
+    lr: float | None = None
 
     def __post_init__(self) -> None:
         name, feature_names = self.name, self.feature_names
@@ -116,6 +118,8 @@ class EmbeddingConfig:
             raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {self.format!r}")
         object.__setattr__(self, "feature_names", list(feature_names))
         self._check_padding()
+        if self.lr is not None:
+            check_rate(f"table {name!r}: lr", self.lr)
         if not isinstance(self.compression, Compression | None):
             raise ValueError(
                 f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions, rk.MixedDimension "
@@ -216,4 +220,6 @@ def describe(table: EmbeddingConfig) -> str:
         parts.append(str(table.compression))
     if isinstance(table, EmbeddingBagConfig):
         parts.append(table.pooling)
+    if table.lr is not None:
+        parts.append(f"lr={table.lr}")
     return " ".join(parts)

@@ -66,6 +66,7 @@ class FeatureMap:
     Attributes:
         is_rounded: whether updates round rows or state.
         stored: the tables with parts of compressed ones in their place, as they lie in memory.
+        table_ids: their numbers in the whole model.
         storage: their places in the flat tensor of weights; state: in those of the optimizer's state.
         features: F lookups, in the order of ``feature_names``. The outputs are called ``output_keys`` and have
             ``output_dims`` columns; those of the ops have ``widths``, and ``combined_dims`` when parts are combined.
@@ -84,6 +85,7 @@ class FeatureMap:
     ) -> None:
         self.tables = tables
         self.stored = [s for t in tables for s in t.stored]
+        self.table_ids = [n if s.place is None else s.place.table_id for n, s in enumerate(self.stored)]
         names = [s.name for s in self.stored]
         if len(set(names)) != len(names):
             raise ValueError(f"table names must differ, those of parts too, got {names}")
@@ -130,7 +132,7 @@ class FeatureMap:
             row_offsets=[self.state.rows[i] for i in numbers],
             state_offsets=[self.state.starts[i] for i in numbers],
             formats=[t.format for t in parts] if self.storage.is_bytes else None,
-            table_ids=[n if p.place is None else p.place.table_id for n, p in zip(numbers, parts, strict=True)],
+            table_ids=[self.table_ids[i] for i in numbers],
             mean=[getattr(f.table, "pooling", "sum") == "mean" for f in self.features] + [False] * len(by_row),
             frozen=[*frozen, *[False] * len(by_row)],
             padding_idx=[f.table.padding_idx for f in self.features] + [None] * len(by_row),

@@ -46,8 +46,6 @@ class TableStore:
     Args:
         features: the tables and their places.
         cache: the slots of rows that are cached, or None.
-
-    Attributes:
     """
 
     def __init__(self, features: FeatureMap, cache: CacheState | None) -> None:

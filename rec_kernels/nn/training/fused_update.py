@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from rec_kernels.nn.tables.optimizer_state import KINDS, StatePlaces
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.optimizer_state import KINDS
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.training.accumulate import Lookup, Pending
-from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer, RateGroup
 from rec_kernels.nn.training.tied_weights import DenseGradients
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
@@ -22,16 +23,18 @@ Buffers = Mapping[str, Any]
 
 
 def optimizer_buffers(
-    optimizer: Optimizer | None, places: StatePlaces, device: torch.device | str | None
+    optimizer: Optimizer | None, features: FeatureMap, device: torch.device | str | None
 ) -> dict[str, tuple[Tensor | None, bool]]:
     """The buffers of a collection that updates read and write: name -> tensor, and whether a state has it by itself.
 
-    ``lr``, ``step`` and ``beta_powers`` are numbers; ``_sum``, ``_exp_avg`` and ``_exp_avg_sq`` state of all tables,
-    None where the optimizer has none of the kind.
+    ``lr``, ``step`` and ``beta_powers`` are numbers, ``lr`` one for each table if a table has its own; ``_sum``,
+    ``_exp_avg`` and ``_exp_avg_sq`` state of all tables, None where the optimizer has none of the kind.
     """
+    places = features.state
     buffers: dict[str, tuple[Tensor | None, bool]] = {}
     if optimizer is not None:
-        buffers["lr"] = torch.tensor(optimizer.lr, dtype=torch.float32, device=device), False
+        size = [max(features.table_ids) + 1] if any(t.lr is not None for t in features.tables) else []
+        buffers["lr"] = torch.full(size, optimizer.lr, dtype=torch.float32, device=device), False
         buffers["step"] = torch.zeros((), dtype=torch.int64, device=device), True
     for kind in KINDS:
         flat = zeros(places.size(kind), places.dtype(kind), device) if kind in places.kinds else None
@@ -41,6 +44,21 @@ def optimizer_buffers(
     return buffers
 
 
+def rate_groups(optimizer: Optimizer, features: FeatureMap) -> list[RateGroup]:
+    """Tables with the optimizer's learning rate, if there are any or no others, and each one that has its own."""
+    first, others = RateGroup(optimizer.lr, [], []), []
+    i = 0
+    for table in features.tables:
+        stored = range(i, i + len(table.stored))
+        i = stored.stop
+        group = first if table.lr is None else RateGroup(float(table.lr), [], [])
+        group.stored.extend(stored)
+        group.table_ids.extend(features.table_ids[k] for k in stored)
+        if table.lr is not None:
+            others.append(group)
+    return [first, *others] if first.stored or not others else others
+
+
 class FusedUpdate:
     """Updates of a collection's tables in the backward.
 
@@ -48,7 +66,7 @@ class FusedUpdate:
     whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.
 
     Args:
-        optimizer: the optimizer. weights: the tables' parameters.
+        optimizer: the optimizer. features: what is looked up in which tables. weights: the tables' parameters.
         buffers: the collection's, with those of ``optimizer_buffers``.
         dense: what watches the parameters for gradients from elsewhere.
 
@@ -61,10 +79,15 @@ class FusedUpdate:
     dense: DenseGradients
 
     def __init__(
-        self, optimizer: Optimizer, weights: list[nn.Parameter], buffers: Buffers, dense: DenseGradients
+        self,
+        optimizer: Optimizer,
+        features: FeatureMap,
+        weights: list[nn.Parameter],
+        buffers: Buffers,
+        dense: DenseGradients,
     ) -> None:
         self.optimizer, self._options = optimizer, optimizer.options()
-        self.face = FusedOptimizer(weights, optimizer.lr, buffers["lr"], buffers["step"])
+        self.face = FusedOptimizer(weights, rate_groups(optimizer, features), buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
         self._lost_scaler = False  # whether this is a copy of a collection that had one

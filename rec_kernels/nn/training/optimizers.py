@@ -7,12 +7,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.arguments import check_choice, check_rate
 
 _LARGEST = torch.finfo(torch.float32).max
 # State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
@@ -43,9 +43,7 @@ class _Common:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not 0 <= value <= _LARGEST:
-                raise ValueError(f"{name} = {value} must be at least 0, and finite as float32")
+            check_rate(name, getattr(self, name))
         check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         for name in ("clip_grad_value", "clip_grad_norm"):
             value = getattr(self, name)
@@ -82,7 +80,10 @@ class SGD(_Common):
 
 @dataclass(frozen=True, repr=False)
 class RowwiseAdagrad(_Common):
-    """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row."""
+    """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row.
+
+    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014.
+    """
 
     lr: float = 0.01
     eps: float = 1e-8
@@ -186,17 +187,30 @@ class LAMB(Adam):
 Optimizer = SGD | RowwiseAdagrad | Adagrad | Adam
 
 
-class _Group(dict):
-    """A parameter group whose "lr", a number, is written into the tensor that the kernels read, too.
+class RateGroup(NamedTuple):
+    """Tables that have one learning rate.
 
-    A number and not that tensor, because code that sets a learning rate aside and puts it back later (as
-    torch.distributed.checkpoint does) would find the tensor changed.
+    Args:
+        rate: what it begins with.
+        stored: the tables' numbers in a collection. table_ids: in the whole model, and so in the tensor of rates.
+    """
+
+    rate: float
+    stored: list[int]
+    table_ids: list[int]
+
+
+class _Group(dict):
+    """A parameter group whose "lr", a number, is written into the tensors that the kernels read, too.
+
+    A number and not a tensor, because code that sets a learning rate aside and puts it back later (as
+    torch.distributed.checkpoint does) would find it changed.
 
     "params" are the tables, and while it has a gradient ``token``, too, for a ``torch.amp.GradScaler`` to look at. At
     other times others look, as torch.distributed.checkpoint, which would take it for a parameter of the model.
     """
 
-    kernel_lr: Tensor | None = None
+    kernel_lr: Sequence[Tensor] = ()
     token: Tensor | None = None
 
     def __getitem__(self, key: str) -> Any:
@@ -210,8 +224,8 @@ class _Group(dict):
             value = float(value)
             if not abs(value) <= _LARGEST:
                 raise ValueError(f"lr = {value} must be finite as float32")
-            if self.kernel_lr is not None:
-                self.kernel_lr.fill_(value)
+            for lr in self.kernel_lr:
+                lr.fill_(value)
         super().__setitem__(key, value)
 
     def update(self, *args: object, **kwargs: object) -> None:
@@ -228,18 +242,20 @@ class _Group(dict):
 class FusedOptimizer(torch.optim.Optimizer):
     """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers and ``torch.amp.GradScaler``.
 
-    ``param_groups[0]["lr"]`` is the learning rate. A scheduler, or the assignment of a number, changes it from the next
-    update on, without recompiling anything: it is written into ``lr``, which the kernels read. ``step`` and
-    ``zero_grad`` change no table: the update happened in the backward. ``state_dict`` has the learning rate and what
-    schedulers have added; state of rows is in the collection's.
+    ``param_groups[0]["lr"]`` is the learning rate of all tables whose config has no ``lr``. A table with one is a group
+    of its own, behind that one, if it is there, in the order of tables. A scheduler, or the assignment of a number,
+    changes a rate from the next update on, without recompiling anything: it is written into ``lr``, which the kernels
+    read. ``step`` and ``zero_grad`` change no table: the update happened in the backward. ``state_dict`` has the
+    learning rates and what schedulers have added; state of rows is in the collection's.
 
     ``scaler.step(fused_optimizer)`` tells a ``torch.amp.GradScaler`` that the collection knows (``set_grad_scaler``)
     whether a gradient of its outputs has overflowed.
 
     Args:
         tables: the collection's weights, as they are stored: [E, D] float32, float16 or bfloat16, or uint8 rows.
-        rate: the learning rate.
-        lr: 0-dim float32, the tensor that the kernels read. step: 0-dim int64, the collection's count of updates.
+        rate_groups: the tables of each group.
+        lr: float32, the tensor that the kernels read: 0-dim, or one for each table.
+        step: 0-dim int64, the collection's count of updates.
     """
 
     # A GradScaler calls step() after an overflow, too, and need not wait for a GPU to know of it.
@@ -247,14 +263,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     #: True if a captured CUDA graph writes the token's gradient, whose memory must then stay.
     is_captured = False
 
-    def __init__(self, tables: Sequence[Tensor], rate: float, lr: Tensor, step: Tensor) -> None:
-        super().__init__([_Group(params=tables, lr=rate)], {"lr": rate})
+    def __init__(self, tables: Sequence[Tensor], rate_groups: Sequence[RateGroup], lr: Tensor, step: Tensor) -> None:
+        self._rate_groups = rate_groups
+        groups = [_Group(params=[tables[i] for i in g.stored], lr=g.rate) for g in rate_groups]
+        super().__init__(groups, {"lr": rate_groups[0].rate})
         self.retie(tables, lr, step)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copying and unpickling the collection ties its tables again. By itself, a copy has none.
         groups = [_Group({**group, "params": []}) for group in self.param_groups]
-        return {**super().__getstate__(), "param_groups": groups, "state": defaultdict(dict), "_step": None}
+        own = {"param_groups": groups, "state": defaultdict(dict), "_step": None, "_rate_groups": self._rate_groups}
+        return super().__getstate__() | own
 
     def retie(self, tables: Sequence[Tensor], lr: Tensor, step: Tensor, token: Tensor | None = None) -> None:
         """Other tensors from now on: those of the collection after it has moved. The learning rate stays.
@@ -263,39 +282,42 @@ class FusedOptimizer(torch.optim.Optimizer):
             token: what gets a gradient of inf from an update that was skipped, and of 0 from others: [1] float32; None:
                 losses are not scaled.
         """
-        group: Any = self.param_groups[0]
-        group.kernel_lr, group.token, self.is_captured = lr, token, False
-        group.update(params=tables, lr=group["lr"])
+        groups: Any = self.param_groups
+        for group, own in zip(groups, self._rate_groups, strict=True):
+            group.kernel_lr = [lr[n] for n in own.table_ids] if lr.dim() else [lr]
+            group.update(params=[tables[i] for i in own.stored], lr=group["lr"])
+        groups[0].token, self.is_captured = token, False
         self._step = step
         self._show_state()
 
     def _show_state(self) -> None:
         # torch.distributed.checkpoint gives an optimizer without state gradients as large as the tables.
-        tables: list[Tensor] = self.param_groups[0]["params"]
+        tables: list[Tensor] = [t for group in self.param_groups for t in group["params"]]
         self.state = defaultdict(dict, {t: {"step": self._step} for t in tables if t.requires_grad})
 
     @contextlib.contextmanager
     def _tables_only(self) -> Iterator[Any]:
-        """The group, without the token."""
-        group: Any = self.param_groups[0]
-        token, group.token = group.token, None
+        """The groups, without the token."""
+        groups: Any = self.param_groups
+        token, groups[0].token = groups[0].token, None
         try:
-            yield group
+            yield groups
         finally:
-            group.token = token
+            groups[0].token = token
 
     def state_dict(self) -> dict[str, Any]:
-        """The learning rate, and what schedulers have added."""
+        """The learning rates, and what schedulers have added."""
         with self._tables_only():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the learning rate, for the kernels too."""
-        with self._tables_only() as group:
+        """Loads the learning rates, for the kernels too."""
+        with self._tables_only() as groups:
             super().load_state_dict(state_dict)
-            # torch puts a plain dict in the group's place.
-            group.update({**self.param_groups[0], "params": group["params"]})
-            self.param_groups[0] = group
+            # torch puts plain dicts in the groups' place.
+            for group, loaded in zip(groups, self.param_groups, strict=True):
+                group.update({**loaded, "params": group["params"]})
+            self.param_groups = groups
             self._show_state()
 
     @overload
