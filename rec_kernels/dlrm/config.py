@@ -68,7 +68,7 @@ _UNITS = (
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "512MB" -> 512000000, "4GiB", "4096"; 0 for what is no such number."""
+    """Reads bytes: "512MB" -> 512000000, "4GiB", "4096"; 0 for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     return int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
 

@@ -39,7 +39,7 @@ def train(
 ) -> dict:
     """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
 
-    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
+    A report that cannot be written is a warning, with the reason: it hides no result and no error.
 
     Args:
         config: of the run; when it is resumed, what decides the outcome must be as it was.
@@ -97,7 +97,7 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None) -> Ru
         return Run(config, reader, directory, resume=resume is not None)
     except BaseException:
         if resume is None:
-            shutil.rmtree(directory)  # nothing was trained: what is asked for next may have its name
+            shutil.rmtree(directory)  # nothing was trained: the next run may have its name
         raise
 
 
@@ -193,7 +193,7 @@ class Run:
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-        self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
+        self.machines: list[dict | None] = []  # machines that it has computed on; None: unknown
         self.window, self.dedup = Window(), Tally()
         self.progress = True
         if state is not None:
@@ -274,7 +274,7 @@ class Run:
         )
 
     def _restore(self, state: dict) -> None:
-        """All but the model."""
+        """Restores all but the model."""
         with checkpoint.fitting(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])

@@ -43,7 +43,7 @@ _ops = torch.ops.rec_kernels
 
 
 class TableCollection(nn.Module):
-    """Tables in one flat tensor, their optimizer and its state. What a lookup returns is the subclasses' business.
+    """Tables in one flat tensor, their optimizer and its state. Subclasses say what a lookup returns.
 
     It has a layout (``LayoutBuffers``), a store of its rows (``TableStore``) and, with a fused optimizer, an update
     (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s.
@@ -203,7 +203,7 @@ class TableCollection(nn.Module):
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
         self._weights = self._store.placed(self._weights, self._device)
-        self._layout.bad_position.fill_(NOTHING_BAD)  # as for _reports: the original tells what it has found
+        self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: the original raises what it has found
         self._tie()
         if self._update is not None:
             self._update.tie(self._held.weights(), self._buffers, self._dense_gradients())
@@ -347,7 +347,7 @@ class TableCollection(nn.Module):
         return TableCall(self._weights, (values, offsets, starts), self._layout.arguments(starts), self._rounding())
 
     def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
-        """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
+        """Lists the tables if torch may want their gradients; a call takes longer with each of them."""
         if not self._trained_by_torch or not torch.is_grad_enabled():
             return []
         tables: list[Tensor] = [*self._held.weights()]
@@ -415,7 +415,7 @@ class TableCollection(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Several micro-batches, one update: as if their rows had been one batch.
+        """Makes one update of several micro-batches, as if their rows had been one batch.
 
         Within the block, lookups read the tables as they are, and backwards leave them alone. At its end, the fused
         optimizer runs once with all gradients, and ``step`` counts one; without a backward nothing happens. Losses are
@@ -455,11 +455,11 @@ class TableCollection(nn.Module):
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Tells the collection that losses are scaled by a ``torch.amp.GradScaler``, as training in float16 needs it.
 
-        Without this call, a scaled loss trains the tables with gradients as many times too large. With it, an update
-        divides by the scale, and is skipped where the gradient of the lookup's output has an infinite or NaN element:
-        tables, state and ``step`` stay as they are. ``scaler.step(collection.fused_optimizer)``, beside the steps of
-        other optimizers and before ``scaler.update()``, tells the scaler of it. Where only others have overflowed, the
-        update was made: it came with the backward, and no step takes it back.
+        Without this call, a scaled loss trains the tables with gradients that are too large by the scale. With it, an
+        update divides by the scale, and is skipped where the gradient of the lookup's output has an infinite or NaN
+        element: tables, state and ``step`` stay as they are. ``scaler.step(collection.fused_optimizer)``, beside the
+        steps of other optimizers and before ``scaler.update()``, tells the scaler of it. Where only others have
+        overflowed, the update was made: it came with the backward, and no step takes it back.
 
         The scale is that of the lookup, inside ``accumulate()`` that of the block's beginning: no ``scaler.update()``
         may come between it and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it is for, and
@@ -467,7 +467,7 @@ class TableCollection(nn.Module):
         the first lookup of training, unless they have been told theirs, or None.
 
         Args:
-            scaler: whose ``scale()`` the loss goes through. One that is not enabled is as None: losses are as they are.
+            scaler: whose ``scale()`` the loss goes through. One that is not enabled counts as None.
 
         Raises:
             TypeError: ``scaler`` has no ``scale()``. ValueError: the collection has no fused optimizer. RuntimeError:
@@ -513,9 +513,9 @@ class TableCollection(nn.Module):
         """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
 
         There, a lookup cannot raise: it goes on without the bad id, and the fused update of its batch is skipped. The
-        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Of
-        lookups inside ``torch.compile`` and of replayed CUDA graphs only these two know, and not which one it was. On
-        the CPU there is nothing to do.
+        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Only
+        these two raise for lookups inside ``torch.compile`` and for replayed CUDA graphs, and cannot say which lookup
+        it was. On the CPU there is nothing to do.
 
         Raises:
             IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each is told once; training may go
@@ -528,8 +528,8 @@ class TableCollection(nn.Module):
     def prefetch(self, features) -> None:
         """Begins to read what the next batch needs of tables in a file or in host memory, while this one is computed.
 
-        To be called between a lookup and the next, with the features of the next. What is learned is the same without
-        it. Tables of backing "device" need none: nothing happens.
+        Call it between a lookup and the next, with the features of the next. Training has the same bits without it.
+        With backing "device" it does nothing.
 
         Backing "disk": blocks are read, and another batch may come instead. Where the rows of both batches do not fit
         in the memory budget together, nothing is read.
@@ -551,7 +551,7 @@ class TableCollection(nn.Module):
             self._store.prefetch(self._call(given.values, given.offsets, starts), training=self.training)
 
     def close(self, *, apply: bool = False) -> None:
-        """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost.
+        """Closes the file of tables on disk, which cannot be used afterwards. Changes that were not flushed are lost.
 
         Args:
             apply: first copies into the file what the last ``flush()`` has left in ``<path>.log``: the file is whole
@@ -566,10 +566,9 @@ class TableCollection(nn.Module):
     def flush(self) -> None:
         """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
 
-        They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
-        of a table's ``weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
-        is the state of the last ``flush()``, or the next one. Where nothing was trained or loaded since the last, the
-        file keeps its generation.
+        Rows stay cached, and training goes on unchanged. ``state_dict()`` flushes first. A table's ``weight`` is up to
+        date afterwards. Tables on disk are then durable: what a crash leaves is the state of the last ``flush()``, or
+        the next one. Where nothing was trained or loaded since the last, the file keeps its generation.
         """
         if self.row_cache is not None:
             self._store.flush(self._weights, self._layout.arguments(), self._rounding(), self.step)
@@ -577,8 +576,8 @@ class TableCollection(nn.Module):
     def reset_cache_states(self) -> None:
         """Empties the row cache, so that rows are read in their tables until they come in anew; else it does nothing.
 
-        For tables that are written in place, which the cache does not hear of: ``flush()``, write, then this. Uses and
-        counters begin anew, too.
+        Tables that are written in place need it, as the cache does not notice: call ``flush()``, write, then call this.
+        Uses and counters begin anew, too.
 
         Raises:
             RuntimeError: there were updates since the last ``flush()``; nothing was changed.

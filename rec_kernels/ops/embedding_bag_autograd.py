@@ -118,7 +118,7 @@ def _setup_table(ctx, inputs, output) -> None:
     a = arguments_of("embedding_bag.table", inputs)
     factors = a["per_sample_weights"]
     reads_rows = factors is not None and factors.requires_grad
-    # Saved only where rows are read: a change of theirs is no matter elsewhere.
+    # Saved only where rows are read: elsewhere a change of theirs does no harm.
     ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if reads_rows else ()))
     ctx.bags, ctx.bounds_check = [a[name] for name in _TABLE_BAGS], a["bounds_check"]
     ctx.rows = {"format": a["format"], "embedding_dim": a["embedding_dim"]}
@@ -225,7 +225,7 @@ def _backward_fused(ctx, grad: Tensor, _):
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, grad, weights, bags)
     grad_token = grad.new_zeros(kept["token"].shape)
-    # The token's owner may see to the update: an attribute of the tensor, as what autograd hands on is tensors.
+    # The token's owner may make the update: an attribute of the tensor, as autograd hands on tensors only.
     take_over = getattr(kept["token"], "take_over", None)
     if take_over is not None and take_over(grad, bags, kept["status"]):
         return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)

@@ -7,7 +7,7 @@ open, this file decides:
 - Sets are chosen, counts are kept and tags are written by linear rows; the noise of an eviction is that of the table's
   number and the row's number in its table, as in an update.
 - Every insertion advances the clock, also one without a row.
-- What an eviction counts in the statistics, it counts for the table of the row that leaves.
+- An eviction counts in the statistics of the table whose row leaves.
 - Ids of tables that are not cached are in no statistics.
 """
 
@@ -224,7 +224,7 @@ class RowCache:
             slot.count = halved(slot.count)
 
     def _turn(self, row: Row) -> tuple[int, int]:
-        """Missing rows of a set come in by this."""
+        """Sort key by which the missing rows of a set come in."""
         return -self.count_of(row), self.linear(row)
 
     def _bring_in(self, row: Row) -> None:

@@ -37,7 +37,7 @@ from rec_kernels.triton import inputs, kernels
 from rec_kernels.triton.inputs import BagInput, check
 
 _ops = torch.ops.rec_kernels
-# Asks the compiler to leave a product and a sum two operations.
+# Asks the compiler to keep a product and a sum as two operations.
 _EXACT = {"enable_fp_fusion": False}
 
 

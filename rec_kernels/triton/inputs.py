@@ -73,7 +73,7 @@ def check_tensor(
     contiguous: bool = False,
 ) -> None:
     """Raises ValueError, which names the tensor and what it should be, for another shape, dtype or memory layout."""
-    # Messages are made for who reads them: a call makes some twenty of these checks.
+    # A message is made only if it is raised: a call makes some twenty of these checks.
     if rank is not None and t.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimension(s), got shape {list(t.shape)}")
     if shape is not None and t.shape != shape:
@@ -287,7 +287,7 @@ def check_rounding(a: SimpleNamespace) -> None:
 
 
 def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
-    """Raises ValueError for state that does not reach every row, and for what says whether and how to update."""
+    """Raises ValueError for state that does not reach every row, and for wrong controls of an update."""
     enough = a.sum is None or a.sum.shape[0] >= bags.num_rows
     check(enough, f"sum must have one element per row ({bags.num_rows}), got {0 if enough else a.sum.shape[0]}")
     if a.status is not None:

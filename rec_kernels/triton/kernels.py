@@ -12,7 +12,7 @@ Two arrays go through all kernels:
   range at values[i]; NOTHING_BAD. [1] counts the ids left out for being out of range.
 """
 
-# ruff: noqa: N803, N806 (constants of a kernel and D are written large)
+# ruff: noqa: N803, N806 (constants of a kernel and D are in capitals)
 from __future__ import annotations
 
 import triton
@@ -89,7 +89,7 @@ def start_kernel(
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program. The other kernels trust a layout that passes here, and touch nothing where one does not."""
+    """Checks the layout, in one program. The other kernels trust one that passes, and touch nothing otherwise."""
     bad = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_features, BLOCK):
         f = first + tl.arange(0, BLOCK)
@@ -289,7 +289,7 @@ def occurrences_kernel(
     CHECK: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
 ):
-    """A program takes a bag: for each id, its linear row, and what the bag's gradient counts in that of the row."""
+    """A program takes a bag: for each id, its linear row, and the factor of the bag's gradient in the row's."""
     if tl.load(status) == BAD_LAYOUT:
         return
     bag = tl.program_id(0).to(tl.int64)
@@ -311,7 +311,7 @@ def occurrences_kernel(
 
 @triton.jit
 def _row_gradient(
-    sources,  # what finish_rows_kernel got
+    sources,  # arguments of finish_rows_kernel
     start,
     stop,
     D,
@@ -351,7 +351,7 @@ def _must_skip(own_status, forward_status, found_inf, RAISE: tl.constexpr):
 
 @triton.jit
 def advance_step_kernel(step, own_status, forward_status, found_inf, RAISE: tl.constexpr):
-    """One program: counts an update that was not skipped."""
+    """Counts an update that was not skipped, in one program."""
     if not _must_skip(own_status, forward_status, found_inf, RAISE):
         tl.store(step, tl.load(step) + 1)
 
@@ -401,7 +401,7 @@ def finish_rows_kernel(
     found_inf,
     batch,
     output_dim,
-    left_out,  # the key of what does not count
+    left_out,  # the key of ids that do not count
     RAISE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,

@@ -1,4 +1,4 @@
-"""InverseKeyedJaggedTensor: a batch whose repeated bags are kept once, and if wanted what bags have in common."""
+"""InverseKeyedJaggedTensor: a batch that keeps repeated bags once, and on request the ids that bags share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ops = torch.ops.rec_kernels
 
 
 class InverseKeyedJaggedTensor(JaggedContainer):
-    """Ids of several features for a batch, those of samples that have the same bags kept once.
+    """Ids of several features for a batch; bags that samples have in common are kept once.
 
     Features are in *groups*. A group has U distinct samples, each a bag of every feature of it, and ``inverse`` says
     which of them each of the B samples of the batch has. Features in no group, the *rest*, have a bag for each sample.

@@ -31,7 +31,7 @@ class JaggedTensor(JaggedContainer):
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU, offsets that do not rise in [0, N].
-            Those of a GPU are told by what reads them: ``to_dense()``, ``to_padded_dense()``, some lookups. TypeError:
+            On a GPU, what reads them raises: ``to_dense()``, ``to_padded_dense()``, some lookups. TypeError:
             one is no tensor. Compiled code raises none of these.
     """
 
@@ -174,7 +174,7 @@ class JaggedTensor(JaggedContainer):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> JaggedTensor:
-        """No rows. As in TorchRec, but for offsets, which are [0].
+        """Makes a tensor without rows. As in TorchRec, but offsets are [0].
 
         Args:
             is_weighted: whether it has weights, of which there are none. values_dtype, weights_dtype: torch's default
@@ -188,7 +188,7 @@ class JaggedTensor(JaggedContainer):
         )
 
     def _read_offsets(self) -> Tensor:
-        """The offsets on the CPU, which were looked at. A tracer's stay what they are."""
+        """Checks the offsets and returns them on the CPU; those of a tracer stay as they are."""
         if self._offsets.is_meta or type(self._offsets) is not Tensor:
             return self._offsets
         offsets = self._offsets.cpu()
@@ -224,7 +224,7 @@ class KeyedJaggedTensor(BatchFacts):
         stride_per_key_per_rank: F lists of numbers, which add up to the features' batch sizes: as stride_per_key.
         stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
         length_per_key, offset_per_key: how many ids features have, and where these start, if the host knows it, so that
-            nobody waits for a GPU to learn it. They are checked on the CPU, and believed on a GPU.
+            no call waits for a GPU to count them. They are checked on the CPU, and trusted on a GPU.
         lengths_offset_per_key, index_per_key, jt_dict: of TorchRec's callers; they follow from the others and are not
             looked at.
         inverse_indices: with batch sizes of the features' own, which bag of its feature each row of the full batch has:

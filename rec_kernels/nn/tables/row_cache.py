@@ -124,7 +124,7 @@ class CacheState(nn.Module):
     """The slots of a collection's row cache.
 
     Args:
-        cache: how much of what is cached.
+        cache: the options of the cache.
         features: the collection's features and tables.
         device: where the slots are.
     """
@@ -186,9 +186,9 @@ class CacheState(nn.Module):
         return other
 
     def _geometry(self) -> list[list[int]]:
-        """[T + 1, 4]: what says which slots a row can be in, and what is kept of it. Part of a state.
+        """[T + 1, 4]: numbers that decide which slots a row can be in, and what is kept of it. Part of a state.
 
-        Tags number the rows of all tables, so that names are of it, in their order.
+        Tags number the rows of all tables, so the tables' names belong to it, in their order.
         """
         of = {i: group for group in self._groups for i in group.tables}
         places = [(of[i].sets, of[i].first_set) if i in of else (0, 0) for i in range(len(self._stored))]
@@ -354,7 +354,7 @@ class CacheState(nn.Module):
         self.marks.copy_(marks_of(self.tags))
 
     def own_state(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors that a ``state_dict()`` has of it."""
+        """Tensors of the cache in a ``state_dict()``."""
         return {prefix + name: tensor for name, tensor in self.state_dict().items()}
 
     def fits(self, state_dict: dict, prefix: str) -> bool:
@@ -385,7 +385,7 @@ def marks_of(tags: Tensor) -> Tensor:
 
 
 def _shifted(h: Tensor) -> Tensor:
-    """33 places to the right, zeros coming in."""
+    """Shifts 33 places to the right; zeros come in."""
     return (h >> 33) & ((1 << 31) - 1)
 
 

@@ -1,6 +1,6 @@
 """Storage of a collection's rows: device memory, host memory or a file, some rows in a cache beside it.
 
-What differs between the three is in the three classes; a collection asks its store and does not look which it is.
+Each of the three is a class; a collection asks its store without knowing which one it has.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ class TableStore:
         """Takes note of a lookup whose backward is an update, or part of one that comes later.
 
         Args:
-            is_put_off: says, behind the lookup's own part of a backward, whether the update is still to come.
+            is_put_off: returns, after the lookup's own part of a backward, whether the update is still to come.
         """
 
     def updated(self) -> None:
         """Takes note that an update that was put off has been made."""
 
     def keep(self, output: Tensor, call: TableCall) -> None:
-        """Has the rows of a lookup there when its backward runs."""
+        """Makes sure that the rows of a lookup are in memory when its backward runs."""
 
     def prefetch(self, call: TableCall, *, training: bool) -> None:
         """Begins to bring rows of the next batch."""
@@ -142,7 +142,7 @@ class TableStore:
         """Raises RuntimeError if the next batch has its rows in the cache: ``what`` must wait for its lookup."""
 
     def forget_prefetched(self) -> None:
-        """The batch that was announced is none any more."""
+        """Forgets the batch that was announced."""
 
     def held_back(self) -> AbstractContextManager[None]:
         """Within the block, prefetched rows do not come in: an update is put off to its end, as in ``accumulate()``."""
@@ -284,7 +284,7 @@ class HostStore(TableStore):
         self._insert_prefetched()
 
     def _insert_prefetched(self) -> None:
-        """Has the batch that was announced come in, if no update is to come before it."""
+        """Inserts the rows of the batch that was announced, unless an update is to come before it."""
         if not self._prefetched.is_empty and not self._holds_back:
             self._prefetched.insert(self._insert, self.cache.buffers())
 
@@ -381,7 +381,7 @@ class FileStore(TableStore):
         return super().update_arguments(call)
 
     def _load_for_update(self, call: TableCall) -> None:
-        """Has an update's rows that are not cached in memory."""
+        """Loads the rows of an update that are not cached."""
         self.file.is_behind = True
         self.file.load(*self._plan(call, inserts=False))
 
@@ -417,7 +417,7 @@ class FileStore(TableStore):
         if tables:
             raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self.file.path}")
         name, own = f"{prefix}file_identity", self.file.identity
-        if int(state_dict.setdefault(name, torch.tensor(own, device="cpu"))) != own:  # states of before have none
+        if int(state_dict.setdefault(name, torch.tensor(own, device="cpu"))) != own:  # older states have none
             raise RuntimeError(
                 f"{name} is {int(state_dict[name])} and that of {self.file.path} is {own}: the state is of tables in "
                 "another file; nothing was changed"

@@ -203,11 +203,11 @@ class RateGroup(NamedTuple):
 class _Group(dict):
     """A parameter group whose "lr", a number, is written into the tensors that the kernels read, too.
 
-    A number and not a tensor, because code that sets a learning rate aside and puts it back later (as
+    It is a number and not a tensor, because code that sets a learning rate aside and puts it back later (as
     torch.distributed.checkpoint does) would find it changed.
 
     "params" are the tables, and while it has a gradient ``token``, too, for a ``torch.amp.GradScaler`` to look at. At
-    other times others look, as torch.distributed.checkpoint, which would take it for a parameter of the model.
+    other times it is left out: torch.distributed.checkpoint would take it for a parameter of the model.
     """
 
     kernel_lr: Sequence[Tensor] = ()
@@ -276,7 +276,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return super().__getstate__() | own
 
     def retie(self, tables: Sequence[Tensor], lr: Tensor, step: Tensor, token: Tensor | None = None) -> None:
-        """Other tensors from now on: those of the collection after it has moved. The learning rate stays.
+        """Uses other tensors from now on: those of the collection after it has moved. The learning rate stays.
 
         Args:
             token: what gets a gradient of inf from an update that was skipped, and of 0 from others: [1] float32; None:
@@ -327,7 +327,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Nothing to do but to forget what a GradScaler has seen by now; returns closure's value if one is given.
+        """Forgets what a GradScaler has seen by now; returns the closure's value if one is given.
 
         Raises:
             RuntimeError: a GradScaler has called it that the collection does not know.
