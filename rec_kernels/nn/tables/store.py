@@ -50,7 +50,6 @@ class TableStore:
     Attributes:
     """
 
-
     def __init__(self, features: FeatureMap, cache: CacheState | None) -> None:
         self.cache = cache
         self._features = features
