@@ -30,7 +30,7 @@ from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, nu
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
 
-# What torch.distributed.checkpoint's metadata of tensors is made of, by module.
+# The metadata of torch.distributed.checkpoint for tensors is made of these, by module.
 _METADATA = {
     "torch": ("Size", "float32", "float16", "bfloat16", "uint8"),
     "torch.serialization": ("_get_layout",),
