@@ -44,20 +44,23 @@ def own(start: int, stop: int) -> tuple[int, int]:
 
 
 def main() -> float:
-    """Trains once through the first six sevenths of the rows, and returns the AUC on the others."""
+    """Reads the command line, trains, and returns the AUC."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weeks", type=int, default=53, choices=range(1, 54), metavar="N", help="only the first N")
     parser.add_argument("--format", default="fp32", help="of the tables' rows: fp32, bf16, fp16, int8, int4, mx9, ...")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="where the trained model goes")
     options = parser.parse_args()
-
-    # begin
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    torch.manual_seed(0)  # every process makes the same model, and keeps its shards
-    data = Purchases(options.weeks)
+    return train(Purchases(options.weeks), options.format, options.checkpoint)
+
+
+def train(data: Purchases, format: str = "fp32", checkpoint: str | None = None, seed: int = 0) -> float:
+    """Trains once through the first six sevenths of the rows, and returns the AUC on the others."""
+    # begin
+    torch.manual_seed(seed)  # every process makes the same model, and keeps its shards
     rows, trained = len(data.label), len(data.label) * 6 // 7
-    model = sharded(DLRM(data.sizes, options.format))
+    model = sharded(DLRM(data.sizes, format))
     # end
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)  # of the MLPs: sharded tables are no parameters
     for step, start in enumerate(range(0, trained, BATCH)):
@@ -76,8 +79,8 @@ def main() -> float:
     dist.all_gather_object(found, logits)
     label, logit = (torch.cat(t) for t in zip(*(pair for part in found for pair in part), strict=True))
     auc = roc_auc_score(label, logit)
-    if options.checkpoint:
-        dcp.save({"model": model.state_dict()}, checkpoint_id=options.checkpoint)
+    if checkpoint:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=checkpoint)
     if dist.get_rank() == 0:
         print(f"{trained:,} rows trained on {dist.get_world_size()} processes; test AUC {auc:.4f}")
     return auc

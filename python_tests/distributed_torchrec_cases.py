@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, Case, batch, blocks, collection, sharded, train
+from distributed_cases import KEYS, Case, batch, blocks, coefficients, collection, sharded, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -37,6 +37,24 @@ def load(case: Case, folder: str) -> tuple[list[Tensor], dict[str, Any]]:
     dcp.load(state, checkpoint_id=folder)
     model.module.ebc.load_state_dict({n.removeprefix("ebc."): t for n, t in state["model"].items()})
     return train(case, model, [dist.get_rank()]), blocks(model.module.ebc.state_dict())
+
+
+def reshard(case: Case, ranks: list[list[int]], step: int, folder: str) -> dict[str, Any]:
+    """Loads the checkpoint before a step into this plan, makes the step, saves; the blocks.
+
+    Args:
+        ranks: of each process, those of the case whose samples it has.
+        step: number of the step; the folder has a checkpoint for each, and none before step 0.
+    """
+    model = sharded(case, collection(case, device="meta" if step else None))
+    if step:
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{step - 1}")
+        model.load_state_dict(state["model"])
+    own = ranks[dist.get_rank()]
+    (model(batch(case, step, own)) * coefficients(case, step, own)).sum().backward()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{step}")
+    return blocks(model.module.ebc.state_dict())
 
 
 def begin(case: Case) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,21 @@ def test_checkpoints_of_other_numbers_of_ranks(tmp_path: Path, plan: str) -> Non
     pool(4).run(HERE, "save_and_load", case, "table_wise", str(tmp_path))
     found = pool(2).run(HERE, "load", dataclasses.replace(case, plan="row_wise", steps=0), str(tmp_path))
     assert differences(one_process(case)[1], [blocks for _, blocks in found]) == []
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_reshardings(tmp_path: Path) -> None:
+    """Twenty reshardings, each plan on 1, 2 or 4 processes in random order, a training step after each: the bits of one
+    process that made the steps."""
+    drawn = random.Random(5)
+    case = Case(format="bf16", optimizer="adam", sizes=(4, 1, 0, 5), steps=20)
+    for step in range(20):
+        world, plan = drawn.choice([1, 2, 4]), drawn.choice([name for name in PLANS if name != "first_rank"])
+        ranks = [list(range(4))[4 * r // world : 4 * (r + 1) // world] for r in range(world)]
+        own = dataclasses.replace(case, plan=plan)
+        found = pool(world).run(HERE, "reshard", own, ranks, step, str(tmp_path))
+    assert differences(one_process(case)[1], found) == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,6 +15,7 @@ from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
 from rec_kernels.dlrm.interruption import out_of_memory
+from rec_kernels.dlrm.ranks import launched_rank
 from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
@@ -104,13 +105,16 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
         print(json.dumps(dataclasses.asdict(config), indent=2))
         return
     test = train(config, resume=resume)
-    print(f"{summary(test)}\nwritten to {test['directory']}")
+    if launched_rank() == 0:
+        print(f"{summary(test)}\nwritten to {test['directory']}")
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     directory, split = options["run"], options["split"]
     data = open_data(config_of_run(parser, options)) if "data" in options or "path" in options else None
-    print(scores_text(evaluate(directory, data, split=split, device=options["device"]), split))
+    scores = evaluate(directory, data, split=split, device=options["device"])
+    if launched_rank() == 0:
+        print(scores_text(scores, split))
 
 
 def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
@@ -127,7 +131,9 @@ def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         if not (isinstance(error, TOLD) or out_of_memory(error)):
             raise  # a mistake of ours, whose traceback is needed
         text = " ".join(str(error).splitlines()) or "out of memory"
-        print(f"error: {text}", file=sys.stderr)
+        print(
+            f"error: {text}" if launched_rank() == 0 else f"error of process {launched_rank()}: {text}", file=sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

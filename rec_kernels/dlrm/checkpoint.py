@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
+import pickle
+import re
+import shutil
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig
@@ -22,6 +30,18 @@ from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, nu
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
 
+# The metadata of torch.distributed.checkpoint for tensors is made of these, by module.
+_METADATA = {
+    "torch": ("Size", "float32", "float16", "bfloat16", "uint8"),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath")),
+}
+
 
 def _is_float32(value: Any) -> bool:
     plain = isinstance(value, Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
@@ -30,6 +50,7 @@ def _is_float32(value: Any) -> bool:
 
 _FLOATS = Check("a tensor, float32 [N]", lambda v: _is_float32(v) and v.ndim == 1)
 _PAIR = Check("two whole numbers", lambda v: isinstance(v, list) and [type(n) for n in v] == [int, int])
+_SHARDS = Check("shards-STEP-NUMBER", lambda v: re.fullmatch(r"shards-\d+-\d+", str(v)) is not None)
 _DEDUP = Maybe({"seconds": number(0), "ids": Each(_PAIR), "windows?": FLAG})
 _WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9)), "dedup?": _DEDUP}
 
@@ -80,7 +101,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
-    """Writes ``checkpoint.pt``; the one before stays in place until the new one is on the disk.
+    """Writes ``checkpoint.pt``; the one before stays in place until the new one is on the disk, with its shards.
 
     Args:
         directory: of the run.
@@ -102,6 +123,9 @@ def save(directory: Path, state: dict[str, Any]) -> None:
         os.fsync(handle)  # the rename itself must reach the disk, too
     finally:
         os.close(handle)
+    for folder in directory.glob("shards-*"):
+        if _SHARDS.fits(folder.name) and folder.name != state.get("shards") and not folder.is_symlink():
+            shutil.rmtree(folder)
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -129,6 +153,56 @@ def load(directory: Path) -> dict[str, Any]:
     return state
 
 
+def new_folder(directory: Path, step: int) -> Path:
+    """A name that the run's folder does not have yet, for the shards of its tables after a step."""
+    names = (directory / f"shards-{step}-{number}" for number in itertools.count())
+    return next(path for path in names if not os.path.lexists(path))
+
+
+def save_shards(folder: Path, shards: dict[str, Any]) -> None:
+    """Writes the shards of all processes' tables into a new folder; a collective."""
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
+
+
+def load_shards(folder: Path, tables: dict[str, Any]) -> None:
+    """Overwrites tables, or this process's shards of them, with what ``save_shards`` wrote on any number of processes.
+
+    A collective of them, where there are several.
+
+    Raises:
+        ValueError: a file is missing or damaged, or is of tables of other sizes.
+    """
+    alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(tables, storage_reader=_ShardReader(folder), no_dist=alone)
+    except (dcp.CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+class _ShardReader(dcp.FileSystemReader):
+    """A reader of shards that executes nothing that is in them: torch's own unpickles whatever is in their metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of a checkpoint of tensors."""
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of the few classes that the metadata of tensors is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class; raises UnpicklingError if it is another one."""
+        if name not in _METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no table needs")
+        return super().find_class(module, name)
+
+
 def identity(data: DataSet) -> dict:
     """Identity of a checkpoint's data: a run goes on with no other."""
     rows = {split: data.num_rows(split) for split in ("train", "test")}
@@ -148,7 +222,7 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
         found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
     if not _same(found, expected):
         raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
-    if wrong := mismatch(state, {"network?": TEXT, "row_format?": TEXT, "model": {}}, ""):
+    if wrong := mismatch(state, {"network?": TEXT, "row_format?": TEXT, "model": {}, "shards?": _SHARDS}, ""):
         raise DataError(f"{path} does not fit the run: {wrong}")
     kind = state.get("network", "dlrm")  # as below
     if kind != config.model:

@@ -88,6 +88,12 @@ class Batch(NamedTuple):
         """Returns the batch with a bag for every row."""
         return self._replace(features=_bags_of_rows(self.features), shared=_bags_of_rows(self.shared))
 
+    def part(self, rows: slice) -> Batch:
+        """Some neighbouring rows of a batch that is ``expanded()``."""
+        shared = None if self.shared is None else _part_of(self.shared, rows, len(self.label))
+        features = _part_of(self.features, rows, len(self.label))
+        return Batch(self.dense[rows], features, self.label[rows], shared)
+
     def tensors(self) -> dict:
         """Tensors by name, for ``torch.save``, with a bag for every row."""
         batch: Any = self.expanded()
@@ -101,6 +107,16 @@ class Batch(NamedTuple):
 
 def _bags_of_rows(jagged: Any) -> Any:
     return jagged.to_kjt() if isinstance(jagged, rk.InverseKeyedJaggedTensor) else jagged
+
+
+def _part_of(jagged: Any, rows: slice, total: int) -> rk.KeyedJaggedTensor:
+    """The bags of some neighbouring rows of ``total``, of each key."""
+    own = torch.arange(len(jagged.keys()) * total).view(-1, total)[:, rows].flatten()
+    values, offsets = rk.jagged_index_select(jagged.values(), jagged.offsets(), own)
+    weights = jagged.weights_or_none()
+    if weights is not None:
+        weights = rk.jagged_index_select(weights, jagged.offsets(), own)[0]
+    return rk.KeyedJaggedTensor(jagged.keys(), values, weights, offsets=offsets)
 
 
 def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:

@@ -70,6 +70,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | packages | {"scikit-learn": sklearn.__version__}
 
 
-def here(device: torch.device) -> dict:
-    """This machine: "cpu", "threads" and "gpu", which is None on a CPU."""
-    return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "gpu": gpu_name(device)}
+def here(device: torch.device, processes: int = 1) -> dict:
+    """This machine: "cpu", "threads" of a process, "gpu", which is None on a CPU, and "processes" where several are."""
+    several = {"processes": processes} if processes > 1 else {}
+    return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "gpu": gpu_name(device)} | several

@@ -107,6 +107,7 @@ class DLRM(nn.Module):
         init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
             ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
         cache: row cache of the tables.
+        sharded: the tables are on the meta device, where another process may have their rows; the MLPs are as ever.
         precision: what MLPs and interaction compute in, "fp32" or "bf16": under torch.autocast, from pooled embeddings
             that the tables' kernels round to bfloat16. Parameters and logits are float32.
         activations: format in which the interaction and every linear layer get their inputs, one of
@@ -132,13 +133,14 @@ class DLRM(nn.Module):
         cache: rk.RowCache | None = None,
         precision: str = "fp32",
         activations: str = "fp32",
+        sharded: bool = False,
     ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
         self.precision, self._dense_side = precision, DLRM.dense_side  # takes the model: copies of it have their own
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
-        tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, generator)
+        tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, None if sharded else generator)
         noise = seed % 2**63
         options: dict[str, Any] = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
         options["output_dtype"] = dtype_of(precision)
@@ -146,6 +148,7 @@ class DLRM(nn.Module):
         # because counted up it would be the generator's stream.
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(~noise % 2**32)
+            options["device"] = "meta" if sharded else None
             self.embeddings = rk.EmbeddingBagCollection(tables, **options, seed=noise, cache=cache)
             torch.default_generator.manual_seed((~noise ^ 1 << 31) % 2**32)  # another stream, whatever the tables drew
             self.interaction = interaction(len(features), embedding_dim)
@@ -162,13 +165,16 @@ class DLRM(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
-        sparse = self.pooled(batch).unflatten(1, (self.num_features, self.embedding_dim))
-        return self._dense_side(self, batch.dense, sparse)
+        return self.logits(batch.dense, self.pooled(batch))
+
+    def logits(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [B], of dense columns [B, num_dense] and what ``pooled`` gives."""
+        return self._dense_side(self, dense, pooled.unflatten(1, (self.num_features, self.embedding_dim)))
 
     def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [B], of dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
         dtype = dtype_of(self.precision)
-        with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(sparse.device.type, dtype):
+        with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype):
             logits = self.top(self.interaction(self.bottom(dense), sparse))
         return logits.squeeze(1).float()
 
@@ -190,6 +196,11 @@ class DLRM(nn.Module):
         self.embeddings.prefetch(batch.joined().features)
 
     @property
+    def own_tables(self) -> rk.EmbeddingBagCollection:
+        """The tables that this process has: all, or the shards of several processes' tables."""
+        return getattr(self.embeddings, "shards", self.embeddings)
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.top.parameters()).device
@@ -207,17 +218,19 @@ def _tables(
     format: str,
     compressions: Mapping[str, Compression],
     init: Callable[[torch.Tensor], object] | None,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> tuple[list[rk.EmbeddingBagConfig], int]:
-    """A table each; how many of the generator's numbers are to be skipped after the last."""
+    """A table each; how many numbers of the generator are to be skipped after the last. None: tables begin without."""
     tables, skipped = [], 0
     for f in features:
         given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
-        start = None if given else init or _UniformInit(generator, skipped, f.num_embeddings)
+        start = None if given else init
+        if start is None and not given and generator is not None:
+            start = _UniformInit(generator, skipped, f.num_embeddings)
         names: dict[str, Any] = {"name": f.name, "feature_names": [f.name]}
         more: dict[str, Any] = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
         tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
-        skipped = skipped + size if given else 0
+        skipped = skipped + size if start is None else 0
     return tables, skipped
 
 

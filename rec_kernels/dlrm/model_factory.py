@@ -14,6 +14,7 @@ from rec_kernels.dlrm import checkpoint, devices, files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, WukongInteraction
+from rec_kernels.dlrm.ranks import ALONE
 from rec_kernels.dlrm.shapes import shown
 
 FILE = "embeddings.rows"  # of tables on disk, in the folder of a run
@@ -24,13 +25,17 @@ def build_model(
 ) -> DLRM:
     """The model of a run on its device, with its initial weights, which are the same on every device.
 
+    With several processes, which ``data.ranks`` tells, each has its shards of the tables. These begin with other
+    numbers than one process's, from the seed alone, the same whatever the number of processes.
+
     Args:
-        config: of the run. data: the data set.
+        config: of the run. data: the data set, or a run's reader.
         directory: of the run, which has the tables' file if they are on disk; ``generation``: of this file.
 
     Raises:
         DeviceError: the device cannot be used. DataError: the file of tables cannot be used.
     """
+    ranks, device = getattr(data, "ranks", ALONE), devices.find(config.device)
     try:
         model = DLRM(
             data.features,
@@ -47,10 +52,15 @@ def build_model(
             cache=row_cache(config, directory, generation),
             precision=config.precision,
             activations=config.activations,
+            sharded=ranks.world_size > 1,
         )
+        if ranks.world_size > 1:
+            from rec_kernels.dlrm.sharded import shard_tables  # imports TorchRec
+
+            shard_tables(model, config, ranks, device)
         if config.compile != "no":
             model.compile_dense_side(config.compile)
-        return model.to(devices.find(config.device))
+        return model.to(device)
     except (ValueError, MemoryError) as error:
         if config.backing != "disk":
             raise
@@ -66,11 +76,15 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
     model = build_model(config, data, directory, generation)
     try:
         with checkpoint.fitting(directory):
-            model.load_state_dict(state["model"])
+            shards = {}
+            if "shards" in state:
+                shards = {name: t for name, t in model.state_dict().items() if name not in state["model"]}
+                checkpoint.load_shards(directory / state["shards"], shards)
+            model.load_state_dict(state["model"] | shards)
             if (step := int(getattr(model.embeddings, "step", 0))) < 0:
                 raise ValueError(f"embeddings.step is {step}, allowed is 0 or more")
     except DataError:
-        model.embeddings.close()
+        model.own_tables.close()
         raise
     return model
 

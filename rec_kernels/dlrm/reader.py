@@ -13,6 +13,7 @@ from rec_kernels.dlrm.batch_checks import WrongBatchError
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet
 from rec_kernels.dlrm.datasets import open_data
+from rec_kernels.dlrm.ranks import ALONE, Ranks
 
 
 class Reader:
@@ -24,6 +25,7 @@ class Reader:
             batch are given once.
         data: the data set; by default the one that ``config.data`` names.
         run: folder of a run that is gone on with: what dedup "auto" has decided there holds.
+        ranks: the run's processes. Of several, each has its rows of every batch, and a bag for every row.
 
     Attributes:
         dedup: whether equal bags are given once.
@@ -33,7 +35,7 @@ class Reader:
             validate on; of all members, what the data set gives is not what it should be.
     """
 
-    def __init__(self, config: TrainConfig, data: DataSet | None = None, run: Path | None = None):
+    def __init__(self, config: TrainConfig, data: DataSet | None = None, run: Path | None = None, ranks: Ranks = ALONE):
         self.data = data = open_data(config) if data is None else data
         self.name, self.batch_size, self.mode = data.name, config.batch_size, config.dedup
         self.num_dense, self.features = (
@@ -51,7 +53,9 @@ class Reader:
             raise DataError(f"valid_fraction is {fraction}, which leaves {self._trained} of {total} batches")
         self._rows["train"] = min(self._trained * self.batch_size, rows)
         self._rows["valid"] = rows - self._rows["train"]
-        self.dedup = dedup.recorded(config.dedup, run) or self._decide()
+        self.ranks = ranks
+        alone = ranks.world_size == 1
+        self.dedup = (dedup.recorded(config.dedup, run) or self._decide()) if alone else dedup.Decision(False)
 
     def num_rows(self, split: str) -> int:
         """Rows of "train", "valid" or "test"."""
@@ -69,6 +73,8 @@ class Reader:
         windows = self.mode == "windows"  # smaller to move than the bags they become
         for batch in self._checked(split, batch_size, start):
             batch, tally = dedup.dedup_batch(batch, windows) if self.dedup.on else (batch.expanded(), dedup.Tally())
+            if self.ranks.world_size > 1:
+                batch = batch.part(self.ranks.own(len(batch.label)))
             if tallies is not None:
                 tallies.append(tally)
             yield batch if windows else batch.joined()

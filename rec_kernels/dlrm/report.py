@@ -50,6 +50,9 @@ def facts(test: dict) -> dict[str, str]:
         said["shared bags"] = dedup(test)
     flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
     said["dense part"] = f"{test['dense_parameters']:,} parameters{flops}"
+    if ranks := test.get("ranks"):
+        tables, peaks = (", ".join(size(rank[key]) for rank in ranks) for key in ("table_bytes", "peak_memory_bytes"))
+        said["processes"] = f"{len(ranks)}: tables of {tables}; peak memory {peaks}"
     return said | {"device": test.get("device", "cpu"), "peak memory": f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"}
 
 

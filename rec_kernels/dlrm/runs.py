@@ -25,7 +25,7 @@ _TABLE = {
     **dict.fromkeys(("name", "format"), TEXT),
     **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole()),
 }
-MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
+MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT), "processes?": whole(2)})
 _SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
 # Fields that are read, by kind of record, without the report's tiers and profile.
 _RECORDS = {
@@ -47,6 +47,7 @@ _RECORDS = {
         "stopped_early": FLAG,
         "device?": TEXT,
         "tables": Each(_TABLE),
+        "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), whole())),
         "machines?": Maybe(Each(MACHINE)),
         "dedup?": FLAG,
         "windows?": FLAG,
@@ -101,18 +102,21 @@ class Records:
     Args:
         directory: of the run.
         tensorboard: also write the numbers of every record for TensorBoard, to its folder ``tensorboard``.
+        kept: whether records are written; not by the other processes of a run.
 
     Raises:
         ModuleNotFoundError: ``tensorboard`` without the package of that name.
         DataError: of all members, the file or the folder ``tensorboard`` is a symbolic link, or not what it should be.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False):
-        self.path = directory / METRICS
-        self._board = _open_board(directory) if tensorboard else None
+    def __init__(self, directory: Path, *, tensorboard: bool = False, kept: bool = True):
+        self.path, self._kept = directory / METRICS, kept
+        self._board = _open_board(directory) if tensorboard and kept else None
 
     def append(self, record: dict) -> None:
         """Appends a record; it is on its way to the disk when this returns."""
+        if not self._kept:
+            return
         with files.opened_to_change(self.path, "ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
         if self._board is not None:
@@ -143,7 +147,7 @@ class Records:
         self._parsed(text := files.read_text(self.path, mark) if mark else "")
         if mark and not text.endswith("\n"):
             raise ValueError(f"records is {mark}, where no line of {self.path} ends")
-        if mark < end:
+        if mark < end and self._kept:
             with files.opened_to_change(self.path, "r+b") as file:
                 file.truncate(mark)
 

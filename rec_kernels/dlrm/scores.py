@@ -56,8 +56,8 @@ def predict(model: DLRM, data: Reader, split: str) -> tuple[np.ndarray, np.ndarr
         labels, logits = _predict(model, data, split, TEST_BATCH_SIZE if split == "test" else data.batch_size)
     except MemoryError:  # of tables on disk; in batches as those of the training they fit
         labels, logits = _predict(model, data, split, data.batch_size)
-    model.embeddings.check()
-    label, logit = torch.cat(labels).cpu(), torch.cat(logits).cpu()
+    model.own_tables.check()
+    label, logit = data.ranks.joined(labels), data.ranks.joined(logits)
     if not logit.isfinite().all():
         row = int((~logit.isfinite()).nonzero()[0])
         raise NotFiniteError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")

@@ -8,10 +8,10 @@ import shutil
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing, nullcontext, suppress
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -25,6 +25,7 @@ from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError, S
 from rec_kernels.dlrm.learning_rate import learning_rate
 from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.model_factory import build_model, restored_model
+from rec_kernels.dlrm.ranks import Ranks, joined_ranks
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.scores import predict, score
 from rec_kernels.dlrm.window import Clock, HitRates, Window
@@ -39,7 +40,13 @@ def train(
 ) -> dict:
     """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
 
+<<<<<<< HEAD
     A report that cannot be written is a warning, with the reason: it hides no result and no error.
+=======
+    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
+    Processes that torchrun has started train one model, each with its rows of every batch and its shards of the tables;
+    the first one writes.
+>>>>>>> w-trainer
 
     Args:
         config: of the run; when it is resumed, what decides the outcome must be as it was.
@@ -60,45 +67,81 @@ def train(
         IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
-    run = _begin(config, data, resume)
-    run.progress = progress
-    try:
-        with StopAtSignal() as stop, ShortWaits():
-            run.fit(stop)
-        test = run.test()
-    except RunInterruptedError:
-        _report(run.directory)
-        raise
-    except Exception as error:
-        _record_failure(run, error)
-        if (explained := _explained(run, error)) is not None:
-            raise explained from error
-        raise
-    finally:
-        run.model.embeddings.close()
-    _report(run.directory)
-    return test | {"directory": str(run.directory)}
+    with joined_ranks(config.device) as ranks:
+        run = _begin(config, data, resume, ranks)
+        run.progress = progress and run.writes
+        try:
+            with StopAtSignal() as stop, ShortWaits():
+                run.fit(stop)
+            test = run.test()
+        except RunInterruptedError:
+            _report(run)
+            raise
+        except Exception as error:
+            _record_failure(run, error)
+            if (explained := _explained(run, error)) is not None:
+                raise explained from error
+            raise
+        finally:
+            run.model.own_tables.close()
+        _report(run)
+        return test | {"directory": str(run.directory)}
 
 
-def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None) -> Run:
+def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks) -> Run:
     """The run of ``train``, with its folder."""
+    alone = ranks.world_size == 1
+    if not alone:
+        _refuse_unsharded(config)
     device = devices.find(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if resume is not None:
         _refuse_differences(config, resume)
     elif config.run is not None:
-        runs.refuse_existing(config.runs_dir, config.run)
-    reader = Reader(config, data, resume)
-    directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(reader.name))
+        ranks.once(lambda: runs.refuse_existing(config.runs_dir, str(config.run)))
+    reader = ranks.in_turn(lambda: Reader(config, data, resume, ranks))
+    ranks.same({"options": str(config), "data": str(checkpoint.identity(reader)), "resume": str(resume)})
+    name = config.run_name(reader.name)
+    directory = resume or ranks.once(lambda: runs.create_run(config.runs_dir, config.run, name))
     try:
-        if resume is None:
+        if resume is None and ranks.rank == 0:
             runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), reader.dedup._asdict())
-        return Run(config, reader, directory, resume=resume is not None)
+        kind = Run if alone else _sharded_run()
+        return kind(config, reader, directory, resume=resume is not None)
     except BaseException:
+<<<<<<< HEAD
         if resume is None:
             shutil.rmtree(directory)  # nothing was trained: the next run may have its name
+=======
+        if resume is None and ranks.rank == 0:
+            shutil.rmtree(directory)  # nothing was trained: what is asked for next may have its name
+>>>>>>> w-trainer
         raise
+
+
+def _sharded_run() -> type[Run]:
+    from rec_kernels.dlrm.sharded import ShardedRun  # imports TorchRec
+
+    return ShardedRun
+
+
+#: Options that several processes cannot have, with what they can.
+UNSHARDED: dict[str, tuple] = {
+    "cache": (0,),
+    "backing": ("device",),
+    "embedding": ("full", "hash", "qr", "qr_add", "qr_concat"),
+    "dedup": ("auto", "off"),
+}
+
+
+def _refuse_unsharded(config: TrainConfig) -> None:
+    for name, allowed in UNSHARDED.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise TrainingError(
+                f"{name} is {value!r}, which tables that several processes share out cannot have yet: allowed is "
+                f"{' or '.join(map(repr, allowed))}, or one process"
+            )
 
 
 def _explained(run: Run, error: Exception) -> Exception | None:
@@ -117,16 +160,20 @@ def _explained(run: Run, error: Exception) -> Exception | None:
 def _record_failure(run: Run, error: Exception) -> None:
     """Records what ended the run, and writes the report of what there is."""
     cause, step = type(error).__name__, run.step + 1
+    if not run.writes:
+        return
     with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
         run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
         report.write(run.directory)
 
 
-def _report(directory: Path) -> None:
+def _report(run: Run) -> None:
+    if not run.writes:
+        return
     try:
-        report.write(directory)
+        report.write(run.directory)
     except (OSError, DataError) as error:
-        warnings.warn(f"there is no report of {directory}: {error}", stacklevel=3)
+        warnings.warn(f"there is no report of {run.directory}: {error}", stacklevel=3)
 
 
 def _refuse_differences(config: TrainConfig, resume: Path) -> None:
@@ -157,16 +204,17 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory}: {error}") from error
     if data is None:
         refuse_to_run_code(config, directory)
-    reader = Reader(config, data, directory)
-    if reader.num_rows(split) == 0:
-        raise DataError(f"{directory} has no rows in split {split!r}")
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    model = restored_model(config, reader, directory, checkpoint.read(directory, config, reader))
-    try:
-        return score(*predict(model, reader, split))
-    finally:
-        model.embeddings.close()
+    with joined_ranks(config.device) as ranks:
+        reader = ranks.in_turn(lambda: Reader(config, data, directory, ranks))
+        if reader.num_rows(split) == 0:
+            raise DataError(f"{directory} has no rows in split {split!r}")
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model = restored_model(config, reader, directory, checkpoint.read(directory, config, reader))
+        try:
+            return score(*predict(model, reader, split))
+        finally:
+            model.own_tables.close()
 
 
 def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
@@ -182,19 +230,25 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: Reader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
+        self.writes = data.ranks.rank == 0  # the run's files
         state = checkpoint.read(directory, config, data) if resume else None
         self.model = (
             build_model(config, data, directory) if state is None else restored_model(config, data, directory, state)
         )
-        self.hit_rates = HitRates(self.model.embeddings)
+        self.hit_rates = HitRates(self.model.own_tables)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
-        self.records = runs.Records(directory, tensorboard=config.tensorboard)
+        self.records = runs.Records(directory, tensorboard=config.tensorboard, kept=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
+<<<<<<< HEAD
         self.machines: list[dict | None] = []  # machines that it has computed on; None: unknown
         self.window, self.dedup = Window(), Tally()
+=======
+        self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
+        self.window, self.dedup = Window(ranks=data.ranks), Tally()
+>>>>>>> w-trainer
         self.progress = True
         if state is not None:
             self._restore(state)
@@ -204,7 +258,7 @@ class Run:
 
         A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
         """
-        window, machine = -(-self.steps // WINDOWS), devices.here(self.model.device)
+        window, machine = -(-self.steps // WINDOWS), devices.here(self.model.device, self.data.ranks.world_size)
         if self.step < self.steps and not self.stopped_early and machine not in self.machines:
             self.machines.append(machine)
         total = self.data.num_rows("train") * self.config.epochs
@@ -220,7 +274,7 @@ class Run:
                     self._evaluate()
                 if self.stopped_early:
                     break
-                if stop is not None and stop.is_set():
+                if stop is not None and self.data.ranks.any(stop.is_set()):
                     self.save()
                     raise RunInterruptedError(f"interrupted after step {self.step} of {self.steps}", self.directory)
                 if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
@@ -233,10 +287,10 @@ class Run:
 
     def test(self) -> dict:
         """Scores the test rows, records and returns them."""
-        tables: list[dict] = self.model.embeddings.memory_report()
+        scores, sizes = self._scores("test"), self._sizes()
         test = {
             "kind": "test",
-            **score(*predict(self.model, self.data, "test")),
+            **scores,
             "step": self.step,
             "stopped_early": self.stopped_early,
             "device": devices.gpu_name(self.model.device) or "cpu",
@@ -244,22 +298,26 @@ class Run:
             "train_examples": self._rows_done(),
             "train_seconds": self.seconds,
             "examples_per_second": self._rows_done() / self.seconds,
-            "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
-            "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in tables),
+            "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in sizes["tables"]),
             "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
-            "tables": tables,
-            "tiers": self.model.embeddings.tier_report(),
+            **sizes,
         }
         if any(feature.shared for feature in self.data.features):
             test |= {"dedup": self.data.dedup.on, "windows": self.dedup.windows} | self.dedup.record()
         self.records.append(test)
         return test
 
+    def _scores(self, split: str) -> dict:
+        return score(*predict(self.model, self.data, split))
+
+    def _sizes(self) -> dict:
+        tables, peak = self.model.own_tables, runs.peak_memory_bytes()
+        return {"tables": tables.memory_report(), "tiers": tables.tier_report(), "peak_memory_bytes": peak}
+
     def save(self) -> None:
         """Writes the checkpoint."""
-        checkpoint.save(
-            self.directory,
+        self._write(
             {
                 "data": checkpoint.identity(self.data),
                 **{name: getattr(self, name) for name in POSITION},
@@ -270,8 +328,11 @@ class Run:
                 "row_format": self.model.format,
                 "model": self.model.state_dict(),
                 "dense_optimizer": self.dense_optimizer.state_dict(),
-            },
+            }
         )
+
+    def _write(self, state: dict) -> None:
+        checkpoint.save(self.directory, state)
 
     def _restore(self, state: dict) -> None:
         """Restores all but the model."""
@@ -281,7 +342,7 @@ class Run:
             for name, value in ({"machines": [None]} | state).items():
                 if name in POSITION:
                     setattr(self, name, value)
-            self.window, self.dedup = Window(state["window"]), Tally(**state.get("dedup") or {})
+            self.window, self.dedup = Window(state["window"], self.data.ranks), Tally(**state.get("dedup") or {})
             self.records.rewind(state["records"])
 
     def _rows_done(self) -> int:
@@ -289,13 +350,20 @@ class Run:
         rows, batches = self.data.num_rows("train"), steps * self.config.accumulate
         return epochs * rows + min(batches * self.config.batch_size, rows)
 
-    def _batches(self) -> Generator[tuple[Batch, Batch | None]]:
-        """The batches from step ``self.step`` on, each with the one after it in the epoch."""
-        c = self.config
+    def _first_batch(self) -> int:
+        """Number in the epoch of the next step's first batch."""
+        return self.step % self.steps_per_epoch * self.config.accumulate
+
+    def _rows_of(self, first: int) -> int:
+        """Rows of the step whose first batch in the epoch is ``first``."""
+        size = self.config.batch_size
+        return min(self.config.accumulate * size, self.data.num_rows("train") - first * size)
+
+    def _batches(self) -> Generator[Any]:
+        """The batches from step ``self.step`` on, each with the one after it in the epoch, for ``_learn``."""
         while self.step < self.steps:
-            first = self.step % self.steps_per_epoch * c.accumulate
             tallies: deque[Tally] = deque()
-            read = self.data.batches("train", c.batch_size, first, tallies)
+            read = self.data.batches("train", self.config.batch_size, self._first_batch(), tallies)
             read = ahead(devices.moved(read, self.model.device))
             batch = next(read, None)
             while batch is not None:
@@ -304,21 +372,18 @@ class Run:
                 yield batch, following
                 batch = following
 
-    def _step(self, batches: Iterator[tuple[Batch, Batch | None]]) -> tuple[int, Batch | None]:
+    def _step(self, batches: Generator[Any]) -> tuple[int, Batch | None]:
         """One update from the step's batches; returns their rows, and the batch after them in the epoch."""
-        c, first = self.config, self.step % self.steps_per_epoch * self.config.accumulate
-        count = min(c.accumulate, self.batches_per_epoch - first)
-        rows = min(count * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
-        following = None
+        c, first, following = self.config, self._first_batch(), None
+        count, rows = min(c.accumulate, self.batches_per_epoch - first), self._rows_of(first)
         for optimizer, base in ((self.dense_optimizer, c.dense_lr), (self.model.embeddings.fused_optimizer, c.lr)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(c, base, self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
         with self.model.embeddings.accumulate() if count > 1 else nullcontext():
-            for batch, following in islice(batches, count):
-                clock.lap("data")
-                self._learn(batch, len(batch.label) / rows, clock, following)
+            for _ in range(count):
+                following = self._learn(batches, rows, clock)
         if count > 1:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
@@ -327,7 +392,11 @@ class Run:
         self.window.steps += 1
         return rows, following
 
-    def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None = None) -> None:
+    def _learn(self, batches: Generator[Any], rows: int, clock: Clock) -> Batch | None:
+        """Forward and backward of the next batch of a step of ``rows``; returns the batch after it."""
+        batch, following = next(batches)
+        share = len(batch.label) / rows
+        clock.lap("data")
         logits = self.model(batch)
         if following is not None and self.config.backing == "disk":
             self.model.prefetch(following)
@@ -339,6 +408,7 @@ class Run:
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
+        return following
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
@@ -359,13 +429,13 @@ class Run:
         self.records.append(record)
         self.dedup.add(self.window.dedup)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]
-        self.window = Window()
+        self.window = Window(ranks=self.data.ranks)
         return record["loss"]
 
     def _evaluate(self) -> None:
         clock = Clock(self.window.seconds)
         split = "valid" if self.data.num_rows("valid") else "test"
-        scores = score(*predict(self.model, self.data, split))
+        scores = self._scores(split)
         self.records.append({"kind": "eval", "split": split, "step": self.step} | scores)
         self.worse = 0 if scores["log_loss"] < self.best else self.worse + 1
         self.best = min(scores["log_loss"], self.best)

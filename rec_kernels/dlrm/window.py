@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rec_kernels as rk
 from rec_kernels.dlrm.dedup import Tally
+from rec_kernels.dlrm.ranks import ALONE, Ranks
 from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.scores import auc
 
@@ -32,13 +33,16 @@ class Clock:
 class Window:
     """Logits, labels and times of the steps since the last record.
 
+    With several processes, ``state`` and ``record`` are collectives, which bring the logits of all together.
+
     Attributes:
         dedup: of their batches. Its time is the reader's, which passes beside ``seconds`` and not in them.
     """
 
-    def __init__(self, state: dict | None = None):
-        self.steps = state["steps"] if state else 0
-        self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
+    def __init__(self, state: dict | None = None, ranks: Ranks = ALONE):
+        self.steps, self._ranks = state["steps"] if state else 0, ranks
+        own = slice(None if ranks.rank == 0 else 0)  # what was stopped has the rows of all processes
+        self.logits, self.labels = ([state["logits"][own]], [state["labels"][own]]) if self.steps else ([], [])
         self._recent: list[tuple[torch.Tensor, torch.Tensor]] = []  # where the model is
         self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
         self.dedup = Tally(**(state or {}).get("dedup") or {})
@@ -66,12 +70,12 @@ class Window:
         if not self.steps:
             return state
         self._fetch()
-        return state | {"logits": torch.cat(self.logits), "labels": torch.cat(self.labels)}
+        return state | {"logits": self._ranks.joined(self.logits), "labels": self._ranks.joined(self.labels)}
 
     def record(self) -> dict:
         """Loss, AUC, sizes, seconds of each of ``PARTS``, and what was deduplicated."""
         self._fetch()
-        logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
+        logits, labels, seconds = *map(self._ranks.joined, (self.logits, self.labels)), self._all_seconds()
         return {
             "steps": self.steps,
             "loss": binary_cross_entropy_with_logits(logits, labels).item(),

@@ -1,0 +1,81 @@
+"""Runs of the trainer on several processes: what test_dlrm_sharded.py has each process do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dlrm_stops import StopAfter
+from dlrm_tiny import TinyData
+
+import rec_kernels as rk
+from rec_kernels.dlrm import Batch, Feature, RunInterruptedError, TrainConfig, evaluate, train
+from rec_kernels.dlrm.train import Run
+
+
+class Bags(TinyData):
+    """TinyData with a second feature, of bags that rows share, and weights."""
+
+    features = (*TinyData.features, Feature("bag", 9, pooling="mean", shared=True))
+
+    def batches(self, split, batch_size, start=0):
+        for batch in super().batches(split, batch_size, start):
+            lengths = batch.label.long() + 1
+            values = torch.arange(int(lengths.sum())) % 9
+            weights = torch.linspace(0.5, 1.5, len(values))
+            yield batch._replace(shared=rk.KeyedJaggedTensor(["bag"], values, weights, lengths=lengths))
+
+
+class Broken(Bags):
+    """Bags whose third batch has a last row with an infinite dot product."""
+
+    def batches(self, split, batch_size, start=0):
+        for number, batch in enumerate(super().batches(split, batch_size, start), start):
+            ids, bags = batch.features, batch.shared
+            weights = torch.ones(len(ids.values())), bags.weights()
+            if number == 2 and split == "train":
+                for of_ids in weights:
+                    of_ids[-1] = 3e38
+            features = rk.KeyedJaggedTensor(["id"], ids.values(), weights[0], offsets=ids.offsets())
+            yield Batch(batch.dense, features, batch.label, bags)
+
+
+DATA = {"tiny": TinyData, "bags": Bags, "broken": Broken}
+
+
+def options(folder: str, **more: Any) -> TrainConfig:
+    """A run of a tenth of a second, whose last batch is smaller and uneven."""
+    given: dict[str, Any] = {"batch_size": 60, "embedding_dim": 4, "bottom": (5,), "top": (6,), "runs_dir": folder}
+    return TrainConfig(**given | {"threads": 1, "run": "run"} | more)
+
+
+def run(folder: str, data: str = "tiny", stop_after: int = 0, resume: bool = False, more: Any = ()) -> dict | str:
+    """Trains; the test record, or the error's kind and text.
+
+    Args:
+        stop_after: the step after which the last process is told to stop; 0: none.
+    """
+    fit = Run.fit
+    last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+    if stop_after and last:
+        Run.fit = lambda self, stop: fit(self, StopAfter(stop_after - 1))
+    try:
+        directory = Path(folder) / "run" if resume else None
+        config = TrainConfig.read(directory) if directory else options(folder, **dict(more))
+        return train(config, DATA[data](), resume=directory, progress=False)
+    except (RunInterruptedError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Run.fit = fit
+
+
+def scores(folder: str, data: str = "tiny") -> dict:
+    """Scores of the run's checkpoint."""
+    return evaluate(Path(folder) / "run", DATA[data]())
+
+
+def unlike(folder: str) -> dict | str:
+    """A run whose processes have other seeds."""
+    return run(folder, more={"seed": dist.get_rank()})

@@ -1,0 +1,146 @@
+"""The trainer on several processes: beside one process, resumed on other numbers of them, stopped, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from shutil import copytree as copy
+
+import pytest
+import torch
+from distributed_pool import pool
+from dlrm_sharded_cases import DATA, options, run, scores
+
+from rec_kernels.dlrm import checkpoint
+from rec_kernels.dlrm.data import DataSet
+from rec_kernels.dlrm.model_factory import restored_model
+from rec_kernels.dlrm.reader import Reader
+
+HERE = "dlrm_sharded_cases"
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("torchrec.distributed")
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+def on(world: int, *arguments: object) -> list:
+    """Returns what ``run`` gives on each of so many processes; on 1, in this one."""
+    return [run(*arguments)] if world == 1 else pool(world).run(HERE, "run", *arguments)
+
+
+def weights(folder: Path, data: DataSet, **more: object) -> dict[str, torch.Tensor]:
+    """The model of a run's last checkpoint in one process."""
+    config = options(str(folder), **more)
+    reader = Reader(config, data)
+    return restored_model(config, reader, folder / "run", checkpoint.load(folder / "run")).state_dict()
+
+
+def last_record(folder: Path) -> dict:
+    """The last line of metrics.jsonl."""
+    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_beside_one_process(tmp_path: Path) -> None:
+    """A run that one process began goes on on two, and ends where it would have ended alone, but for rounding.
+
+    With micro-batches, an uneven last batch, evaluations between, shared bags and weights.
+    """
+    more = {"accumulate": 2, "eval_every": 2, "valid_fraction": 0.1, "epochs": 2, "dedup": "off"}
+    for folder in ("alone", "two"):
+        assert "interrupted after step 1 of 6" in on(1, str(tmp_path / folder), "bags", 1, False, more)[0]
+    alone = on(1, str(tmp_path / "alone"), "bags", 0, True)[0]
+    first, second = on(2, str(tmp_path / "two"), "bags", 0, True)
+    assert first["auc"] == second["auc"] == pytest.approx(alone["auc"], abs=1e-3)
+    assert first["log_loss"] == pytest.approx(alone["log_loss"], abs=1e-5)
+    assert first["train_examples"] == alone["train_examples"] == 720
+    found, wanted = (weights(tmp_path / f, DATA["bags"](), **more) for f in ("two", "alone"))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=lambda text, name=name: name + text)
+    records = [json.loads(line) for line in (tmp_path / "two" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["examples"] for record in records if record["kind"] == "train") == 720
+    assert [record["step"] for record in records if record["kind"] == "eval"] == [2, 4, 6]
+    assert records[-1]["machines"][1]["processes"] == len(records[-1]["ranks"]) == 2
+
+
+def test_stopped_and_resumed(tmp_path: Path) -> None:
+    """A run of two that one process is told to stop, resumed on one and on two: the rounding differs, no more."""
+    told = on(2, str(tmp_path), "tiny", 3)
+    assert [text.partition(":")[0] for text in told] == ["RunInterruptedError"] * 2
+    assert [path.name for path in (tmp_path / "run").glob("shards-*")] == ["shards-3-0"]
+    copy(tmp_path / "run", tmp_path / "copy" / "run")
+    alone, shared = on(1, str(tmp_path / "copy"), "tiny", 0, True)[0], on(2, str(tmp_path), "tiny", 0, True)
+    assert not list((tmp_path / "copy" / "run").glob("shards-*"))
+    assert shared[0]["auc"] == shared[1]["auc"] == pytest.approx(alone["auc"], abs=1e-3)
+    assert shared[0]["log_loss"] == pytest.approx(alone["log_loss"], abs=1e-5)
+    assert scores(str(tmp_path)) == pool(2).run(HERE, "scores", str(tmp_path))[1]
+
+
+def test_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """Every process stops, before anything is changed; the one whose rows they are writes the batch."""
+    first, second = on(2, str(tmp_path), "broken")
+    assert re.fullmatch("NotFiniteError: the loss of process 1 is (inf|nan) at step 3", first)
+    assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite; the batch is in ", second)
+    assert len(torch.load(tmp_path / "run" / "bad_batch.pt")["batch"]["label"]) == 30
+    assert last_record(tmp_path)["kind"] == "failed"
+
+
+@pytest.mark.parametrize(
+    "option", [{"cache": 0.5}, {"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str
+)
+def test_refused(tmp_path: Path, option: dict) -> None:
+    """Options that sharded tables cannot have are refused by name before there is a run."""
+    (name, value), told = next(iter(option.items())), on(2, str(tmp_path), "tiny", 0, False, option)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"TrainingError: {name} is {value!r}, which tables that several processes share out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_options(tmp_path: Path) -> None:
+    """Processes that were given different options are told so."""
+    told = pool(2).run(HERE, "unlike", str(tmp_path))
+    assert told[0] == told[1]
+    assert "TrainingError: options of process 1 is TrainConfig(" in told[0]
+
+
+def test_shards_execute_nothing(tmp_path: Path) -> None:
+    """Metadata that names anything but what tables need is refused."""
+    checkpoint.save_shards(folder := tmp_path / "shards-1-0", {"t": torch.ones(3, 2)})
+    target = {"t": torch.zeros(3, 2)}
+    checkpoint.load_shards(folder, target)
+    assert target["t"].all()
+    (folder / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(ValueError, match=r"\.metadata names builtins\.print, which no table needs"):
+        checkpoint.load_shards(folder, target)
+    (folder / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"No such file.*\.metadata"):
+        checkpoint.load_shards(folder, target)
+
+
+@pytest.mark.full
+def test_killed(tmp_path: Path) -> None:
+    """SIGKILL of one of four stops all, with a line each, and the run goes on on two."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "--nproc-per-node"]
+    train = ["--", "rec_kernels.dlrm", "train", "--data", "synthetic", "--rows", "30000", "--table-rows", "500"]
+    train += ["--batch-size", "256", "--runs-dir", str(tmp_path), "--run", "killed", "--checkpoint-every", "20"]
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([*command, "4", *train], env=settings, stderr=log, stdout=log)
+    state = tmp_path / "killed" / "checkpoint.pt"
+    while not state.exists():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[2]), signal.SIGKILL)
+    assert process.wait(60) == 1
+    assert "cannot reach another one, which has probably ended" in (tmp_path / "log").read_text()
+    resume = ["--", "rec_kernels.dlrm", "train", "--resume", str(tmp_path / "killed")]
+    done = subprocess.run([*command, "2", *resume], env=settings, capture_output=True, text=True, check=True)
+    assert done.stdout.count("test AUC") == 1
+    assert len(json.loads((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1])["ranks"]) == 2
