@@ -40,13 +40,9 @@ def train(
 ) -> dict:
     """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
 
-<<<<<<< HEAD
     A report that cannot be written is a warning, with the reason: it hides no result and no error.
-=======
-    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
     Processes that torchrun has started train one model, each with its rows of every batch and its shards of the tables;
     the first one writes.
->>>>>>> w-trainer
 
     Args:
         config: of the run; when it is resumed, what decides the outcome must be as it was.
@@ -110,13 +106,8 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
         kind = Run if alone else _sharded_run()
         return kind(config, reader, directory, resume=resume is not None)
     except BaseException:
-<<<<<<< HEAD
-        if resume is None:
-            shutil.rmtree(directory)  # nothing was trained: the next run may have its name
-=======
         if resume is None and ranks.rank == 0:
-            shutil.rmtree(directory)  # nothing was trained: what is asked for next may have its name
->>>>>>> w-trainer
+            shutil.rmtree(directory)  # nothing was trained: the next run may have its name
         raise
 
 
@@ -242,13 +233,8 @@ class Run:
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard, kept=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-<<<<<<< HEAD
         self.machines: list[dict | None] = []  # machines that it has computed on; None: unknown
-        self.window, self.dedup = Window(), Tally()
-=======
-        self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         self.window, self.dedup = Window(ranks=data.ranks), Tally()
->>>>>>> w-trainer
         self.progress = True
         if state is not None:
             self._restore(state)
