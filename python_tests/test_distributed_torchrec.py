@@ -349,6 +349,7 @@ def test_what_is_relied_on() -> None:
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardedModule
     from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
     from torchrec.streamable import Multistreamable
 
     assert parameters(ModuleSharder.__init__) == ["qcomm_codecs_registry"]
@@ -367,6 +368,8 @@ def test_what_is_relied_on() -> None:
     assert Multistreamable.__abstractmethods__ == {"record_stream"}
     assert parameters(KJTAllToAll.__init__) == ["pg", "splits", "stagger"]
     assert parameters(KJTAllToAll.forward) == ["input"]
+    assert {"stride", "stride_per_key_per_rank"} <= set(parameters(KeyedJaggedTensor.__init__))
+    assert parameters(KeyedJaggedTensor.stride_per_key_per_rank) == []
     assert parameters(KJTListSplitsAwaitable.__init__)[:2] == ["awaitables", "ctx"]
     assert parameters(KJTListAwaitable.__init__) == ["awaitables", "ctx"]
     assert {"sharding_type", "compute_kernel", "ranks", "sharding_spec"} <= set(parameters(ParameterSharding))
