@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from distributed_backward_cases import ranks_of, scaled_alone, train_together
+from distributed_backward_cases import of_rank, ranks_of, scaled_alone, train_together, train_weighted
 from distributed_cases import Case, Model, collection, differences, same_bits
 from distributed_pool import pool
 from tiers import full
@@ -46,9 +48,37 @@ def test_unlike_backwards() -> None:
     assert errors == others
     assert same
     assert same_there
-    texts = [
-        "rank 0 updates with lookup 1 together with others of the same backward, scale 0, and rank 1 with lookup 1 at",
-        "rank 0 updates with lookup 3 at once, scale 0, and rank 1 with lookup 2 at once, scale 0",
-        "rank 0 updates with lookup 4 at once, scale 0, and rank 1 with lookup 4 at once, scale 2 (0: no GradScaler)",
+    told = [re.findall(r"(rank \d updates with .*?, scale \d)", error) for error in errors]
+    together = "lookup 1 together with others of the same backward, scale 0"
+    assert told == [
+        [f"rank 0 updates with {together}", "rank 1 updates with lookup 1 at once, scale 0"],
+        ["rank 0 updates with lookup 3 at once, scale 0", "rank 1 updates with lookup 2 at once, scale 0"],
+        ["rank 0 updates with lookup 4 at once, scale 0", "rank 1 updates with lookup 4 at once, scale 2"],
     ]
-    assert all(text in error for text, error in zip(texts, errors, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_gradients_of_weights(plan: str, pooling: str) -> None:
+    """They come back to the rank that fed the sample: bits of one process, but for rows that are split by columns."""
+    case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=(3, None, None))
+    found = pool(2).run(HERE, "weighted", case)
+    model = Model(collection(case))
+    grads = train_weighted(case, model, model.ebc, ranks_of(case))
+    for step, whole in enumerate(grads):
+        for rank in ranks_of(case):
+            got, want = found[rank][0][step], whole[of_rank(case, step, rank)]
+            if (step, rank) == (1, 0):
+                assert len(got) == 0
+            elif plan in ("mixed", "grid_shard"):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            else:
+                assert same_bits(got, want)
+    assert differences(dict(model.ebc.state_dict()), [blocks for _, blocks in found]) == []
+
+
+def test_weights_whose_rows_have_changed() -> None:
+    """The second backward of two would have gradients of other rows: every rank is told so."""
+    errors = pool(2).run(HERE, "late", Case("mixed", optimizer="sgd"))
+    assert errors[0] == errors[1]
+    assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")

@@ -53,8 +53,8 @@ def agree(
     samples: int,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[list[int], bool]:
-    """Batch sizes of all ranks, and whether any has weights; a collective.
+) -> tuple[list[int], bool, list[bool]]:
+    """Batch sizes of all ranks, whether any has weights, and which ranks' weights want a gradient; a collective.
 
     Args:
         given: this rank's batch, or None with the ``error`` that refused it. samples: how many it has.
@@ -62,8 +62,9 @@ def agree(
     Raises:
         ``error``; RuntimeError: another rank's batch was refused, with its message.
     """
-    weighted = given is not None and given.weights is not None
-    own = torch.tensor([samples, weighted, error is not None], dtype=torch.int64, device=device)
+    weights = None if given is None else given.weights
+    wants = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    own = torch.tensor([samples, weights is not None, wants, error is not None], dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
@@ -74,7 +75,8 @@ def agree(
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
-    return [size for size, *_ in numbers], any(weighted for _, weighted, _ in numbers)
+    sizes, weighted, wanted, _ = zip(*numbers, strict=True)
+    return list(sizes), any(weighted), list(map(bool, wanted))
 
 
 def until_all_end(

@@ -13,8 +13,8 @@ from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 4
-_NOW, _TOGETHER, _IN_BLOCK = range(3)
-_WHEN = ("at once", "together with others of the same backward", "in an accumulate() block")
+_NOW, _TOGETHER, _IN_BLOCK, _TOO_LATE = range(4)
+_WHEN = ("at once", "together with others of the same backward", "in an accumulate() block", "too late")
 
 
 class Begun(NamedTuple):
@@ -23,10 +23,12 @@ class Begun(NamedTuple):
     Args:
         number: how many lookups of the collection were before it.
         pending: the ``accumulate()`` block that it is in, or None.
+        rows: numbers that change with the tables, if its backward needs the rows as they were, else None.
     """
 
     number: int
     pending: Pending | None
+    rows: list[int] | None = None
 
 
 class Backwards:
@@ -42,10 +44,19 @@ class Backwards:
     def __init__(self, shards: TableCollection) -> None:
         self._shards, self._number = shards, 0
 
-    def begin(self) -> Begun:
-        """Takes note of a lookup, before its output is there."""
+    def begin(self, *, needs_rows: bool = False) -> Begun:
+        """Takes note of a lookup, before its output is there.
+
+        Args:
+            needs_rows: whether its backward needs the rows as they are, for gradients of per-sample weights.
+        """
         self._number += 1
-        return Begun(self._number - 1, self._shards._update.pending)
+        return Begun(self._number - 1, self._shards._update.pending, self._versions() if needs_rows else None)
+
+    def _versions(self) -> list[int]:
+        """Versions of the tables; with a cache, which moves rows without changing them, of the count of updates."""
+        shards = self._shards
+        return [(shards._buffers["_weights"] if shards.row_cache is None else shards.step)._version]
 
     def watch(self, begun: Begun, output: Tensor) -> None:
         """Takes note of its output, by whose autograd node torch knows which lookups a backward has."""
@@ -72,6 +83,8 @@ class Backwards:
         else:
             self._shards._follow_requires_grad(self._shards._layout)
             when = _TOGETHER if update.dense.joins() else _NOW
+        if begun.rows is not None and begun.rows != self._versions():
+            when = _TOO_LATE
         facts = torch.tensor([begun.number % (1 << 24), when, 0, 0], dtype=torch.float32).to(grad.device)
         if scaling := update.scaling():
             facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(grad)
@@ -81,12 +94,8 @@ class Backwards:
         """Updates this rank's shards with the gradients of all samples, or keeps them for the update that they join.
 
         Args:
-            facts: [ranks, FACTS], of all ranks.
-
-        Raises:
-            RuntimeError: ranks run backwards of different lookups, or update at different times; no rank does then.
+            facts: [ranks, FACTS], of all ranks, after ``check``.
         """
-        check_alike(facts)
         update = self._shards._update
         scaling = update.scaling()
         if scaling:
@@ -99,25 +108,35 @@ class Backwards:
             with torch.no_grad():
                 self._shards._update_once([lookup], scaling)
 
+    @staticmethod
+    def check(facts: Tensor) -> None:
+        """Raises RuntimeError unless what ranks have told, [ranks, FACTS], is the same but for overflows.
 
-def check_alike(facts: Tensor) -> None:
-    """Raises RuntimeError unless what ranks have told, [ranks, FACTS], is the same but for overflows.
-
-    On a GPU the process ends with the message instead: the host would have to wait for each backward.
-    """
-    told = facts[:, :3]
-    text = (
-        "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() calls "
-        "and accumulate() blocks, and with the same loss scale"
-    )
-    if facts.device.type != "cpu":
-        torch._assert_async((told == told[0]).all(), text)
-        return
-    by_rank = told.tolist()
-    for rank, own in enumerate(by_rank):
-        if own != by_rank[0]:
-            described = [f"lookup {int(n)} {_WHEN[int(when)]}, scale {scale:g}" for n, when, scale in (by_rank[0], own)]
-            raise RuntimeError(
-                f"{text}: rank 0 updates with {described[0]}, and rank {rank} with {described[1]} (0: no GradScaler); "
-                "no rank has updated its tables"
+        On a GPU the process ends with the message instead: the host would have to wait for each backward.
+        """
+        told, text = facts[:, :3], ""
+        alike = (
+            "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
+            "calls and accumulate() blocks, and with the same loss scale"
+        )
+        if facts.device.type != "cpu":
+            torch._assert_async(((told == told[0]) & (told[:, 1:2] != _TOO_LATE)).all(), alike)
+            return
+        by_rank = told.tolist()
+        late = [rank for rank, (_, when, _) in enumerate(by_rank) if when == _TOO_LATE]
+        other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)
+        if late:
+            text = (
+                f"the tables of rank {late[0]} have changed since this lookup, and gradients of per_sample_weights "
+                "need the rows as they were: run the backward before the next update, or make both lookups and their "
+                "backwards inside accumulate()"
             )
+        elif other:
+            described = [
+                f"rank {rank} updates with lookup {int(by_rank[rank][0])} {_WHEN[int(by_rank[rank][1])]}, scale "
+                f"{by_rank[rank][2]:g}"
+                for rank in (0, other)
+            ]
+            text = f"{alike}: {', and '.join(described)} (0: no GradScaler)"
+        if text:
+            raise RuntimeError(f"{text}; no rank has updated its tables")

@@ -24,6 +24,7 @@ class BatchContext(Multistreamable):
     Attributes:
         batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
         bags: the ids that this rank looks up, of all ranks' samples, key-major.
+        wants: for each rank, whether its per-sample weights want a gradient. fed: this rank's batch, if they do.
         begun: the lookup, from its output on.
     """
 
@@ -31,24 +32,34 @@ class BatchContext(Multistreamable):
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
+        self.wants: list[bool] = []
+        self.fed: SelectedKeys | None = None
         self.counts: Tensor | None = None
         self.bags: SelectedKeys | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the tensors."""
-        for t in (self.counts, *([] if self.bags is None else self.bags[:3])):
+        batches = [batch[:3] for batch in (self.bags, self.fed) if batch is not None]
+        for t in (self.counts, *itertools.chain(*batches)):
             if isinstance(t, Tensor) and t.device.type != "cpu":
                 t.record_stream(stream)
 
 
 def checked_batch(
-    features: Any, names: list[str], limits: list[int], bounds_check: str, *, own_sizes: bool = False
+    features: Any,
+    names: list[str],
+    limits: list[int],
+    bounds_check: str,
+    *,
+    own_sizes: bool = False,
+    weight_gradients: bool = True,
 ) -> tuple[SelectedKeys, int]:
     """The features of a batch in the collection's order, with int64 ids, and its number of samples.
 
     Args:
         names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
         own_sizes: whether features may have batch sizes of their own; the batch's is its ``stride()`` then.
+        weight_gradients: whether weights may need a gradient.
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
@@ -62,10 +73,10 @@ def checked_batch(
             "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
             "feature a bag for each sample"
         )
-    if given.weights is not None and given.weights.requires_grad:
+    if not weight_gradients and given.weights is not None and given.weights.requires_grad:
         raise ValueError(
-            "per_sample_weights that require a gradient cannot be looked up in a sharded collection: their gradient "
-            "does not come back; give weights.detach()"
+            "per_sample_weights that require a gradient cannot be looked up in a sharded rk.EmbeddingCollection: their "
+            "gradient does not come back; give weights.detach()"
         )
     _check_tensors(given, names)
     given = given.in_float32()

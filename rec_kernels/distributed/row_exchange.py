@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.exchange import all_to_all
+from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.training.accumulate import Lookup
@@ -188,7 +188,9 @@ class RowExchange(torch.autograd.Function):
         batch.held.unpack([block[FACTS:] for block in arrived], own, back=True)
         status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
         lookup = Lookup(own, bags.values, bags.offsets, bags.weights, status, batch.starts)
-        module.backwards.take(batch.begun, lookup, torch.stack([block[:FACTS] for block in arrived]))
+        told = torch.stack([block[:FACTS] for block in arrived])
+        module.backwards.check(told)
+        module.backwards.take(batch.begun, lookup, told)
         return None, None, None, None
 
 

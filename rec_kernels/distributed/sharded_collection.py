@@ -46,6 +46,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     """
 
     _takes_own_sizes = False  # whether features may have batch sizes of their own
+    _returns_weight_gradients = False  # whether per-sample weights may need a gradient
 
     def __init__(
         self,
@@ -99,15 +100,15 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             looks anything up. RuntimeError: another rank's was, which is named.
         """
         given, samples, error, device = None, 0, None, self.shards._device
+        allowed = {"own_sizes": self._takes_own_sizes, "weight_gradients": self._returns_weight_gradients}
         names, limits = self.feature_names, self.routes.limits
         try:
-            given, samples = batches.checked_batch(
-                features, names, limits, self.bounds_check, own_sizes=self._takes_own_sizes
-            )
+            given, samples = batches.checked_batch(features, names, limits, self.bounds_check, **allowed)
             batches.check_device(given, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        ctx.batch_sizes, weighted = agreement.agree(given, error, samples, self.group, device)
+        ctx.batch_sizes, weighted, ctx.wants = agreement.agree(given, error, samples, self.group, device)
+        ctx.fed = given if ctx.wants[self.routes.rank] else None
         with torch.no_grad():
             return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, weighted=weighted))], ctx)
 

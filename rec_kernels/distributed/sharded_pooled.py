@@ -40,6 +40,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ValueError: ranks have other tables, plans, optimizers or options than the first.
     """
 
+    _returns_weight_gradients = True
+
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """The type of the module that it takes the place of."""
@@ -65,7 +67,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def output_dist(self, ctx: BatchContext, output: Tensor) -> KeyedTensor:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
         token = torch.zeros(0, device=output.device, requires_grad=True)
-        ctx.begun = self.backwards.begin()
-        values = Exchange.apply(token, output, self, ctx)
+        ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
+        weights = None if ctx.fed is None else ctx.fed.weights
+        values = Exchange.apply(token, output, weights, self, ctx)
         self.backwards.watch(ctx.begun, values)
         return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)
