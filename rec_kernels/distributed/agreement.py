@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.distributed.batches import CheckedBatch
 
 Batch = TypeVar("Batch")
 
@@ -47,24 +47,35 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def agree(
-    given: SelectedKeys | None,
-    error: Exception | None,
-    samples: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[list[int], bool, list[bool]]:
-    """Batch sizes of all ranks, whether any has weights, and which ranks' weights want a gradient; a collective.
+class Agreed(NamedTuple):
+    """A batch of all ranks.
 
     Args:
-        given: this rank's batch, or None with the ``error`` that refused it. samples: how many it has.
+        batch_sizes: of all ranks. weighted: whether any has weights.
+        wants: for each rank, whether its weights want a gradient.
+        own_sizes: whether features of any have batch sizes of their own.
+    """
+
+    batch_sizes: list[int]
+    weighted: bool
+    wants: list[bool]
+    own_sizes: bool
+
+
+def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup, device: torch.device) -> Agreed:
+    """Tells all ranks of this rank's batch; a collective.
+
+    Args:
+        given: the batch. error: what refused it, or None.
 
     Raises:
-        ``error``; RuntimeError: another rank's batch was refused, with its message.
+        ``error``; RuntimeError: another rank's batch was refused, with its message. ValueError: weights want a
+        gradient, and features have batch sizes of their own.
     """
-    weights = None if given is None else given.weights
-    wants = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    own = torch.tensor([samples, weights is not None, wants, error is not None], dtype=torch.int64, device=device)
+    bags = given.bags
+    wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
+    own_facts = [given.samples, bags.weights is not None, wants, bags.strides is not None, error is not None]
+    own = torch.tensor(own_facts, dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
@@ -75,8 +86,14 @@ def agree(
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
-    sizes, weighted, wanted, _ = zip(*numbers, strict=True)
-    return list(sizes), any(weighted), list(map(bool, wanted))
+    sizes, weighted, wanted, own_sizes, _ = zip(*numbers, strict=True)
+    if any(wanted) and any(own_sizes):
+        raise ValueError(
+            f"per_sample_weights of rank {wanted.index(1)} require a gradient, and features of rank "
+            f"{own_sizes.index(1)} have batch sizes of their own: such gradients do not come back; give "
+            "weights.detach()"
+        )
+    return Agreed(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
 
 
 def until_all_end(

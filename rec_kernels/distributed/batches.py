@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torchrec.streamable import Multistreamable
 from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
+from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
+from rec_kernels.nn.jagged.shared_bags import SharedBags
 
 _Part = tuple[Tensor, Tensor, Tensor | None, Tensor]  # ids, lengths of bags, weights, places among the feature's ids
 
@@ -45,35 +47,42 @@ class BatchContext(Multistreamable):
                 t.record_stream(stream)
 
 
+class CheckedBatch(NamedTuple):
+    """A rank's batch; without arguments, one that was refused.
+
+    Args:
+        bags: of the features in the collection's order, with int64 ids; none are in no bag.
+        samples: B; where features have batch sizes of their own, the batch's ``stride()``.
+        shared: which of the bags samples have, where they share bags, or None.
+    """
+
+    bags: SelectedKeys = SelectedKeys(torch.empty(0), torch.zeros(1), None, None)
+    samples: int = 0
+    shared: SharedBags | None = None
+
+
 def checked_batch(
-    features: Any,
-    names: list[str],
-    limits: list[int],
-    bounds_check: str,
-    *,
-    own_sizes: bool = False,
-    weight_gradients: bool = True,
-) -> tuple[SelectedKeys, int]:
-    """The features of a batch in the collection's order, with int64 ids, and its number of samples.
+    features: Any, names: list[str], limits: list[int], bounds_check: str, *, pooled: bool = True
+) -> CheckedBatch:
+    """Looks at everything in a batch that lookups on other ranks would refuse.
 
     Args:
         names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
-        own_sizes: whether features may have batch sizes of their own; the batch's is its ``stride()`` then.
-        weight_gradients: whether weights may need a gradient.
+        pooled: whether samples have rows of bags, which they may share, and not of ids.
 
     Raises:
-        IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
-            their own, or weights that need a gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing.
-            TypeError: another kind of batch.
+        IndexError: an id is out of range, and ``bounds_check`` is "error"; an inverse index is. ValueError: features
+            of pooled lookups have batch sizes of their own, and no inverse indices; weights of others need a
+            gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing. TypeError: another kind of batch.
     """
     features = as_batch(features, names)
-    given = select_keys(features, names, exact=True)
-    if given.strides is not None and not own_sizes:
+    given, shared = select_distinct(features, names) if pooled else (select_keys(features, names, exact=True), None)
+    if pooled and given.strides is not None and shared is None:
         raise ValueError(
-            "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
-            "feature a bag for each sample"
+            "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
+            "outputs could be rows of: give inverse_indices, or every feature a bag for each sample"
         )
-    if not weight_gradients and given.weights is not None and given.weights.requires_grad:
+    if not pooled and given.weights is not None and given.weights.requires_grad:
         raise ValueError(
             "per_sample_weights that require a gradient cannot be looked up in a sharded rk.EmbeddingCollection: their "
             "gradient does not come back; give weights.detach()"
@@ -87,7 +96,7 @@ def checked_batch(
     if bounds_check == "error":
         _check_ids(given, names, limits)
     samples = (len(offsets) - 1) // max(len(names), 1) if given.strides is None else features.stride()
-    return given, samples
+    return CheckedBatch(given, samples, shared)
 
 
 def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
@@ -129,30 +138,27 @@ def check_device(given: SelectedKeys, device: torch.device) -> None:
 
 
 def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
-    """[F, B] ids of each bag that count, or None where no gradient is divided by them."""
+    """[F, B] ids of each bag that count, or None where no gradient is divided by them; [bags] if sizes differ."""
     if not routes.means:
         return None
-    lengths = given.offsets.diff().view(routes.num_features, -1)
-    numbers = torch.tensor([routes.limits, routes.padding], device=lengths.device)
-    limits, padding = numbers.repeat_interleave(lengths.sum(1), dim=1)
+    starts = given.offsets[given.bag_starts(routes.num_features)]
+    numbers = torch.tensor([routes.limits, routes.padding], device=starts.device)
+    limits, padding = numbers.repeat_interleave(starts.diff(), dim=1)
     good = (given.values >= 0) & (given.values < limits) & (given.values != padding)
     before = torch.nn.functional.pad(good.cumsum(0), (1, 0))
-    return before[given.offsets].diff().view(routes.num_features, -1)
+    counts = before[given.offsets].diff()
+    return counts.view(routes.num_features, -1) if given.strides is None else counts
 
 
-def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJaggedTensor:
-    """The batch as TorchRec's all-to-all sends it: a key for each entry of each rank, in this order."""
-    return sent_ids(given, routes, weighted=weighted)[0]
+def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
+    """The batch as TorchRec's all-to-all sends it, and for each of its keys where its ids are in ``given.values``.
 
-
-def sent_ids(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
-    """``sent_batch``, and for each of its keys where its ids are in ``given.values``.
-
+    It has a key for each entry of each rank, in this order.
     Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
     """
-    features, batch = routes.num_features, (len(given.offsets) - 1) // max(routes.num_features, 1)
-    lengths = given.offsets.diff().view(features, batch)
-    bounds = [0, *itertools.accumulate(lengths.sum(1).tolist())]
+    starts = given.bag_starts(routes.num_features)
+    bounds = given.offsets[starts].tolist()
+    lengths = given.offsets.diff().split([stop - start for start, stop in itertools.pairwise(starts)])
     weights = given.weights
     if weighted and weights is None:
         weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
@@ -177,9 +183,10 @@ def sent_ids(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[Ke
     sent = KeyedJaggedTensor(
         keys=[str(i) for i in range(len(ids))],
         values=torch.cat(ids) if ids else given.values[:0],
-        lengths=torch.cat(sizes) if sizes else lengths.reshape(-1)[:0],
+        lengths=torch.cat([given.offsets.new_empty(0), *sizes]),
         weights=None if weights is None else torch.cat(factors),
-        stride=batch,
+        stride=None if given.strides else len(lengths[0]) if lengths else 0,
+        stride_per_key_per_rank=[[len(own)] for own in sizes] if given.strides else None,
     )
     return sent, places
 
@@ -204,11 +211,15 @@ def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tu
     return {first: (ids[i] - first, counts[i], factors[i], places[i]) for i, first in enumerate(bounds[:-1], 1)}
 
 
-def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int) -> SelectedKeys:
-    """Returns the ids that a rank was sent, for its own collection: ``num_entries`` features of ``batch`` bags."""
+def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int | None = None) -> SelectedKeys:
+    """Returns the ids that a rank was sent, for its own collection: ``num_entries`` features of ``batch`` bags.
+
+    Args:
+        batch: None: each has a number of its own.
+    """
     if not num_entries:
         empty = torch.zeros(0, dtype=torch.int64, device=kjt.values().device)
         return SelectedKeys(empty, torch.zeros(1, dtype=torch.int64, device=empty.device), None, None)
     offsets = torch.nn.functional.pad(kjt.lengths().long().cumsum(0), (1, 0))
-    assert len(offsets) == num_entries * batch + 1
+    assert batch is None or len(offsets) == num_entries * batch + 1
     return SelectedKeys(kjt.values(), offsets, kjt.weights_or_none(), None)

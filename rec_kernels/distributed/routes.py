@@ -45,8 +45,8 @@ class Routes:
 
     Attributes:
         entries: for each rank, what it looks up, in this order; replicas come last.
-        num_features: F, features of the collection; dim: columns of its output; limits: F numbers of ids;
-            padding: F ids that are left out, -1: none.
+        num_features: F, features of the collection; pooled: as above; dim: columns of its output; limits: F numbers of
+            ids; padding: F ids that are left out, -1: none.
         sent: for each rank, columns that it sends back of each sample: those of all its entries but replicas.
         coefficients: for each rank, its entries that need a coefficient.
     """
@@ -66,7 +66,7 @@ class Routes:
         dims = [tables[i].embedding_dim for i in owners]
         self._starts = [0, *itertools.accumulate(dims)]
         self.dim = self._starts[-1]
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.pooled = rank, world_size, pooled
         self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
         firsts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:

@@ -1,11 +1,11 @@
-"""Rows from the ranks that look them up to the ids that name them, and gradients back: one autograd function."""
+"""Rows of ids, or of bags, from the ranks that look them up to those that asked, and gradients back."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
+from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
+    from rec_kernels.distributed.sharded_collection import ShardedCollection
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,15 @@ class Run:
 
     Args:
         entries: their numbers. columns: of the tables. replica: whether every rank has these rows.
+        part: number of the row shard among those of its columns, where rows of bags are sums of such parts; else 0.
+        coefficient: whether a gradient goes with the coefficient of its bag.
     """
 
     entries: slice
     columns: slice
     replica: bool
+    part: int
+    coefficient: bool
 
     @property
     def width(self) -> int:
@@ -41,16 +46,18 @@ class Run:
         return self.columns.stop - self.columns.start
 
 
-def runs_of(entries: Sequence[Entry]) -> list[Run]:
-    """The entries of a rank in as few runs as their order allows."""
+def runs_of(entries: Sequence[Entry], *, pooled: bool) -> list[Run]:
+    """The entries of a rank in as few runs as their order allows; ``pooled``: whether they have rows of bags."""
 
-    def kind(entry: Entry) -> tuple[int, int, bool]:
-        return entry.shard.first_column, entry.shard.columns, entry.shard.replica
+    def kind(entry: Entry) -> tuple[int, int, bool, int, bool]:
+        shard = entry.shard
+        part = entry.bounds.index(shard.first_row) if pooled else 0
+        return shard.first_column, shard.columns, shard.replica, part, entry.coefficient
 
     runs, first = [], 0
-    for (column, width, replica), members in itertools.groupby(entries, kind):
+    for (column, width, replica, part, coefficient), members in itertools.groupby(entries, kind):
         last = first + len(list(members))
-        runs.append(Run(slice(first, last), slice(column, column + width), replica))
+        runs.append(Run(slice(first, last), slice(column, column + width), replica, part, coefficient))
         first = last
     return runs
 
@@ -85,11 +92,16 @@ class Parcels:
         """Tells the allocator that ``stream`` uses the tensors."""
         self._places.record_stream(stream)
 
-    def _blocks(self, *, back: bool) -> list[list[tuple[Tensor, slice]]]:
-        """For each rank, places and columns of what travels: rows or, on the way back, gradients."""
+    def _blocks(self, *, back: bool) -> list[list[_Block]]:
+        """For each rank, what travels: rows or, on the way back, gradients."""
         return [
             [
-                (places, slice(0, run.width) if self._at_front else run.columns)
+                _Block(
+                    places,
+                    slice(0, run.width) if self._at_front else run.columns,
+                    back and run.coefficient,
+                    0 if back else run.part,
+                )
                 for places, run in part
                 if back or not run.replica or rank == self._rank
             ]
@@ -98,42 +110,88 @@ class Parcels:
 
     def sizes(self, *, back: bool) -> list[int]:
         """How many numbers go to, or come from, each rank."""
-        return [sum(len(at) * (c.stop - c.start) for at, c in blocks) for blocks in self._blocks(back=back)]
+        return [sum(block.size for block in blocks) for blocks in self._blocks(back=back)]
 
     def packed(self, rows: Tensor, *, back: bool) -> list[Tensor]:
         """For each rank the numbers that go to it, in one row."""
         empty = rows.new_empty(0)
-        return [
-            torch.cat([empty, *(rows[:, columns].index_select(0, at).view(-1) for at, columns in blocks)])
-            for blocks in self._blocks(back=back)
-        ]
+        return [torch.cat([empty, *(block.packed(rows) for block in blocks)]) for blocks in self._blocks(back=back)]
 
     def unpack(self, arrived: Sequence[Tensor], rows: Tensor, *, back: bool) -> None:
-        """Writes the numbers that have come from each rank to their places in ``rows``."""
+        """Writes the numbers that have come from each rank to their places in ``rows``, parts added in their order."""
+        found: list[tuple[_Block, Tensor]] = []
         for flat, blocks in zip(arrived, self._blocks(back=back), strict=True):
-            widths = [c.stop - c.start for _, c in blocks]
-            parts = flat.split([len(at) * width for (at, _), width in zip(blocks, widths, strict=True)])
-            for (places, columns), width, part in zip(blocks, widths, parts, strict=True):
-                rows[:, columns].index_copy_(0, places, part.view(-1, width))
+            found += zip(blocks, flat.split([block.size for block in blocks]), strict=True)
+        for block, numbers in sorted(found, key=lambda pair: pair[0].part):
+            block.unpack(numbers, rows)
+
+
+class _Block(NamedTuple):
+    """Rows of a run, as they travel between two ranks.
+
+    Args:
+        places: their numbers in a tensor of rows. columns: of that tensor.
+        coefficient: whether its last column goes with them. part: 0, or they are added to what is there.
+    """
+
+    places: Tensor
+    columns: slice
+    coefficient: bool
+    part: int
+
+    @property
+    def _width(self) -> int:
+        return self.columns.stop - self.columns.start + self.coefficient
+
+    @property
+    def size(self) -> int:
+        return len(self.places) * self._width
+
+    def packed(self, rows: Tensor) -> Tensor:
+        chosen = rows[:, self.columns].index_select(0, self.places)
+        if self.coefficient:
+            chosen = torch.cat([chosen, rows[:, -1:].index_select(0, self.places)], dim=1)
+        return chosen.view(-1)
+
+    def unpack(self, numbers: Tensor, rows: Tensor) -> None:
+        block, columns = numbers.view(-1, self._width), rows[:, self.columns]
+        own = block[:, : columns.shape[1]]
+        if self.part:
+            columns.index_add_(0, self.places, own)  # each place once: the order is that of the parts
+        else:
+            columns.index_copy_(0, self.places, own)
+        if self.coefficient:
+            rows[:, -1:].index_copy_(0, self.places, block[:, -1:])
 
 
 class RowContext(BatchContext):
-    """One batch of all ranks.
+    """One batch of all ranks, of which this rank gets rows of ids or of bags.
 
     Attributes:
-        given: this rank's batch. asked: where its rows arrive, and their gradients are.
-        starts: where the ids of this rank's entries begin. held: where all ranks' rows are among those.
+        given: this rank's batch. shared: which of its bags samples have, or None.
+        asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
+        starts: where the rows of this rank's entries begin. held: where all ranks' rows are among those.
     """
 
     given: SelectedKeys
-    asked: Parcels
+    shared: SharedBags | None = None
+    asked: Parcels | None = None
     starts: Tensor
     held: Parcels
+
+    def hold(self, rank: int, counts: Tensor, runs: Sequence[Run]) -> None:
+        """Takes note of the rows that this rank looks up.
+
+        Args:
+            counts: [entries of this rank, ranks] int64, how many rows each rank gets. runs: of this rank's entries.
+        """
+        self.starts = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
+        self.held = Parcels(rank, by_rank(counts), counts.T.tolist(), [runs] * counts.shape[1], at_front=True)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the tensors."""
         super().record_stream(stream)
-        if self.given.values.device.type != "cpu":
+        if self.asked is not None and self.given.values.device.type != "cpu":
             self.given.offsets.record_stream(stream)
             self.asked.record_stream(stream)
 
@@ -150,6 +208,43 @@ def by_rank(counts: Tensor) -> Tensor:
     return torch.arange(int(flat.sum()), device=counts.device) + moved.repeat_interleave(sizes)
 
 
+def fetch_rows(rows: Tensor, batch: RowContext, out: Tensor, group: dist.ProcessGroup) -> None:
+    """Writes to ``out`` the rows that this rank has asked for.
+
+    Args:
+        rows: [rows of all ranks, columns of this rank's entries], float32, which it has looked up.
+        out: zeros, which rows stay that no rank has: of ids out of range of a table that is split by rows.
+    """
+    blocks, received = batch.held.packed(rows, back=False), batch.asked.sizes(back=False)
+    batch.asked.unpack(exchanged(blocks, received, group), out, back=False)
+
+
+def send_gradients(
+    grad: Tensor, facts: Tensor, module: ShardedCollection, batch: RowContext, *, pooled: bool = False
+) -> None:
+    """Sends each rank the gradients of the rows that it has looked up, which is the update of its tables.
+
+    Args:
+        grad: float32, of the rows that this rank has asked for; with ``pooled``, its last column has the coefficients
+            of bags. facts: ``Backwards.facts``.
+    """
+    blocks, received = batch.asked.packed(grad, back=True), batch.held.sizes(back=True)
+    arrived = exchanged([torch.cat([facts, b]) for b in blocks], [FACTS + size for size in received], module.group)
+    told = torch.stack([block[:FACTS] for block in arrived])
+    module.backwards.check(told)
+    bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
+    own = grad.new_zeros(len(bags.offsets) - 1, width + pooled)
+    own[:, width:] = 1
+    batch.held.unpack([block[FACTS:] for block in arrived], own, back=True)
+    weights = bags.weights
+    if pooled and module.routes.coefficients[module.routes.rank]:
+        each = own[:, -1].repeat_interleave(bags.offsets.diff())
+        weights = each if weights is None else weights * each
+    status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
+    lookup = Lookup(own[:, :width].contiguous(), bags.values, bags.offsets, weights, status, batch.starts)
+    module.backwards.take(batch.begun, lookup, told)
+
+
 class RowExchange(torch.autograd.Function):
     """A row for each id of this rank, from what all ranks have looked up; its backward is the update.
 
@@ -157,40 +252,25 @@ class RowExchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, rows: Tensor, module: ShardedEmbeddingCollection, batch: RowContext) -> Tensor:
+    def forward(ctx: Any, token: Tensor, rows: Tensor, module: ShardedCollection, batch: RowContext) -> Tensor:
         """[N, largest D] of the output dtype; columns behind a D are zeros.
 
         Args:
             token: what autograd calls the backward for.
             rows: [ids of all ranks, columns of this rank's entries], float32.
         """
-        received = batch.asked.sizes(back=False)
-        arrived = exchanged(batch.held.packed(rows, back=False), received, module.group)
-        # Ids that are out of range of a table that is split by rows were sent to nobody: their rows are zeros.
         out = rows.new_zeros(len(batch.given.values), max(module.output_dims, default=0))
-        batch.asked.unpack(arrived, out, back=False)
+        fetch_rows(rows, batch, out, module.group)
         ctx.module, ctx.batch = module, batch
         return out.to(module.output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sends each rank the gradients of its rows, which updates its tables with those of all ids."""
-        module, batch = ctx.module, ctx.batch
-        rank, grad = module.routes.rank, grad.float()
+        """Sends each rank the gradients of its rows."""
+        module, batch, grad = ctx.module, ctx.batch, grad.float()
         facts = module.backwards.facts(batch.begun, grad)
-        scale = module.gradient_scales(batch.batch_sizes)[rank]
-        blocks = batch.asked.packed(grad * scale if scale != 1 else grad, back=True)
-        received = [FACTS + size for size in batch.held.sizes(back=True)]
-        arrived = exchanged([torch.cat([facts, block]) for block in blocks], received, module.group)
-        bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
-        own = grad.new_zeros(len(bags.values), width)
-        batch.held.unpack([block[FACTS:] for block in arrived], own, back=True)
-        status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
-        lookup = Lookup(own, bags.values, bags.offsets, bags.weights, status, batch.starts)
-        told = torch.stack([block[:FACTS] for block in arrived])
-        module.backwards.check(told)
-        module.backwards.take(batch.begun, lookup, told)
+        send_gradients(module.scaled(grad, batch.batch_sizes), facts, module, batch)
         return None, None, None, None
 
 

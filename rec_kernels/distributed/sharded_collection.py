@@ -24,9 +24,9 @@ from rec_kernels.distributed.local_shards import frozen_entries, make_collection
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.row_exchange import runs_of
 from rec_kernels.distributed.state import ShardedState
 from rec_kernels.nn.collection import TableCollection
-from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.optimizers import FusedOptimizer
@@ -41,12 +41,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     The arguments are ``ShardedEmbeddingBagCollection``'s.
 
     Attributes:
-        routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+        routes: which rank looks up what. group: the ranks. output_dtype, output_dims: of the outputs.
         backwards: when its lookups are updates.
     """
-
-    _takes_own_sizes = False  # whether features may have batch sizes of their own
-    _returns_weight_gradients = False  # whether per-sample weights may need a gradient
 
     def __init__(
         self,
@@ -63,8 +60,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         agreement.check_same(_described(module, shards, gradient), group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
-        self._features = module._features
+        self._features, self.output_dims = module._features, module._features.output_dims
+        if not module._pools:  # shards of the same columns side by side: their rows travel as one block
+            shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
         self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools)
+        self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
         collection = make_collection(module, self.routes.own, own, device, salt=f"{name}/{module.seed}")
@@ -99,22 +99,22 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
             looks anything up. RuntimeError: another rank's was, which is named.
         """
-        given, samples, error, device = None, 0, None, self.shards._device
-        allowed = {"own_sizes": self._takes_own_sizes, "weight_gradients": self._returns_weight_gradients}
+        given, error, device = batches.CheckedBatch(), None, self.shards._device
         names, limits = self.feature_names, self.routes.limits
         try:
-            given, samples = batches.checked_batch(features, names, limits, self.bounds_check, **allowed)
-            batches.check_device(given, device)
+            given = batches.checked_batch(features, names, limits, self.bounds_check, pooled=self.routes.pooled)
+            batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        ctx.batch_sizes, weighted, ctx.wants = agreement.agree(given, error, samples, self.group, device)
-        ctx.fed = given if ctx.wants[self.routes.rank] else None
+        agreed = agreement.agree(given, error, self.group, device)
+        ctx.batch_sizes, ctx.wants = agreed.batch_sizes, agreed.wants
+        ctx.fed = given.bags if ctx.wants[self.routes.rank] else None
         with torch.no_grad():
-            return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, weighted=weighted))], ctx)
+            return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, agreed))], ctx)
 
     @abstractmethod
-    def _sent(self, ctx: BatchContext, given: SelectedKeys, *, weighted: bool) -> KeyedJaggedTensor:
-        """The ids of this rank's batch as they are sent; ``weighted``: whether any rank's batch has weights."""
+    def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
+        """The ids of this rank's batch as they are sent."""
 
     # Updates.
 
@@ -125,6 +125,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         if self._gradient == "torchrec":
             return [1 / len(batch_sizes)] * len(batch_sizes)
         return [size / max(sum(batch_sizes), 1) for size in batch_sizes]
+
+    def scaled(self, grad: Tensor, batch_sizes: list[int]) -> Tensor:
+        """The gradient of this rank's outputs times its factor."""
+        scale = self.gradient_scales(batch_sizes)[self.routes.rank]
+        return grad * scale if scale != 1 else grad
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

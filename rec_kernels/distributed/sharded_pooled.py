@@ -8,12 +8,14 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import batches
-from rec_kernels.distributed.batches import BatchContext
+from rec_kernels.distributed.agreement import Agreed
+from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.distinct_exchange import DistinctExchange
 from rec_kernels.distributed.exchange import Exchange
+from rec_kernels.distributed.row_exchange import Parcels, RowContext
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.select_features import SelectedKeys
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -40,35 +42,66 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ValueError: ranks have other tables, plans, optimizers or options than the first.
     """
 
-    _returns_weight_gradients = True
-
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """The type of the module that it takes the place of."""
         return EmbeddingBagCollection
 
-    def create_context(self) -> BatchContext:
+    def create_context(self) -> RowContext:
         """The context of one batch."""
-        return BatchContext()
+        return RowContext()
 
-    def _sent(self, ctx: BatchContext, given: SelectedKeys, *, weighted: bool) -> KeyedJaggedTensor:
-        ctx.counts = batches.counts_of(given, self.routes)
-        return batches.sent_batch(given, self.routes, weighted=weighted)
+    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
+        bags = given.bags
+        if agreed.own_sizes and bags.strides is None:
+            bags = bags._replace(strides=[given.samples] * len(self.feature_names))
+        ctx.counts = batches.counts_of(bags, self.routes)
+        sent, _ = batches.sent_batch(bags, self.routes, weighted=agreed.weighted)
+        if agreed.own_sizes:
+            ctx.given, ctx.shared = bags, given.shared
+            ctx.asked = self._asked(bags.strides, bags.offsets.device)
+        return sent
+
+    def _asked(self, sizes: list[int], device: torch.device) -> Parcels:
+        """The rows that this rank gets of bags, of which each feature has a number."""
+        places = torch.arange(sum(sizes), device=device).split(sizes)
+        entries = self.routes.entries
+        return Parcels(
+            self.routes.rank,
+            torch.cat([places[entry.feature] for own in entries for entry in own]),
+            [[sizes[entry.feature] for entry in own] for own in entries],
+            self._runs,
+            at_front=False,
+        )
 
     @torch.no_grad()
-    def compute(self, ctx: BatchContext, dist_input: KJTList) -> Tensor:
-        """[samples of all ranks, columns of this rank's shards]: what this rank has of all samples, pooled."""
-        total = sum(ctx.batch_sizes)
-        ctx.bags = batches.looked_up(dist_input[0], len(self.routes.own), total)
-        if not self.routes.own:
-            return torch.zeros(total, 0, device=self.shards._device)
-        return self.shards._lookup(ctx.bags)
+    def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
+        """Looks up bags of all ranks' samples in this rank's shards, pooled.
 
-    def output_dist(self, ctx: BatchContext, output: Tensor) -> KeyedTensor:
+        Returns:
+            [samples of all ranks, columns of this rank's shards]; a row for each bag where features of some rank have
+            batch sizes of their own.
+        """
+        kjt, routes, total = dist_input[0], self.routes, sum(ctx.batch_sizes)
+        if ctx.asked is None:
+            ctx.bags = batches.looked_up(kjt, len(routes.own), total)
+            return self.shards._lookup(ctx.bags) if routes.own else torch.zeros(total, 0, device=self.shards._device)
+        ctx.bags = batches.looked_up(kjt, len(routes.own))
+        counts = torch.tensor(kjt.stride_per_key_per_rank() if routes.own else [], dtype=torch.int64)
+        counts = counts.view(len(routes.own), routes.world_size).to(self.shards._device)
+        ctx.hold(routes.rank, counts, self._runs[routes.rank])
+        if not routes.own:
+            return torch.zeros(0, 0, device=counts.device)
+        return self.shards._lookup(ctx.bags, ctx.starts)
+
+    def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
         token = torch.zeros(0, device=output.device, requires_grad=True)
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
-        weights = None if ctx.fed is None else ctx.fed.weights
-        values = Exchange.apply(token, output, weights, self, ctx)
+        if ctx.asked is None:
+            weights = None if ctx.fed is None else ctx.fed.weights
+            values = Exchange.apply(token, output, weights, self, ctx)
+        else:
+            values = DistinctExchange.apply(token, output, self, ctx)
         self.backwards.watch(ctx.begun, values)
         return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)

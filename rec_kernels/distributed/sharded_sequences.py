@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import batches
-from rec_kernels.distributed.plan import Shard
-from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowExchange, by_rank, runs_of
+from rec_kernels.distributed.agreement import Agreed
+from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowExchange
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn import sequence_lookups
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
@@ -41,24 +41,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ValueError: ranks have other tables, plans, optimizers or options than the first.
     """
 
-    _takes_own_sizes = True
-
-    def __init__(
-        self,
-        module: EmbeddingCollection,
-        shards: list[Shard],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        gradient: str = "global_mean",
-        name: str = "",
-    ) -> None:
-        # Shards of the same columns side by side: their rows travel as one block.
-        shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
-        super().__init__(module, shards, group, device, gradient=gradient, name=name)
-        self.output_dims = module._features.output_dims
-        self._runs = [runs_of(entries) for entries in self.routes.entries]
-
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
         """The type of the module that it takes the place of."""
@@ -72,17 +54,16 @@ class ShardedEmbeddingCollection(ShardedCollection):
         rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
         super()._load_from_state_dict(state_dict, prefix, *args, **named)
 
-    def _sent(self, ctx: RowContext, given: SelectedKeys, *, weighted: bool) -> KeyedJaggedTensor:
-        ctx.given = given
-        starts = given.offsets[given.bag_starts(len(self.feature_names))]
+    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
+        ctx.given = bags = given.bags
+        starts = bags.offsets[bags.bag_starts(len(self.feature_names))]
         # One bag for each feature: where samples begin is nobody else's business.
-        sent, places = batches.sent_ids(
-            SelectedKeys(given.values, starts, given.weights, None), self.routes, weighted=weighted
-        )
+        whole = SelectedKeys(bags.values, starts, bags.weights, None)
+        sent, places = batches.sent_batch(whole, self.routes, weighted=agreed.weighted)
         counts = iter(sent.lengths().tolist())
         ctx.asked = Parcels(
             self.routes.rank,
-            torch.cat([given.offsets.new_empty(0), *places]),
+            torch.cat([starts.new_empty(0), *places]),
             [[next(counts) for _ in entries] for entries in self.routes.entries],
             self._runs,
             at_front=False,
@@ -94,11 +75,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
         kjt, routes = dist_input[0], self.routes
         counts = kjt.lengths().long().view(len(routes.own), routes.world_size)
-        ctx.starts = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
         each = torch.arange(len(kjt.values()) + 1, device=counts.device)
         ctx.bags = SelectedKeys(kjt.values(), each, kjt.weights_or_none(), None)
-        runs = [self._runs[routes.rank]] * routes.world_size
-        ctx.held = Parcels(routes.rank, by_rank(counts), counts.T.tolist(), runs, at_front=True)
+        ctx.hold(routes.rank, counts, self._runs[routes.rank])
         if not routes.own:
             return torch.zeros(0, 0, device=counts.device)
         return self.shards._lookup(ctx.bags, ctx.starts)

@@ -1,0 +1,89 @@
+"""rk.distributed for batches whose samples share bags, on gloo processes against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed_cases import DIM, ROWS, Case, differences, same_bits
+from distributed_distinct_cases import Distinct, one_process
+from distributed_pool import pool
+from tiers import full
+
+HERE = "distributed_distinct_cases"
+pytest.importorskip("torchrec.distributed")
+
+
+def check(given: Distinct, *, same_outputs: bool = True) -> None:
+    """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
+    found = pool(len(given.case.sizes)).run(HERE, "run", given)
+    outputs, state = one_process(given)
+    assert differences(state, [blocks for _, blocks in found]) == []
+    for step, whole in enumerate(outputs):
+        got = torch.cat([out[step] for out, _ in found])
+        if same_outputs:
+            assert same_bits(got, whole)
+        else:
+            torch.testing.assert_close(got, whole, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kinds", [("inverse", "plain"), ("groups", "torchrec"), *full((("plain", "inverse"),))])
+@pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "data_parallel", "column_wise")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_whole_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
+    """Every kind of batch, also of a kind for each rank: the same bits throughout."""
+    check(Distinct(Case(plan, pooling=pooling, sizes=(8, 5)), kinds))
+
+
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+@pytest.mark.parametrize("plan", ["row_wise", "mixed", *full("grid_shard")])
+@pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("plain", "torchrec"),))])
+def test_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
+    """Tables that are split by rows: parts of bags are added in the order of the rows, updates are one process's."""
+    check(Distinct(Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=(8, 5)), kinds), same_outputs=False)
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "table_wise")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_weights_padding_and_ignored_ids(plan: str, pooling: str) -> None:
+    """Weights on one rank, ids that are left out, and outputs in float16, whose gradients are summed in float32."""
+    case = Case(
+        plan,
+        pooling=pooling,
+        weighted=True,
+        bad_ids=True,
+        padding=(3, None, ROWS[2] - 1),
+        output_dtype=torch.float16,
+        sizes=(9, 6),
+    )
+    check(Distinct(case, ("inverse", "groups")), same_outputs=False)
+
+
+def test_four_ranks() -> None:
+    """More ranks than tables, and one without samples."""
+    case = Case("mixed", pooling="mean", sizes=(5, 0, 4, 8))
+    check(Distinct(case, ("inverse", "inverse", "plain", "groups")), same_outputs=False)
+
+
+@pytest.mark.full
+def test_one_rank() -> None:
+    """One process is a plan, too."""
+    check(Distinct(Case("table_wise", sizes=(8,)), ("inverse",)))
+
+
+def test_what_travels() -> None:
+    """Pooled rows of distinct bags, whatever the number of samples."""
+    given = Distinct(Case("table_wise", sizes=(40, 40)))  # rank 0 has t1, rank 1 t0 and t2, which two features look up
+    bags = [20, 21, 22, 23]
+    asked = [bags[0] + bags[2] + bags[3], bags[1]]  # by rank 0 of rank 1, and by rank 1 of rank 0
+    assert pool(2).run(HERE, "numbers_sent", given) == [
+        [asked[1] * DIM, asked[0] * DIM + 4],
+        [asked[0] * DIM, asked[1] * DIM + 4],
+    ]
+
+
+def test_without_inverse_indices() -> None:
+    """There is no batch that the outputs could be rows of: all ranks are told."""
+    others, own = pool(2).run(HERE, "without_inverse", Distinct())
+    assert own.startswith("ValueError: the features have batch sizes of their own and no inverse indices")
+    assert others.startswith("RuntimeError: another rank refused its batch")
+    assert own in others

@@ -1,0 +1,79 @@
+"""Pooled columns of bags that samples share, from the ranks that look them up, and gradients back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.distributed.row_exchange import RowContext, fetch_rows, send_gradients
+from rec_kernels.nn.jagged.shared_bags import SharedBags
+
+if TYPE_CHECKING:
+    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+
+_ops = torch.ops.rec_kernels
+
+
+class DistinctExchange(torch.autograd.Function):
+    """The collection's output from distinct bags that all ranks have pooled; its backward is the update.
+
+    Features may have batch sizes of their own on some ranks only. Every rank runs the backward, also one without tables
+    or samples. Gradients of bags are float32 sums over samples, whatever the output dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, rows: Tensor, module: ShardedEmbeddingBagCollection, batch: RowContext
+    ) -> Tensor:
+        """[B, dim] of the output dtype.
+
+        Args:
+            token: what autograd calls the backward for.
+            rows: [bags of all ranks, columns of this rank's entries], float32.
+        """
+        sizes = batch.given.strides
+        out = rows.new_zeros(sum(sizes), max(module.output_dims, default=0))
+        fetch_rows(rows, batch, out, module.group)
+        blocks = [own[:, :dim] for own, dim in zip(out.split(sizes), module.output_dims, strict=True)]
+        if batch.counts is not None:
+            counts = batch.counts.clamp(min=1).to(out.dtype)[:, None].split(sizes)
+            for f in module.routes.means:
+                blocks[f].div_(counts[f])
+        for members, inverse in _groups(batch.shared):
+            wide = _ops.expand(torch.cat([blocks[f] for f in members], dim=1), inverse)[0]
+            for f, block in zip(members, wide.split([module.output_dims[f] for f in members], dim=1), strict=True):
+                blocks[f] = block
+        ctx.module, ctx.batch = module, batch
+        return torch.cat(blocks, dim=1).to(module.output_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Sends each rank the gradients of its bags, each summed over the samples that have it."""
+        module, batch, grad = ctx.module, ctx.batch, grad.float()
+        facts = module.backwards.facts(batch.begun, grad)
+        blocks = list(module.scaled(grad, batch.batch_sizes).split(module.output_dims, dim=1))
+        sizes = batch.given.strides
+        for members, inverse in _groups(batch.shared):
+            wide = torch.cat([blocks[f] for f in members], dim=1)
+            summed = _ops.expand_backward(wide, inverse, sizes[members[0]])
+            for f, block in zip(members, summed.split([module.output_dims[f] for f in members], dim=1), strict=True):
+                blocks[f] = block
+        # The last column has what gradients of a bag's ids are divided by: see Routes.coefficients.
+        own = grad.new_zeros(sum(sizes), max(module.output_dims, default=0) + 1)
+        for block, rows in zip(blocks, own.split(sizes), strict=True):
+            rows[:, : block.shape[1]] = block
+        if batch.counts is not None:
+            own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
+        send_gradients(own, facts, module, batch, pooled=True)
+        return None, None, None, None
+
+
+def _groups(shared: SharedBags | None) -> list[tuple[list[int], Tensor]]:
+    """Features that share bags together, and which of them each sample has."""
+    if shared is None:
+        return []
+    return [(members, shared.inverse[group]) for group, members in shared.together().items()]
