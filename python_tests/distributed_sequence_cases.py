@@ -192,6 +192,43 @@ def save_and_load(case: Sequences, other: str, folder: str) -> tuple[dict[str, A
     return blocks(model.module.sequences.state_dict()), blocks(loaded.module.sequences.state_dict())
 
 
+def unlike(case: Sequences) -> tuple[str, bool]:
+    """Each rank runs the backward of another lookup, with other numbers of ids: the error, and whether the state is as
+    before."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    before, error = blocks(model.module.sequences.state_dict()), ""
+    outputs = [model(batch(case, step, [rank])) for step in range(2)]
+    try:
+        sum(rows.values().sum() for rows in outputs[rank].values()).backward()
+    except RuntimeError as raised:
+        error = str(raised)
+    after = blocks(model.module.sequences.state_dict())
+    return error, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+
+
+def scaled(case: Sequences) -> tuple[list[float], dict[str, Any]]:
+    """Scales and blocks of this rank."""
+    model = sharded(case, collection(case))
+    tables = model.module.sequences
+    return train_scaled(case, model, tables, tables.optimizer, [dist.get_rank()]), blocks(tables.state_dict())
+
+
+def train_scaled(case: Sequences, model: nn.Module, tables: Any, face: Any, ranks: list[int]) -> list[float]:
+    """Steps with a GradScaler, of which the last rank's gradient overflows in the second; the scales."""
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    tables.set_grad_scaler(scaler)
+    for step in range(case.steps):
+        factors = coefficients(case, step, ranks)
+        if step == 1 and len(case.sizes) - 1 in ranks:
+            factors[1][-1, 3] = torch.inf
+        out = model(batch(case, step, ranks))
+        scaler.scale(sum((out[key].values() * c).sum() for key, c in zip(KEYS, factors, strict=True))).backward()
+        scaler.step(face)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
 def load_whole(case: Sequences, state: dict[str, Tensor]) -> dict[str, Any]:
     """Blocks after a state of one process has been loaded."""
     model = sharded(case, collection(case, device="meta"))

@@ -17,6 +17,7 @@ from distributed_sequence_cases import (
     coefficients,
     collection,
     one_process,
+    train_scaled,
     use_options,
 )
 from tiers import full
@@ -128,6 +129,26 @@ def test_options(plan: str) -> None:
     model = Model(collection(case))
     whole = use_options(case, model, model.sequences, model.sequences.fused_optimizer, [0, 1])
     assert differences(dict(whole), found) == []
+
+
+def test_overflow_on_one_rank() -> None:
+    """Scaled losses: the update is skipped on all ranks, as in one process."""
+    case = Sequences("mixed", "bf16", "adam_bf16", steps=4)
+    (scales, first), (others, second) = pool(2).run(HERE, "scaled", case)
+    model = Model(collection(case))
+    wanted = train_scaled(case, model, model.sequences, model.sequences.fused_optimizer, [0, 1])
+    assert scales == others == wanted
+    assert wanted[1] == wanted[0] / 2
+    assert differences(dict(model.sequences.state_dict()), [first, second]) == []
+
+
+def test_unlike_backwards() -> None:
+    """Ranks that run backwards of different lookups are told so, all of them, and nothing changes."""
+    (first, same0), (second, same1) = pool(2).run(HERE, "unlike", Sequences("row_wise"))
+    assert first == second
+    assert "rank 0 updates with lookup 0 at once, scale 0, and rank 1 with lookup 1" in first
+    assert same0
+    assert same1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
