@@ -141,3 +141,42 @@ def late(case: Case) -> list[str]:
     except RuntimeError as error:
         errors.append(str(error))
     return errors
+
+
+def train_by_torch(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
+    """Steps of torch's Adam, two lookups a step, whose table t1 is frozen after the first; the outputs."""
+    named = {name: p for name, p in model.named_parameters() if "embedding_bags" in name}
+    optimizers = [torch.optim.Adam(named.values(), lr=0.01)] if named else []
+    outputs = []
+    for step in range(case.steps):
+        losses = []
+        for k in range(2):
+            out = model(batch(case, 2 * step + k, ranks))
+            outputs.append(out.detach().clone())
+            loss = (out.float() * coefficients(case, 2 * step + k, ranks)).sum()
+            losses.append(loss / max(len(out), 1) if case.gradient != "sum" else loss)
+        (losses[0] + losses[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in named.items():
+            p.requires_grad_("t1" not in name)
+    return outputs
+
+
+def by_torch(case: Case) -> tuple[list[Tensor], dict[str, Any], list[str]]:
+    """Outputs, blocks and parameters of this rank."""
+    model = sharded(case, collection(case))
+    outputs = train_by_torch(case, model, [dist.get_rank()])
+    names = [name for name, _ in model.named_parameters() if "dense" not in name]
+    return outputs, blocks(model.module.ebc.state_dict()), names
+
+
+def only_weights(case: Case) -> tuple[Tensor, bool]:
+    """Tables of bytes without an optimizer: weights get gradients, and nothing else is trained or sent back."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    given = batch(case, 0, [rank])
+    weights = torch.ones(len(given.values()), requires_grad=True)
+    given = type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
+    model(given).sum().backward()
+    return weights.grad, model(batch(case, 1, [rank])).requires_grad

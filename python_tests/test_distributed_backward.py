@@ -6,8 +6,15 @@ import re
 
 import pytest
 import torch
-from distributed_backward_cases import of_rank, ranks_of, scaled_alone, train_together, train_weighted
-from distributed_cases import Case, Model, collection, differences, same_bits
+from distributed_backward_cases import (
+    of_rank,
+    ranks_of,
+    scaled_alone,
+    train_by_torch,
+    train_together,
+    train_weighted,
+)
+from distributed_cases import Case, Model, batch, collection, differences, same_bits
 from distributed_pool import pool
 from tiers import full
 
@@ -82,3 +89,38 @@ def test_weights_whose_rows_have_changed() -> None:
     errors = pool(2).run(HERE, "late", Case("mixed", optimizer="sgd"))
     assert errors[0] == errors[1]
     assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")
+
+
+NAMES = {
+    "mixed": [["t0", "t1", "t2"], ["t0", "t1", "t2"]],
+    "one_rank": [["t0", "t1", "t2"], []],
+    "grid_shard": [["t0", "t0#2", "t1", "t1#6", "t2", "t2#10"], ["t0", "t0#3", "t1", "t1#7", "t2", "t2#11"]],
+}
+
+
+@pytest.mark.parametrize("plan", ["mixed", "one_rank", *full("grid_shard", "table_wise", "data_parallel", "row_wise")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_optimizers_of_torch(plan: str, pooling: str) -> None:
+    """A rank's shards are parameters, with the gradients of all ranks, replicas too: one process's bits."""
+    case = Case(plan, optimizer="torch", pooling=pooling, sizes=(8, 5), one_id=True)
+    found = pool(2).run(HERE, "by_torch", case)
+    model = Model(collection(case))
+    outputs = train_by_torch(case, model, ranks_of(case))
+    assert all(same_bits(torch.cat(got), want) for *got, want in zip(*(o for o, _, _ in found), outputs, strict=True))
+    assert differences(dict(model.ebc.state_dict()), [blocks for _, blocks, _ in found]) == []
+    if plan in NAMES:
+        want = [[f"ebc.embedding_bags.{name}.weight" for name in own] for own in NAMES[plan]]
+        assert [names for *_, names in found] == want
+
+
+def test_tables_that_nothing_trains() -> None:
+    """Rows of bytes without an optimizer: outputs want gradients only where per-sample weights do."""
+    case = Case("row_wise", "int8", "torch")
+    for rank, (grad, requires) in enumerate(pool(2).run(HERE, "only_weights", case)):
+        given = batch(case, 0, [rank])
+        weights = torch.ones(len(given.values()), requires_grad=True)
+        Model(collection(case))(
+            type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
+        ).sum().backward()
+        assert same_bits(grad, weights.grad)
+        assert not requires
