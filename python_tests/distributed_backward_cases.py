@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import distributed_sequence_cases as sequences
 import torch
 import torch.distributed as dist
 from distributed_cases import Case, Model, batch, blocks, coefficients, collection, sharded
@@ -180,3 +181,19 @@ def only_weights(case: Case) -> tuple[Tensor, bool]:
     given = type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
     model(given).sum().backward()
     return weights.grad, model(batch(case, 1, [rank])).requires_grad
+
+
+def step_by_torch(case: sequences.Sequences, model: nn.Module, ranks: list[int]) -> list:
+    """The outputs of several lookups, and a step of torch's SGD with the gradients of all of them."""
+    outputs = sequences.train(case, model, ranks)
+    tables = [p for name, p in model.named_parameters() if "embeddings" in name]
+    if tables:
+        torch.optim.SGD(tables, lr=0.1).step()
+    return outputs
+
+
+def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
+    """Blocks of this rank."""
+    model = sequences.sharded(case, sequences.collection(case))
+    step_by_torch(case, model, [dist.get_rank()])
+    return blocks(model.module.sequences.state_dict())

@@ -10,12 +10,16 @@ from distributed_backward_cases import (
     of_rank,
     ranks_of,
     scaled_alone,
+    step_by_torch,
     train_by_torch,
     train_together,
     train_weighted,
 )
 from distributed_cases import Case, Model, batch, collection, differences, same_bits
 from distributed_pool import pool
+from distributed_sequence_cases import Model as SequenceModel
+from distributed_sequence_cases import Sequences
+from distributed_sequence_cases import collection as sequence_collection
 from tiers import full
 
 pytest.importorskip("torchrec.distributed")
@@ -124,3 +128,13 @@ def test_tables_that_nothing_trains() -> None:
         ).sum().backward()
         assert same_bits(grad, weights.grad)
         assert not requires
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "one_rank")])
+def test_sequences_and_optimizers_of_torch(plan: str) -> None:
+    """Shards of an EmbeddingCollection are parameters, too."""
+    case = Sequences(plan, optimizer="torch")
+    found = pool(2).run(HERE, "sequences_by_torch", case)
+    model = SequenceModel(sequence_collection(case))
+    step_by_torch(case, model, list(range(len(case.sizes))))
+    assert differences(dict(model.sequences.state_dict()), found) == []
