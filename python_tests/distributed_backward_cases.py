@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import distributed_sequence_cases as sequences
 import torch
 import torch.distributed as dist
 from distributed_cases import Case, Model, batch, blocks, coefficients, collection, sharded
@@ -90,3 +91,109 @@ def unlike(case: Case) -> tuple[list[str], bool]:
     tell(loss.backward)
     after = blocks(tables.state_dict())
     return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+
+
+def train_weighted(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> list[Tensor]:
+    """Steps with per-sample weights that want gradients, the last two of one block; the gradients.
+
+    In the second step rank 0's want none: of one process's weights, its samples' gradients are left out.
+    """
+    grads = []
+    for step in range(case.steps):
+        given = batch(case, step, ranks)
+        count = len(batch(case, step, ranks_of(case)).values())
+        weights = 0.5 + torch.rand(count, generator=torch.Generator().manual_seed(step))
+        if len(ranks) == 1:
+            weights = weights[of_rank(case, step, ranks[0])]
+        weights.requires_grad_(step != 1 or ranks != [0])
+        given = type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
+        with tables.accumulate() if step >= case.steps - 2 else torch.enable_grad():
+            out = model(given)
+            (out.float() * coefficients(case, step, ranks)).sum().backward()
+        grads.append(torch.zeros(0) if weights.grad is None else weights.grad.clone())
+    return grads
+
+
+def of_rank(case: Case, step: int, rank: int) -> Tensor:
+    """Where a rank's ids are among those of the batch of all ranks."""
+    marked = [torch.full_like(batch(case, step, [r]).values(), r) for r in ranks_of(case)]
+    parts = [m.split(batch(case, step, [r]).length_per_key()) for r, m in enumerate(marked)]
+    return (torch.cat([own[f] for f in range(4) for own in parts]) == rank).nonzero().flatten()
+
+
+def weighted(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """Gradients of weights, and blocks, of this rank."""
+    model = sharded(case, collection(case))
+    tables = model.module.ebc
+    return train_weighted(case, model, tables, [dist.get_rank()]), blocks(tables.state_dict())
+
+
+def late(case: Case) -> list[str]:
+    """Two lookups whose weights want gradients, with a backward of their own each: the second finds other rows."""
+    model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
+    losses = []
+    for step in range(2):
+        given = batch(case, step, [rank])
+        weights = torch.ones(len(given.values()), requires_grad=rank == 1)
+        losses.append(model(type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)).sum())
+    losses[0].backward()
+    try:
+        losses[1].backward()
+    except RuntimeError as error:
+        errors.append(str(error))
+    return errors
+
+
+def train_by_torch(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
+    """Steps of torch's Adam, two lookups a step, whose table t1 is frozen after the first; the outputs."""
+    named = {name: p for name, p in model.named_parameters() if "embedding_bags" in name}
+    optimizers = [torch.optim.Adam(named.values(), lr=0.01)] if named else []
+    outputs = []
+    for step in range(case.steps):
+        losses = []
+        for k in range(2):
+            out = model(batch(case, 2 * step + k, ranks))
+            outputs.append(out.detach().clone())
+            loss = (out.float() * coefficients(case, 2 * step + k, ranks)).sum()
+            losses.append(loss / max(len(out), 1) if case.gradient != "sum" else loss)
+        (losses[0] + losses[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in named.items():
+            p.requires_grad_("t1" not in name)
+    return outputs
+
+
+def by_torch(case: Case) -> tuple[list[Tensor], dict[str, Any], list[str]]:
+    """Outputs, blocks and parameters of this rank."""
+    model = sharded(case, collection(case))
+    outputs = train_by_torch(case, model, [dist.get_rank()])
+    names = [name for name, _ in model.named_parameters() if "dense" not in name]
+    return outputs, blocks(model.module.ebc.state_dict()), names
+
+
+def only_weights(case: Case) -> tuple[Tensor, bool]:
+    """Tables of bytes without an optimizer: weights get gradients, and nothing else is trained or sent back."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    given = batch(case, 0, [rank])
+    weights = torch.ones(len(given.values()), requires_grad=True)
+    given = type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
+    model(given).sum().backward()
+    return weights.grad, model(batch(case, 1, [rank])).requires_grad
+
+
+def step_by_torch(case: sequences.Sequences, model: nn.Module, ranks: list[int]) -> list:
+    """The outputs of several lookups, and a step of torch's SGD with the gradients of all of them."""
+    outputs = sequences.train(case, model, ranks)
+    tables = [p for name, p in model.named_parameters() if "embeddings" in name]
+    if tables:
+        torch.optim.SGD(tables, lr=0.1).step()
+    return outputs
+
+
+def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
+    """Blocks of this rank."""
+    model = sequences.sharded(case, sequences.collection(case))
+    step_by_torch(case, model, [dist.get_rank()])
+    return blocks(model.module.sequences.state_dict())

@@ -16,6 +16,7 @@ ROWS = (100, 57, 1030)
 DIM = 16
 KEYS = ["f0", "f1", "f2", "g2"]
 OPTIMIZERS = {
+    "torch": None,
     "sgd": rk.SGD(lr=0.1),
     "adagrad": rk.Adagrad(lr=0.1),
     "rowwise_adagrad": rk.RowwiseAdagrad(lr=0.1),

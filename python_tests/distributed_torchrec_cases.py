@@ -67,7 +67,7 @@ def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.ebc.state_dict())
     errors = []
-    for mistake in ("id", "key", "kind", "weights"):
+    for mistake in ("id", "key", "kind", "sizes"):
         given: Any = batch(case, 0, [rank])
         if rank == 1 and mistake == "id":
             values = given.values().clone()
@@ -78,8 +78,8 @@ def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
         elif rank == 1 and mistake == "kind":
             given = 3
         elif rank == 1:
-            weights = torch.ones(len(given.values()), requires_grad=True)
-            given = rk.KeyedJaggedTensor(KEYS, given.values(), lengths=given.lengths(), weights=weights)
+            own = [case.sizes[1] + k for k in (1, -1, 0, 0)]
+            given = rk.KeyedJaggedTensor(KEYS, given.values(), lengths=given.lengths(), stride_per_key=own)
         try:
             model(given)
         except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from distributed_backward_cases import ranks_of, scaled_alone, train_together
-from distributed_cases import Case, Model, collection, differences, same_bits
+from distributed_backward_cases import (
+    of_rank,
+    ranks_of,
+    scaled_alone,
+    step_by_torch,
+    train_by_torch,
+    train_together,
+    train_weighted,
+)
+from distributed_cases import Case, Model, batch, collection, differences, same_bits
 from distributed_pool import pool
+from distributed_sequence_cases import Model as SequenceModel
+from distributed_sequence_cases import Sequences
+from distributed_sequence_cases import collection as sequence_collection
 from tiers import full
 
 pytest.importorskip("torchrec.distributed")
@@ -46,9 +59,82 @@ def test_unlike_backwards() -> None:
     assert errors == others
     assert same
     assert same_there
-    texts = [
-        "rank 0 updates with lookup 1 together with others of the same backward, scale 0, and rank 1 with lookup 1 at",
-        "rank 0 updates with lookup 3 at once, scale 0, and rank 1 with lookup 2 at once, scale 0",
-        "rank 0 updates with lookup 4 at once, scale 0, and rank 1 with lookup 4 at once, scale 2 (0: no GradScaler)",
+    told = [re.findall(r"(rank \d updates with .*?, scale \d)", error) for error in errors]
+    together = "lookup 1 together with others of the same backward, scale 0"
+    assert told == [
+        [f"rank 0 updates with {together}", "rank 1 updates with lookup 1 at once, scale 0"],
+        ["rank 0 updates with lookup 3 at once, scale 0", "rank 1 updates with lookup 2 at once, scale 0"],
+        ["rank 0 updates with lookup 4 at once, scale 0", "rank 1 updates with lookup 4 at once, scale 2"],
     ]
-    assert all(text in error for text, error in zip(texts, errors, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_gradients_of_weights(plan: str, pooling: str) -> None:
+    """They come back to the rank that fed the sample: bits of one process, but for rows that are split by columns."""
+    case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=(3, None, None))
+    found = pool(2).run(HERE, "weighted", case)
+    model = Model(collection(case))
+    grads = train_weighted(case, model, model.ebc, ranks_of(case))
+    for step, whole in enumerate(grads):
+        for rank in ranks_of(case):
+            got, want = found[rank][0][step], whole[of_rank(case, step, rank)]
+            if (step, rank) == (1, 0):
+                assert len(got) == 0
+            elif plan in ("mixed", "grid_shard"):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            else:
+                assert same_bits(got, want)
+    assert differences(dict(model.ebc.state_dict()), [blocks for _, blocks in found]) == []
+
+
+def test_weights_whose_rows_have_changed() -> None:
+    """The second backward of two would have gradients of other rows: every rank is told so."""
+    errors = pool(2).run(HERE, "late", Case("mixed", optimizer="sgd"))
+    assert errors[0] == errors[1]
+    assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")
+
+
+NAMES = {
+    "mixed": [["t0", "t1", "t2"], ["t0", "t1", "t2"]],
+    "one_rank": [["t0", "t1", "t2"], []],
+    "grid_shard": [["t0", "t0#2", "t1", "t1#6", "t2", "t2#10"], ["t0", "t0#3", "t1", "t1#7", "t2", "t2#11"]],
+}
+
+
+@pytest.mark.parametrize("plan", ["mixed", "one_rank", *full("grid_shard", "table_wise", "data_parallel", "row_wise")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_optimizers_of_torch(plan: str, pooling: str) -> None:
+    """A rank's shards are parameters, with the gradients of all ranks, replicas too: one process's bits."""
+    case = Case(plan, optimizer="torch", pooling=pooling, sizes=(8, 5), one_id=True)
+    found = pool(2).run(HERE, "by_torch", case)
+    model = Model(collection(case))
+    outputs = train_by_torch(case, model, ranks_of(case))
+    assert all(same_bits(torch.cat(got), want) for *got, want in zip(*(o for o, _, _ in found), outputs, strict=True))
+    assert differences(dict(model.ebc.state_dict()), [blocks for _, blocks, _ in found]) == []
+    if plan in NAMES:
+        want = [[f"ebc.embedding_bags.{name}.weight" for name in own] for own in NAMES[plan]]
+        assert [names for *_, names in found] == want
+
+
+def test_tables_that_nothing_trains() -> None:
+    """Rows of bytes without an optimizer: outputs want gradients only where per-sample weights do."""
+    case = Case("row_wise", "int8", "torch")
+    for rank, (grad, requires) in enumerate(pool(2).run(HERE, "only_weights", case)):
+        given = batch(case, 0, [rank])
+        weights = torch.ones(len(given.values()), requires_grad=True)
+        Model(collection(case))(
+            type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
+        ).sum().backward()
+        assert same_bits(grad, weights.grad)
+        assert not requires
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "one_rank")])
+def test_sequences_and_optimizers_of_torch(plan: str) -> None:
+    """Shards of an EmbeddingCollection are parameters, too."""
+    case = Sequences(plan, optimizer="torch")
+    found = pool(2).run(HERE, "sequences_by_torch", case)
+    model = SequenceModel(sequence_collection(case))
+    step_by_torch(case, model, list(range(len(case.sizes))))
+    assert differences(dict(model.sequences.state_dict()), found) == []

@@ -52,11 +52,13 @@ class Agreed(NamedTuple):
 
     Args:
         batch_sizes: of all ranks. weighted: whether any has weights.
+        wants: for each rank, whether its weights want a gradient.
         own_sizes: whether features of any have batch sizes of their own.
     """
 
     batch_sizes: list[int]
     weighted: bool
+    wants: list[bool]
     own_sizes: bool
 
 
@@ -67,10 +69,12 @@ def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup
         given: the batch. error: what refused it, or None.
 
     Raises:
-        ``error``; RuntimeError: another rank's batch was refused, with its message.
+        ``error``; RuntimeError: another rank's batch was refused, with its message. ValueError: weights want a
+        gradient, and features have batch sizes of their own.
     """
     bags = given.bags
-    own_facts = [given.samples, bags.weights is not None, bags.strides is not None, error is not None]
+    wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
+    own_facts = [given.samples, bags.weights is not None, wants, bags.strides is not None, error is not None]
     own = torch.tensor(own_facts, dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
@@ -82,8 +86,14 @@ def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
-    sizes, weighted, own_sizes, _ = zip(*numbers, strict=True)
-    return Agreed(list(sizes), any(weighted), any(own_sizes))
+    sizes, weighted, wanted, own_sizes, _ = zip(*numbers, strict=True)
+    if any(wanted) and any(own_sizes):
+        raise ValueError(
+            f"per_sample_weights of rank {wanted.index(1)} require a gradient, and features of rank "
+            f"{own_sizes.index(1)} have batch sizes of their own: such gradients do not come back; give "
+            "weights.detach()"
+        )
+    return Agreed(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
 
 
 def until_all_end(

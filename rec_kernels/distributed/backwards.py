@@ -7,14 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.distributed.torch_tables import TorchTables
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 4
-_NOW, _TOGETHER, _IN_BLOCK = range(3)
-_WHEN = ("at once", "together with others of the same backward", "in an accumulate() block")
+_NOW, _TOGETHER, _IN_BLOCK, _TOO_LATE, _BY_TORCH = range(5)
+_WHEN = (
+    "at once",
+    "together with others of the same backward",
+    "in an accumulate() block",
+    "too late",
+    "by an optimizer of torch",
+)
 
 
 class Begun(NamedTuple):
@@ -23,10 +30,14 @@ class Begun(NamedTuple):
     Args:
         number: how many lookups of the collection were before it.
         pending: the ``accumulate()`` block that it is in, or None.
+        rows: numbers that change with the tables, if its backward needs the rows as they were, else None.
+        arrived: where its gradients are put, of tables that torch's optimizers train.
     """
 
     number: int
     pending: Pending | None
+    rows: list[int] | None
+    arrived: list[Lookup]
 
 
 class Backwards:
@@ -36,20 +47,44 @@ class Backwards:
     the scale of its loss and whether its gradient has overflowed: one message, no further collective.
 
     Args:
-        shards: this rank's, with a fused optimizer.
+        shards: this rank's. trained_by_torch: whether the whole collection has gradients of torch.
     """
 
-    def __init__(self, shards: TableCollection) -> None:
-        self._shards, self._number = shards, 0
+    def __init__(self, shards: TableCollection, *, trained_by_torch: bool) -> None:
+        self._shards, self._trained_by_torch, self._number = shards, trained_by_torch, 0
 
-    def begin(self) -> Begun:
-        """Takes note of a lookup, before its output is there."""
+    def begin(self, *, needs_rows: bool = False) -> Begun:
+        """Takes note of a lookup, before its output is there.
+
+        Args:
+            needs_rows: whether its backward needs the rows as they are, for gradients of per-sample weights.
+        """
         self._number += 1
-        return Begun(self._number - 1, self._shards._update.pending)
+        update, rows = self._shards._update, self._versions() if needs_rows else None
+        return Begun(self._number - 1, None if update is None else update.pending, rows, [])
+
+    def token(self, begun: Begun, *, wanted: bool) -> Tensor:
+        """A tensor without elements, for whose sake autograd runs the backward of the lookup's output, on every rank.
+
+        Args:
+            wanted: whether the backward is wanted even if nothing trains the tables, for gradients of weights.
+        """
+        shards = self._shards
+        weights: list[Tensor] = [*shards._held.weights()] if self._trained_by_torch else []
+        if any(weight.requires_grad for weight in weights):
+            return TorchTables.apply(shards, begun.arrived, *weights)
+        trains = shards._update is not None or self._trained_by_torch
+        return torch.zeros(0, device=shards._device, requires_grad=trains or wanted)
+
+    def _versions(self) -> list[int]:
+        """Versions of the tables; with a cache, which moves rows without changing them, of the count of updates."""
+        shards = self._shards
+        own = [] if shards._update is not None else shards._held.weights()
+        return [t._version for t in (shards._buffers["_weights"] if shards.row_cache is None else shards.step, *own)]
 
     def watch(self, begun: Begun, output: Tensor) -> None:
         """Takes note of its output, by whose autograd node torch knows which lookups a backward has."""
-        if begun.pending is None:
+        if begun.pending is None and self._shards._update is not None:
             self._shards._update.dense.opened(output)
 
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
@@ -62,32 +97,35 @@ class Backwards:
             RuntimeError: the lookup was made before the ``accumulate()`` block that is open.
         """
         update = self._shards._update
-        if begun.pending is None and update.pending is not None:
+        if update is not None and begun.pending is None and update.pending is not None:
             raise RuntimeError(
                 "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
                 "the block, too"
             )
-        if begun.pending is not None:
+        if update is None:
+            when = _BY_TORCH
+        elif begun.pending is not None:
             when = _IN_BLOCK
         else:
             self._shards._follow_requires_grad(self._shards._layout)
             when = _TOGETHER if update.dense.joins() else _NOW
+        if begun.rows is not None and begun.rows != self._versions():
+            when = _TOO_LATE
         facts = torch.tensor([begun.number % (1 << 24), when, 0, 0], dtype=torch.float32).to(grad.device)
-        if scaling := update.scaling():
+        if update is not None and (scaling := update.scaling()):
             facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(grad)
         return facts
 
     def take(self, begun: Begun, lookup: Lookup, facts: Tensor) -> None:
-        """Updates this rank's shards with the gradients of all samples, or keeps them for the update that they join.
+        """Updates this rank's shards with the gradients of all samples, or keeps them for who is to use them.
 
         Args:
-            facts: [ranks, FACTS], of all ranks.
-
-        Raises:
-            RuntimeError: ranks run backwards of different lookups, or update at different times; no rank does then.
+            facts: [ranks, FACTS], of all ranks, after ``check``.
         """
-        check_alike(facts)
         update = self._shards._update
+        if update is None:
+            begun.arrived.append(lookup)
+            return
         scaling = update.scaling()
         if scaling:
             lookup = lookup._replace(found_inf=facts[:, 3].amax())
@@ -99,25 +137,35 @@ class Backwards:
             with torch.no_grad():
                 self._shards._update_once([lookup], scaling)
 
+    @staticmethod
+    def check(facts: Tensor) -> None:
+        """Raises RuntimeError unless what ranks have told, [ranks, FACTS], is the same but for overflows.
 
-def check_alike(facts: Tensor) -> None:
-    """Raises RuntimeError unless what ranks have told, [ranks, FACTS], is the same but for overflows.
-
-    On a GPU the process ends with the message instead: the host would have to wait for each backward.
-    """
-    told = facts[:, :3]
-    text = (
-        "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() calls "
-        "and accumulate() blocks, and with the same loss scale"
-    )
-    if facts.device.type != "cpu":
-        torch._assert_async((told == told[0]).all(), text)
-        return
-    by_rank = told.tolist()
-    for rank, own in enumerate(by_rank):
-        if own != by_rank[0]:
-            described = [f"lookup {int(n)} {_WHEN[int(when)]}, scale {scale:g}" for n, when, scale in (by_rank[0], own)]
-            raise RuntimeError(
-                f"{text}: rank 0 updates with {described[0]}, and rank {rank} with {described[1]} (0: no GradScaler); "
-                "no rank has updated its tables"
+        On a GPU the process ends with the message instead: the host would have to wait for each backward.
+        """
+        told, text = facts[:, :3], ""
+        alike = (
+            "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
+            "calls and accumulate() blocks, and with the same loss scale"
+        )
+        if facts.device.type != "cpu":
+            torch._assert_async(((told == told[0]) & (told[:, 1:2] != _TOO_LATE)).all(), alike)
+            return
+        by_rank = told.tolist()
+        late = [rank for rank, (_, when, _) in enumerate(by_rank) if when == _TOO_LATE]
+        other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)
+        if late:
+            text = (
+                f"the tables of rank {late[0]} have changed since this lookup, and gradients of per_sample_weights "
+                "need the rows as they were: run the backward before the next update, or make both lookups and their "
+                "backwards inside accumulate()"
             )
+        elif other:
+            described = [
+                f"rank {rank} updates with lookup {int(by_rank[rank][0])} {_WHEN[int(by_rank[rank][1])]}, scale "
+                f"{by_rank[rank][2]:g}"
+                for rank in (0, other)
+            ]
+            text = f"{alike}: {', and '.join(described)} (0: no GradScaler)"
+        if text:
+            raise RuntimeError(f"{text}; no rank has updated its tables")

@@ -26,6 +26,7 @@ class BatchContext(Multistreamable):
     Attributes:
         batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
         bags: the ids that this rank looks up, of all ranks' samples, key-major.
+        wants: for each rank, whether its per-sample weights want a gradient. fed: this rank's batch, if they do.
         begun: the lookup, from its output on.
     """
 
@@ -33,12 +34,15 @@ class BatchContext(Multistreamable):
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
+        self.wants: list[bool] = []
+        self.fed: SelectedKeys | None = None
         self.counts: Tensor | None = None
         self.bags: SelectedKeys | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the tensors."""
-        for t in (self.counts, *([] if self.bags is None else self.bags[:3])):
+        batches = [batch[:3] for batch in (self.bags, self.fed) if batch is not None]
+        for t in (self.counts, *itertools.chain(*batches)):
             if isinstance(t, Tensor) and t.device.type != "cpu":
                 t.record_stream(stream)
 
@@ -68,8 +72,8 @@ def checked_batch(
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error"; an inverse index is. ValueError: features
-            of pooled lookups have batch sizes of their own, and no inverse indices; weights need a gradient; bad
-            offsets, dtypes or shapes. KeyError: a feature is missing. TypeError: another kind of batch.
+            of pooled lookups have batch sizes of their own, and no inverse indices; weights of others need a
+            gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing. TypeError: another kind of batch.
     """
     features = as_batch(features, names)
     given, shared = select_distinct(features, names) if pooled else (select_keys(features, names, exact=True), None)
@@ -78,10 +82,10 @@ def checked_batch(
             "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
             "outputs could be rows of: give inverse_indices, or every feature a bag for each sample"
         )
-    if given.weights is not None and given.weights.requires_grad:
+    if not pooled and given.weights is not None and given.weights.requires_grad:
         raise ValueError(
-            "per_sample_weights that require a gradient cannot be looked up in a sharded collection: their gradient "
-            "does not come back; give weights.detach()"
+            "per_sample_weights that require a gradient cannot be looked up in a sharded rk.EmbeddingCollection: their "
+            "gradient does not come back; give weights.detach()"
         )
     _check_tensors(given, names)
     given = given.in_float32()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
+from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.weight_gradients import weight_gradients
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD
 from rec_kernels.nn.training.accumulate import Lookup
 
@@ -27,13 +28,19 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, pooled: Tensor, module: ShardedEmbeddingBagCollection, batch: BatchContext
+        ctx: Any,
+        token: Tensor,
+        pooled: Tensor,
+        weights: Tensor | None,
+        module: ShardedEmbeddingBagCollection,
+        batch: BatchContext,
     ) -> Tensor:
         """[B, dim] of the output dtype.
 
         Args:
             token: what autograd calls the backward for.
             pooled: [samples of all ranks, columns of this rank's entries], float32.
+            weights: this rank's per-sample weights, if they want a gradient.
         """
         routes, rank = module.routes, module.routes.rank
         sizes, own = batch.batch_sizes, batch.batch_sizes[rank]
@@ -54,11 +61,17 @@ class Exchange(torch.autograd.Function):
         routes, sizes = module.routes, batch.batch_sizes
         grad = grad.float()
         facts, arrived = _to_shards(module.backwards.facts(batch.begun, grad), grad, module, batch)
-        for block, scale in zip(arrived, module.gradient_scales(sizes), strict=True):
+        module.backwards.check(facts)
+        whole, wide = torch.cat(arrived), routes.widths[routes.rank]
+        columns, factors = whole[:, :wide].contiguous(), _by_id(whole[:, wide:], routes, batch)
+        grad_weights = None
+        if any(batch.wants):
+            grad_weights = weight_gradients(columns, factors, module, batch)
+        for block, scale in zip(columns.split(sizes), module.gradient_scales(sizes), strict=True):
             if scale != 1:
-                block[:, : routes.widths[routes.rank]] *= scale
-        module.backwards.take(batch.begun, _lookup(torch.cat(arrived), routes, batch), facts)
-        return None, None, None, None
+                block *= scale
+        module.backwards.take(batch.begun, _lookup(columns if routes.own else columns[:0], factors, batch), facts)
+        return None, None, grad_weights, None, None
 
 
 def _to_shards(
@@ -80,26 +93,24 @@ def _to_shards(
     return told, [block[FACTS:].view(size, width) for block, size in zip(arrived, sizes, strict=True)]
 
 
-def _lookup(arrived: Tensor, routes: Routes, batch: BatchContext) -> Lookup:
+def _by_id(coefficients: Tensor, routes: Routes, batch: BatchContext) -> Tensor | None:
+    """[N]: the coefficient of each id that this rank looks up, or None if no entry has any.
+
+    Args:
+        coefficients: [samples of all ranks, entries that have them].
+    """
+    numbers = routes.coefficients[routes.rank]
+    if not numbers:
+        return None
+    factors = torch.ones(len(routes.own), len(coefficients), dtype=torch.float32, device=coefficients.device)
+    factors[numbers] = coefficients.T
+    return factors.reshape(-1).repeat_interleave(batch.bags.offsets.diff())
+
+
+def _lookup(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Lookup:
     """The update of this rank: gradients of its columns, and ids with their weights."""
-    bags, wide = batch.bags, routes.widths[routes.rank]
-    if not routes.own:
-        arrived = arrived[:0]
-    grad, weights = arrived[:, :wide].contiguous(), bags.weights
-    if numbers := routes.coefficients[routes.rank]:
-        factors = torch.ones(len(routes.own), len(arrived), dtype=torch.float32, device=grad.device)
-        factors[numbers] = arrived[:, wide:].T
-        each = factors.reshape(-1).repeat_interleave(bags.offsets.diff())
-        weights = each if weights is None else weights * each
+    bags, weights = batch.bags, batch.bags.weights
+    if factors is not None:
+        weights = factors if weights is None else weights * factors
     status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
     return Lookup(grad, bags.values, bags.offsets, weights, status)
-
-
-def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Flat blocks from all ranks, in their order; ``sent`` and ``received`` are elements to and from each."""
-    flat = x.reshape(-1)
-    if dist.get_world_size(group) == 1:
-        return flat
-    out = flat.new_empty(sum(received))
-    dist.all_to_all_single(out, flat, received, sent, group=group)
-    return out

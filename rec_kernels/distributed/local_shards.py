@@ -181,8 +181,9 @@ def make_collection(
         seed=module.seed,
     )
     made.process_local = True
-    made.fused_optimizer.param_groups[0]["lr"] = module.fused_optimizer.param_groups[0]["lr"]
-    made._update.take_scaler(module._update, made._held.weights(), made._buffers)
+    if made._update is not None:
+        made.fused_optimizer.param_groups[0]["lr"] = module.fused_optimizer.param_groups[0]["lr"]
+        made._update.take_scaler(module._update, made._held.weights(), made._buffers)
     made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
     for piece in pieces:
         weight = module._held[features.stored[piece.stored].name].weight

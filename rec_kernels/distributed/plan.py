@@ -48,8 +48,10 @@ class Shard:
         return self.rows == table.num_embeddings and self.columns == table.embedding_dim
 
 
-def needs_whole_rows(optimizer: Optimizer) -> str:
+def needs_whole_rows(optimizer: Optimizer | None) -> str:
     """The reason why an update needs all columns of a row at once; "": it does not."""
+    if optimizer is None:
+        return ""
     if not all(optimizer.state.values()):
         return f"{type(optimizer).__name__} keeps one number of a row's gradient, of all columns"
     if isinstance(optimizer, LAMB):
@@ -59,7 +61,7 @@ def needs_whole_rows(optimizer: Optimizer) -> str:
     return ""
 
 
-def reason_against(table: EmbeddingConfig, optimizer: Optimizer, sharding_type: str) -> str:
+def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding_type: str) -> str:
     """The reason why a table cannot be sharded in this way; "": it can."""
     if sharding_type not in SHARDING_TYPES:
         return "it is no sharding type that rk.distributed has"
@@ -72,22 +74,17 @@ def reason_against(table: EmbeddingConfig, optimizer: Optimizer, sharding_type: 
     return ""
 
 
-def possible_types(table: EmbeddingConfig, optimizer: Optimizer) -> list[str]:
+def possible_types(table: EmbeddingConfig, optimizer: Optimizer | None) -> list[str]:
     """The sharding types that a table can have."""
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
 
 
-def check_collection(features: FeatureMap, optimizer: Optimizer | None, *, cached: bool = False) -> None:
+def check_collection(features: FeatureMap, *, cached: bool = False) -> None:
     """Raises ValueError if no plan can shard a collection.
 
     Args:
-        features: its tables. optimizer: its fused optimizer. cached: whether it has a row cache.
+        features: its tables. cached: whether it has a row cache.
     """
-    if optimizer is None:
-        raise ValueError(
-            "a collection is sharded with its fused optimizer, and this one was built with optimizer=None: choose one "
-            "of rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB"
-        )
     if cached:
         raise ValueError("a collection with a row cache cannot be sharded yet: build it with cache=None")
     for feature in features.features:
@@ -106,12 +103,12 @@ def check_collection(features: FeatureMap, optimizer: Optimizer | None, *, cache
 
 
 def shards_of(
-    tables: Sequence[EmbeddingConfig], optimizer: Optimizer, plan: Mapping[str, Any], world_size: int
+    tables: Sequence[EmbeddingConfig], optimizer: Optimizer | None, plan: Mapping[str, Any], world_size: int
 ) -> list[Shard]:
     """The shards of all tables, table by table, each table's by rows and columns.
 
     Args:
-        tables: of the collection. optimizer: its fused optimizer.
+        tables: of the collection. optimizer: its fused optimizer, or None.
         plan: table name -> TorchRec's ``ParameterSharding``. world_size: the number of ranks.
 
     Raises:
@@ -125,7 +122,7 @@ def shards_of(
 
 
 def _shards_of(
-    number: int, table: EmbeddingConfig, optimizer: Optimizer, sharding: Any, world_size: int
+    number: int, table: EmbeddingConfig, optimizer: Optimizer | None, sharding: Any, world_size: int
 ) -> list[Shard]:
     kind, rows, columns = sharding.sharding_type, table.num_embeddings, table.embedding_dim
     if reason := reason_against(table, optimizer, kind):

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.exchange import all_to_all
+from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -230,6 +230,8 @@ def send_gradients(
     """
     blocks, received = batch.asked.packed(grad, back=True), batch.held.sizes(back=True)
     arrived = exchanged([torch.cat([facts, b]) for b in blocks], [FACTS + size for size in received], module.group)
+    told = torch.stack([block[:FACTS] for block in arrived])
+    module.backwards.check(told)
     bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
     own = grad.new_zeros(len(bags.offsets) - 1, width + pooled)
     own[:, width:] = 1
@@ -240,7 +242,7 @@ def send_gradients(
         weights = each if weights is None else weights * each
     status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
     lookup = Lookup(own[:, :width].contiguous(), bags.values, bags.offsets, weights, status, batch.starts)
-    module.backwards.take(batch.begun, lookup, torch.stack([block[:FACTS] for block in arrived]))
+    module.backwards.take(batch.begun, lookup, told)
 
 
 class RowExchange(torch.autograd.Function):

@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import ShardedModule
-from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.local_shards import frozen_entries, make_collection, pieces_of
+from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import runs_of
 from rec_kernels.distributed.state import ShardedState
+from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
@@ -71,11 +72,22 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
-        self._face = TorchRecFace(collection.fused_optimizer)
-        self.backwards = Backwards(collection)
+        fused = module.optimizer is not None
+        self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
+        self.backwards = Backwards(collection, trained_by_torch=module._trained_by_torch)
+        if module._trained_by_torch:
+            self.add_module(module._holder, ShownTables(self._shown(own)))
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
+
+    def _shown(self, pieces: list[Piece]) -> dict[str, nn.Module]:
+        """This rank's blocks of tables, by their names: another block of a table has one of its own."""
+        shown: dict[str, nn.Module] = {}
+        for piece in pieces:
+            name = self._features.stored[piece.stored].name
+            shown[piece.name if name in shown else name] = self.shards._held[piece.name]
+        return shown
 
     @property
     def shards(self) -> TableCollection:
@@ -107,7 +119,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
         agreed = agreement.agree(given, error, self.group, device)
-        ctx.batch_sizes = agreed.batch_sizes
+        ctx.batch_sizes, ctx.wants = agreed.batch_sizes, agreed.wants
+        ctx.fed = given.bags if ctx.wants[self.routes.rank] else None
         with torch.no_grad():
             return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, agreed))], ctx)
 
@@ -161,20 +174,24 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         return frozen_entries(self.routes.own, names, features)
 
     @property
-    def fused_optimizer(self) -> TorchRecFace:
+    def fused_optimizer(self) -> TorchRecFace | EmptyFusedOptimizer:
         """TorchRec's face of the fused optimizer, which ``DistributedModelParallel.fused_optimizer`` collects."""
         return self._face
 
     @property
     def optimizer(self) -> FusedOptimizer:
-        """The fused optimizer's ``torch.optim.Optimizer`` face, for schedulers: on every rank alike."""
+        """The fused optimizer's ``torch.optim.Optimizer`` face, for schedulers: on every rank alike.
+
+        Raises:
+            ValueError: the collection has none (``optimizer=None``).
+        """
         return self.shards.fused_optimizer
 
     # State.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.shards._apply(fn)
-        return super()._apply(fn, recurse)
+        return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """One process's names, dtypes and shapes; see ``ShardedState.whole``. No collective.
@@ -215,11 +232,12 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str) -> d
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
+    lr = None if module.optimizer is None else module.fused_optimizer.param_groups[0]["lr"]
     weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
     return {
         "tables": str(tables),
         "the plan": str(shards),
-        "the optimizer": f"{module.optimizer}, now with lr={module.fused_optimizer.param_groups[0]['lr']}",
+        "the optimizer": f"{module.optimizer}, now with lr={lr}",
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
         "gradient": gradient,

@@ -25,7 +25,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
     gradients of all ranks and of all lookups that it has. docs/distributed.md says what has the bits of one process.
 
-    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
+    With a fused optimizer it has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the
+    model only. With ``optimizer=None`` its parameters are this rank's shards, with the gradients of all samples.
 
     Args:
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
@@ -96,8 +97,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
-        token = torch.zeros(0, device=output.device, requires_grad=True)
-        ctx.begun = self.backwards.begin()
-        values = (Exchange if ctx.asked is None else DistinctExchange).apply(token, output, self, ctx)
+        ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
+        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
+        if ctx.asked is None:
+            weights = None if ctx.fed is None else ctx.fed.weights
+            values = Exchange.apply(token, output, weights, self, ctx)
+        else:
+            values = DistinctExchange.apply(token, output, self, ctx)
         self.backwards.watch(ctx.begun, values)
         return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)

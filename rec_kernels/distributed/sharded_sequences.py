@@ -28,7 +28,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
     between features, and be 0. Outputs and updates are those of one process with all samples, bit by bit: a row comes
     from the one shard that has it, or column by column.
 
-    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
+    With a fused optimizer it has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the
+    model only. With ``optimizer=None`` its parameters are this rank's shards, with the gradients of all samples.
 
     Args:
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
@@ -84,8 +85,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
-        token = torch.zeros(0, device=output.device, requires_grad=True)
         ctx.begun = self.backwards.begin()
+        token = self.backwards.token(ctx.begun, wanted=False)
         rows = RowExchange.apply(token, output, self, ctx)
         self.backwards.watch(ctx.begun, rows)
         bags = ctx.given.bag_starts(len(self.feature_names))

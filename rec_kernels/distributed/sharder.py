@@ -118,7 +118,7 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
+    check_collection(module._features, cached=module.row_cache is not None)
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):

@@ -226,6 +226,7 @@ def join_dense(lookups: Sequence[Lookup], dense: dict[int, Tensor], features: Fe
         None if weights is None else torch.cat([weights, weights.new_ones(counts[-1])]),
         joined.status,
         torch.cat([joined.bag_starts, starts]),
+        found_inf=joined.found_inf,
     )
 
 
@@ -269,4 +270,5 @@ def _with_own_rows(lookup: Lookup, features: list[FeatureLookup], widest: int) -
         grad = pad(lookup.grad, (0, widest - lookup.grad.shape[1]))
     first, last = int(offsets[0]), int(offsets[-1])
     weights = None if lookup.weights is None else lookup.weights[first:last]
-    return Lookup(grad, lookup.values[first:last], offsets - first, weights, lookup.status, starts)
+    ids = lookup.values[first:last], offsets - first, weights
+    return Lookup(grad, *ids, lookup.status, starts, found_inf=lookup.found_inf)

@@ -1,0 +1,91 @@
+"""Gradients of per-sample weights: computed where the rows are, and sent back to the rank that fed the samples."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rec_kernels.distributed.batches import BatchContext
+from rec_kernels.distributed.collectives import all_to_all
+from rec_kernels.distributed.routes import Entry, Routes
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+
+if TYPE_CHECKING:
+    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+
+_ops = torch.ops.rec_kernels
+
+
+def weight_gradients(
+    grad: Tensor, factors: Tensor | None, module: ShardedEmbeddingBagCollection, batch: BatchContext
+) -> Tensor | None:
+    """[N] float32: the gradients of this rank's weights, or None if it wants none; a collective of all ranks.
+
+    Columns of a row that several shards have are added up in their order.
+
+    Args:
+        grad: [samples of all ranks, columns of this rank's entries], as the ranks' losses have them.
+        factors: for each id that this rank looks up, what its bag's gradient is divided by, inverted; None: nothing.
+    """
+    routes, sizes = module.routes, batch.batch_sizes
+    products = _products(module.shards, grad, batch.bags)
+    if factors is not None:
+        products = products * factors
+    starts = list(itertools.accumulate(sizes, initial=0))
+    firsts = [e * starts[-1] + first for e in range(len(routes.own)) for first in starts[:-1]]
+    bounds = batch.bags.offsets[[*firsts, len(routes.own) * starts[-1]]]
+    parts = products.split(bounds.diff().tolist())  # by entry, and there by rank
+    answers, world = [], routes.world_size
+    for rank, wants in enumerate(batch.wants):
+        asked = [i for i, e in enumerate(routes.own) if wants and _answers(routes.rank, e, rank)]
+        answers.append(torch.cat([products[:0], *(parts[i * world + rank] for i in asked)]))
+    places = [_places(batch.fed, own, rank, routes) for rank, own in enumerate(routes.entries)]
+    received = [sum(len(place) for _, place in own) for own in places]
+    flat = all_to_all(torch.cat(answers), [len(answer) for answer in answers], received, module.group)
+    if batch.fed is None:
+        return None
+    found = torch.zeros(batch.fed.values.shape, dtype=torch.float32, device=grad.device)
+    flattened = [pair for own in places for pair in own]
+    blocks = zip(flattened, flat.split([len(place) for _, place in flattened]), strict=True)
+    for (entry, place), block in sorted(blocks, key=lambda b: b[0][0].shard.first_column):
+        found[place] = block if entry.shard.first_column == 0 else found[place] + block
+    return found
+
+
+def _answers(rank: int, entry: Entry, other: int) -> bool:
+    """True if ``rank`` computes for ``other`` what an entry has: every rank has replicas of its own."""
+    return rank == other or not entry.shard.replica
+
+
+def _places(fed: SelectedKeys | None, entries: list[Entry], rank: int, routes: Routes) -> list[tuple[Entry, Tensor]]:
+    """The entries of a rank that answer this rank, and where the ids that it was sent are among this rank's."""
+    if fed is None:
+        return []
+    found = []
+    bounds = fed.offsets[fed.bag_starts(routes.num_features)].tolist()
+    for entry in entries:
+        if _answers(rank, entry, routes.rank):
+            first, last = bounds[entry.feature], bounds[entry.feature + 1]
+            place = torch.arange(first, last, device=fed.values.device)
+            if entry.is_split:
+                ids = fed.values[first:last] - entry.shard.first_row
+                place = place[(ids >= 0) & (ids < entry.shard.rows)]
+            found.append((entry, place))
+    return found
+
+
+def _products(shards: TableCollection, grad: Tensor, bags: SelectedKeys) -> Tensor:
+    """[N]: the gradient of the weight of each id that a rank looks up, before other ranks' parts of it."""
+    if not shards.feature_names:
+        return grad.new_zeros(0)
+    layout = shards._layout.arguments()
+    given = {name: value for name, value in layout.items() if name != "bounds_check"}
+    if shards.row_cache is not None:
+        cached = shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, None), inserts=False)
+        given |= {name: cached[name] for name in ("cache_rows", "cache_slots")}
+    weights = shards._buffers["_weights"]
+    return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, bags.values, bags.offsets, **given)
