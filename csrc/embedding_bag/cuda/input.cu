@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
   for (int64_t bag = group.first(); bag < a.bags.num_bags; bag += group.stride()) {
     const TablePart& part = a.records[a.bags.first_part(a.bags.feature_of(bag))];
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
-    if (start < 0 || stop > a.bags.num_ids) continue;
+    if (start < 0 || start > stop || stop > a.bags.num_ids) continue;
     for (int64_t i = start + group.lane; i < stop; i += kWarpSize) {
       const int64_t id = a.bags.id(i);
       const bool bad = a.checks_ids && static_cast<uint64_t>(id) >= static_cast<uint64_t>(part.id_limit);
