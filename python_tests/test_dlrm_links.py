@@ -127,7 +127,7 @@ def test_pictures_and_bad_batches_replace_links(run, monkeypatch):
         (run / name).symlink_to(run.parent / name)
         (run.parent / name).write_text("precious")
     page.save(Figure(), run / "report.png", dpi=10)
-    monkeypatch.setattr(Run, "_learn", lambda run, batch, *_: run._refuse(float("nan"), batch))
+    monkeypatch.setattr(Run, "_learn", lambda run, batches, *_: run._refuse(float("nan"), next(batches)[0]))
     with pytest.raises(TrainingError, match="bad_batch"):
         train(TrainConfig.read(run), TinyData(), resume=run)
     for name in ("report.png", "bad_batch.pt"):
