@@ -83,7 +83,7 @@ def run_tests(python: Path, folder: Path, names: Sequence[str]) -> dict[str, obj
     """The tests of the installed package: how many passed, failed, were skipped; which failed."""
     tests, report = folder / "python_tests", folder / "report.xml"
     shutil.copytree(ROOT / "python_tests", tests, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -p no:cacheprovider\n")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -p no:cacheprovider\nmarkers = full\n")
     command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *(f"--deselect={name}" for name in LEFT_OUT)]
     files = [tests / f"test_{name}.py" for name in names]
     start = time.perf_counter()
