@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,6 +220,60 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def check_found(
+    found: list[tuple], outputs: list[Tensor], state: dict[str, Tensor], *, same_outputs: bool = True
+) -> None:
+    """State that ranks found has the bits of one process, and outputs, too, or are within the rounding of sums."""
+    assert differences(state, [blocks for _, blocks in found]) == []
+    for step, whole in enumerate(outputs):
+        got = torch.cat([out[step] for out, _ in found])
+        if same_outputs:
+            assert same_bits(got, whole)
+        else:
+            torch.testing.assert_close(got, whole, rtol=1e-6, atol=2e-6)
+
+
+def loop_and_pipeline(made: Callable[[], tuple[nn.Module, Any]], data: list) -> tuple[list[bool], list[str]]:
+    """Trains in a loop and in TorchRec's pipeline: if outputs are equal, batch by batch; the classes it pipelines.
+
+    Args:
+        made: makes a model, which returns a loss and outputs, and its optimizer. data: the batches.
+    """
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    model, optimizer = made()
+    wanted = []
+    for features in data:
+        optimizer.zero_grad()
+        loss, out = model(features)
+        loss.backward()
+        optimizer.step()
+        wanted.append(out.detach().clone())
+    model, optimizer = made()
+    pipeline, batches = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(data)
+    got = [pipeline.progress(batches).detach().clone() for _ in data]
+    equal = [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+    return equal, [type(module).__name__ for module in pipeline._pipelined_modules]
+
+
+@contextlib.contextmanager
+def counted_rows() -> Iterator[list[int]]:
+    """Within the block, the list gets how many float32 this rank sends to others in each exchange of rows."""
+    from rec_kernels.distributed import row_exchange
+
+    rank, sent, exchanged = dist.get_rank(), [], row_exchange.exchanged
+
+    def counted(blocks: list[Tensor], received: list[int], group: Any) -> Any:
+        sent.append(sum(len(block) for to, block in enumerate(blocks) if to != rank))
+        return exchanged(blocks, received, group)
+
+    row_exchange.exchanged = counted
+    try:
+        yield sent
+    finally:
+        row_exchange.exchanged = exchanged
 
 
 def differences(whole: dict[str, Tensor], ranks: list[dict[str, Any]]) -> list[str]:

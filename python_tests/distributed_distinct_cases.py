@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import KEYS, ROWS, Case, Model, blocks, coefficients, collection, sharded
+from distributed_cases import KEYS, ROWS, Case, Model, blocks, coefficients, collection, counted_rows, sharded
 from torch import Tensor
 
 import rec_kernels as rk
@@ -120,20 +120,9 @@ def one_process(given: Distinct) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 def numbers_sent(given: Distinct) -> list[int]:
     """Numbers of float32 that this rank sends to others in a step: pooled rows, then gradients behind four facts."""
-    from rec_kernels.distributed import row_exchange
-
-    model, rank, sent = sharded(given.case, collection(given.case)), dist.get_rank(), []
-    exchanged = row_exchange.exchanged
-
-    def counted(parts: list[Tensor], received: list[int], group: Any) -> Any:
-        sent.append(sum(len(part) for to, part in enumerate(parts) if to != rank))
-        return exchanged(parts, received, group)
-
-    row_exchange.exchanged = counted
-    try:
+    model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
+    with counted_rows() as sent:
         _train(given, model, [own_batch(given, 0, rank)], [rank])
-    finally:
-        row_exchange.exchanged = exchanged
     return sent
 
 

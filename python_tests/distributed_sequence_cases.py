@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, plan_of
+from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_rows, loop_and_pipeline, plan_of
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -286,7 +286,6 @@ def pipelined(case: Sequences) -> list[bool]:
     """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -307,36 +306,14 @@ def pipelined(case: Sequences) -> list[bool]:
         assert [name for name, _ in model.named_parameters()] == ["dense.weight", "dense.bias"]
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    model, optimizer = made()
-    wanted = []
-    for features in data:
-        optimizer.zero_grad()
-        loss, out = model(features)
-        loss.backward()
-        optimizer.step()
-        wanted.append(out.detach().clone())
-    model, optimizer = made()
-    pipeline, batches = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(data)
-    got = [pipeline.progress(batches).detach().clone() for _ in data]
-    names = sorted(type(module).__name__ for module in pipeline._pipelined_modules)
-    assert names == ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
-    return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+    equal, names = loop_and_pipeline(made, data)
+    assert sorted(names) == ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
+    return equal
 
 
 def numbers_sent(case: Sequences) -> list[int]:
     """Numbers of float32 that this rank sends to others in a step's forward and backward: rows, gradients, facts."""
-    from rec_kernels.distributed import row_exchange
-
-    model, rank, sent = sharded(case, collection(case)), dist.get_rank(), []
-    exchanged = row_exchange.exchanged
-
-    def counted(blocks: list[Tensor], received: list[int], group: Any) -> Any:
-        sent.append(sum(len(block) for to, block in enumerate(blocks) if to != rank))
-        return exchanged(blocks, received, group)
-
-    row_exchange.exchanged = counted
-    try:
-        train(replace(case, steps=1), model, [rank])
-    finally:
-        row_exchange.exchanged = exchanged
+    model = sharded(case, collection(case))
+    with counted_rows() as sent:
+        train(replace(case, steps=1), model, [dist.get_rank()])
     return sent

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, Case, batch, blocks, coefficients, collection, sharded, train
+from distributed_cases import KEYS, Case, batch, blocks, coefficients, collection, loop_and_pipeline, sharded, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -126,7 +126,6 @@ def pipelined(case: Case) -> list[bool]:
     """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from rec_kernels.distributed import EmbeddingBagCollectionSharder
@@ -150,19 +149,9 @@ def pipelined(case: Case) -> list[bool]:
         assert names == ["dense.weight", "dense.bias"], names
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    model, optimizer = made()
-    wanted = []
-    for features in data:
-        optimizer.zero_grad()
-        loss, out = model(features)
-        loss.backward()
-        optimizer.step()
-        wanted.append(out.detach().clone())
-    model, optimizer = made()
-    pipeline, batches = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(data)
-    got = [pipeline.progress(batches).detach().clone() for _ in data]
-    assert type(pipeline._pipelined_modules[0]).__name__ == "ShardedEmbeddingBagCollection"
-    return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+    equal, names = loop_and_pipeline(made, data)
+    assert names[0] == "ShardedEmbeddingBagCollection"
+    return equal
 
 
 def uneven(case: Case) -> tuple[int, dict[str, Any], list[str]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distributed_cases import ROWS, Case, differences, one_process, same_bits
+from distributed_cases import ROWS, Case, check_found, one_process
 from distributed_pool import pool
 from tiers import full
 
@@ -16,14 +16,7 @@ pytest.importorskip("torchrec.distributed")
 def check(case: Case, *, same_outputs: bool = True) -> None:
     """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
     found = pool(len(case.sizes)).run("distributed_cases", "run", case)
-    outputs, state = one_process(case)
-    assert differences(state, [blocks for _, blocks in found]) == []
-    for step, whole in enumerate(outputs):
-        got = torch.cat([out[step] for out, _ in found])
-        if same_outputs:
-            assert same_bits(got, whole)
-        else:
-            torch.testing.assert_close(got, whole, rtol=1e-6, atol=2e-6)
+    check_found(found, *one_process(case), same_outputs=same_outputs)
 
 
 @pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "data_parallel")])

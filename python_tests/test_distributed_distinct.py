@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed_cases import DIM, ROWS, Case, differences, same_bits
+from distributed_cases import DIM, ROWS, Case, check_found
 from distributed_distinct_cases import Distinct, one_process
 from distributed_pool import pool
 from tiers import full
@@ -16,14 +16,7 @@ pytest.importorskip("torchrec.distributed")
 def check(given: Distinct, *, same_outputs: bool = True) -> None:
     """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
     found = pool(len(given.case.sizes)).run(HERE, "run", given)
-    outputs, state = one_process(given)
-    assert differences(state, [blocks for _, blocks in found]) == []
-    for step, whole in enumerate(outputs):
-        got = torch.cat([out[step] for out, _ in found])
-        if same_outputs:
-            assert same_bits(got, whole)
-        else:
-            torch.testing.assert_close(got, whole, rtol=1e-6, atol=2e-6)
+    check_found(found, *one_process(given), same_outputs=same_outputs)
 
 
 @pytest.mark.parametrize("kinds", [("inverse", "plain"), ("groups", "torchrec"), *full((("plain", "inverse"),))])

@@ -19,12 +19,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches
 from rec_kernels.distributed.backwards import Backwards
-from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
-from rec_kernels.distributed.row_exchange import runs_of
+from rec_kernels.distributed.row_exchange import RowContext, runs_of
 from rec_kernels.distributed.state import ShardedState
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
@@ -101,7 +100,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     # The steps of a lookup, as TorchRec and its pipelines call them.
 
-    def input_dist(self, ctx: BatchContext, features: Any) -> KJTListSplitsAwaitable:
+    def create_context(self) -> RowContext:
+        """The context of one batch."""
+        return RowContext()
+
+    def input_dist(self, ctx: RowContext, features: Any) -> KJTListSplitsAwaitable:
         """Sends the ids of a batch to the ranks that have their rows.
 
         Args:

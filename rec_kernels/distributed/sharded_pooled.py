@@ -48,10 +48,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The type of the module that it takes the place of."""
         return EmbeddingBagCollection
 
-    def create_context(self) -> RowContext:
-        """The context of one batch."""
-        return RowContext()
-
     def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
         bags = given.bags
         if agreed.own_sizes and bags.strides is None:

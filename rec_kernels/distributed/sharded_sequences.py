@@ -47,10 +47,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """The type of the module that it takes the place of."""
         return EmbeddingCollection
 
-    def create_context(self) -> RowContext:
-        """The context of one batch."""
-        return RowContext()
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **named: Any) -> None:
         rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
         super()._load_from_state_dict(state_dict, prefix, *args, **named)

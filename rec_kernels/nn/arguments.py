@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
-_LARGEST = torch.finfo(torch.float32).max
+#: The largest finite float32.
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -54,7 +55,7 @@ def positive_integers(name: str, values: Any) -> tuple[int, ...]:
 
 def check_rate(name: str, value: Any) -> None:
     """Raises ValueError unless ``value`` is a number of at least 0 that is finite as float32."""
-    if not 0 <= value <= _LARGEST:
+    if not 0 <= value <= LARGEST_FLOAT:
         raise ValueError(f"{name} = {value} must be at least 0, and finite as float32")
 
 

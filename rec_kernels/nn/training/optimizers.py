@@ -12,9 +12,8 @@ from typing import Any, ClassVar, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.arguments import check_choice, check_rate
+from rec_kernels.nn.arguments import LARGEST_FLOAT, check_choice, check_rate
 
-_LARGEST = torch.finfo(torch.float32).max
 # State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
 State = dict[str, bool]
 
@@ -222,7 +221,7 @@ class _Group(dict):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr":
             value = float(value)
-            if not abs(value) <= _LARGEST:
+            if not abs(value) <= LARGEST_FLOAT:
                 raise ValueError(f"lr = {value} must be finite as float32")
             for lr in self.kernel_lr:
                 lr.fill_(value)
