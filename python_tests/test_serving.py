@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree
 
 import rec_kernels as rk
+from rec_kernels.nn.tables.rows import decode, encode
 
 KEYS = ["f", "g", "h", "k"]
 TABLES = [
@@ -62,6 +64,60 @@ def test_for_serving() -> None:
     for key, t in sequences.for_serving()(given).items():
         assert torch.equal(t.values(), sequences(given)[key].values())
     assert torch.equal(sequences.for_serving().rows(given), sequences.rows(given))
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "mx6"])
+def test_for_serving_in_a_format(format: str) -> None:
+    """Rows are those that were trained, rounded once, in memory of their own; sizes before and after are told."""
+    trained, given = collection(), batch(5)
+    numbers = torch.get_rng_state()
+    served = trained.for_serving(format)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    rows = {
+        t.name: decode(encode(decode(w, t.format, t.embedding_dim), format), format, t.embedding_dim)
+        for t, w in zip(TABLES, trained._held.weights(), strict=True)
+    }
+    plain = [dataclasses.replace(t, format="fp32", init=lambda w, t=t: w.copy_(rows[t.name])) for t in TABLES]
+    expected = rk.EmbeddingBagCollection(plain)(given).values()
+    assert torch.equal(served(given).values(), expected)
+    trained(given).values().square().sum().backward()
+    assert torch.equal(served(given).values(), expected)
+    for told, table, before in zip(served.memory_report(), TABLES, trained.memory_report(), strict=True):
+        assert (told["format"], told["trained_format"]) == (format, table.format)
+        assert told["weight_bytes"] == dataclasses.replace(table, format=format).stored[0].num_bytes
+        assert [told[f"trained_{n}"] for n in ("weight_bytes", "state_bytes")] == [
+            before["weight_bytes"],
+            before["state_bytes"],
+        ]
+    now, before = (sum(t["weight_bytes"] for t in m.memory_report()) for m in (served, trained))
+    assert f"{now:,} bytes of rows; in training {before:,}" in repr(served)
+    file = io.BytesIO()
+    torch.save(served, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(given).values(), expected)
+
+
+def test_for_serving_in_formats() -> None:
+    """Some tables may be named; cached rows are encoded first; sequences and composed tables have formats, too."""
+    tables = [*TABLES, rk.EmbeddingBagConfig(300, 16, name="d", feature_names=["g"], compression=rk.MixedDimension(4))]
+    cached = rk.EmbeddingBagCollection(TABLES, optimizer=rk.SGD(lr=0.5), cache=rk.RowCache(0.2, backing="host"))
+    cached(batch(5)).values().square().sum().backward()
+    served = cached.for_serving({"a": "mx9"})
+    assert [told["format"] for told in served.memory_report()] == ["mx9", "int8", "bf16"]
+    assert served.row_cache is None
+    one = rk.EmbeddingBagConfig(300, 16, name="b", feature_names=["h"], format="int8", pooling="mean")
+    assert torch.equal(served(batch(9))["h"], cached.for_serving({"b": "int8"})(batch(9))["h"])
+    loaded = rk.EmbeddingBagCollection([one])
+    loaded.load_state_dict({n: t for n, t in cached.state_dict().items() if n.startswith("embedding_bags.b.")}, False)
+    assert torch.equal(served(batch(9))["h"], loaded(batch(9))["h"])
+    mixed = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5))
+    assert torch.equal(mixed.for_serving({})(batch(5)).values(), mixed(batch(5)).values())
+    sequences = rk.EmbeddingCollection(SEQUENCES, optimizer=rk.SGD(lr=0.1))
+    assert sequences.for_serving("fp16").rows(batch(5)).shape == sequences.rows(batch(5)).shape
+    with pytest.raises(KeyError, match=r"format: tables \['z'\] are not among"):
+        mixed.for_serving({"z": "int8"})
+    with pytest.raises(ValueError, match=r"table 'a': format must be one of .* got 'int3'"):
+        mixed.for_serving("int3")
 
 
 @pytest.mark.parametrize("strict", [False, True])

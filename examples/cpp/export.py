@@ -66,7 +66,7 @@ def main() -> None:
     compile_model(model, options.model)
     torch.save(inputs, options.inputs)
     with torch.no_grad():
-        print("scores in Python:", model(*inputs).tolist())
+        print("scores in Python:", *(f"{score:.9g}" for score in model(*inputs)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <fstream>
+#include <iomanip>
 #include <iostream>
 #include <iterator>
 
@@ -30,7 +31,11 @@ int main(int argc, char** argv) try {
   const std::vector<at::Tensor> outputs = model.run(inputs);
   const std::vector<char> written = torch::jit::pickle_save(outputs.at(0));
   std::ofstream(argv[4], std::ios::binary).write(written.data(), static_cast<std::streamsize>(written.size()));
-  std::cout << "scores: " << outputs.at(0).sizes() << "\n";
+
+  std::cout << "scores in C++:   " << std::setprecision(9);  // digits that tell a float from all others
+  const at::Tensor scores = outputs.at(0).contiguous();
+  for (int64_t i = 0; i < scores.numel(); ++i) std::cout << " " << scores.data_ptr<float>()[i];
+  std::cout << "\n";
   return 0;
 } catch (const std::exception& error) {
   std::cerr << error.what() << "\n";

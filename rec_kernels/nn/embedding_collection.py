@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from rec_kernels.nn import sequence_lookups
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
-from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.served import ServedTables, in_format
 from rec_kernels.nn.tables.load_state import rename
 from rec_kernels.nn.tables.parameters import Tables
 
@@ -66,9 +67,9 @@ class EmbeddingCollection(TableCollection):
         """
         return sequence_lookups.look_up_rows(self, features)
 
-    def for_serving(self) -> ServedEmbeddings:
+    def for_serving(self, format: str | Mapping[str, str] | None = None) -> ServedEmbeddings:
         """Returns a module with ``forward`` and ``rows``; see ``rk.EmbeddingBagCollection.for_serving``."""
-        return ServedEmbeddings(self)
+        return ServedEmbeddings(in_format(EmbeddingCollection, self, format), self)
 
     @property
     def embedding_bags(self) -> Tables:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,38 @@ from rec_kernels.nn.bad_ids import advise
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.config import EmbeddingConfig, describe
 from rec_kernels.nn.tables.layout import LayoutBuffers, move_buffers
 from rec_kernels.nn.tables.row_cache import CacheState
 from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.ops.autograd import call
 
 _ops = torch.ops.rec_kernels
+_Collection = TypeVar("_Collection", bound=TableCollection)
+
+
+def in_format(
+    kind: type[_Collection], source: TableCollection, format: str | Mapping[str, str] | None
+) -> _Collection | TableCollection:
+    """A collection to serve: ``source``, or one of its rows in another format, without optimizer and cache.
+
+    Args:
+        kind: the class of the new one. format: of all tables, or of some by their names; None: as they are.
+    """
+    if format is None:
+        return source
+    source._store.shared()  # raises for tables in a file
+    tables = source.tables
+    formats = format if isinstance(format, Mapping) else {table.name: format for table in tables}
+    if unknown := sorted(set(formats) - {table.name for table in tables}):
+        raise KeyError(f"format: tables {unknown} are not among the collection's, {[t.name for t in tables]}")
+    given = [dataclasses.replace(t, format=formats.get(t.name, t.format), init=None, lr=None) for t in tables]
+    made = kind(
+        given, device="meta", output_dtype=source.output_dtype, bounds_check=source.bounds_check, seed=source.seed
+    )
+    rows = {n: t for n, t in source.state_dict().items() if n.endswith((".weight", ".format", ".projection"))}
+    made.load_state_dict(rows, assign=True, convert=True)
+    return made.to(source._device)
 
 
 class ServedTables(nn.Module):
@@ -26,14 +52,16 @@ class ServedTables(nn.Module):
 
     Args:
         source: the collection, whose memory it shares.
+        trained: the one that it was made of, if another.
     """
 
     row_cache: CacheState | None
     _weights: Tensor
     _layout: LayoutBuffers
 
-    def __init__(self, source: TableCollection) -> None:
+    def __init__(self, source: TableCollection, trained: TableCollection | None = None) -> None:
         super().__init__()
+        self._trained = (source if trained is None else trained).memory_report()
         self._features, self.output_dtype = source._features, source.output_dtype
         self._store = source._store.shared()
         self.row_cache = self._store.cache
@@ -56,6 +84,26 @@ class ServedTables(nn.Module):
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
         return self._features.feature_names
+
+    def memory_report(self) -> list[dict[str, object]]:
+        """One dict per table that is kept: what it is and takes here, and what it took in training.
+
+        name, num_embeddings, embedding_dim, format, weight_bytes; trained_format, trained_weight_bytes and
+        trained_state_bytes (of the fused optimizer) are the collection's.
+        """
+        return [
+            {name: now[name] for name in ("name", "num_embeddings", "embedding_dim", "format", "weight_bytes")}
+            | {f"trained_{name}": before[name] for name in ("format", "weight_bytes", "state_bytes")}
+            for now, before in zip(self._store.memory_report(), self._trained, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        """A line for each table, and bytes now and in training."""
+        report: list[Any] = self.memory_report()
+        names = "weight_bytes", "trained_weight_bytes", "trained_state_bytes"
+        now, before, state = (sum(table[name] for table in report) for name in names)
+        sizes = f"{now:,} bytes of rows; in training {before:,}, and {state:,} of optimizer state"
+        return "\n  ".join([f"{type(self).__name__}(", *map(describe, self.tables), sizes]) + "\n)"
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         """The matrix [D, dim] of a table that has one."""

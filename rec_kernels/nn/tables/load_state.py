@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.tables.config import BAG_FORMATS, StoredTable
-from rec_kernels.nn.tables.rows import decode, encode
+from rec_kernels.nn.tables.rows import convert as convert_rows
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
 
 _ASSIGN = "assign_to_params_buffers"  # torch's own name for it, in every module's metadata
@@ -118,7 +118,7 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
                 f"size mismatch for {name}.weight: {list(rows.shape)} with rows of format {found}, which are {width} "
                 f"wide for {table.embedding_dim} columns; no table of the collection was changed"
             )
-        fitting[f"{name}.weight"] = encode(decode(rows, found, table.embedding_dim), table.format)
+        fitting[f"{name}.weight"] = convert_rows(rows, found, table.format, table.embedding_dim)
         fitting[f"{name}.format"] = None if table.format in FLOAT_DTYPES else format_tensor(table.format)
     state.update(fitting)
     for name in [name for name, value in fitting.items() if value is None]:

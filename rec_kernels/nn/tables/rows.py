@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -62,6 +63,17 @@ def encode(floats: Tensor, format: str) -> Tensor:
     if format in FLOAT_DTYPES:
         return floats.to(FLOAT_DTYPES[format])
     return quantize_rows(floats, format)
+
+
+def convert(rows: Tensor, found: str, format: str, embedding_dim: int) -> Tensor:
+    """Rows of format ``found`` as rows of another, rounded to the nearest, a piece at a time: no float32 copy."""
+    step = max(1, _FLOATS_AT_ONCE // embedding_dim)
+    pieces = (encode(decode(piece, found, embedding_dim), format) for piece in rows.split(step))
+    first = next(pieces)
+    made = first.new_empty(rows.shape[0], first.shape[1])
+    for at, piece in enumerate(itertools.chain((first,), pieces)):
+        made[at * step : at * step + len(piece)] = piece
+    return made
 
 
 def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:

@@ -88,8 +88,11 @@ class DenseGradients:
     def opened(self, output: Tensor) -> None:
         """Takes note of a lookup that is to update the tables."""
         if output.grad_fn is not None:
-            self._open = [node for node in self._open if node() is not None]
-            self._open.append(weakref.ref(output.grad_fn))
+            node = weakref.ref(output.grad_fn)
+            if len(self._open) == 1 and self._open[0]() is None:  # most steps have one lookup
+                self._open[0] = node
+            else:
+                self._open = [*(other for other in self._open if other() is not None), node]
 
     def take_over(self, grad: Tensor, bags: dict[str, Any], status: Tensor) -> bool:
         """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
