@@ -9,7 +9,7 @@ import torch
 
 import rec_kernels as rk
 from bench import peers
-from bench.limits import limits
+from bench.limits import StepLimit, limits
 from bench.shapes import BATCHES
 from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
@@ -46,11 +46,12 @@ class Lookups(Subject):
         if name != "limit":
             subject = self.built(name)
             return lambda i: subject.train(self.batches[i], self.grad)
-        gather, weights = self.forward("limit"), self.built("ours").module._weights
+        gather, module = self.forward("limit"), self.built("ours").module
+        step = StepLimit(self.workload, module._weights, module._sum, peers.LR, peers.EPS)
 
         def least(i: int) -> None:
             gather(i)
-            limits().update(weights, self.unique[i], self.workload.dim)
+            step(self.batches[i], self.grad)
 
         return least
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import subprocess
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from bench.shapes import Shape
 
 
 @functools.cache
@@ -20,14 +23,14 @@ def limits() -> Limits:
 
 
 class Limits:
-    """Bare loops over the same memory: `gather` for the forward, `update` for the row update."""
+    """Bare loops over the same memory: `gather` for lookups, `update` for distinct rows, `step` for a training step."""
 
     def __init__(self) -> None:
-        source = Path(__file__).with_name("gather_limit.cpp")
+        sources = [str(Path(__file__).with_name(name)) for name in ("gather_limit.cpp", "step_limit.cpp")]
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "limits.so"
             flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
-            subprocess.run([os.environ.get("CXX", "c++"), *flags, str(source), "-o", str(library)], check=True)
+            subprocess.run([os.environ.get("CXX", "c++"), *flags, *sources, "-o", str(library)], check=True)
             self._library = ctypes.CDLL(str(library))
         self._omp = ctypes.CDLL("libgomp.so.1")
         self._omp.omp_set_num_threads(torch.get_num_threads())
@@ -45,6 +48,13 @@ class Limits:
         sizes = (ctypes.c_int64(rows.numel()), ctypes.c_int64(dim))
         self._library.update_rows(*pointers, *sizes, ctypes.c_float(1e-6))
 
+    def step(self, sizes: tuple[int, int, int], rates: tuple[float, float], *tensors: Tensor) -> None:
+        """Updates tables with row-wise Adagrad, as ``StepLimit`` says: tables, batch, dim; lr, eps; and its tensors."""
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        numbers = map(ctypes.c_int64, sizes), map(ctypes.c_float, rates)
+        if not self._library.step_rowwise_adagrad(*pointers[:5], *numbers[0], *pointers[5:], *numbers[1]):
+            raise ValueError(f"dim = {sizes[2]} must be 16, 64 or 128")
+
     def touch(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
         """Reads a word of every cache line of the rows; weights uint8 [N, row bytes], out [n / bag, dim] float32."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
@@ -59,3 +69,22 @@ class Limits:
     def multiply_add(self, count: int) -> None:
         """``count`` multiplications, each with an addition, of numbers in registers."""
         self._library.multiply_add(ctypes.c_int64(count))
+
+
+class StepLimit:
+    """The backward and update of a step with row-wise Adagrad as a bare loop: sort, sum the gradients, update.
+
+    Args:
+        shape: the workload. weights: float32, its tables one after the other. state: float32, a number for each row.
+    """
+
+    def __init__(self, shape: Shape, weights: Tensor, state: Tensor, lr: float, eps: float) -> None:
+        self._tables, self._sizes, self._rates = (weights, state), (shape.tables, shape.batch, shape.dim), (lr, eps)
+        self._first_rows = torch.tensor([0, *itertools.accumulate(shape.table_rows)])
+        self._bags = torch.tensor(shape.table_bags)
+        self._buffers = torch.empty(shape.num_ids, dtype=torch.int64), torch.empty(shape.num_ids, dtype=torch.int64)
+
+    def __call__(self, ids: Tensor, grad: Tensor) -> None:
+        """Makes one step with ids [N], key-major, and the gradient [B, T * D] of their sums."""
+        tensors = *self._tables, ids, self._first_rows, self._bags, grad, *self._buffers
+        limits().step(self._sizes, self._rates, *tensors)

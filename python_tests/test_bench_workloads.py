@@ -20,8 +20,9 @@ sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest
 
 from bench import bench_embedding_bag_formats as formats
 from bench import peers
+from bench.limits import StepLimit
 from bench.reuse import REUSE_2021, REUSE_2022, STEADY_COUNT, reused_ids
-from bench.shapes import Workload
+from bench.shapes import Shape, Workload
 from bench.subject import Subject
 from bench.workloads import KAGGLE_ROWS, MLPERF_BAGS, MLPERF_ROWS, NAMED, OPS, ROW_MULTIPLE, MultiHot, Reused
 
@@ -65,6 +66,23 @@ def test_ids_are_within_their_tables(name: str) -> None:
     for part, rows in zip(w.split(ids), getattr(w, "cardinalities", w.table_rows), strict=True):
         assert 0 <= part.min() <= part.max() < rows
     assert all(rows % ROW_MULTIPLE == 0 for rows in w.table_rows)
+
+
+@pytest.mark.parametrize(
+    "shape", [TINY, Workload("", 3, 300, 100_000, 64, 1), Workload("", 3, 30, 1000, 128, 20, zipf=1.1)], ids=str
+)
+def test_the_limit_of_a_step_is_a_step(shape: Shape) -> None:
+    """The bare loop makes the update of row-wise Adagrad, but for the order of its sums."""
+    torch.manual_seed(0)
+    ours = peers.available()["ours"](shape)
+    weights, state = ours.module._weights.clone(), ours.module._sum.clone()
+    step = StepLimit(shape, weights, state, peers.LR, peers.EPS)
+    for seed in range(3):
+        ids, grad = shape.ids(seed), torch.randn(shape.batch, shape.tables * shape.dim)
+        ours.train(ids, grad)
+        step(ids, grad)
+    torch.testing.assert_close(state, ours.module._sum, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, ours.module._weights, rtol=1e-5, atol=1e-6)
 
 
 def test_first_id_decides_on_a_bag() -> None:

@@ -49,7 +49,7 @@ class DenseGradients:
 
     def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
         self._names, self._finish, self._refusal = names, finish, refusal
-        self._open: list[weakref.ref] = []  # autograd nodes of lookups whose graphs are there
+        self._open: set[weakref.ref] = set()  # autograd nodes of lookups whose graphs are there
         self.is_put_off = self.is_compiled = False
         self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
         self._lookups: list[Lookup] = []
@@ -88,11 +88,7 @@ class DenseGradients:
     def opened(self, output: Tensor) -> None:
         """Takes note of a lookup that is to update the tables."""
         if output.grad_fn is not None:
-            node = weakref.ref(output.grad_fn)
-            if len(self._open) == 1 and self._open[0]() is None:  # most steps have one lookup
-                self._open[0] = node
-            else:
-                self._open = [*(other for other in self._open if other() is not None), node]
+            self._open.add(weakref.ref(output.grad_fn, self._open.discard))
 
     def take_over(self, grad: Tensor, bags: dict[str, Any], status: Tensor) -> bool:
         """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
@@ -133,7 +129,7 @@ class DenseGradients:
         try:
             if any(map(_will_run, self._accumulators)):
                 return True
-            nodes = [node() for node in self._open] if len(self._open) > 1 else []
+            nodes = [node() for node in list(self._open)] if len(self._open) > 1 else []
             return sum(node is not None and _will_run(node) for node in nodes) > 1
         except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
             return False
