@@ -70,9 +70,11 @@ def test_unlike_backwards() -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
-def test_gradients_of_weights(plan: str, pooling: str) -> None:
+@pytest.mark.parametrize("row_wise", ["ordered", *full("reduce_scatter")])
+def test_gradients_of_weights(plan: str, pooling: str, row_wise: str) -> None:
     """They come back to the rank that fed the sample: bits of one process, but for rows that are split by columns."""
-    case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=(3, None, None))
+    padding = (3, None, None)
+    case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=padding, row_wise=row_wise)
     found = pool(2).run(HERE, "weighted", case)
     model = Model(collection(case))
     grads = train_weighted(case, model, model.ebc, ranks_of(case))

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.collectives import all_to_all
+from rec_kernels.distributed.collectives import all_to_all, reduce_scatter
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.weight_gradients import weight_gradients
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD
@@ -44,14 +44,16 @@ class Exchange(torch.autograd.Function):
         """
         routes, rank = module.routes, module.routes.rank
         sizes, own = batch.batch_sizes, batch.batch_sizes[rank]
-        sent = pooled[:, : routes.sent[rank]]
-        lengths = [own * n for n in routes.sent]
-        flat = all_to_all(sent, [size * routes.sent[rank] for size in sizes], lengths, module.group)
-        blocks = [b.view(own, n) for b, n in zip(flat.split(lengths), routes.sent, strict=True)]
-        start = sum(sizes[:rank])
-        replicas = pooled[start : start + own, routes.sent[rank] :]
+        start, blocks = sum(sizes[:rank]), []
+        if any(routes.sent):
+            sent, lengths = pooled[:, : routes.sent[rank]], [own * n for n in routes.sent]
+            flat = all_to_all(sent, [size * routes.sent[rank] for size in sizes], lengths, module.group)
+            blocks = [b.view(own, n) for b, n in zip(flat.split(lengths), routes.sent, strict=True)]
+        blocks.append(pooled[start : start + own, pooled.shape[1] - routes.replicated :])
+        if routes.reduced:
+            blocks.append(reduce_scatter(routes.parts(pooled), sizes, module.group))
         ctx.module, ctx.batch = module, batch
-        return routes.assemble(torch.cat([*blocks, replicas], dim=1), batch.counts).to(module.output_dtype)
+        return routes.assemble(torch.cat(blocks, dim=1), batch.counts).to(module.output_dtype)
 
     @staticmethod
     @once_differentiable

@@ -27,6 +27,7 @@ from rec_kernels.distributed.row_exchange import RowContext, runs_of
 from rec_kernels.distributed.state import ShardedState
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.optimizers import FusedOptimizer
@@ -53,17 +54,19 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         device: torch.device,
         *,
         gradient: str = "global_mean",
+        row_wise: str = "ordered",
         name: str = "",
     ) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        agreement.check_same(_described(module, shards, gradient), group)
+        agreement.check_same(_described(module, shards, gradient, row_wise), group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
-        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools)
+        reduces = row_wise == "reduce_scatter"
+        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, reduces=reduces)
         self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
@@ -130,6 +133,25 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     @abstractmethod
     def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
         """The ids of this rank's batch as they are sent."""
+
+    def _looked_up(self, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
+        """Looks up bags of all ranks in this rank's shards.
+
+        Args:
+            rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
+        """
+        if not self.routes.own:
+            return torch.zeros(rows, 0, device=self.shards._device)
+        return self.shards._lookup(bags, starts)
+
+    def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
+        """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].
+
+        Args:
+            counts: [entries of this rank, ranks] int64, how many rows each rank gets.
+        """
+        ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
+        return self._looked_up(ctx.bags, 0, ctx.starts)
 
     # Updates.
 
@@ -231,7 +253,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.shards.load_state_dict(self._state.local(given, own), strict=False)
 
 
-def _described(module: TableCollection, shards: list[Shard], gradient: str) -> dict[str, str]:
+def _described(module: TableCollection, shards: list[Shard], gradient: str, row_wise: str) -> dict[str, str]:
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
@@ -244,4 +266,5 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str) -> d
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
         "gradient": gradient,
+        "row_wise": row_wise,
     }

@@ -32,7 +32,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingBagCollectionSharder``'s.
+        gradient, row_wise: ``EmbeddingBagCollectionSharder``'s.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Attributes:
@@ -79,17 +79,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             [samples of all ranks, columns of this rank's shards]; a row for each bag where features of some rank have
             batch sizes of their own.
         """
-        kjt, routes, total = dist_input[0], self.routes, sum(ctx.batch_sizes)
+        kjt, own, total = dist_input[0], self.routes.own, sum(ctx.batch_sizes)
         if ctx.asked is None:
-            ctx.bags = batches.looked_up(kjt, len(routes.own), total)
-            return self.shards._lookup(ctx.bags) if routes.own else torch.zeros(total, 0, device=self.shards._device)
-        ctx.bags = batches.looked_up(kjt, len(routes.own))
-        counts = torch.tensor(kjt.stride_per_key_per_rank() if routes.own else [], dtype=torch.int64)
-        counts = counts.view(len(routes.own), routes.world_size).to(self.shards._device)
-        ctx.hold(routes.rank, counts, self._runs[routes.rank])
-        if not routes.own:
-            return torch.zeros(0, 0, device=counts.device)
-        return self.shards._lookup(ctx.bags, ctx.starts)
+            ctx.bags = batches.looked_up(kjt, len(own), total)
+            return self._looked_up(ctx.bags, total)
+        ctx.bags = batches.looked_up(kjt, len(own))
+        counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
+        return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards._device))
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""

@@ -35,7 +35,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingCollectionSharder``'s.
+        gradient: ``EmbeddingCollectionSharder``'s. row_wise: not used: rows of ids are not summed.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Raises:
@@ -74,10 +74,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         counts = kjt.lengths().long().view(len(routes.own), routes.world_size)
         each = torch.arange(len(kjt.values()) + 1, device=counts.device)
         ctx.bags = SelectedKeys(kjt.values(), each, kjt.weights_or_none(), None)
-        ctx.hold(routes.rank, counts, self._runs[routes.rank])
-        if not routes.own:
-            return torch.zeros(0, 0, device=counts.device)
-        return self.shards._lookup(ctx.bags, ctx.starts)
+        return self._rows_looked_up(ctx, counts)
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
