@@ -49,6 +49,7 @@ class Case:
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores. row_wise: the sharder's.
+        rates: each table's ``lr``.
     """
 
     plan: str = "table_wise"
@@ -66,6 +67,7 @@ class Case:
     padding: tuple[int | None, ...] = (None, None, None)
     bad_ids: bool = False
     row_wise: str = "ordered"
+    rates: tuple[float | None, ...] = (None, None, None)
 
 
 class Model(nn.Module):
@@ -96,6 +98,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
             pooling=case.pooling,
             compression=case.compression,
             padding_idx=case.padding[i],
+            lr=case.rates[i],
         )
         for i, rows in enumerate(ROWS)
     ]

@@ -107,6 +107,48 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
     return ebc.state_dict()
 
 
+def train_rates(case: Case, model: nn.Module, tables: Any, optimizer: Any, ranks: list[int]) -> dict[str, Any]:
+    """Two steps at rates that a scheduler halves after the first, and one whose second group has a rate of its own;
+    the optimizer's state."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        train(replace(case, steps=1), model, ranks)
+        optimizer.step()
+        schedule.step()
+    optimizer.param_groups[1]["lr"] = 0.07
+    train(replace(case, steps=1), model, ranks)
+    return optimizer.state_dict()
+
+
+def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
+    """Trains as ``train_rates`` and goes on in another plan; then loads one process's rates.
+
+    Args:
+        state: of the optimizer of one process after ``train_rates``.
+
+    Returns:
+        The rates of TorchRec's optimizer, the tables of which each group has shards, the optimizer's state, blocks
+        after the training, and after it went on.
+    """
+    model = sharded(case, collection(case))
+    tables = model.module.ebc
+    own = train_rates(case, model, tables, tables.optimizer, [dist.get_rank()])
+    shown = [group["lr"] for group in model.fused_optimizer.param_groups]
+    held = [
+        [name[:2] for name in tables.shards._held if any(tables.shards._held[name].weight is p for p in g["params"])]
+        for g in tables.optimizer.param_groups
+    ]
+    trained = blocks(tables.state_dict())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    loaded = sharded(other, collection(other, device="meta"))
+    whole = {"model": loaded.state_dict()}
+    dcp.load(whole, checkpoint_id=folder)
+    loaded.load_state_dict(whole["model"])
+    loaded.module.ebc.optimizer.load_state_dict(state)
+    train(other, loaded, [dist.get_rank()])
+    return shown, held, own, trained, blocks(loaded.module.ebc.state_dict())
+
+
 class Loss(nn.Module):
     """A model as TorchRec's pipelines train it: a loss, and its output."""
 

@@ -171,6 +171,49 @@ def test_options(plan: str) -> None:
     assert differences(dict(whole), found) == []
 
 
+PAIRS = [("table_wise", "column_wise"), ("mixed", "row_wise")]
+PAIRS += full(("one_rank", "data_parallel"), ("grid_shard", "mixed"))
+
+
+@pytest.mark.parametrize(("plan", "other"), PAIRS)
+@pytest.mark.parametrize("rates", [(None, 0.3, 0.02), *full(((0.3, None, None),), ((0.1, 0.2, 0.3),))])
+def test_rates_of_tables(plan: str, other: str, rates: tuple, tmp_path: Path) -> None:
+    """Tables with learning rates of their own: groups, schedulers and states are one process's, in every plan."""
+    from distributed_torchrec_cases import train_rates
+
+    case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=rates)
+    model = Model(collection(case))
+    face = model.ebc.fused_optimizer
+    state = train_rates(case, model, model.ebc, face, [0, 1])
+    found = pool(2).run(HERE, "rates", case, dataclasses.replace(case, plan=other), state, str(tmp_path / "checkpoint"))
+    assert len(face.param_groups) == len(set(rates))
+    assert [own[0] for own in found] == [[group["lr"] for group in face.param_groups]] * 2
+    first = [f"t{i}" for i in range(3) if rates[i] is None]
+    groups = [first] * bool(first) + [[f"t{i}"] for i in range(3) if rates[i] is not None]
+    assert [sorted({*a, *b}) for a, b in zip(found[0][1], found[1][1], strict=True)] == groups
+    assert [own[2] for own in found] == [state] * 2
+    assert differences(dict(model.ebc.state_dict()), [own[3] for own in found]) == []
+    train(case, model, [0, 1])
+    assert differences(dict(model.ebc.state_dict()), [own[4] for own in found]) == []
+
+
+def test_other_groups() -> None:
+    """A state of other tables is refused, and TorchRec's optimizer saves no rates."""
+    from rec_kernels.distributed.optimizer_face import ShardedRates, TorchRecFace
+    from rec_kernels.nn.training.fused_update import rate_groups
+
+    ebc = collection(Case(rates=(None, 0.3, None)))
+    groups = rate_groups(ebc.optimizer, ebc._features)
+    face = ShardedRates([], groups, [], ebc.lr, ebc.step)
+    assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
+    face.load_state_dict(ebc.fused_optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"the state has groups of \[3\] tables, and .* are of \[2, 1\]"):
+        face.load_state_dict(collection(Case()).fused_optimizer.state_dict())
+    TorchRecFace(face).save_param_groups(False)
+    with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
+        TorchRecFace(face).save_param_groups(True)
+
+
 def test_planner_and_pipeline() -> None:
     """TorchRec's planner makes a plan; its pipelined step, with the dense part under DDP, has the bits of a loop."""
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
@@ -310,8 +353,6 @@ def test_refused_collections() -> None:
     table = rk.EmbeddingBagConfig(100, 16, name="t", feature_names=["f"])
     with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
-    with pytest.raises(ValueError, match=r"table 't': lr = 0\.5, and a sharded collection has one learning rate"):
-        check(rk.EmbeddingBagCollection([dataclasses.replace(table, lr=0.5)], optimizer=rk.SGD()))
     narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
     with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))

@@ -89,11 +89,6 @@ def check_collection(features: FeatureMap, *, cached: bool = False) -> None:
         raise ValueError("a collection with a row cache cannot be sharded yet: build it with cache=None")
     for feature in features.features:
         table = feature.table
-        if table.lr is not None:
-            raise ValueError(
-                f"table {table.name!r}: lr = {table.lr}, and a sharded collection has one learning rate: give tables "
-                "with another one a collection of their own"
-            )
         if table.projection or feature.is_combined_later:
             raise ValueError(
                 f"table {table.name!r}: {table.compression} combines rows after they are pooled, or multiplies them by "

@@ -257,7 +257,7 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
-    lr = None if module.optimizer is None else module.fused_optimizer.param_groups[0]["lr"]
+    lr = [] if module.optimizer is None else [group["lr"] for group in module.fused_optimizer.param_groups]
     weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
     return {
         "tables": str(tables),
