@@ -158,6 +158,38 @@ def one_process(case: Sequences) -> tuple[list, dict[str, Tensor]]:
     return outputs, dict(model.sequences.state_dict())
 
 
+def train_weighted(case: Sequences, model: nn.Module, tables: Any, ranks: list[int]) -> list[list[Tensor]]:
+    """Trains with weights that want gradients, which are returned for each step and feature.
+
+    Rank 0's want none in the second step. The last two steps are one update.
+    """
+    found = []
+    for step in range(case.steps):
+        features, weights = batch(case, step, ranks), []
+        for f in range(len(KEYS)):
+            for rank in ranks:
+                generator = torch.Generator().manual_seed(31 * step + 7 * rank + f)
+                weights.append(0.5 + torch.rand(len(_ids(case, step, rank, f)[1]), generator=generator))
+        factors = torch.cat(weights).requires_grad_(step != 1 or ranks != [0])
+        own = {"lengths": features.lengths(), "stride_per_key": features.stride_per_key()}
+        with tables.accumulate() if step >= case.steps - 2 else torch.enable_grad():
+            out = model(rk.KeyedJaggedTensor(KEYS, features.values(), factors, **own))
+            losses = zip(KEYS, coefficients(case, step, ranks), strict=True)
+            sum((out[key].values().float() * c).sum() for key, c in losses).backward()
+        if factors.grad is None:
+            found.append([torch.zeros(0)] * len(KEYS))
+        else:
+            found.append([own.clone() for own in factors.grad.split(features.length_per_key())])
+    return found
+
+
+def weighted(case: Sequences) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    """Gradients of this rank's weights, and blocks."""
+    model = sharded(case, collection(case))
+    tables = model.module.sequences
+    return train_weighted(case, model, tables, [dist.get_rank()]), blocks(tables.state_dict())
+
+
 def options(case: Sequences) -> dict[str, Any]:
     """Blocks of the state after ``use_options``."""
     model = sharded(case, collection(case))
@@ -241,7 +273,7 @@ def refused(case: Sequences) -> tuple[list[str], bool, list]:
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.sequences.state_dict())
     errors = []
-    for mistake in ("id", "key", "weights"):
+    for mistake in ("id", "key"):
         given: Any = batch(case, 0, [rank])
         strides = given.stride_per_key()
         if rank == 1 and mistake == "id":
@@ -252,9 +284,6 @@ def refused(case: Sequences) -> tuple[list[str], bool, list]:
         elif rank == 1 and mistake == "key":
             keys = ["x", *KEYS[1:]]
             given = rk.KeyedJaggedTensor(keys, given.values(), lengths=given.lengths(), stride_per_key=strides)
-        elif rank == 1:
-            weights = torch.ones(len(given.values()), requires_grad=True)
-            given = rk.KeyedJaggedTensor(KEYS, given.values(), weights, lengths=given.lengths(), stride_per_key=strides)
         try:
             model(given)
         except (IndexError, KeyError, ValueError, RuntimeError) as error:

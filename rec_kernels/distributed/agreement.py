@@ -69,8 +69,7 @@ def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup
         given: the batch. error: what refused it, or None.
 
     Raises:
-        ``error``; RuntimeError: another rank's batch was refused, with its message. ValueError: weights want a
-        gradient, and features have batch sizes of their own.
+        ``error``; RuntimeError: another rank's batch was refused, with its message.
     """
     bags = given.bags
     wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
@@ -87,12 +86,6 @@ def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
     sizes, weighted, wanted, own_sizes, _ = zip(*numbers, strict=True)
-    if any(wanted) and any(own_sizes):
-        raise ValueError(
-            f"per_sample_weights of rank {wanted.index(1)} require a gradient, and features of rank "
-            f"{own_sizes.index(1)} have batch sizes of their own: such gradients do not come back; give "
-            "weights.detach()"
-        )
     return Agreed(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
 
 

@@ -12,9 +12,8 @@ from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.collectives import all_to_all, reduce_scatter
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.row_exchange import lookup_of
 from rec_kernels.distributed.weight_gradients import weight_gradients
-from rec_kernels.nn.jagged.select_features import NOTHING_BAD
-from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
@@ -72,7 +71,7 @@ class Exchange(torch.autograd.Function):
         for block, scale in zip(columns.split(sizes), module.gradient_scales(sizes), strict=True):
             if scale != 1:
                 block *= scale
-        module.backwards.take(batch.begun, _lookup(columns if routes.own else columns[:0], factors, batch), facts)
+        module.backwards.take(batch.begun, lookup_of(columns if routes.own else columns[:0], factors, batch), facts)
         return None, None, grad_weights, None, None
 
 
@@ -107,12 +106,3 @@ def _by_id(coefficients: Tensor, routes: Routes, batch: BatchContext) -> Tensor 
     factors = torch.ones(len(routes.own), len(coefficients), dtype=torch.float32, device=coefficients.device)
     factors[numbers] = coefficients.T
     return factors.reshape(-1).repeat_interleave(batch.bags.offsets.diff())
-
-
-def _lookup(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Lookup:
-    """The update of this rank: gradients of its columns, and ids with their weights."""
-    bags, weights = batch.bags, batch.bags.weights
-    if factors is not None:
-        weights = factors if weights is None else weights * factors
-    status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
-    return Lookup(grad, bags.values, bags.offsets, weights, status)

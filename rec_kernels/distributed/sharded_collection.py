@@ -120,7 +120,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         given, error, device = batches.CheckedBatch(), None, self.shards._device
         names, limits = self.feature_names, self.routes.limits
         try:
-            given = batches.checked_batch(features, names, limits, self.bounds_check, pooled=self.routes.pooled)
+            kind = {"pooled": self.routes.pooled, "by_feature": ctx.by_feature}
+            given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
             batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
@@ -153,6 +154,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
         return self._looked_up(ctx.bags, 0, ctx.starts)
 
+    def _begin(self, ctx: RowContext) -> tuple[Tensor, Tensor | None]:
+        """Begins a lookup's output: what autograd calls the backward for, and the weights that want a gradient."""
+        ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
+        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
+        return token, None if ctx.fed is None else ctx.fed.weights
+
     # Updates.
 
     def gradient_scales(self, batch_sizes: list[int]) -> list[float]:
@@ -162,11 +169,6 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         if self._gradient == "torchrec":
             return [1 / len(batch_sizes)] * len(batch_sizes)
         return [size / max(sum(batch_sizes), 1) for size in batch_sizes]
-
-    def scaled(self, grad: Tensor, batch_sizes: list[int]) -> Tensor:
-        """The gradient of this rank's outputs times its factor."""
-        scale = self.gradient_scales(batch_sizes)[self.routes.rank]
-        return grad * scale if scale != 1 else grad
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -78,9 +78,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
-        ctx.begun = self.backwards.begin()
-        token = self.backwards.token(ctx.begun, wanted=False)
-        rows = RowExchange.apply(token, output, self, ctx)
+        token, weights = self._begin(ctx)
+        rows = RowExchange.apply(token, output, weights, self, ctx)
         self.backwards.watch(ctx.begun, rows)
         bags = ctx.given.bag_starts(len(self.feature_names))
         bounds = ctx.given.offsets[bags].tolist()
