@@ -162,7 +162,7 @@ def train_by_feature(given: Distinct, tables: Any, ranks: list[int]) -> list[tup
 
 
 def by_feature(given: Distinct) -> tuple:
-    """Returns what ``train_by_feature`` found on this rank, blocks, and whether a batch in groups is as ``forward`` has it."""
+    """Returns what ``train_by_feature`` found on this rank, blocks, and whether other batches are as in ``forward``."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     tables = model.module.ebc
     found = train_by_feature(given, tables, [rank])

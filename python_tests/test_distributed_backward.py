@@ -53,6 +53,18 @@ def test_scaled_losses(plan: str) -> None:
     assert state["step"] == 4
 
 
+@pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "row_wise", "mixed")])
+@pytest.mark.parametrize("optimizer", ["torch", "adam"])
+def test_scaler_of_all_ranks(plan: str, optimizer: str) -> None:
+    """FSDP's scaler has all ranks skip a step whose gradients overflow in one rank's shards; one process's bits."""
+    case = Case(plan, optimizer=optimizer, sizes=(8, 5), one_id=True, steps=5)
+    found = pool(2).run(HERE, "scaled_by_all", case)
+    scales, state = scaled_alone(case)
+    assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
+    assert [own for own, _ in found] == [scales] * 2
+    assert differences(state, [blocks for _, blocks in found]) == []
+
+
 def test_unlike_backwards() -> None:
     """Ranks that run other backwards, or scale losses otherwise, are told so, all of them; nothing has changed."""
     (errors, same), (others, same_there) = pool(2).run(HERE, "unlike", Case("mixed", optimizer="sgd"))
