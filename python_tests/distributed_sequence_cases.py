@@ -28,7 +28,7 @@ class Sequences:
         gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype: the collection's. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores.
-        own_sizes: whether feature f of a rank has f samples more than the first.
+        own_sizes: whether feature f of a rank has f samples more than the first. cache: the collection's.
     """
 
     plan: str = "table_wise"
@@ -43,6 +43,7 @@ class Sequences:
     padding: tuple[int | None, ...] = (None, None, None)
     bad_ids: bool = False
     own_sizes: bool = False
+    cache: Any = None
 
 
 class Model(nn.Module):
@@ -81,6 +82,7 @@ def collection(case: Sequences, device: str | None = None) -> rk.EmbeddingCollec
         output_dtype=case.output_dtype,
         bounds_check="ignore" if case.bad_ids else "error",
         device=device,
+        cache=case.cache,
     )
 
 

@@ -242,8 +242,6 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="gradient must be"):
         sharder(gradient="mean")
     table = rk.EmbeddingConfig(100, 16, name="t", feature_names=["f"])
-    with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
-        sharder().constraints(rk.EmbeddingCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
     whole = rk.EmbeddingCollection([table], optimizer=rk.LAMB())
     with pytest.raises(ValueError, match=r"table 't' can be sharded table_wise, .* \['column_wise'\] has none"):
         sharder(sharding_types=["column_wise"]).constraints(whole)

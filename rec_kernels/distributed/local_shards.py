@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, ShardPlace, StoredTable
 from rec_kernels.nn.tables.parameters import RequiresGrad
+from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.tables.rows import fill
 from rec_kernels.nn.training.fused_update import rate_groups
 
@@ -156,6 +157,7 @@ def make_collection(
         bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
+        cache=_cache(module, shards, configs),
     )
     made.process_local = True
     if made._update is not None:
@@ -165,6 +167,15 @@ def make_collection(
         weight = module._held[module._features.stored[piece.stored].name].weight
         made._held[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
+
+
+def _cache(module: TableCollection, shards: Iterable[Shard], configs: Sequence[ShardConfig]) -> RowCache | None:
+    """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``."""
+    if module.row_cache is None or not configs:
+        return None
+    cache, tables = module.row_cache.cache, module.tables
+    of = {config.name: cache.of(tables[s.table].name) for config, s in zip(configs, shards, strict=True)}
+    return dataclasses.replace(cache, fraction=of) if isinstance(cache.fraction, Mapping) else cache
 
 
 def _config(

@@ -24,7 +24,7 @@ from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
-from rec_kernels.distributed.state import ShardedState
+from rec_kernels.distributed.state import ShardedState, in_cache
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
@@ -143,7 +143,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
         if not self.routes.own:
             return torch.zeros(rows, 0, device=self.shards._device)
-        return self.shards._lookup(bags, starts)
+        trains, shards = self.training and torch.is_grad_enabled(), self.shards
+        with torch.no_grad():
+            if trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
+                shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=True)
+            return shards._lookup(bags, starts)
 
     def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
         """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].
@@ -243,7 +247,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     ) -> None:
         """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled."""
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        own = self.shards.state_dict()
+        given = {name: t for name, t in given.items() if not in_cache(name)}
+        # Without a flush: cached rows would be written over those that were loaded in place.
+        own = nn.Module.state_dict(self.shards)
         names = self._state.names(own)
         missing = [name for name in names if name not in given]
         if missing == ["step"]:
@@ -259,6 +265,7 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
+    cache = None if module.row_cache is None else module.row_cache.cache
     lr = [] if module.optimizer is None else [group["lr"] for group in module.fused_optimizer.param_groups]
     weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
     return {
@@ -267,6 +274,7 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
         "the optimizer": f"{module.optimizer}, now with lr={lr}",
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
+        "the row cache": str(cache),
         "gradient": gradient,
         "row_wise": row_wise,
     }

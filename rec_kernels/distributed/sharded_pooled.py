@@ -74,7 +74,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             at_front=False,
         )
 
-    @torch.no_grad()
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """Looks up bags of all ranks' samples in this rank's shards, pooled.
 

@@ -67,7 +67,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
         )
         return sent
 
-    @torch.no_grad()
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
         kjt, routes = dist_input[0], self.routes

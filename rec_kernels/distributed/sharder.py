@@ -116,7 +116,7 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    check_collection(module._features, cached=module.row_cache is not None)
+    check_collection(module._features, None if module.row_cache is None else module.row_cache.cache)
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):
