@@ -165,9 +165,9 @@ class Loss(nn.Module):
 
 
 def pipelined(case: Case) -> list[bool]:
-    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
+    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of ``planner``."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner import Topology
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from rec_kernels.distributed import EmbeddingBagCollectionSharder
@@ -180,11 +180,8 @@ def pipelined(case: Case) -> list[bool]:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
         model = Loss(collection(case))
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=world, compute_device="cpu", local_world_size=world),
-            batch_size=8,
-            constraints=sharder.constraints(model.ebc),
-        )
+        topology = Topology(world_size=world, compute_device="cpu", local_world_size=world)
+        planner = rk.distributed.planner(model, [sharder], topology, batch_size=8, lengths={"f0": 4})
         plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
         model = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
         names = [name for name, _ in model.named_parameters()]

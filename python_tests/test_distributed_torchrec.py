@@ -215,7 +215,7 @@ def test_other_groups() -> None:
 
 
 def test_planner_and_pipeline() -> None:
-    """TorchRec's planner makes a plan; its pipelined step, with the dense part under DDP, has the bits of a loop."""
+    """planner() makes all ranks' plan; TorchRec's pipelined step, the dense part under DDP, has the bits of a loop."""
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
 
 
@@ -380,7 +380,9 @@ def test_what_is_relied_on() -> None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torchrec.distributed.dist_data import KJTAllToAll
     from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSplitsAwaitable
-    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardEstimator, Storage
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardedModule
     from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -407,7 +409,13 @@ def test_what_is_relied_on() -> None:
     assert parameters(KJTListSplitsAwaitable.__init__)[:2] == ["awaitables", "ctx"]
     assert parameters(KJTListAwaitable.__init__) == ["awaitables", "ctx"]
     assert {"sharding_type", "compute_kernel", "ranks", "sharding_spec"} <= set(parameters(ParameterSharding))
-    assert "sharding_types" in parameters(ParameterConstraints)
+    assert {"sharding_types", "pooling_factors"} <= set(parameters(ParameterConstraints))
+    assert {"topology", "batch_size", "enumerator", "constraints"} <= set(parameters(EmbeddingShardingPlanner))
+    assert parameters(EmbeddingEnumerator.__init__)[:4] == ["topology", "batch_size", "constraints", "estimator"]
+    assert ShardEstimator.__abstractmethods__ == {"__init__", "estimate"}
+    assert parameters(Perf)[:5] == ["fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "input_dist_comms"]
+    assert parameters(Storage)[:2] == ["hbm", "ddr"]
+    assert parameters(Topology(2, "cpu").comms_bandwidths.get_bw)[0] == "local_world_size"
     make = parameters(ShardedTensor._init_from_local_shards_and_global_metadata)
     assert make[:3] == ["local_shards", "sharded_tensor_metadata", "process_group"]
 
