@@ -12,7 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, Case, batch, blocks, coefficients, collection, loop_and_pipeline, sharded, train
+from distributed_cases import (
+    KEYS,
+    Case,
+    batch,
+    blocks,
+    coefficients,
+    collection,
+    loop_and_pipeline,
+    plan_of,
+    run,
+    sharded,
+    train,
+)
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -266,6 +278,43 @@ def unlike(case: Case, what: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def refused_plan(case: Case) -> str:
+    """Rank 1 has a plan without a table; the error."""
+    ebc, plan = collection(case, device="meta"), plan_of(case, 2)
+    if dist.get_rank() == 1:
+        del plan["t1"]
+    from torchrec.distributed.types import ShardingEnv
+
+    try:
+        rk.distributed.EmbeddingBagCollectionSharder().shard(
+            ebc, plan, ShardingEnv.from_process_group(dist.group.WORLD)
+        )
+    except (RuntimeError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
+def without_rows(case: Case) -> tuple[str, bool]:
+    """First rows of a table fail on rank 1; the error of this rank, and whether its shards work afterwards."""
+
+    def init(rows: Tensor) -> None:
+        if dist.get_rank() == 1 and not rows.is_meta:
+            raise OSError("no rows here")
+
+    from torchrec.distributed.types import ShardingEnv
+
+    table, error = rk.EmbeddingBagConfig(100, 16, name="t0", feature_names=["f0"], init=init), ""
+    ebc = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), device="meta")
+    sharder = rk.distributed.EmbeddingBagCollectionSharder()
+    plan, env = {"t0": plan_of(case, 2)["t0"]}, ShardingEnv.from_process_group(dist.group.WORLD)
+    try:
+        sharder.shard(ebc, plan, env)
+    except (OSError, RuntimeError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    outputs, _ = run(case)
+    return error, len(outputs) == case.steps
 
 
 def replicas(case: Case) -> list[Tensor]:

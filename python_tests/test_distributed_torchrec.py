@@ -144,6 +144,22 @@ def test_unlike_ranks(what: str, text: str) -> None:
     assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
 
 
+def test_shards_of_one_rank_fail() -> None:
+    """All ranks are told, and go on."""
+    (other, first), (own, second) = pool(2).run(HERE, "without_rows", Case("row_wise", steps=1))
+    assert own == "OSError: no rows here"
+    assert other == "RuntimeError: another rank could not make its shards: rank 1: OSError: no rows here"
+    assert first
+    assert second
+
+
+def test_plan_of_one_rank_is_refused() -> None:
+    """All ranks are told, before they wait for one another."""
+    other, own = pool(2).run(HERE, "refused_plan", Case())
+    assert own.startswith("ValueError: the plan must have each of the tables")
+    assert other == f"RuntimeError: another rank cannot shard as it was told, and none has: rank 1: {own}"
+
+
 def test_replicas_begin_alike() -> None:
     """The first rank's rows, whatever the others have drawn; and its step."""
     first, second = pool(2).run(HERE, "replicas", Case("data_parallel", optimizer="sgd", format="bf16"))

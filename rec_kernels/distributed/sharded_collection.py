@@ -70,7 +70,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
-        collection = make_collection(module, self.routes.own, own, device, salt=f"{name}/{module.seed}")
+        collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
@@ -82,6 +82,17 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
+
+    def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
+        """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
+        made, error = None, None
+        try:
+            made = make_collection(module, self.routes.own, pieces, device, salt)
+        except Exception as raised:
+            error = raised
+        agreement.raise_together(error, self.group, "could not make its shards")
+        assert made is not None
+        return made
 
     def _shown(self, pieces: list[Piece]) -> dict[str, nn.Module]:
         """This rank's blocks of tables, by their names: another block of a table has one of its own."""

@@ -10,6 +10,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
+from rec_kernels.distributed.agreement import raise_together
 from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
@@ -59,7 +60,7 @@ class CollectionSharder(ModuleSharder):
 
         Raises:
             ValueError: the plan, or the collection, is one that cannot be sharded; the message names the table, the
-            reason and what it can be.
+            reason and what it can be. RuntimeError: another rank's is, or it could not make its shards.
         """
         if env.process_group is None:
             raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
@@ -67,8 +68,13 @@ class CollectionSharder(ModuleSharder):
             raise ValueError(
                 "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
             )
-        _check(module)
-        shards = shards_of(module.tables, module.optimizer, params, env.world_size)
+        shards, error = [], None
+        try:
+            _check(module)
+            shards = shards_of(module.tables, module.optimizer, params, env.world_size)
+        except ValueError as refused:
+            error = refused
+        raise_together(error, env.process_group, "cannot shard as it was told, and none has")
         device = torch.device("cpu") if device is None else device
         return self._sharded_kind(module, shards, env.process_group, device, **self._options, name=module_fqn or "")
 
