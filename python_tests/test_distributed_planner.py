@@ -104,6 +104,8 @@ def test_bytes_sent() -> None:
         forward = sum(shard.perf.fwd_comms for option in options for shard in option.shards)
         assert forward == (0 if kind == "data_parallel" else sent[kind])
     assert sent["row_wise"] == sent["data_parallel"] == 2 * sent["table_wise"] > 0
+    _, ((option,)) = planned(tables_of([2]), world=4, types=("row_wise",))
+    assert [shard.perf.total > 0 for shard in option.shards] == [True, True, False, False]
     table = rk.EmbeddingConfig(1000, 16, name="t0", feature_names=["f0"])
     for kind in ("table_wise", "row_wise"):
         sequences = rk.EmbeddingCollection([table], device="meta", optimizer=rk.SGD())

@@ -46,18 +46,22 @@ def shard_bytes(module: TableCollection, table: EmbeddingConfig, rows: int, colu
         module: the collection that has the table. rows, columns: of the block; a compressed table is whole.
     """
     stored = [(t.num_embeddings, t.embedding_dim) for t in table.stored] if table.compression else [(rows, columns)]
-    state, cache = module._features.state, None if module.row_cache is None else module.row_cache.cache
-    kinds = [(state.dtype(kind).itemsize, each) for kind, each in state.kinds.items()]
-    return ShardBytes(
-        sum(e * row_bytes(table.format, d) for e, d in stored),
-        sum(size * e * (d if each else 1) for e, d in stored for size, each in kinds),
-        _slots(cache, table.name, *stored[0]) if cache is not None and len(stored) == 1 else 0,
-    )
+    cache = None if module.row_cache is None else module.row_cache.cache
+    slots = _slots(cache, table.name, *stored[0]) if cache is not None and len(stored) == 1 else 0
+    each = [(e, *_row(module, table, d)) for e, d in stored]
+    return ShardBytes(sum(e * row for e, row, _ in each), sum(e * state for e, _, state in each), slots)
+
+
+def _row(module: TableCollection, table: EmbeddingConfig, columns: int) -> tuple[int, int]:
+    """Bytes of a row, and of its optimizer state."""
+    state = module._features.state
+    kinds = [state.dtype(kind).itemsize * (columns if each else 1) for kind, each in state.kinds.items()]
+    return row_bytes(table.format, columns), sum(kinds)
 
 
 def _slots(cache: RowCache, name: str, rows: int, columns: int) -> int:
     fraction, counts = cache.of(name), rows if cache.policy == "lfu" else 0
-    if not fraction:
+    if not fraction or not rows:
         return counts
     wanted = rows if rows <= cache.ways else math.floor(fraction * rows + 1e-6)
     sets = max(1, -(-wanted // cache.ways))
@@ -94,32 +98,35 @@ class ShardCosts(ShardEstimator):
             table = next(t for t in module.tables if t.name == option.name)
             for shard in option.shards:
                 rows, columns = shard.size
-                parts = 1
-                if option.sharding_type != "data_parallel":
-                    parts = sum(other.offset[1] == shard.offset[1] and other.size[0] > 0 for other in option.shards)
-                self._estimate(option, shard, shard_bytes(module, table, rows, columns), max(parts, 1))
+                parts = sum(other.offset[1] == shard.offset[1] and other.size[0] > 0 for other in option.shards)
+                if not rows or not columns:  # a table has fewer rows than there are ranks
+                    parts = 0
+                elif option.sharding_type == "data_parallel":
+                    parts = 1
+                self._estimate(option, shard, table, parts)
 
-    def _estimate(self, option: ShardingOption, shard: Any, held: ShardBytes, parts: int) -> None:
-        """One shard's; ``parts``: of how many row shards of its columns."""
+    def _estimate(self, option: ShardingOption, shard: Any, table: EmbeddingConfig, parts: int) -> None:
+        """One shard's; ``parts``: of how many row shards of its columns, 0: it is empty."""
+        module: Any = option.module[1]
         world, (rows, columns) = self._topology.world_size, shard.size
-        own_ids = sum(option.input_lengths) * option.batch_size  # of one rank, of all features of the table
-        ids = own_ids * world / parts
-        sent = option.batch_size * len(option.input_lengths) * world if option.module[1]._pools else ids
-        others = (world - 1) / world
-        row, state = held.rows / max(rows, 1), held.state / max(rows, 1)
-        replica = option.sharding_type == "data_parallel"
-        network, memory = self._network, self._memory
+        bags = option.batch_size * len(option.input_lengths) * world if parts else 0
+        ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
+        sent = bags if module._pools else ids
+        held, cache = shard_bytes(module, table, rows, columns), module.row_cache
+        on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
+        dims = [t.embedding_dim for t in table.stored] if table.compression else [columns]
+        row, state = (sum(own) for own in zip(*(_row(module, table, d) for d in dims), strict=True))
+        reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
+        wire = (world - 1) / world / self._network
         shard.perf = Perf(
-            fwd_compute=ids * row / memory,
-            fwd_comms=0.0 if replica else 4 * columns * sent * others / network,
-            bwd_compute=2 * ids * (row + state) / memory,
-            bwd_comms=4 * columns * sent * others / network,
-            input_dist_comms=8 * ids * others / network,
+            fwd_compute=reading,
+            fwd_comms=0.0 if option.sharding_type == "data_parallel" else 4 * columns * sent * wire,
+            bwd_compute=2 * (reading + ids * state / self._memory),
+            bwd_comms=4 * columns * sent * wire,
+            input_dist_comms=8 * ids * wire,
         )
         step = math.ceil(8 * ids + 2 * 4 * columns * sent)
         near, far = held.state + held.slots + step, held.rows
-        cache = option.module[1].row_cache
-        on_host = cache is not None and cache.cache.backing == "host"
         if not self._on_gpu:
             shard.storage = Storage(hbm=0, ddr=near + far)
         else:
