@@ -119,6 +119,8 @@ def test_plans() -> None:
     kinds, options = planned(equal)
     assert set(kinds.values()) == {"table_wise"}
     assert sorted(shard.rank for option in options for shard in option.shards) == [0, 0, 1, 1]
+    uneven = planned(tables_of([1000] * 7))[0]
+    assert sorted(uneven.values()) == ["row_wise"] + ["table_wise"] * 6
     held = 100_000 * 16 * 4 * 3  # with Adam's state
     room = {"ddr_cap": held * 3 // 4, "lengths": {f"f{i}": 4 for i in range(4)}}
     large = [100_000, 1000, 1000, 1000]
