@@ -158,6 +158,32 @@ def late(case: Case) -> list[str]:
     return errors
 
 
+def blocks_of_one_rank(case: Case) -> tuple[list[str], bool]:
+    """Rank 1 runs a backward in a block whose lookup was before it, then one after the block of its lookup.
+
+    Returns:
+        The errors of this rank, and whether its shards are as before.
+    """
+    model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
+    tables = model.module.ebc
+    before = blocks(tables.state_dict())
+
+    def tell(loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    early = model(batch(case, 0, [rank])).sum()
+    with tables.accumulate() if rank else torch.enable_grad():
+        tell(early)
+    with tables.accumulate() if rank else torch.enable_grad():
+        late = model(batch(case, 1, [rank])).sum()
+    tell(late)
+    after = blocks(tables.state_dict())
+    return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+
+
 def train_by_torch(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
     """Steps of torch's Adam, two lookups a step, whose table t1 is frozen after the first; the outputs."""
     named = {name: p for name, p in model.named_parameters() if "embedding_bags" in name}

@@ -109,6 +109,16 @@ def test_weights_whose_rows_have_changed() -> None:
     assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")
 
 
+def test_blocks_of_one_rank() -> None:
+    """A backward outside the accumulate() block of its lookup, on one rank, is told to all; nothing has changed."""
+    (others, same), (own, same_there) = pool(2).run(HERE, "blocks_of_one_rank", Case("mixed", optimizer="sgd"))
+    assert others == own
+    assert same
+    assert same_there
+    assert own[0].startswith("on rank 1, a lookup made before this accumulate() block ran its backward inside it")
+    assert own[1].startswith("on rank 1, a lookup made in an accumulate() block ran its backward after the block")
+
+
 NAMES = {
     "mixed": [["t0", "t1", "t2"], ["t0", "t1", "t2"]],
     "one_rank": [["t0", "t1", "t2"], []],
