@@ -108,6 +108,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
         Args:
             features: as of ``rk.EmbeddingBagCollection.by_feature``, of this rank's samples.
+
+        Raises:
+            As ``input_dist``.
         """
         if isinstance(features, InverseKeyedJaggedTensor):
             return self(features).to_dict()
