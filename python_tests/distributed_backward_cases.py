@@ -7,7 +7,7 @@ from typing import Any
 import distributed_sequence_cases as sequences
 import torch
 import torch.distributed as dist
-from distributed_cases import Case, Model, batch, blocks, coefficients, collection, sharded
+from distributed_cases import OPTIMIZERS, Case, Model, batch, blocks, coefficients, collection, sharded
 from torch import Tensor, nn
 
 
@@ -35,35 +35,49 @@ def together(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return train_together(case, model, [dist.get_rank()]), blocks(model.module.ebc.state_dict())
 
 
-def train_scaled(case: Case, model: nn.Module, tables: Any, face: Any, ranks: list[int]) -> list[float]:
-    """Steps with a GradScaler, of which the last rank's gradient overflows in the second; the scales."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    tables.set_grad_scaler(scaler)
+def train_scaled(
+    case: Case, model: nn.Module, tables: Any, face: Any, ranks: list[int], kind: type = torch.amp.GradScaler
+) -> list[float]:
+    """Steps with a GradScaler, of which the last rank's gradient overflows in the second; the scales.
+
+    Args:
+        face: the fused optimizer, or one of torch. kind: of the scaler.
+    """
+    scaler = kind("cpu", init_scale=1024.0, growth_interval=2)
+    is_fused = OPTIMIZERS[case.optimizer] is not None
+    if is_fused:
+        tables.set_grad_scaler(scaler)
     scales = []
     for step in range(case.steps):
         given = coefficients(case, step, ranks)
         if step == 1 and len(case.sizes) - 1 in ranks:
             given[-1, 3] = torch.inf
-        with tables.accumulate() if step == 3 else torch.enable_grad():
+        with tables.accumulate() if step == 3 and is_fused else torch.enable_grad():
             loss = (model(batch(case, step, ranks)).float() * given).sum()
             scaler.scale(loss).backward()
         scaler.step(face)
         scaler.update()
+        face.zero_grad()
         scales.append(scaler.get_scale())
     return scales
 
 
-def scaled(case: Case) -> tuple[list[float], dict[str, Any]]:
-    """Scales and blocks of this rank."""
+def scaled(case: Case, *, by_all: bool = False) -> tuple[list[float], dict[str, Any]]:
+    """Scales and blocks of this rank; ``by_all``: with the scaler of FSDP, which asks all ranks."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
     model = sharded(case, collection(case))
-    tables = model.module.ebc
-    return train_scaled(case, model, tables, tables.optimizer, [dist.get_rank()]), blocks(tables.state_dict())
+    tables, kind = model.module.ebc, ShardedGradScaler if by_all else torch.amp.GradScaler
+    face = tables.optimizer if OPTIMIZERS[case.optimizer] else torch.optim.Adam(model.parameters(), lr=0.01)
+    return train_scaled(case, model, tables, face, [dist.get_rank()], kind), blocks(tables.state_dict())
 
 
 def scaled_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Scales and state of one process."""
     model = Model(collection(case))
-    scales = train_scaled(case, model, model.ebc, model.ebc.fused_optimizer, ranks_of(case))
+    fused = OPTIMIZERS[case.optimizer] is not None
+    face = model.ebc.fused_optimizer if fused else torch.optim.Adam(model.parameters(), lr=0.01)
+    scales = train_scaled(case, model, model.ebc, face, ranks_of(case))
     return scales, dict(model.ebc.state_dict())
 
 
@@ -144,6 +158,32 @@ def late(case: Case) -> list[str]:
     return errors
 
 
+def blocks_of_one_rank(case: Case) -> tuple[list[str], bool]:
+    """Rank 1 runs a backward in a block whose lookup was before it, then one after the block of its lookup.
+
+    Returns:
+        The errors of this rank, and whether its shards are as before.
+    """
+    model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
+    tables = model.module.ebc
+    before = blocks(tables.state_dict())
+
+    def tell(loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    early = model(batch(case, 0, [rank])).sum()
+    with tables.accumulate() if rank else torch.enable_grad():
+        tell(early)
+    with tables.accumulate() if rank else torch.enable_grad():
+        late = model(batch(case, 1, [rank])).sum()
+    tell(late)
+    after = blocks(tables.state_dict())
+    return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+
+
 def train_by_torch(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
     """Steps of torch's Adam, two lookups a step, whose table t1 is frozen after the first; the outputs."""
     named = {name: p for name, p in model.named_parameters() if "embedding_bags" in name}
@@ -197,3 +237,8 @@ def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
     model = sequences.sharded(case, sequences.collection(case))
     step_by_torch(case, model, [dist.get_rank()])
     return blocks(model.module.sequences.state_dict())
+
+
+def scaled_by_all(case: Case) -> tuple[list[float], dict[str, Any]]:
+    """Scales and blocks of this rank, with the scaler of FSDP."""
+    return scaled(case, by_all=True)

@@ -48,7 +48,8 @@ class Case:
         one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
-        bad_ids: whether some ids are out of range, which the collection ignores.
+        bad_ids: whether some ids are out of range, which the collection ignores. row_wise: the sharder's.
+        rates: each table's ``lr``. cache: the collection's.
     """
 
     plan: str = "table_wise"
@@ -65,6 +66,9 @@ class Case:
     compression: Any = None
     padding: tuple[int | None, ...] = (None, None, None)
     bad_ids: bool = False
+    row_wise: str = "ordered"
+    rates: tuple[float | None, ...] = (None, None, None)
+    cache: Any = None
 
 
 class Model(nn.Module):
@@ -95,6 +99,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
             pooling=case.pooling,
             compression=case.compression,
             padding_idx=case.padding[i],
+            lr=case.rates[i],
         )
         for i, rows in enumerate(ROWS)
     ]
@@ -106,6 +111,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
         output_dtype=case.output_dtype,
         bounds_check="ignore" if case.bad_ids else "error",
         device=device,
+        cache=case.cache,
     )
 
 
@@ -185,7 +191,7 @@ def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = 
         kind(ebc),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
-        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient)],
+        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise)],
         device=torch.device("cpu"),
     )
 
@@ -206,6 +212,24 @@ def run(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     model = sharded(case, collection(case))
     outputs = train(case, model, [dist.get_rank()])
     return outputs, blocks(model.module.ebc.state_dict())
+
+
+def run_reduced(case: Case) -> tuple[list[Tensor], dict[str, Any], list[list[int]]]:
+    """Outputs and blocks of this rank, and the shape of what it got of each collective that adds parts."""
+    from rec_kernels.distributed import exchange
+
+    shapes, reduce_scatter = [], exchange.reduce_scatter
+
+    def noted(*arguments: Any) -> Tensor:
+        out = reduce_scatter(*arguments)
+        shapes.append(list(out.shape))
+        return out
+
+    exchange.reduce_scatter = noted
+    try:
+        return *run(case), shapes
+    finally:
+        exchange.reduce_scatter = reduce_scatter
 
 
 def one_process(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:

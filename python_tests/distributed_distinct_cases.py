@@ -52,12 +52,18 @@ def _bags(given: Distinct, step: int, rank: int) -> tuple[list[Tensor], list[Ten
     return lengths, values, weights, torch.stack(inverse)
 
 
-def own_batch(given: Distinct, step: int, rank: int) -> Any:
-    """The batch of one rank."""
+def drawn_weights(given: Distinct, step: int, rank: int) -> Tensor:
+    """Weights of a rank's ids that want a gradient."""
+    count = sum(len(own) for own in _bags(given, step, rank)[1])
+    return (0.5 + torch.rand(count, generator=torch.Generator().manual_seed(31 * step + rank))).requires_grad_()
+
+
+def own_batch(given: Distinct, step: int, rank: int, factors: Tensor | None = None) -> Any:
+    """The batch of one rank; ``factors``: its weights."""
     kind, (lengths, values, weights, inverse) = given.kinds[rank], _bags(given, step, rank)
     strides = [len(own) for own in lengths]
-    has_weights = given.case.weighted and rank == len(given.case.sizes) - 1
-    factors = torch.cat(weights) if has_weights else None
+    if given.case.weighted and rank == len(given.case.sizes) - 1:
+        factors = torch.cat(weights)
     ids, sizes = torch.cat(values), torch.cat(lengths)
     if kind == "plain":
         return rk.KeyedJaggedTensor(KEYS, ids, factors, lengths=sizes)
@@ -99,7 +105,8 @@ def _train(given: Distinct, model: Any, batches: list[Any], ranks: list[int]) ->
     for step, features in enumerate(batches):
         out = model(features)
         outputs.append(out.detach().clone())
-        (out.float() * coefficients(given.case, step, ranks)).sum().backward()
+        loss = (out.float() * coefficients(given.case, step, ranks)).sum()
+        (loss / len(out) if given.case.gradient != "sum" else loss).backward()
     return outputs
 
 
@@ -116,6 +123,92 @@ def one_process(given: Distinct) -> tuple[list[Tensor], dict[str, Tensor]]:
     batches = [whole_batch(given, step) for step in range(given.case.steps)]
     outputs = _train(given, model, batches, list(range(len(given.case.sizes))))
     return outputs, dict(model.ebc.state_dict())
+
+
+def train_by_feature(given: Distinct, tables: Any, ranks: list[int]) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
+    """Trains with the bags of each feature and weights that want gradients, of some ranks.
+
+    Returns:
+        For each step the outputs, and the gradients of the weights of each feature.
+    """
+    found = []
+    for step in range(given.case.steps):
+        parts = [_bags(given, step, rank) for rank in ranks]
+        weights = [
+            drawn_weights(given, step, rank).detach().split([len(v) for v in p[1]])
+            for rank, p in zip(ranks, parts, strict=True)
+        ]
+        joined = [
+            [torch.cat([own[f] for own in kind]) for f in range(len(KEYS))]
+            for kind in ([p[0] for p in parts], [p[1] for p in parts], weights)
+        ]
+        lengths, values, factors = (torch.cat(own) for own in joined)
+        sizes = [len(own) for own in joined[0]]
+        factors.requires_grad_()
+        features = rk.KeyedJaggedTensor(KEYS, values, factors, lengths=lengths, stride_per_key=sizes)
+        out = tables.by_feature(features)
+        loss = 0
+        for f, key in enumerate(KEYS):
+            generators = [torch.Generator().manual_seed(9000 + 100 * step + 10 * rank + f) for rank in ranks]
+            drawn = [
+                torch.randn(len(p[0][f]), out[key].shape[1], generator=g)
+                for p, g in zip(parts, generators, strict=True)
+            ]
+            loss = loss + (out[key].float() * torch.cat(drawn)).sum()
+        loss.backward()
+        grads = factors.grad.split([len(own) for own in joined[1]])
+        found.append(({key: t.detach().clone() for key, t in out.items()}, [grad.clone() for grad in grads]))
+    return found
+
+
+def by_feature(given: Distinct) -> tuple:
+    """Returns what ``train_by_feature`` found on this rank, blocks, and whether other batches are as in ``forward``."""
+    model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
+    tables = model.module.ebc
+    found = train_by_feature(given, tables, [rank])
+    state = blocks(tables.state_dict())
+    grouped = own_batch(Distinct(given.case, ("groups",) * len(given.kinds)), 0, rank)
+    plain = own_batch(Distinct(given.case, ("plain",) * len(given.kinds)), 0, rank)
+    same = []
+    for one in (grouped, plain):
+        wanted = tables(one).to_dict()
+        # The others call it as ever.
+        got = tables.by_feature(one) if rank == 0 else tables(one).to_dict()
+        same.append(list(got) == list(wanted) and all(torch.equal(got[key], wanted[key]) for key in wanted))
+    return found, state, same
+
+
+def train_weighted(given: Distinct, model: Any, step: int, features: Any, ranks: list[int]) -> None:
+    """A step of ``weighted``."""
+    out = model(features)
+    (out.float() * coefficients(given.case, step, ranks)).sum().backward()
+
+
+def weighted(given: Distinct) -> tuple[list[Tensor], dict[str, Any]]:
+    """Gradients of this rank's weights, step by step, and blocks; rank 0's want none in the second step."""
+    model, rank, grads = sharded(given.case, collection(given.case)), dist.get_rank(), []
+    for step in range(given.case.steps):
+        weights = drawn_weights(given, step, rank)
+        weights.requires_grad_(step != 1 or rank != 0)
+        train_weighted(given, model, step, own_batch(given, step, rank, weights), [rank])
+        grads.append(torch.zeros(0) if weights.grad is None else weights.grad.clone())
+    return grads, blocks(model.module.ebc.state_dict())
+
+
+def weighted_alone(given: Distinct) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """Gradients of every rank's weights, step by step, and the state of one process."""
+    model, ranks, found = Model(collection(given.case)), list(range(len(given.case.sizes))), []
+    for step in range(given.case.steps):
+        weights = [drawn_weights(given, step, rank) for rank in ranks]
+        sizes = [[len(own) for own in _bags(given, step, rank)[1]] for rank in ranks]
+        parts = [w.split(own) for w, own in zip(weights, sizes, strict=True)]
+        whole = whole_batch(given, step)
+        factors = torch.cat([part[f] for f in range(len(KEYS)) for part in parts])
+        own = {"lengths": whole.lengths(), "stride_per_key": whole.stride_per_key()}
+        features = rk.KeyedJaggedTensor(KEYS, whole.values(), factors, **own, inverse_indices=whole.inverse_indices())
+        train_weighted(given, model, step, features, ranks)
+        found.append([w.grad for w in weights])
+    return found, dict(model.ebc.state_dict())
 
 
 def numbers_sent(given: Distinct) -> list[int]:

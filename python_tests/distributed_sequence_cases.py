@@ -28,7 +28,7 @@ class Sequences:
         gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype: the collection's. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores.
-        own_sizes: whether feature f of a rank has f samples more than the first.
+        own_sizes: whether feature f of a rank has f samples more than the first. cache: the collection's.
     """
 
     plan: str = "table_wise"
@@ -43,6 +43,7 @@ class Sequences:
     padding: tuple[int | None, ...] = (None, None, None)
     bad_ids: bool = False
     own_sizes: bool = False
+    cache: Any = None
 
 
 class Model(nn.Module):
@@ -81,6 +82,7 @@ def collection(case: Sequences, device: str | None = None) -> rk.EmbeddingCollec
         output_dtype=case.output_dtype,
         bounds_check="ignore" if case.bad_ids else "error",
         device=device,
+        cache=case.cache,
     )
 
 
@@ -156,6 +158,38 @@ def one_process(case: Sequences) -> tuple[list, dict[str, Tensor]]:
     model = Model(collection(case))
     outputs = train(case, model, list(range(len(case.sizes))))
     return outputs, dict(model.sequences.state_dict())
+
+
+def train_weighted(case: Sequences, model: nn.Module, tables: Any, ranks: list[int]) -> list[list[Tensor]]:
+    """Trains with weights that want gradients, which are returned for each step and feature.
+
+    Rank 0's want none in the second step. The last two steps are one update.
+    """
+    found = []
+    for step in range(case.steps):
+        features, weights = batch(case, step, ranks), []
+        for f in range(len(KEYS)):
+            for rank in ranks:
+                generator = torch.Generator().manual_seed(31 * step + 7 * rank + f)
+                weights.append(0.5 + torch.rand(len(_ids(case, step, rank, f)[1]), generator=generator))
+        factors = torch.cat(weights).requires_grad_(step != 1 or ranks != [0])
+        own = {"lengths": features.lengths(), "stride_per_key": features.stride_per_key()}
+        with tables.accumulate() if step >= case.steps - 2 else torch.enable_grad():
+            out = model(rk.KeyedJaggedTensor(KEYS, features.values(), factors, **own))
+            losses = zip(KEYS, coefficients(case, step, ranks), strict=True)
+            sum((out[key].values().float() * c).sum() for key, c in losses).backward()
+        if factors.grad is None:
+            found.append([torch.zeros(0)] * len(KEYS))
+        else:
+            found.append([own.clone() for own in factors.grad.split(features.length_per_key())])
+    return found
+
+
+def weighted(case: Sequences) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    """Gradients of this rank's weights, and blocks."""
+    model = sharded(case, collection(case))
+    tables = model.module.sequences
+    return train_weighted(case, model, tables, [dist.get_rank()]), blocks(tables.state_dict())
 
 
 def options(case: Sequences) -> dict[str, Any]:
@@ -241,7 +275,7 @@ def refused(case: Sequences) -> tuple[list[str], bool, list]:
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.sequences.state_dict())
     errors = []
-    for mistake in ("id", "key", "weights"):
+    for mistake in ("id", "key"):
         given: Any = batch(case, 0, [rank])
         strides = given.stride_per_key()
         if rank == 1 and mistake == "id":
@@ -252,9 +286,6 @@ def refused(case: Sequences) -> tuple[list[str], bool, list]:
         elif rank == 1 and mistake == "key":
             keys = ["x", *KEYS[1:]]
             given = rk.KeyedJaggedTensor(keys, given.values(), lengths=given.lengths(), stride_per_key=strides)
-        elif rank == 1:
-            weights = torch.ones(len(given.values()), requires_grad=True)
-            given = rk.KeyedJaggedTensor(KEYS, given.values(), weights, lengths=given.lengths(), stride_per_key=strides)
         try:
             model(given)
         except (IndexError, KeyError, ValueError, RuntimeError) as error:

@@ -12,7 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, Case, batch, blocks, coefficients, collection, loop_and_pipeline, sharded, train
+from distributed_cases import (
+    KEYS,
+    Case,
+    batch,
+    blocks,
+    coefficients,
+    collection,
+    loop_and_pipeline,
+    plan_of,
+    run,
+    sharded,
+    train,
+)
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -107,6 +119,48 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
     return ebc.state_dict()
 
 
+def train_rates(case: Case, model: nn.Module, tables: Any, optimizer: Any, ranks: list[int]) -> dict[str, Any]:
+    """Two steps at rates that a scheduler halves after the first, and one whose second group has a rate of its own;
+    the optimizer's state."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        train(replace(case, steps=1), model, ranks)
+        optimizer.step()
+        schedule.step()
+    optimizer.param_groups[1]["lr"] = 0.07
+    train(replace(case, steps=1), model, ranks)
+    return optimizer.state_dict()
+
+
+def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
+    """Trains as ``train_rates`` and goes on in another plan; then loads one process's rates.
+
+    Args:
+        state: of the optimizer of one process after ``train_rates``.
+
+    Returns:
+        The rates of TorchRec's optimizer, the tables of which each group has shards, the optimizer's state, blocks
+        after the training, and after it went on.
+    """
+    model = sharded(case, collection(case))
+    tables = model.module.ebc
+    own = train_rates(case, model, tables, tables.optimizer, [dist.get_rank()])
+    shown = [group["lr"] for group in model.fused_optimizer.param_groups]
+    held = [
+        [name[:2] for name in tables.shards._held if any(tables.shards._held[name].weight is p for p in g["params"])]
+        for g in tables.optimizer.param_groups
+    ]
+    trained = blocks(tables.state_dict())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    loaded = sharded(other, collection(other, device="meta"))
+    whole = {"model": loaded.state_dict()}
+    dcp.load(whole, checkpoint_id=folder)
+    loaded.load_state_dict(whole["model"])
+    loaded.module.ebc.optimizer.load_state_dict(state)
+    train(other, loaded, [dist.get_rank()])
+    return shown, held, own, trained, blocks(loaded.module.ebc.state_dict())
+
+
 class Loss(nn.Module):
     """A model as TorchRec's pipelines train it: a loss, and its output."""
 
@@ -123,9 +177,9 @@ class Loss(nn.Module):
 
 
 def pipelined(case: Case) -> list[bool]:
-    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
+    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of ``planner``."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner import Topology
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from rec_kernels.distributed import EmbeddingBagCollectionSharder
@@ -138,11 +192,8 @@ def pipelined(case: Case) -> list[bool]:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
         model = Loss(collection(case))
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=world, compute_device="cpu", local_world_size=world),
-            batch_size=8,
-            constraints=sharder.constraints(model.ebc),
-        )
+        topology = Topology(world_size=world, compute_device="cpu", local_world_size=world)
+        planner = rk.distributed.planner(model, [sharder], topology, batch_size=8, lengths={"f0": 4})
         plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
         model = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
         names = [name for name, _ in model.named_parameters()]
@@ -227,6 +278,43 @@ def unlike(case: Case, what: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def refused_plan(case: Case) -> str:
+    """Rank 1 has a plan without a table; the error."""
+    ebc, plan = collection(case, device="meta"), plan_of(case, 2)
+    if dist.get_rank() == 1:
+        del plan["t1"]
+    from torchrec.distributed.types import ShardingEnv
+
+    try:
+        rk.distributed.EmbeddingBagCollectionSharder().shard(
+            ebc, plan, ShardingEnv.from_process_group(dist.group.WORLD)
+        )
+    except (RuntimeError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
+def without_rows(case: Case) -> tuple[str, bool]:
+    """First rows of a table fail on rank 1; the error of this rank, and whether its shards work afterwards."""
+
+    def init(rows: Tensor) -> None:
+        if dist.get_rank() == 1 and not rows.is_meta:
+            raise OSError("no rows here")
+
+    from torchrec.distributed.types import ShardingEnv
+
+    table, error = rk.EmbeddingBagConfig(100, 16, name="t0", feature_names=["f0"], init=init), ""
+    ebc = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), device="meta")
+    sharder = rk.distributed.EmbeddingBagCollectionSharder()
+    plan, env = {"t0": plan_of(case, 2)["t0"]}, ShardingEnv.from_process_group(dist.group.WORLD)
+    try:
+        sharder.shard(ebc, plan, env)
+    except (OSError, RuntimeError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    outputs, _ = run(case)
+    return error, len(outputs) == case.steps
 
 
 def replicas(case: Case) -> list[Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distributed_cases import ROWS, Case, check_found, one_process
+from distributed_cases import DIM, ROWS, Case, check_found, one_process, same_bits
 from distributed_pool import pool
 from tiers import full
 
@@ -84,6 +84,22 @@ def test_padding(plan: str) -> None:
 def test_ignored_ids(plan: str, pooling: str) -> None:
     """Ids out of range are left out of sums, updates and the number of a bag's ids, on whatever shard they would be."""
     check(Case(plan, optimizer="adam", pooling=pooling, bad_ids=True), same_outputs=False)
+
+
+@pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("grid_shard")])
+@pytest.mark.parametrize("sizes", [(8, 5), (0, 6), *full(((5, 0, 4, 8),))])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_reduced_parts(plan: str, sizes: tuple[int, ...], pooling: str) -> None:
+    """A collective adds the parts of bags, of uneven batches, too: on two ranks the bits of their order."""
+    case = Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=sizes, weighted=True, row_wise="reduce_scatter")
+    ordered = pool(len(sizes)).run("distributed_cases", "run", replace(case, row_wise="ordered"))
+    *found, shapes = zip(*pool(len(sizes)).run("distributed_cases", "run_reduced", case), strict=True)
+    check_found(list(zip(*found, strict=True)), *one_process(case), same_outputs=False)
+    columns = DIM * {"mixed": 2, "row_wise": 4, "grid_shard": 4}[plan]
+    assert shapes == tuple([[size, columns]] * case.steps for size in sizes)
+    if len(sizes) == 2:
+        pairs = zip([out for own in found[0] for out in own], [out for own, _ in ordered for out in own], strict=True)
+        assert all(same_bits(*pair) for pair in pairs)
 
 
 def test_more_ranks_than_tables() -> None:

@@ -53,6 +53,18 @@ def test_scaled_losses(plan: str) -> None:
     assert state["step"] == 4
 
 
+@pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "row_wise", "mixed")])
+@pytest.mark.parametrize("optimizer", ["torch", "adam"])
+def test_scaler_of_all_ranks(plan: str, optimizer: str) -> None:
+    """FSDP's scaler has all ranks skip a step whose gradients overflow in one rank's shards; one process's bits."""
+    case = Case(plan, optimizer=optimizer, sizes=(8, 5), one_id=True, steps=5)
+    found = pool(2).run(HERE, "scaled_by_all", case)
+    scales, state = scaled_alone(case)
+    assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
+    assert [own for own, _ in found] == [scales] * 2
+    assert differences(state, [blocks for _, blocks in found]) == []
+
+
 def test_unlike_backwards() -> None:
     """Ranks that run other backwards, or scale losses otherwise, are told so, all of them; nothing has changed."""
     (errors, same), (others, same_there) = pool(2).run(HERE, "unlike", Case("mixed", optimizer="sgd"))
@@ -70,9 +82,11 @@ def test_unlike_backwards() -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
-def test_gradients_of_weights(plan: str, pooling: str) -> None:
+@pytest.mark.parametrize("row_wise", ["ordered", *full("reduce_scatter")])
+def test_gradients_of_weights(plan: str, pooling: str, row_wise: str) -> None:
     """They come back to the rank that fed the sample: bits of one process, but for rows that are split by columns."""
-    case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=(3, None, None))
+    padding = (3, None, None)
+    case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=padding, row_wise=row_wise)
     found = pool(2).run(HERE, "weighted", case)
     model = Model(collection(case))
     grads = train_weighted(case, model, model.ebc, ranks_of(case))
@@ -93,6 +107,16 @@ def test_weights_whose_rows_have_changed() -> None:
     errors = pool(2).run(HERE, "late", Case("mixed", optimizer="sgd"))
     assert errors[0] == errors[1]
     assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")
+
+
+def test_blocks_of_one_rank() -> None:
+    """A backward outside the accumulate() block of its lookup, on one rank, is told to all; nothing has changed."""
+    (others, same), (own, same_there) = pool(2).run(HERE, "blocks_of_one_rank", Case("mixed", optimizer="sgd"))
+    assert others == own
+    assert same
+    assert same_there
+    assert own[0].startswith("on rank 1, a lookup made before this accumulate() block ran its backward inside it")
+    assert own[1].startswith("on rank 1, a lookup made in an accumulate() block ran its backward after the block")
 
 
 NAMES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed_cases import DIM, ROWS, Case, check_found
-from distributed_distinct_cases import Distinct, one_process
+from distributed_cases import DIM, ROWS, Case, check_found, collection, differences, same_bits
+from distributed_distinct_cases import Distinct, one_process, train_by_feature, weighted_alone
 from distributed_pool import pool
 from tiers import full
 
@@ -49,6 +49,51 @@ def test_weights_padding_and_ignored_ids(plan: str, pooling: str) -> None:
         sizes=(9, 6),
     )
     check(Distinct(case, ("inverse", "groups")), same_outputs=False)
+
+
+@pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_by_feature(plan: str, pooling: str) -> None:
+    """Bags of each feature, of which every rank has other numbers, and gradients of their weights: one process's."""
+    given = Distinct(Case(plan, "bf16", pooling=pooling, sizes=(8, 5)))
+    found = pool(2).run(HERE, "by_feature", given)
+    ebc = collection(given.case)
+    whole_rows = plan in ("table_wise", "one_rank", "data_parallel")
+    for step, (outputs, grads) in enumerate(train_by_feature(given, ebc, [0, 1])):
+        for f, (key, want) in enumerate(outputs.items()):
+            got = torch.cat([own[step][0][key] for own, *_ in found])
+            assert same_bits(got, want) if whole_rows else torch.allclose(got, want, rtol=1e-6, atol=2e-6)
+            factors = torch.cat([own[step][1][f] for own, *_ in found])
+            columns = plan == "grid_shard" or (plan == "mixed" and f == 0)
+            assert torch.allclose(factors, grads[f], 1e-5, 1e-6) if columns else same_bits(factors, grads[f])
+    assert differences(dict(ebc.state_dict()), [blocks for _, blocks, _ in found]) == []
+    assert [same for *_, same in found] == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "table_wise", "data_parallel")])
+@pytest.mark.parametrize("kinds", [("inverse", "plain"), *full((("plain", "torchrec"),))])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_gradients_of_weights(plan: str, kinds: tuple[str, ...], pooling: str) -> None:
+    """They come back to the rank that fed the bags, each summed over the samples that share its bag."""
+    given = Distinct(Case(plan, "bf16", pooling=pooling, sizes=(8, 5)), kinds)
+    found = pool(2).run(HERE, "weighted", given)
+    grads, state = weighted_alone(given)
+    for step, ranks in enumerate(grads):
+        for rank, want in enumerate(ranks):
+            got = found[rank][0][step]
+            if (step, rank) == (1, 0):
+                assert len(got) == 0
+            elif plan == "mixed":
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            else:
+                assert same_bits(got, want)
+    assert differences(state, [blocks for _, blocks in found]) == []
+
+
+@pytest.mark.parametrize("gradient", ["global_mean", *full("torchrec")])
+def test_even_means(gradient: str) -> None:
+    """The loss of each rank is the mean over its samples: with even batches on two ranks, one process's bits."""
+    check(Distinct(Case("table_wise", gradient=gradient)))
 
 
 def test_four_ranks() -> None:

@@ -144,6 +144,22 @@ def test_unlike_ranks(what: str, text: str) -> None:
     assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
 
 
+def test_shards_of_one_rank_fail() -> None:
+    """All ranks are told, and go on."""
+    (other, first), (own, second) = pool(2).run(HERE, "without_rows", Case("row_wise", steps=1))
+    assert own == "OSError: no rows here"
+    assert other == "RuntimeError: another rank could not make its shards: rank 1: OSError: no rows here"
+    assert first
+    assert second
+
+
+def test_plan_of_one_rank_is_refused() -> None:
+    """All ranks are told, before they wait for one another."""
+    other, own = pool(2).run(HERE, "refused_plan", Case())
+    assert own.startswith("ValueError: the plan must have each of the tables")
+    assert other == f"RuntimeError: another rank cannot shard as it was told, and none has: rank 1: {own}"
+
+
 def test_replicas_begin_alike() -> None:
     """The first rank's rows, whatever the others have drawn; and its step."""
     first, second = pool(2).run(HERE, "replicas", Case("data_parallel", optimizer="sgd", format="bf16"))
@@ -171,8 +187,51 @@ def test_options(plan: str) -> None:
     assert differences(dict(whole), found) == []
 
 
+PAIRS = [("table_wise", "column_wise"), ("mixed", "row_wise")]
+PAIRS += full(("one_rank", "data_parallel"), ("grid_shard", "mixed"))
+
+
+@pytest.mark.parametrize(("plan", "other"), PAIRS)
+@pytest.mark.parametrize("rates", [(None, 0.3, 0.02), *full(((0.3, None, None),), ((0.1, 0.2, 0.3),))])
+def test_rates_of_tables(plan: str, other: str, rates: tuple, tmp_path: Path) -> None:
+    """Tables with learning rates of their own: groups, schedulers and states are one process's, in every plan."""
+    from distributed_torchrec_cases import train_rates
+
+    case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=rates)
+    model = Model(collection(case))
+    face = model.ebc.fused_optimizer
+    state = train_rates(case, model, model.ebc, face, [0, 1])
+    found = pool(2).run(HERE, "rates", case, dataclasses.replace(case, plan=other), state, str(tmp_path / "checkpoint"))
+    assert len(face.param_groups) == len(set(rates))
+    assert [own[0] for own in found] == [[group["lr"] for group in face.param_groups]] * 2
+    first = [f"t{i}" for i in range(3) if rates[i] is None]
+    groups = [first] * bool(first) + [[f"t{i}"] for i in range(3) if rates[i] is not None]
+    assert [sorted({*a, *b}) for a, b in zip(found[0][1], found[1][1], strict=True)] == groups
+    assert [own[2] for own in found] == [state] * 2
+    assert differences(dict(model.ebc.state_dict()), [own[3] for own in found]) == []
+    train(case, model, [0, 1])
+    assert differences(dict(model.ebc.state_dict()), [own[4] for own in found]) == []
+
+
+def test_other_groups() -> None:
+    """A state of other tables is refused, and TorchRec's optimizer saves no rates."""
+    from rec_kernels.distributed.optimizer_face import ShardedRates, TorchRecFace
+    from rec_kernels.nn.training.fused_update import rate_groups
+
+    ebc = collection(Case(rates=(None, 0.3, None)))
+    groups = rate_groups(ebc.optimizer, ebc._features)
+    face = ShardedRates([], groups, [], ebc.lr, ebc.step)
+    assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
+    face.load_state_dict(ebc.fused_optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"the state has groups of \[3\] tables, and .* are of \[2, 1\]"):
+        face.load_state_dict(collection(Case()).fused_optimizer.state_dict())
+    TorchRecFace(face).save_param_groups(False)
+    with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
+        TorchRecFace(face).save_param_groups(True)
+
+
 def test_planner_and_pipeline() -> None:
-    """TorchRec's planner makes a plan; its pipelined step, with the dense part under DDP, has the bits of a loop."""
+    """planner() makes all ranks' plan; TorchRec's pipelined step, the dense part under DDP, has the bits of a loop."""
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
 
 
@@ -304,17 +363,10 @@ def test_refused_collections() -> None:
     """Those that no plan can shard."""
     from rec_kernels.distributed.plan import check_collection
 
-    def check(ebc: rk.EmbeddingBagCollection) -> None:
-        check_collection(ebc._features, cached=ebc.row_cache is not None)
-
     table = rk.EmbeddingBagConfig(100, 16, name="t", feature_names=["f"])
-    with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
-        check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
-    with pytest.raises(ValueError, match=r"table 't': lr = 0\.5, and a sharded collection has one learning rate"):
-        check(rk.EmbeddingBagCollection([dataclasses.replace(table, lr=0.5)], optimizer=rk.SGD()))
     narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
     with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
-        check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))
+        check_collection(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD())._features)
 
 
 def test_sharder() -> None:
@@ -323,7 +375,7 @@ def test_sharder() -> None:
     with pytest.raises(ValueError, match="gradient must be"):
         sharder(gradient="mean")
     with pytest.raises(ValueError, match="row_wise must be"):
-        sharder(row_wise="reduce_scatter")
+        sharder(row_wise="exact")
     with pytest.raises(ValueError, match="sharding_types must be"):
         sharder(sharding_types=["rows"])
     ebc = collection(Case(optimizer="rowwise_adagrad"), device="meta")
@@ -344,7 +396,9 @@ def test_what_is_relied_on() -> None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torchrec.distributed.dist_data import KJTAllToAll
     from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSplitsAwaitable
-    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardEstimator, Storage
     from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardedModule
     from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -371,7 +425,13 @@ def test_what_is_relied_on() -> None:
     assert parameters(KJTListSplitsAwaitable.__init__)[:2] == ["awaitables", "ctx"]
     assert parameters(KJTListAwaitable.__init__) == ["awaitables", "ctx"]
     assert {"sharding_type", "compute_kernel", "ranks", "sharding_spec"} <= set(parameters(ParameterSharding))
-    assert "sharding_types" in parameters(ParameterConstraints)
+    assert {"sharding_types", "pooling_factors"} <= set(parameters(ParameterConstraints))
+    assert {"topology", "batch_size", "enumerator", "constraints"} <= set(parameters(EmbeddingShardingPlanner))
+    assert parameters(EmbeddingEnumerator.__init__)[:4] == ["topology", "batch_size", "constraints", "estimator"]
+    assert ShardEstimator.__abstractmethods__ == {"__init__", "estimate"}
+    assert parameters(Perf)[:5] == ["fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "input_dist_comms"]
+    assert parameters(Storage)[:2] == ["hbm", "ddr"]
+    assert parameters(Topology(2, "cpu").comms_bandwidths.get_bw)[0] == "local_world_size"
     make = parameters(ShardedTensor._init_from_local_shards_and_global_metadata)
     assert make[:3] == ["local_shards", "sharded_tensor_metadata", "process_group"]
 

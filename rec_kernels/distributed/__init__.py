@@ -13,6 +13,7 @@ except ImportError as error:
     ) from error
 
 from rec_kernels.distributed.agreement import until_all_end
+from rec_kernels.distributed.planning import planner
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
 from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
@@ -24,6 +25,7 @@ __all__ = [
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
     "TorchRecState",
+    "planner",
     "torchrec_state",
     "until_all_end",
 ]

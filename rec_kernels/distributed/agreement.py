@@ -37,6 +37,24 @@ def _short(text: str) -> str:
     return text if len(text) < 2000 else f"{text[:200]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
+def raise_together(error: Exception | None, group: dist.ProcessGroup, what: str) -> None:
+    """A collective that raises any rank's error on all of them.
+
+    Args:
+        error: this rank's, or None. what: "refused its batch", which another rank did that has one.
+
+    Raises:
+        ``error``; RuntimeError: other ranks have one, with their messages.
+    """
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+    if told:
+        raise RuntimeError(f"another rank {what}: {told}")
+
+
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrites tensors with the first rank's; a collective."""
@@ -69,8 +87,7 @@ def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup
         given: the batch. error: what refused it, or None.
 
     Raises:
-        ``error``; RuntimeError: another rank's batch was refused, with its message. ValueError: weights want a
-        gradient, and features have batch sizes of their own.
+        ``error``; RuntimeError: another rank's batch was refused, with its message.
     """
     bags = given.bags
     wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
@@ -80,19 +97,8 @@ def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup
     dist.all_gather(found, own, group=group)
     numbers = torch.stack(found).tolist()
     if any(failed for *_, failed in numbers):
-        texts: list[Any] = [None] * len(numbers)
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        if error is not None:
-            raise error
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-        raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
+        raise_together(error, group, "refused its batch, and no rank has looked anything up")
     sizes, weighted, wanted, own_sizes, _ = zip(*numbers, strict=True)
-    if any(wanted) and any(own_sizes):
-        raise ValueError(
-            f"per_sample_weights of rank {wanted.index(1)} require a gradient, and features of rank "
-            f"{own_sizes.index(1)} have batch sizes of their own: such gradients do not come back; give "
-            "weights.detach()"
-        )
     return Agreed(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
 
 

@@ -14,14 +14,28 @@ from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 4
-_NOW, _TOGETHER, _IN_BLOCK, _TOO_LATE, _BY_TORCH = range(5)
+_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK = range(7)
 _WHEN = (
     "at once",
     "together with others of the same backward",
     "in an accumulate() block",
-    "too late",
     "by an optimizer of torch",
 )
+#: Reasons for which no rank may update, if a rank has one, by what that rank tells.
+_REFUSED = {
+    _CHANGED: (
+        "the tables of rank {} have changed since this lookup, and gradients of per_sample_weights need the rows as "
+        "they were: run the backward before the next update, or make both lookups and their backwards inside "
+        "accumulate()"
+    ),
+    _BEFORE_BLOCK: (
+        "on rank {}, a lookup made before this accumulate() block ran its backward inside it: call the collection "
+        "inside the block, too"
+    ),
+    _AFTER_BLOCK: (
+        "on rank {}, a lookup made in an accumulate() block ran its backward after the block: call backward() inside it"
+    ),
+}
 
 
 class Begun(NamedTuple):
@@ -92,25 +106,19 @@ class Backwards:
 
         Args:
             grad: of this rank's samples, float32.
-
-        Raises:
-            RuntimeError: the lookup was made before the ``accumulate()`` block that is open.
         """
         update = self._shards._update
-        if update is not None and begun.pending is None and update.pending is not None:
-            raise RuntimeError(
-                "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
-                "the block, too"
-            )
         if update is None:
             when = _BY_TORCH
+        elif begun.pending is not update.pending:
+            when = _BEFORE_BLOCK if begun.pending is None else _AFTER_BLOCK
         elif begun.pending is not None:
             when = _IN_BLOCK
         else:
             self._shards._follow_requires_grad(self._shards._layout)
             when = _TOGETHER if update.dense.joins() else _NOW
         if begun.rows is not None and begun.rows != self._versions():
-            when = _TOO_LATE
+            when = _CHANGED
         facts = torch.tensor([begun.number % (1 << 24), when, 0, 0], dtype=torch.float32).to(grad.device)
         if update is not None and (scaling := update.scaling()):
             facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(grad)
@@ -149,17 +157,14 @@ class Backwards:
             "calls and accumulate() blocks, and with the same loss scale"
         )
         if facts.device.type != "cpu":
-            torch._assert_async(((told == told[0]) & (told[:, 1:2] != _TOO_LATE)).all(), alike)
+            torch._assert_async(((told == told[0]) & (told[:, 1:2] < _CHANGED)).all(), alike)
             return
         by_rank = told.tolist()
-        late = [rank for rank, (_, when, _) in enumerate(by_rank) if when == _TOO_LATE]
+        refused = [(rank, int(when)) for rank, (_, when, _) in enumerate(by_rank) if when in _REFUSED]
         other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)
-        if late:
-            text = (
-                f"the tables of rank {late[0]} have changed since this lookup, and gradients of per_sample_weights "
-                "need the rows as they were: run the backward before the next update, or make both lookups and their "
-                "backwards inside accumulate()"
-            )
+        if refused:
+            rank, when = refused[0]
+            text = _REFUSED[when].format(rank)
         elif other:
             described = [
                 f"rank {rank} updates with lookup {int(by_rank[rank][0])} {_WHEN[int(by_rank[rank][1])]}, scale "

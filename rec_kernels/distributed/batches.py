@@ -28,9 +28,13 @@ class BatchContext(Multistreamable):
         bags: the ids that this rank looks up, of all ranks' samples, key-major.
         wants: for each rank, whether its per-sample weights want a gradient. fed: this rank's batch, if they do.
         begun: the lookup, from its output on.
+        starts, row_counts: where rows are sent, and not the columns of samples, where those of this rank's entries
+            begin, and [entries, ranks] how many each rank gets.
     """
 
     begun: Begun
+    starts: Tensor | None = None
+    row_counts: Tensor | None = None
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -62,30 +66,35 @@ class CheckedBatch(NamedTuple):
 
 
 def checked_batch(
-    features: Any, names: list[str], limits: list[int], bounds_check: str, *, pooled: bool = True
+    features: Any,
+    names: list[str],
+    limits: list[int],
+    bounds_check: str,
+    *,
+    pooled: bool = True,
+    by_feature: bool = False,
 ) -> CheckedBatch:
     """Looks at everything in a batch that lookups on other ranks would refuse.
 
     Args:
         names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
-        pooled: whether samples have rows of bags, which they may share, and not of ids.
+        pooled: whether samples have rows of bags, which they may share, and not of ids. by_feature: whether pooled
+            features may have batch sizes of their own whatever the samples have.
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error"; an inverse index is. ValueError: features
-            of pooled lookups have batch sizes of their own, and no inverse indices; weights of others need a
-            gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing. TypeError: another kind of batch.
+            of pooled lookups have batch sizes of their own, and no inverse indices; bad offsets, dtypes or shapes.
+            KeyError: a feature is missing. TypeError: another kind of batch.
     """
     features = as_batch(features, names)
-    given, shared = select_distinct(features, names) if pooled else (select_keys(features, names, exact=True), None)
-    if pooled and given.strides is not None and shared is None:
+    if pooled and not by_feature:
+        given, shared = select_distinct(features, names)
+    else:
+        given, shared = select_keys(features, names, exact=not pooled), None
+    if pooled and not by_feature and given.strides is not None and shared is None:
         raise ValueError(
             "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
-            "outputs could be rows of: give inverse_indices, or every feature a bag for each sample"
-        )
-    if not pooled and given.weights is not None and given.weights.requires_grad:
-        raise ValueError(
-            "per_sample_weights that require a gradient cannot be looked up in a sharded rk.EmbeddingCollection: their "
-            "gradient does not come back; give weights.detach()"
+            "outputs could be rows of: use by_feature(), or give inverse_indices"
         )
     _check_tensors(given, names)
     given = given.in_float32()

@@ -26,13 +26,19 @@ class DistinctExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, rows: Tensor, module: ShardedEmbeddingBagCollection, batch: RowContext
+        ctx: Any,
+        token: Tensor,
+        rows: Tensor,
+        weights: Tensor | None,
+        module: ShardedEmbeddingBagCollection,
+        batch: RowContext,
     ) -> Tensor:
-        """[B, dim] of the output dtype.
+        """[B, dim] of the output dtype; by feature, the numbers of each feature's [bags, D], one after the other.
 
         Args:
             token: what autograd calls the backward for.
             rows: [bags of all ranks, columns of this rank's entries], float32.
+            weights: this rank's per-sample weights, if they want a gradient.
         """
         sizes = batch.given.strides
         out = rows.new_zeros(sum(sizes), max(module.output_dims, default=0))
@@ -47,7 +53,8 @@ class DistinctExchange(torch.autograd.Function):
             for f, block in zip(members, wide.split([module.output_dims[f] for f in members], dim=1), strict=True):
                 blocks[f] = block
         ctx.module, ctx.batch = module, batch
-        return torch.cat(blocks, dim=1).to(module.output_dtype)
+        joined = torch.cat([b.reshape(-1) for b in blocks]) if batch.by_feature else torch.cat(blocks, dim=1)
+        return joined.to(module.output_dtype)
 
     @staticmethod
     @once_differentiable
@@ -55,8 +62,8 @@ class DistinctExchange(torch.autograd.Function):
         """Sends each rank the gradients of its bags, each summed over the samples that have it."""
         module, batch, grad = ctx.module, ctx.batch, grad.float()
         facts = module.backwards.facts(batch.begun, grad)
-        blocks = list(module.scaled(grad, batch.batch_sizes).split(module.output_dims, dim=1))
-        sizes = batch.given.strides
+        sizes, dims = batch.given.strides, module.output_dims
+        blocks = by_feature(grad, batch, dims) if batch.by_feature else list(grad.split(dims, dim=1))
         for members, inverse in _groups(batch.shared):
             wide = torch.cat([blocks[f] for f in members], dim=1)
             summed = _ops.expand_backward(wide, inverse, sizes[members[0]])
@@ -68,8 +75,13 @@ class DistinctExchange(torch.autograd.Function):
             rows[:, : block.shape[1]] = block
         if batch.counts is not None:
             own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
-        send_gradients(own, facts, module, batch, pooled=True)
-        return None, None, None, None
+        return None, None, send_gradients(own, module, facts, batch, pooled=True), None, None
+
+
+def by_feature(flat: Tensor, batch: RowContext, dims: list[int]) -> list[Tensor]:
+    """[bags, D] of each feature, whose numbers lie one after the other."""
+    shapes = list(zip(batch.given.strides, dims, strict=True))
+    return [own.view(shape) for own, shape in zip(flat.split([n * d for n, d in shapes]), shapes, strict=True)]
 
 
 def _groups(shared: SharedBags | None) -> list[tuple[list[int], Tensor]]:

@@ -10,11 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.collectives import all_to_all
+from rec_kernels.distributed.collectives import all_to_all, reduce_scatter
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.row_exchange import lookup_of
 from rec_kernels.distributed.weight_gradients import weight_gradients
-from rec_kernels.nn.jagged.select_features import NOTHING_BAD
-from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
@@ -44,14 +43,16 @@ class Exchange(torch.autograd.Function):
         """
         routes, rank = module.routes, module.routes.rank
         sizes, own = batch.batch_sizes, batch.batch_sizes[rank]
-        sent = pooled[:, : routes.sent[rank]]
-        lengths = [own * n for n in routes.sent]
-        flat = all_to_all(sent, [size * routes.sent[rank] for size in sizes], lengths, module.group)
-        blocks = [b.view(own, n) for b, n in zip(flat.split(lengths), routes.sent, strict=True)]
-        start = sum(sizes[:rank])
-        replicas = pooled[start : start + own, routes.sent[rank] :]
+        start, blocks = sum(sizes[:rank]), []
+        if any(routes.sent):
+            sent, lengths = pooled[:, : routes.sent[rank]], [own * n for n in routes.sent]
+            flat = all_to_all(sent, [size * routes.sent[rank] for size in sizes], lengths, module.group)
+            blocks = [b.view(own, n) for b, n in zip(flat.split(lengths), routes.sent, strict=True)]
+        blocks.append(pooled[start : start + own, pooled.shape[1] - routes.replicated :])
+        if routes.reduced:
+            blocks.append(reduce_scatter(routes.parts(pooled), sizes, module.group))
         ctx.module, ctx.batch = module, batch
-        return routes.assemble(torch.cat([*blocks, replicas], dim=1), batch.counts).to(module.output_dtype)
+        return routes.assemble(torch.cat(blocks, dim=1), batch.counts).to(module.output_dtype)
 
     @staticmethod
     @once_differentiable
@@ -70,7 +71,7 @@ class Exchange(torch.autograd.Function):
         for block, scale in zip(columns.split(sizes), module.gradient_scales(sizes), strict=True):
             if scale != 1:
                 block *= scale
-        module.backwards.take(batch.begun, _lookup(columns if routes.own else columns[:0], factors, batch), facts)
+        module.backwards.take(batch.begun, lookup_of(columns if routes.own else columns[:0], factors, batch), facts)
         return None, None, grad_weights, None, None
 
 
@@ -105,12 +106,3 @@ def _by_id(coefficients: Tensor, routes: Routes, batch: BatchContext) -> Tensor 
     factors = torch.ones(len(routes.own), len(coefficients), dtype=torch.float32, device=coefficients.device)
     factors[numbers] = coefficients.T
     return factors.reshape(-1).repeat_interleave(batch.bags.offsets.diff())
-
-
-def _lookup(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Lookup:
-    """The update of this rank: gradients of its columns, and ids with their weights."""
-    bags, weights = batch.bags, batch.bags.weights
-    if factors is not None:
-        weights = factors if weights is None else weights * factors
-    status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
-    return Lookup(grad, bags.values, bags.offsets, weights, status)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rec_kernels.distributed.optimizer_face import ShardedRates
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.nn.collection import TableCollection
@@ -17,7 +18,9 @@ from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, ShardPlace, StoredTable
 from rec_kernels.nn.tables.parameters import RequiresGrad
+from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.tables.rows import fill
+from rec_kernels.nn.training.fused_update import rate_groups
 
 #: Rows that are drawn together, by a generator of their own.
 _ROWS_AT_ONCE = 1024
@@ -145,33 +148,8 @@ def make_collection(
         pieces: those of this rank.
         salt: names the collection in the model, for the numbers that its rows begin with.
     """
-    tables, features = module.tables, module._features
-    shards = list(dict.fromkeys(entry.shard for entry in entries))
-    configs = []
-    for shard in shards:
-        table = tables[shard.table]
-        own = [p for p in pieces if p.shard is shard]
-        mine = [(k, e) for k, e in enumerate(entries) if e.shard is shard]
-        pooling = "sum" if mine[0][1].coefficient else getattr(table, "pooling", "sum")
-        places = tuple(
-            ShardPlace(p.stored, features.stored[p.stored].num_embeddings, p.first_row, p.first_column) for p in own
-        )
-        whole = shard.is_whole(table)
-        configs.append(
-            ShardConfig(
-                table.num_embeddings if whole else shard.rows,
-                table.embedding_dim if whole else shard.columns,
-                name=table.name if whole else own[0].name,
-                feature_names=[feature_name(k, module.feature_names[e.feature]) for k, e in mine],
-                format=table.format,
-                compression=table.compression,
-                pooling=pooling,
-                padding_idx=_padding_of(table, shard),
-                places=places,
-                whole=tuple(features.stored[p.stored] for p in own),
-                salt=salt,
-            )
-        )
+    shards = dict.fromkeys(entry.shard for entry in entries)
+    configs = [_config(module, shard, entries, [p for p in pieces if p.shard is shard], salt) for shard in shards]
     made = (EmbeddingBagCollection if module._pools else EmbeddingCollection)(
         configs,
         device=device,
@@ -179,16 +157,59 @@ def make_collection(
         bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
+        cache=_cache(module, shards, configs),
     )
     made.process_local = True
     if made._update is not None:
-        made.fused_optimizer.param_groups[0]["lr"] = module.fused_optimizer.param_groups[0]["lr"]
-        made._update.take_scaler(module._update, made._held.weights(), made._buffers)
+        _take_rates(made, module)
     made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
     for piece in pieces:
-        weight = module._held[features.stored[piece.stored].name].weight
+        weight = module._held[module._features.stored[piece.stored].name].weight
         made._held[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
+
+
+def _cache(module: TableCollection, shards: Iterable[Shard], configs: Sequence[ShardConfig]) -> RowCache | None:
+    """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``."""
+    if module.row_cache is None or not configs:
+        return None
+    cache, tables = module.row_cache.cache, module.tables
+    of = {config.name: cache.of(tables[s.table].name) for config, s in zip(configs, shards, strict=True)}
+    return dataclasses.replace(cache, fraction=of) if isinstance(cache.fraction, Mapping) else cache
+
+
+def _config(
+    module: TableCollection, shard: Shard, entries: Sequence[Entry], pieces: Sequence[Piece], salt: str
+) -> ShardConfig:
+    """A shard of the whole collection ``module`` as a table, looked up by those of a rank's entries that are its."""
+    table, stored = module.tables[shard.table], module._features.stored
+    whole = shard.is_whole(table)
+    mine = [(k, e) for k, e in enumerate(entries) if e.shard is shard]
+    return ShardConfig(
+        table.num_embeddings if whole else shard.rows,
+        table.embedding_dim if whole else shard.columns,
+        name=table.name if whole else pieces[0].name,
+        feature_names=[feature_name(k, module.feature_names[e.feature]) for k, e in mine],
+        format=table.format,
+        compression=table.compression,
+        pooling="sum" if mine[0][1].coefficient else getattr(table, "pooling", "sum"),
+        padding_idx=_padding_of(table, shard),
+        lr=table.lr,
+        places=tuple(
+            ShardPlace(p.stored, stored[p.stored].num_embeddings, p.first_row, p.first_column) for p in pieces
+        ),
+        whole=tuple(stored[p.stored] for p in pieces),
+        salt=salt,
+    )
+
+
+def _take_rates(made: TableCollection, module: TableCollection) -> None:
+    """Gives a rank's collection the groups, learning rates and GradScaler of the whole one."""
+    weights, groups = made._held.weights(), rate_groups(module.optimizer, module._features)
+    made._update.face = ShardedRates(weights, groups, made._features.table_ids, made.lr, made.step)
+    for group, given in zip(made.fused_optimizer.param_groups, module.fused_optimizer.param_groups, strict=True):
+        group["lr"] = given["lr"]
+    made._update.take_scaler(module._update, weights, made._buffers)
 
 
 def _padding_of(table: EmbeddingConfig, shard: Shard) -> int | None:

@@ -1,12 +1,65 @@
-"""The face of a fused optimizer that TorchRec's optimizers and learning-rate wrappers expect."""
+"""Faces of a sharded collection's fused optimizer: torch's, with the groups of the whole model, and TorchRec's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer as TorchRecFused
 
-from rec_kernels.nn.training.optimizers import FusedOptimizer
+from rec_kernels.nn.training.optimizers import FusedOptimizer, RateGroup
+
+
+class ShardedRates(FusedOptimizer):
+    """The learning rates of a rank's shards, in the groups of the whole collection, as every rank has them.
+
+    A group has the rank's shards of its tables, which may be none. States are those of one process's collection.
+
+    Args:
+        tables: weights of the shards. rate_groups: of the whole collection's stored tables.
+        stored: of each shard, the number of the stored table that it is of. lr, step: ``FusedOptimizer``'s.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Tensor],
+        rate_groups: Sequence[RateGroup],
+        stored: Sequence[int],
+        lr: Tensor,
+        step: Tensor,
+    ) -> None:
+        self._sizes = [len(group.stored) for group in rate_groups]
+        own = []
+        for group in rate_groups:
+            mine = [i for i, number in enumerate(stored) if number in group.stored]
+            own.append(RateGroup(group.rate, mine, [stored[i] for i in mine]))
+        super().__init__(tables, own, lr, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learning rates, and what schedulers have added, by the tables of the whole collection."""
+        state, tables = super().state_dict(), 0
+        for group, size in zip(state["param_groups"], self._sizes, strict=True):
+            group["params"] = list(range(tables, tables + size))
+            tables += size
+        return state | {"state": {i: {"step": self._step} for i in range(tables)}}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads the learning rates of any plan, or of one process.
+
+        Raises:
+            ValueError: the state has other groups of tables; nothing was changed.
+        """
+        groups, own = state_dict["param_groups"], super().state_dict()
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            raise ValueError(
+                f"the state has groups of {sizes} tables, and those of the collection are of {self._sizes}: the state "
+                "must be of a collection with equal tables; nothing was changed"
+            )
+        mine = zip(groups, own["param_groups"], strict=True)
+        loaded = [{**group, "params": shards["params"]} for group, shards in mine]
+        super().load_state_dict({"state": own["state"], "param_groups": loaded})
 
 
 class _Group(dict):
@@ -26,17 +79,29 @@ class _Group(dict):
 
 
 class TorchRecFace(TorchRecFused):
-    """The learning rate of a sharded collection; its state is in the collection's ``state_dict()``.
+    """The learning rates of a sharded collection; its state is in the collection's ``state_dict()``.
 
     Args:
-        face: the optimizer of this rank's shards, whose learning rate this one shows and sets.
+        face: the optimizer of this rank's shards, whose learning rates this one shows and sets.
     """
 
     def __init__(self, face: FusedOptimizer) -> None:
-        super().__init__({}, {}, [_Group(face.param_groups[0])])
+        super().__init__({}, {}, [_Group(group) for group in face.param_groups])
 
     def step(self, closure: Any = None) -> None:
         """Nothing to do: updates are made in the backward."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Nothing to do: tables keep no gradient."""
+
+    def save_param_groups(self, save: bool) -> None:
+        """Refuses to have states with learning rates: TorchRec finds a group by its parameters, of which it has none.
+
+        Raises:
+            NotImplementedError: ``save`` is True.
+        """
+        if save:
+            raise NotImplementedError(
+                "learning rates of sharded tables are not in states of model.fused_optimizer: save and load "
+                "state_dict() of each sharded collection's optimizer, which has them"
+            )

@@ -8,6 +8,7 @@ from typing import Any
 
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.optimizers import LAMB, Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -79,21 +80,19 @@ def possible_types(table: EmbeddingConfig, optimizer: Optimizer | None) -> list[
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
 
 
-def check_collection(features: FeatureMap, *, cached: bool = False) -> None:
+def check_collection(features: FeatureMap, cache: RowCache | None = None) -> None:
     """Raises ValueError if no plan can shard a collection.
 
     Args:
-        features: its tables. cached: whether it has a row cache.
+        features: its tables. cache: its row cache, or None.
     """
-    if cached:
-        raise ValueError("a collection with a row cache cannot be sharded yet: build it with cache=None")
+    if cache is not None and cache.backing == "disk":
+        raise ValueError(
+            "a collection with backing 'disk' cannot be sharded: its file is one process's; use backing 'device' or "
+            "'host', or cache=None"
+        )
     for feature in features.features:
         table = feature.table
-        if table.lr is not None:
-            raise ValueError(
-                f"table {table.name!r}: lr = {table.lr}, and a sharded collection has one learning rate: give tables "
-                "with another one a collection of their own"
-            )
         if table.projection or feature.is_combined_later:
             raise ValueError(
                 f"table {table.name!r}: {table.compression} combines rows after they are pooled, or multiplies them by "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,12 +43,14 @@ class Routes:
     Args:
         tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
         world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
+        reduces: whether a collective adds the parts of bags that are split by rows, and not their sample.
 
     Attributes:
-        entries: for each rank, what it looks up, in this order; replicas come last.
+        entries: for each rank, what it looks up, in this order; parts that are reduced and then replicas come last.
         num_features: F, features of the collection; pooled: as above; dim: columns of its output; limits: F numbers of
             ids; padding: F ids that are left out, -1: none.
-        sent: for each rank, columns that it sends back of each sample: those of all its entries but replicas.
+        sent: for each rank, columns that it sends back of each sample: those of its entries that are neither reduced
+            nor replicas. reduced: columns of the output whose parts are reduced. replicated: columns of replicas.
         coefficients: for each rank, its entries that need a coefficient.
     """
 
@@ -59,6 +62,7 @@ class Routes:
         world_size: int,
         *,
         pooled: bool = True,
+        reduces: bool = False,
     ) -> None:
         owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
@@ -66,18 +70,25 @@ class Routes:
         dims = [tables[i].embedding_dim for i in owners]
         self._starts = [0, *itertools.accumulate(dims)]
         self.dim = self._starts[-1]
-        self.rank, self.world_size, self.pooled = rank, world_size, pooled
+        self.rank, self.world_size, self.pooled, self._reduces = rank, world_size, pooled, reduces and pooled
         self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
         firsts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
             firsts.setdefault((shard.table, shard.first_column), set()).add(shard.first_row)
-        for shard in sorted(shards, key=lambda s: s.replica):  # stable: replicas last
-            table = tables[shard.table]
-            bounds = (*sorted(firsts[shard.table, shard.first_column]), table.num_embeddings)
+        ends = {place: (*sorted(rows), tables[place[0]].num_embeddings) for place, rows in firsts.items()}
+
+        def place_of(shard: Shard) -> int:
+            return 2 if shard.replica else int(self._reduces and len(ends[shard.table, shard.first_column]) > 2)
+
+        for shard in sorted(shards, key=place_of):  # stable
+            table, bounds = tables[shard.table], ends[shard.table, shard.first_column]
             mean = pooled and len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
                 self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
-        self.sent = [sum(e.shard.columns for e in own if not e.shard.replica) for own in self.entries]
+        self.sent = [sum(e.shard.columns for e in own if not self._stays(e)) for own in self.entries]
+        self.replicated = sum(e.shard.columns for e in self.own if e.shard.replica)
+        every = [e for own in self.entries for e in own if self._is_reduced(e)]
+        self.reduced = sorted({column for e in every for column in self._columns(e)})
         self.widths = [sum(e.shard.columns for e in own) for own in self.entries]
         self.coefficients = [[i for i, e in enumerate(own) if e.coefficient] for own in self.entries]
         self.means = sorted({e.feature for own in self.entries for e in own if e.coefficient})
@@ -89,6 +100,14 @@ class Routes:
         """The entries of this rank."""
         return self.entries[self.rank]
 
+    def _is_reduced(self, entry: Entry) -> bool:
+        """True if a collective adds its parts."""
+        return self._reduces and entry.is_split
+
+    def _stays(self, entry: Entry) -> bool:
+        """True if its columns are not sent to their sample one by one."""
+        return entry.shard.replica or self._is_reduced(entry)
+
     def _columns(self, entry: Entry) -> range:
         """An entry's columns of the collection's output."""
         first = self._starts[entry.feature] + entry.shard.first_column
@@ -99,7 +118,7 @@ class Routes:
 
         Parts of a column are listed by the shard's rows.
         """
-        arrived = [e for own in self.entries for e in own if not e.shard.replica]
+        arrived = [e for own in self.entries for e in own if not self._stays(e)]
         arrived += [e for e in self.own if e.shard.replica]
         parts: list[list[tuple[int, int]]] = [[] for _ in range(self.dim)]
         place = 0
@@ -107,6 +126,8 @@ class Routes:
             for column in self._columns(entry):
                 parts[column].append((entry.shard.first_row, place))
                 place += 1
+        for k, column in enumerate(self.reduced):
+            parts[column].append((0, place + k))
         ordered = [[p for _, p in sorted(part)] for part in parts]
         others = []
         for k in range(1, max(map(len, ordered), default=0)):
@@ -119,12 +140,26 @@ class Routes:
                 others.append((slice(to, to + count), slice(at, at + count)))
         return _runs([part[0] for part in ordered]), others
 
+    def parts(self, pooled: Tensor) -> Tensor:
+        """[samples of all ranks, columns that are reduced]: this rank's part of them, zeros of rows that it lacks.
+
+        Args:
+            pooled: [samples of all ranks, columns of this rank's entries].
+        """
+        own = [e for e in self.own if self._is_reduced(e)]
+        out, place = pooled.new_zeros(len(pooled), len(self.reduced)), self.sent[self.rank]
+        for entry in own:
+            first = bisect.bisect_left(self.reduced, self._columns(entry).start)
+            out[:, first : first + entry.shard.columns] += pooled[:, place : place + entry.shard.columns]
+            place += entry.shard.columns
+        return out
+
     def assemble(self, arrived: Tensor, counts: Tensor | None) -> Tensor:
         """[B, dim]: the collection's output, partial sums added in the order of their rows and means divided.
 
         Args:
-            arrived: [B, columns] of every rank in order and this rank's replicas. counts: [F, B] ids of each bag that
-                count, where some feature needs them.
+            arrived: [B, columns] of every rank in order, this rank's replicas, and what was reduced. counts: [F, B] ids
+                of each bag that count, where some feature needs them.
         """
         out = torch.cat([arrived[:, run] for run in self._gather], dim=1) if self._gather else arrived
         for columns, places in self._partial:

@@ -16,6 +16,7 @@ from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry
+from rec_kernels.distributed.weight_gradients import weight_gradients
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
@@ -170,14 +171,15 @@ class RowContext(BatchContext):
     Attributes:
         given: this rank's batch. shared: which of its bags samples have, or None.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
-        starts: where the rows of this rank's entries begin. held: where all ranks' rows are among those.
+        held: where all ranks' rows are among those of this rank's entries.
+        by_feature: whether this rank wants the bags of each feature, and not samples.
     """
 
     given: SelectedKeys
     shared: SharedBags | None = None
     asked: Parcels | None = None
-    starts: Tensor
     held: Parcels
+    by_feature: bool = False
 
     def hold(self, rank: int, counts: Tensor, runs: Sequence[Run]) -> None:
         """Takes note of the rows that this rank looks up.
@@ -185,7 +187,7 @@ class RowContext(BatchContext):
         Args:
             counts: [entries of this rank, ranks] int64, how many rows each rank gets. runs: of this rank's entries.
         """
-        self.starts = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
+        self.row_counts, self.starts = counts, torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
         self.held = Parcels(rank, by_rank(counts), counts.T.tolist(), [runs] * counts.shape[1], at_front=True)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -220,13 +222,16 @@ def fetch_rows(rows: Tensor, batch: RowContext, out: Tensor, group: dist.Process
 
 
 def send_gradients(
-    grad: Tensor, facts: Tensor, module: ShardedCollection, batch: RowContext, *, pooled: bool = False
-) -> None:
+    grad: Tensor, module: ShardedCollection, facts: Tensor, batch: RowContext, *, pooled: bool = False
+) -> Tensor | None:
     """Sends each rank the gradients of the rows that it has looked up, which is the update of its tables.
 
     Args:
         grad: float32, of the rows that this rank has asked for; with ``pooled``, its last column has the coefficients
             of bags. facts: ``Backwards.facts``.
+
+    Returns:
+        The gradients of this rank's weights, or None if it wants none.
     """
     blocks, received = batch.asked.packed(grad, back=True), batch.held.sizes(back=True)
     arrived = exchanged([torch.cat([facts, b]) for b in blocks], [FACTS + size for size in received], module.group)
@@ -236,13 +241,29 @@ def send_gradients(
     own = grad.new_zeros(len(bags.offsets) - 1, width + pooled)
     own[:, width:] = 1
     batch.held.unpack([block[FACTS:] for block in arrived], own, back=True)
-    weights = bags.weights
+    factors, columns = None, own[:, :width].contiguous()
     if pooled and module.routes.coefficients[module.routes.rank]:
-        each = own[:, -1].repeat_interleave(bags.offsets.diff())
-        weights = each if weights is None else weights * each
+        factors = own[:, -1].repeat_interleave(bags.offsets.diff())
+    grad_weights = weight_gradients(columns, factors, module, batch) if any(batch.wants) else None
+    scales = module.gradient_scales(batch.batch_sizes)
+    if set(scales) != {1.0}:
+        each = columns.new_tensor(scales).repeat(len(batch.row_counts))
+        columns *= each.repeat_interleave(batch.row_counts.flatten())[:, None]
+    module.backwards.take(batch.begun, lookup_of(columns, factors, batch), told)
+    return grad_weights
+
+
+def lookup_of(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Lookup:
+    """The update of this rank: gradients of its columns or rows, and ids with their weights.
+
+    Args:
+        factors: for each id that this rank looks up, what its bag's gradient is divided by, inverted; None: nothing.
+    """
+    bags, weights = batch.bags, batch.bags.weights
+    if factors is not None:
+        weights = factors if weights is None else weights * factors
     status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
-    lookup = Lookup(own[:, :width].contiguous(), bags.values, bags.offsets, weights, status, batch.starts)
-    module.backwards.take(batch.begun, lookup, told)
+    return Lookup(grad, bags.values, bags.offsets, weights, status, batch.starts)
 
 
 class RowExchange(torch.autograd.Function):
@@ -252,12 +273,20 @@ class RowExchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, rows: Tensor, module: ShardedCollection, batch: RowContext) -> Tensor:
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        rows: Tensor,
+        weights: Tensor | None,
+        module: ShardedCollection,
+        batch: RowContext,
+    ) -> Tensor:
         """[N, largest D] of the output dtype; columns behind a D are zeros.
 
         Args:
             token: what autograd calls the backward for.
             rows: [ids of all ranks, columns of this rank's entries], float32.
+            weights: this rank's per-sample weights, if they want a gradient.
         """
         out = rows.new_zeros(len(batch.given.values), max(module.output_dims, default=0))
         fetch_rows(rows, batch, out, module.group)
@@ -269,9 +298,8 @@ class RowExchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sends each rank the gradients of its rows."""
         module, batch, grad = ctx.module, ctx.batch, grad.float()
-        facts = module.backwards.facts(batch.begun, grad)
-        send_gradients(module.scaled(grad, batch.batch_sizes), facts, module, batch)
-        return None, None, None, None
+        grad_weights = send_gradients(grad, module, module.backwards.facts(batch.begun, grad), batch)
+        return None, None, grad_weights, None, None
 
 
 def exchanged(blocks: Sequence[Tensor], received: list[int], group: dist.ProcessGroup) -> Sequence[Tensor]:

@@ -24,9 +24,10 @@ from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
-from rec_kernels.distributed.state import ShardedState
+from rec_kernels.distributed.state import ShardedState, in_cache
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.optimizers import FusedOptimizer
@@ -53,21 +54,23 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         device: torch.device,
         *,
         gradient: str = "global_mean",
+        row_wise: str = "ordered",
         name: str = "",
     ) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        agreement.check_same(_described(module, shards, gradient), group)
+        agreement.check_same(_described(module, shards, gradient, row_wise), group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
-        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools)
+        reduces = row_wise == "reduce_scatter"
+        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, reduces=reduces)
         self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
-        collection = make_collection(module, self.routes.own, own, device, salt=f"{name}/{module.seed}")
+        collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
@@ -79,6 +82,17 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
+
+    def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
+        """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
+        made, error = None, None
+        try:
+            made = make_collection(module, self.routes.own, pieces, device, salt)
+        except Exception as raised:
+            error = raised
+        agreement.raise_together(error, self.group, "could not make its shards")
+        assert made is not None
+        return made
 
     def _shown(self, pieces: list[Piece]) -> dict[str, nn.Module]:
         """This rank's blocks of tables, by their names: another block of a table has one of its own."""
@@ -117,7 +131,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         given, error, device = batches.CheckedBatch(), None, self.shards._device
         names, limits = self.feature_names, self.routes.limits
         try:
-            given = batches.checked_batch(features, names, limits, self.bounds_check, pooled=self.routes.pooled)
+            kind = {"pooled": self.routes.pooled, "by_feature": ctx.by_feature}
+            given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
             batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
@@ -131,6 +146,35 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
         """The ids of this rank's batch as they are sent."""
 
+    def _looked_up(self, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
+        """Looks up bags of all ranks in this rank's shards.
+
+        Args:
+            rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
+        """
+        if not self.routes.own:
+            return torch.zeros(rows, 0, device=self.shards._device)
+        trains, shards = self.training and torch.is_grad_enabled(), self.shards
+        with torch.no_grad():
+            if trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
+                shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=True)
+            return shards._lookup(bags, starts)
+
+    def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
+        """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].
+
+        Args:
+            counts: [entries of this rank, ranks] int64, how many rows each rank gets.
+        """
+        ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
+        return self._looked_up(ctx.bags, 0, ctx.starts)
+
+    def _begin(self, ctx: RowContext) -> tuple[Tensor, Tensor | None]:
+        """Begins a lookup's output: what autograd calls the backward for, and the weights that want a gradient."""
+        ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
+        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
+        return token, None if ctx.fed is None else ctx.fed.weights
+
     # Updates.
 
     def gradient_scales(self, batch_sizes: list[int]) -> list[float]:
@@ -140,11 +184,6 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         if self._gradient == "torchrec":
             return [1 / len(batch_sizes)] * len(batch_sizes)
         return [size / max(sum(batch_sizes), 1) for size in batch_sizes]
-
-    def scaled(self, grad: Tensor, batch_sizes: list[int]) -> Tensor:
-        """The gradient of this rank's outputs times its factor."""
-        scale = self.gradient_scales(batch_sizes)[self.routes.rank]
-        return grad * scale if scale != 1 else grad
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -219,7 +258,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     ) -> None:
         """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled."""
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        own = self.shards.state_dict()
+        given = {name: t for name, t in given.items() if not in_cache(name)}
+        # Without a flush: cached rows would be written over those that were loaded in place.
+        own = nn.Module.state_dict(self.shards)
         names = self._state.names(own)
         missing = [name for name in names if name not in given]
         if missing == ["step"]:
@@ -231,11 +272,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.shards.load_state_dict(self._state.local(given, own), strict=False)
 
 
-def _described(module: TableCollection, shards: list[Shard], gradient: str) -> dict[str, str]:
+def _described(module: TableCollection, shards: list[Shard], gradient: str, row_wise: str) -> dict[str, str]:
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
-    lr = None if module.optimizer is None else module.fused_optimizer.param_groups[0]["lr"]
+    cache = None if module.row_cache is None else module.row_cache.cache
+    lr = [] if module.optimizer is None else [group["lr"] for group in module.fused_optimizer.param_groups]
     weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
     return {
         "tables": str(tables),
@@ -243,5 +285,7 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str) -> d
         "the optimizer": f"{module.optimizer}, now with lr={lr}",
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
+        "the row cache": str(cache),
         "gradient": gradient,
+        "row_wise": row_wise,
     }

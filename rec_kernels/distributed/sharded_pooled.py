@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
@@ -10,11 +12,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
 from rec_kernels.distributed.batches import CheckedBatch
-from rec_kernels.distributed.distinct_exchange import DistinctExchange
+from rec_kernels.distributed.distinct_exchange import DistinctExchange, by_feature
 from rec_kernels.distributed.exchange import Exchange
 from rec_kernels.distributed.row_exchange import Parcels, RowContext
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 
 
@@ -32,7 +35,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingBagCollectionSharder``'s.
+        gradient, row_wise: ``EmbeddingBagCollectionSharder``'s.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Attributes:
@@ -71,7 +74,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             at_front=False,
         )
 
-    @torch.no_grad()
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """Looks up bags of all ranks' samples in this rank's shards, pooled.
 
@@ -79,26 +81,39 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             [samples of all ranks, columns of this rank's shards]; a row for each bag where features of some rank have
             batch sizes of their own.
         """
-        kjt, routes, total = dist_input[0], self.routes, sum(ctx.batch_sizes)
+        kjt, own, total = dist_input[0], self.routes.own, sum(ctx.batch_sizes)
         if ctx.asked is None:
-            ctx.bags = batches.looked_up(kjt, len(routes.own), total)
-            return self.shards._lookup(ctx.bags) if routes.own else torch.zeros(total, 0, device=self.shards._device)
-        ctx.bags = batches.looked_up(kjt, len(routes.own))
-        counts = torch.tensor(kjt.stride_per_key_per_rank() if routes.own else [], dtype=torch.int64)
-        counts = counts.view(len(routes.own), routes.world_size).to(self.shards._device)
-        ctx.hold(routes.rank, counts, self._runs[routes.rank])
-        if not routes.own:
-            return torch.zeros(0, 0, device=counts.device)
-        return self.shards._lookup(ctx.bags, ctx.starts)
+            ctx.bags = batches.looked_up(kjt, len(own), total)
+            return self._looked_up(ctx.bags, total)
+        ctx.bags = batches.looked_up(kjt, len(own))
+        counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
+        return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards._device))
 
-    def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor:
-        """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
-        ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
-        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
-        if ctx.asked is None:
-            weights = None if ctx.fed is None else ctx.fed.weights
-            values = Exchange.apply(token, output, weights, self, ctx)
-        else:
-            values = DistinctExchange.apply(token, output, self, ctx)
+    def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor | dict[str, Tensor]:
+        """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``, or its bags as ``by_feature``."""
+        keys, dims = self._features.output_keys, self._features.output_dims
+        token, weights = self._begin(ctx)
+        exchange = Exchange if ctx.asked is None else DistinctExchange
+        values = exchange.apply(token, output, weights, self, ctx)
         self.backwards.watch(ctx.begun, values)
-        return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)
+        if ctx.asked is not None and ctx.by_feature:
+            return dict(zip(keys, by_feature(values, ctx, dims), strict=True))
+        samples = KeyedTensor._of(keys, dims, values)
+        return samples.to_dict() if ctx.by_feature else samples
+
+    def by_feature(self, features: Any) -> dict[str, Tensor]:
+        """Looks up as ``rk.EmbeddingBagCollection.by_feature``: a [B_f, D_f] tensor for each feature; a collective.
+
+        Other ranks may call the collection meanwhile. TorchRec's pipelines know no lookups but calls of the collection.
+
+        Args:
+            features: as of ``rk.EmbeddingBagCollection.by_feature``, of this rank's samples.
+
+        Raises:
+            As ``input_dist``.
+        """
+        if isinstance(features, InverseKeyedJaggedTensor):
+            return self(features).to_dict()
+        ctx = self.create_context()
+        ctx.by_feature = True
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features).wait().wait())

@@ -35,7 +35,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingCollectionSharder``'s.
+        gradient: ``EmbeddingCollectionSharder``'s. row_wise: not used: rows of ids are not summed.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Raises:
@@ -67,23 +67,18 @@ class ShardedEmbeddingCollection(ShardedCollection):
         )
         return sent
 
-    @torch.no_grad()
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
         kjt, routes = dist_input[0], self.routes
         counts = kjt.lengths().long().view(len(routes.own), routes.world_size)
         each = torch.arange(len(kjt.values()) + 1, device=counts.device)
         ctx.bags = SelectedKeys(kjt.values(), each, kjt.weights_or_none(), None)
-        ctx.hold(routes.rank, counts, self._runs[routes.rank])
-        if not routes.own:
-            return torch.zeros(0, 0, device=counts.device)
-        return self.shards._lookup(ctx.bags, ctx.starts)
+        return self._rows_looked_up(ctx, counts)
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
-        ctx.begun = self.backwards.begin()
-        token = self.backwards.token(ctx.begun, wanted=False)
-        rows = RowExchange.apply(token, output, self, ctx)
+        token, weights = self._begin(ctx)
+        rows = RowExchange.apply(token, output, weights, self, ctx)
         self.backwards.watch(ctx.begun, rows)
         bags = ctx.given.bag_starts(len(self.feature_names))
         bounds = ctx.given.offsets[bags].tolist()

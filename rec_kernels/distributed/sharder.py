@@ -10,6 +10,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
+from rec_kernels.distributed.agreement import raise_together
 from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
@@ -41,7 +42,7 @@ class CollectionSharder(ModuleSharder):
         check_choice("gradient", gradient, ("global_mean", "sum", "torchrec"))
         for kind in sharding_types:
             check_choice("sharding_types", kind, SHARDING_TYPES)
-        self._gradient, self._types = gradient, list(sharding_types)
+        self._options, self._types = {"gradient": gradient}, list(sharding_types)
 
     def shard(
         self,
@@ -59,7 +60,7 @@ class CollectionSharder(ModuleSharder):
 
         Raises:
             ValueError: the plan, or the collection, is one that cannot be sharded; the message names the table, the
-            reason and what it can be.
+            reason and what it can be. RuntimeError: another rank's is, or it could not make its shards.
         """
         if env.process_group is None:
             raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
@@ -67,12 +68,15 @@ class CollectionSharder(ModuleSharder):
             raise ValueError(
                 "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
             )
-        _check(module)
-        shards = shards_of(module.tables, module.optimizer, params, env.world_size)
+        shards, error = [], None
+        try:
+            _check(module)
+            shards = shards_of(module.tables, module.optimizer, params, env.world_size)
+        except ValueError as refused:
+            error = refused
+        raise_together(error, env.process_group, "cannot shard as it was told, and none has")
         device = torch.device("cpu") if device is None else device
-        return self._sharded_kind(
-            module, shards, env.process_group, device, gradient=self._gradient, name=module_fqn or ""
-        )
+        return self._sharded_kind(module, shards, env.process_group, device, **self._options, name=module_fqn or "")
 
     @property
     def module_type(self) -> type[TableCollection]:
@@ -118,7 +122,7 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    check_collection(module._features, cached=module.row_cache is not None)
+    check_collection(module._features, None if module.row_cache is None else module.row_cache.cache)
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):
@@ -135,8 +139,9 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
             tables are trained by the sum over all ranks. "torchrec": gradients are added up and divided by the number
             of ranks, as by TorchRec's default. DistributedDataParallel averages gradients of the other parameters over
             ranks, which is "torchrec", and "global_mean" where batches are even.
-        row_wise: how the parts of a bag in several row shards become one: "ordered", they are added in the order of the
-            rows. There is no other yet.
+        row_wise: how the parts of a bag in several row shards become one. "ordered": its sample gets them all and adds
+            them in the order of the rows. "reduce_scatter": a collective of the process group adds them, in an order of
+            its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes.
         sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
 
     Raises:
@@ -154,7 +159,8 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
         sharding_types: Sequence[str] = ("table_wise", "row_wise"),
     ) -> None:
         super().__init__(gradient=gradient, sharding_types=sharding_types)
-        check_choice("row_wise", row_wise, ("ordered",))
+        check_choice("row_wise", row_wise, ("ordered", "reduce_scatter"))
+        self._options["row_wise"] = row_wise
 
 
 class EmbeddingCollectionSharder(CollectionSharder):

@@ -75,13 +75,17 @@ class ShardedState:
             if kind == "weight" and dtype == torch.uint8:
                 text = self._features.stored[i].format.encode()
                 out[f"{name}.format"] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
-        return out | {n: t for n, t in local.items() if not n.startswith(self._holder)}
+        return out | {n: local[n] for n in self._numbers(local)}
+
+    def _numbers(self, local: Mapping[str, Tensor]) -> list[str]:
+        """Names of a state that are of no table and no cache: numbers that every rank has."""
+        return [name for name in local if not name.startswith(self._holder) and not in_cache(name)]
 
     def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
         """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
         kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
         names = [f"{self._holder}{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
-        return [local[n] for n in [*names, *(n for n in local if not n.startswith(self._holder))]]
+        return [local[n] for n in [*names, *self._numbers(local)]]
 
     def _sharded(
         self, pieces: list[Piece], blocks: list[tuple[Piece, Tensor]], shape: list[int], dtype: torch.dtype
@@ -115,7 +119,7 @@ class ShardedState:
         """The names of a state, without those of formats."""
         stored = self._features.stored
         names = [f"{self._holder}{stored[i].name}.{kind}" for i, kind, _, _ in self._kinds()]
-        return names + [n for n in local if not n.startswith(self._holder)]
+        return names + self._numbers(local)
 
     def local(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Picks out of a state what the rank's own collection has, by the names there.
@@ -126,7 +130,7 @@ class ShardedState:
         Raises:
             RuntimeError: a tensor has other rows or columns, or is sharded in another way.
         """
-        out = {name: state[name] for name in own if name in state and not name.startswith(self._holder)}
+        out = {name: state[name] for name in self._numbers(own) if name in state}
         for i, kind, shape, _ in self._kinds():
             name = f"{self._holder}{self._features.stored[i].name}"
             if f"{name}.{kind}" not in state:
@@ -160,3 +164,8 @@ class ShardedState:
             )
         rows = given[piece.first_row : piece.first_row + piece.rows]
         return rows[:, columns] if split else rows
+
+
+def in_cache(name: str) -> bool:
+    """True for what a state has of a row cache: slots, whose rows the tables have, too."""
+    return name.startswith("row_cache.")

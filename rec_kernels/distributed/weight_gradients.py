@@ -15,31 +15,30 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 
 if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+    from rec_kernels.distributed.sharded_collection import ShardedCollection
 
 _ops = torch.ops.rec_kernels
 
 
 def weight_gradients(
-    grad: Tensor, factors: Tensor | None, module: ShardedEmbeddingBagCollection, batch: BatchContext
+    grad: Tensor, factors: Tensor | None, module: ShardedCollection, batch: BatchContext
 ) -> Tensor | None:
     """[N] float32: the gradients of this rank's weights, or None if it wants none; a collective of all ranks.
 
     Columns of a row that several shards have are added up in their order.
 
     Args:
-        grad: [samples of all ranks, columns of this rank's entries], as the ranks' losses have them.
+        grad: as the ranks' losses have them, [samples of all ranks, columns of this rank's entries], or where rows are
+            sent, a row for each.
         factors: for each id that this rank looks up, what its bag's gradient is divided by, inverted; None: nothing.
     """
-    routes, sizes = module.routes, batch.batch_sizes
-    products = _products(module.shards, grad, batch.bags)
+    routes, world = module.routes, module.routes.world_size
+    products = _products(module.shards, grad, batch.bags, batch.starts)
     if factors is not None:
         products = products * factors
-    starts = list(itertools.accumulate(sizes, initial=0))
-    firsts = [e * starts[-1] + first for e in range(len(routes.own)) for first in starts[:-1]]
-    bounds = batch.bags.offsets[[*firsts, len(routes.own) * starts[-1]]]
-    parts = products.split(bounds.diff().tolist())  # by entry, and there by rank
-    answers, world = [], routes.world_size
+    counts = batch.batch_sizes * len(routes.own) if batch.row_counts is None else batch.row_counts.flatten().tolist()
+    bounds = batch.bags.offsets[list(itertools.accumulate(counts, initial=0))]
+    parts, answers = products.split(bounds.diff().tolist()), []  # parts by entry, and there by rank
     for rank, wants in enumerate(batch.wants):
         asked = [i for i, e in enumerate(routes.own) if wants and _answers(routes.rank, e, rank)]
         answers.append(torch.cat([products[:0], *(parts[i * world + rank] for i in asked)]))
@@ -78,14 +77,14 @@ def _places(fed: SelectedKeys | None, entries: list[Entry], rank: int, routes: R
     return found
 
 
-def _products(shards: TableCollection, grad: Tensor, bags: SelectedKeys) -> Tensor:
+def _products(shards: TableCollection, grad: Tensor, bags: SelectedKeys, starts: Tensor | None) -> Tensor:
     """[N]: the gradient of the weight of each id that a rank looks up, before other ranks' parts of it."""
     if not shards.feature_names:
         return grad.new_zeros(0)
-    layout = shards._layout.arguments()
+    layout = shards._layout.arguments(starts)
     given = {name: value for name, value in layout.items() if name != "bounds_check"}
     if shards.row_cache is not None:
-        cached = shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, None), inserts=False)
+        cached = shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=False)
         given |= {name: cached[name] for name in ("cache_rows", "cache_slots")}
     weights = shards._buffers["_weights"]
     return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, bags.values, bags.offsets, **given)

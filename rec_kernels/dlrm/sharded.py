@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -36,11 +36,12 @@ def shard_tables(model: DLRM, config: TrainConfig, ranks: Ranks, device: torch.d
     # Losses are divided by the rows of all processes: "torchrec" takes the mean over processes, as DDP does.
     sharder, world = rk.distributed.EmbeddingBagCollectionSharder(gradient="torchrec"), ranks.world_size
     topology = Topology(world, device.type, local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
+    planner = rk.distributed.planner(
+        model,
+        [sharder],
+        topology,
         batch_size=max(config.batch_size // world, 1),
         storage_reservation=FixedPercentageStorageReservation(0.15),  # beside tables, for MLPs and batches
-        constraints=sharder.constraints(model.embeddings),
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD).plan["embeddings"]
     env = ShardingEnv.from_process_group(dist.group.WORLD)

@@ -175,7 +175,8 @@ class CacheState(nn.Module):
         for name, tensor in state.items():
             self.register_buffer(name, tensor)
         self.register_buffer("marks", zeros(slots, torch.uint8, device), persistent=False)
-        stats = torch.zeros(len(self._stored), len(COUNTERS), dtype=torch.int64, device=device)
+        self._numbers = features.table_ids
+        stats = torch.zeros(max(self._numbers, default=-1) + 1, len(COUNTERS), dtype=torch.int64, device=device)
         self.register_buffer("stats", stats, persistent=False)
         self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
 
@@ -293,9 +294,10 @@ class CacheState(nn.Module):
         return own | {"cache_tags": self.tags, "cache_marks": self.marks}
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Counters of each stored table, by its name and those of ``COUNTERS``."""
-        numbers = _on_host(self.stats).tolist()
-        return {t.name: dict(zip(COUNTERS, n, strict=True)) for t, n in zip(self._stored, numbers, strict=True)}
+        """Counters of each stored table, by its name and those of ``COUNTERS``; shards of one table have its sums."""
+        found = _on_host(self.stats).tolist()
+        tables = zip(self._stored, self._numbers, strict=True)
+        return {t.name: dict(zip(COUNTERS, found[number], strict=True)) for t, number in tables}
 
     def report(self) -> list[dict[str, object]]:
         """Reports each stored table's counters, rows in slots and share of the cache's bytes."""

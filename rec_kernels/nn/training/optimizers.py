@@ -283,7 +283,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         groups: Any = self.param_groups
         for group, own in zip(groups, self._rate_groups, strict=True):
-            group.kernel_lr = [lr[n] for n in own.table_ids] if lr.dim() else [lr]
+            group.kernel_lr = [lr[n] for n in own.table_ids] if lr.dim() else [lr] * bool(own.stored)
             group.update(params=[tables[i] for i in own.stored], lr=group["lr"])
         groups[0].token, self.is_captured = token, False
         self._step = step

@@ -1,0 +1,153 @@
+"""rk.distributed.planner: the bytes that it counts, and the plans that it makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed_cases import OPTIMIZERS, Case, collection, plan_of
+from tiers import full
+from torch import nn
+
+import rec_kernels as rk
+
+torchrec = pytest.importorskip("torchrec.distributed")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Model(nn.Module):
+    """Tables, and a layer that is not sharded."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        self.top = nn.Linear(8, 1)
+
+
+def tables_of(rows: list[int], dim: int = 16, **options: object) -> rk.EmbeddingBagCollection:
+    """Tables of one feature each, on the meta device."""
+    configs = [rk.EmbeddingBagConfig(n, dim, name=f"t{i}", feature_names=[f"f{i}"]) for i, n in enumerate(rows)]
+    return rk.EmbeddingBagCollection(configs, device="meta", **{"optimizer": rk.SGD(), **options})
+
+
+def planned(
+    tables: nn.Module, world: int = 2, types: tuple[str, ...] = ("table_wise", "row_wise"), **given: object
+) -> tuple[dict[str, str], list]:
+    """The sharding type of each table, and the options of the plan."""
+    from torchrec.distributed.planner import Topology
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+
+    memory = {name: given.pop(name) for name in ("ddr_cap", "hbm_cap", "compute_device") if name in given}
+    topology = Topology(world, **{"compute_device": "cpu", "local_world_size": world, **memory})
+    model, pools = Model(tables), not isinstance(tables, rk.EmbeddingCollection)
+    kind = rk.distributed.EmbeddingBagCollectionSharder if pools else rk.distributed.EmbeddingCollectionSharder
+    sharder = kind(sharding_types=types)
+    reservation = FixedPercentageStorageReservation(0)
+    planner = rk.distributed.planner(
+        model, [sharder], topology, storage_reservation=reservation, debug=False, **{"batch_size": 64, **given}
+    )
+    plan = planner.plan(model, [sharder]).plan["tables"]
+    return {name: sharding.sharding_type for name, sharding in plan.items()}, planner._best_plan
+
+
+@pytest.mark.parametrize("plan", ["row_wise", "mixed", *full("table_wise", "data_parallel", "grid_shard")])
+@pytest.mark.parametrize("format", ["bf16", *full("int8", "fp32", "mx6")])
+@pytest.mark.parametrize("optimizer", ["adam", *full("rowwise_adagrad", "sgd", "adam_bf16", "torch")])
+@pytest.mark.parametrize("policy", ["lfu", *full("lru")])
+def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
+    """Rows, state and slots that each rank's collection has, to the byte."""
+    from rec_kernels.distributed.local_shards import make_collection, pieces_of
+    from rec_kernels.distributed.plan import reason_against, shards_of
+    from rec_kernels.distributed.planning import shard_bytes
+    from rec_kernels.distributed.routes import Routes
+
+    # Fraction 1: slots of each table by itself.
+    cache = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy=policy) if OPTIMIZERS[optimizer] else None
+    case = Case(plan, format, optimizer, cache=cache)
+    whole, kinds = collection(case, device="meta"), plan_of(case, 2)
+    if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
+        pytest.skip("no such plan")
+    shards = shards_of(whole.tables, whole.optimizer, kinds, 2)
+    for rank in range(2):
+        routes = Routes(whole.tables, shards, rank, 2)
+        own = [piece for piece in pieces_of(whole.tables, shards) if piece.shard.rank == rank]
+        made = make_collection(whole, routes.own, own, torch.device("cpu"), "")
+        report = {t["name"]: t for t in made.memory_report()}
+        for piece in own:
+            found = shard_bytes(whole, whole.tables[piece.shard.table], piece.rows, piece.columns)
+            told = report[piece.name]
+            assert tuple(found) == (told["weight_bytes"], told["state_bytes"], told.get("cache_bytes", 0))
+
+
+def test_bytes_of_parts() -> None:
+    """A compressed table is all of its parts; slots that some rows share are a part of the rows'."""
+    from rec_kernels.distributed.planning import shard_bytes
+
+    table = rk.EmbeddingBagConfig(
+        1000, 8, name="t", feature_names=["f"], format="int8", compression=rk.QuotientRemainder(10)
+    )
+    ebc = rk.EmbeddingBagCollection([table], optimizer=rk.RowwiseAdagrad(), cache=rk.RowCache(0.0))
+    report = ebc.memory_report()
+    weights, state = (sum(t[f"{name}_bytes"] for t in report) for name in ("weight", "state"))
+    assert tuple(shard_bytes(ebc, table, 1000, 8)) == (weights, state, 0)
+    cached = tables_of([1000], cache=rk.RowCache(0.1, ways=32))
+    assert shard_bytes(cached, cached.tables[0], 1000, 16).slots == 4 * 32 * (4 * 16 + 18)
+    assert shard_bytes(cached, cached.tables[0], 500, 16).slots == 2 * 32 * (4 * 16 + 18)
+    assert shard_bytes(cached, cached.tables[0], 20, 16).slots == 32 * (4 * 16 + 18)
+
+
+def test_bytes_sent() -> None:
+    """Row shards send a row of every bag each, tables of one rank once; sequences send a row of each id either way."""
+    sent = {}
+    for kind in ("table_wise", "row_wise", "data_parallel"):
+        _, options = planned(tables_of([1000]), types=(kind,), lengths={"f0": 3})
+        sent[kind] = sum(shard.perf.bwd_comms for option in options for shard in option.shards)
+        forward = sum(shard.perf.fwd_comms for option in options for shard in option.shards)
+        assert forward == (0 if kind == "data_parallel" else sent[kind])
+    assert sent["row_wise"] == sent["data_parallel"] == 2 * sent["table_wise"] > 0
+    _, ((option,)) = planned(tables_of([2]), world=4, types=("row_wise",))
+    assert [shard.perf.total > 0 for shard in option.shards] == [True, True, False, False]
+    table = rk.EmbeddingConfig(1000, 16, name="t0", feature_names=["f0"])
+    for kind in ("table_wise", "row_wise"):
+        sequences = rk.EmbeddingCollection([table], device="meta", optimizer=rk.SGD())
+        _, ((option,)) = planned(sequences, types=(kind,), lengths={"f0": 3})
+        assert sum(shard.perf.bwd_comms for shard in option.shards) == pytest.approx(3 * sent["table_wise"])
+
+
+def test_plans() -> None:
+    """Two ranks share out equal tables whole, which sends half of what rows do; rows, where a rank has no room."""
+    equal = tables_of([1000] * 4)
+    kinds, options = planned(equal)
+    assert set(kinds.values()) == {"table_wise"}
+    assert sorted(shard.rank for option in options for shard in option.shards) == [0, 0, 1, 1]
+    uneven = planned(tables_of([1000] * 7))[0]
+    assert sorted(uneven.values()) == ["row_wise"] + ["table_wise"] * 6
+    held = 100_000 * 16 * 4 * 3  # with Adam's state
+    room = {"ddr_cap": held * 3 // 4, "lengths": {f"f{i}": 4 for i in range(4)}}
+    large = [100_000, 1000, 1000, 1000]
+    assert set(planned(tables_of(large, optimizer=rk.SGD()), **room)[0].values()) == {"table_wise"}
+    assert planned(tables_of(large, optimizer=rk.Adam()), **room)[0]["t0"] == "row_wise"
+
+
+def test_tables_in_host_memory() -> None:
+    """A cache with backing "host" leaves state, slots and a step's rows on the GPU."""
+    options = {"optimizer": rk.RowwiseAdagrad(), "cache": rk.RowCache(0.1, backing="host")}
+    given = {"compute_device": "cuda", "ddr_cap": 1 << 30, "hbm_cap": 1 << 30, "types": ("table_wise",)}
+    ((option,), (plain,)) = (planned(tables_of([100_000], **own), **given)[1] for own in (options, {}))
+    (shard,), (other,) = option.shards, plain.shards
+    assert shard.storage.ddr == 100_000 * 64
+    assert shard.storage.hbm < 100_000 * (4 + 12) == 100_000 * 16
+    assert other.storage.ddr == 0
+    assert other.storage.hbm > 100_000 * 64
+
+
+def test_errors() -> None:
+    """Lengths of features that are not there, two tables of one name, nothing to shard."""
+    with pytest.raises(
+        ValueError, match=r"lengths name \['x'\], which are no features of the model's tables: \['f0'\]"
+    ):
+        planned(tables_of([10]), lengths={"x": 3})
+    both = nn.ModuleDict({"a": tables_of([10]), "b": tables_of([20])})
+    with pytest.raises(ValueError, match=r"tables \['t0'\] of collection 'tables.b' have the names of others"):
+        planned(both)
+    with pytest.raises(ValueError, match="model must have a collection of a kind that one of the sharders shards"):
+        planned(nn.Linear(2, 2))

@@ -1,0 +1,180 @@
+"""A planner of TorchRec that counts this package's bytes: of rows, of their state, and of what ranks send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    CollectiveType,
+    ParameterConstraints,
+    Perf,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+)
+
+from rec_kernels.distributed.sharder import CollectionSharder
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.row_cache import RowCache, slot_bytes
+from rec_kernels.ops.row_formats import row_bytes
+
+
+class ShardBytes(NamedTuple):
+    """Bytes of a shard.
+
+    Args:
+        rows: encoded. state: of the optimizer. slots: of a row cache, with tags and counts.
+    """
+
+    rows: int
+    state: int
+    slots: int
+
+
+def shard_bytes(module: TableCollection, table: EmbeddingConfig, rows: int, columns: int) -> ShardBytes:
+    """Bytes of a block of a table: of rows and state what ``memory_report()`` of its rank has.
+
+    Slots are those of a table by itself; tables of one width that share sets have up to a set less.
+
+    Args:
+        module: the collection that has the table. rows, columns: of the block; a compressed table is whole.
+    """
+    stored = [(t.num_embeddings, t.embedding_dim) for t in table.stored] if table.compression else [(rows, columns)]
+    cache = None if module.row_cache is None else module.row_cache.cache
+    slots = _slots(cache, table.name, *stored[0]) if cache is not None and len(stored) == 1 else 0
+    each = [(e, *_row(module, table, d)) for e, d in stored]
+    return ShardBytes(sum(e * row for e, row, _ in each), sum(e * state for e, _, state in each), slots)
+
+
+def _row(module: TableCollection, table: EmbeddingConfig, columns: int) -> tuple[int, int]:
+    """Bytes of a row, and of its optimizer state."""
+    state = module._features.state
+    kinds = [state.dtype(kind).itemsize * (columns if each else 1) for kind, each in state.kinds.items()]
+    return row_bytes(table.format, columns), sum(kinds)
+
+
+def _slots(cache: RowCache, name: str, rows: int, columns: int) -> int:
+    fraction, counts = cache.of(name), rows if cache.policy == "lfu" else 0
+    if not fraction or not rows:
+        return counts
+    wanted = rows if rows <= cache.ways else math.floor(fraction * rows + 1e-6)
+    sets = max(1, -(-wanted // cache.ways))
+    return sets * cache.ways * slot_bytes(columns, cache.policy) + counts
+
+
+class ShardCosts(ShardEstimator):
+    """Memory and time of shards, by the bytes that lookups and updates read, write and send.
+
+    Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step. Time is bytes over
+    the topology's bandwidths. A rank that has a table looks up all ranks' samples, sends a row of float32 for each
+    bag, or id, and gets as many gradients: of row shards, each does so.
+
+    Args:
+        topology: of the ranks. constraints: not used.
+    """
+
+    def __init__(self, topology: Topology, constraints: dict[str, ParameterConstraints] | None = None) -> None:
+        self._topology = topology
+        self._on_gpu = topology.compute_device != "cpu"
+        self._memory = topology.hbm_mem_bw if self._on_gpu else topology.ddr_mem_bw
+        sizes = topology.local_world_size, topology.world_size
+        network = topology.comms_bandwidths.get_bw(*sizes, CollectiveType.ALL_TO_ALL)
+        self._network = min(network, self._memory)  # what is sent is read first
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any = None) -> None:
+        """Writes ``storage`` and ``perf``, in milliseconds, of every shard.
+
+        Args:
+            sharding_options: of tables of collections of this package. sharder_data_map: not used.
+        """
+        for option in sharding_options:
+            module: Any = option.module[1]
+            table = next(t for t in module.tables if t.name == option.name)
+            for shard in option.shards:
+                rows, columns = shard.size
+                parts = sum(other.offset[1] == shard.offset[1] and other.size[0] > 0 for other in option.shards)
+                if not rows or not columns:  # a table has fewer rows than there are ranks
+                    parts = 0
+                elif option.sharding_type == "data_parallel":
+                    parts = 1
+                self._estimate(option, shard, table, parts)
+
+    def _estimate(self, option: ShardingOption, shard: Any, table: EmbeddingConfig, parts: int) -> None:
+        """One shard's; ``parts``: of how many row shards of its columns, 0: it is empty."""
+        module: Any = option.module[1]
+        world, (rows, columns) = self._topology.world_size, shard.size
+        bags = option.batch_size * len(option.input_lengths) * world if parts else 0
+        ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
+        sent = bags if module._pools else ids
+        held, cache = shard_bytes(module, table, rows, columns), module.row_cache
+        on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
+        dims = [t.embedding_dim for t in table.stored] if table.compression else [columns]
+        row, state = (sum(own) for own in zip(*(_row(module, table, d) for d in dims), strict=True))
+        reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
+        wire = (world - 1) / world / self._network
+        shard.perf = Perf(
+            fwd_compute=reading,
+            fwd_comms=0.0 if option.sharding_type == "data_parallel" else 4 * columns * sent * wire,
+            bwd_compute=2 * (reading + ids * state / self._memory),
+            bwd_comms=4 * columns * sent * wire,
+            input_dist_comms=8 * ids * wire,
+        )
+        step = math.ceil(8 * ids + 2 * 4 * columns * sent)
+        near, far = held.state + held.slots + step, held.rows
+        if not self._on_gpu:
+            shard.storage = Storage(hbm=0, ddr=near + far)
+        else:
+            shard.storage = Storage(hbm=near if on_host else near + far, ddr=far if on_host else 0)
+
+
+def planner(
+    model: nn.Module,
+    sharders: Sequence[CollectionSharder],
+    topology: Topology,
+    *,
+    batch_size: int = 512,
+    lengths: Mapping[str, float] | None = None,
+    **options: Any,
+) -> EmbeddingShardingPlanner:
+    """TorchRec's planner for a model whose tables are all of collections of this package.
+
+    ``planner(...).collective_plan(model, sharders, group)`` makes the plan, of the ways that each table can be sharded
+    and the sharder offers. Memory and times of shards are those of ``docs/distributed.md``, not TorchRec's.
+
+    Args:
+        model: with collections, on any device. sharders: one for each kind of collection.
+        topology: TorchRec's, of ranks, their memory and bandwidths.
+        batch_size: samples of one rank. lengths: feature -> ids of a sample in the mean; 1 of features without one.
+        options: further arguments of ``EmbeddingShardingPlanner``, as ``storage_reservation``, ``proposer``, ``debug``.
+
+    Raises:
+        ValueError: the model has no collection that a sharder shards, or tables of one name in two; ``lengths`` name a
+            feature that no table has; a collection cannot be sharded.
+    """
+    constraints: dict[str, ParameterConstraints] = {}
+    given, features = dict(lengths or {}), set()
+    for name, module in model.named_modules():
+        sharder = next((s for s in sharders if type(module) is s.module_type), None)
+        if sharder is None or not isinstance(module, TableCollection):
+            continue
+        own = sharder.constraints(module)
+        if both := sorted(own.keys() & constraints.keys()):
+            raise ValueError(f"tables {both} of collection {name!r} have the names of others: planners go by names")
+        for table in module.tables:
+            own[table.name].pooling_factors = [float(given.get(f, 1)) for f in table.feature_names]
+            features.update(table.feature_names)
+        constraints |= own
+    if not constraints:
+        raise ValueError("model must have a collection of a kind that one of the sharders shards, got none")
+    if unknown := sorted(given.keys() - features):
+        raise ValueError(f"lengths name {unknown}, which are no features of the model's tables: {sorted(features)}")
+    enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator=ShardCosts(topology))
+    return EmbeddingShardingPlanner(
+        topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=constraints, **options
+    )
