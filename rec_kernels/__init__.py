@@ -6,6 +6,8 @@ from typing import Any as _Any
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
+from rec_kernels.convert.modules import convert_embeddings
+from rec_kernels.convert.tables import export_tables, import_tables
 from rec_kernels.models.low_rank_cross import LowRankCrossNet
 from rec_kernels.models.path import PathEmbeddingBag
 from rec_kernels.models.popularity import MixedDimensionEmbeddingBag, popularity_blocks
@@ -103,15 +105,18 @@ __all__ = [
     "WukongLayer",
     "__version__",
     "build_info",
+    "convert_embeddings",
     "deduplicated",
     "dense_parameters",
     "dequantize_rows",
     "dot_interaction",
     "embedding_bag",
     "expand",
+    "export_tables",
     "factorization_machine",
     "fake_quantize",
     "grouped_projection",
+    "import_tables",
     "jagged_bucketize",
     "jagged_dedup",
     "jagged_index_select",
