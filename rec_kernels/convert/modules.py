@@ -122,7 +122,7 @@ def _built(theirs: Any, peer: Peer, given: dict[str, Any]) -> nn.Module:
         kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
         names = zip(peer.names(), fbgemm_peer.features_of(theirs), weights, strict=True)
         tables = [
-            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=_later, **options)
+            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=_Later(), **options)
             for n, f, w in names
         ]
     else:
@@ -142,7 +142,7 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         layer = kind(*shape, **{**sizes, "device": "meta", "sparse": theirs.sparse})
         layer.weight = theirs.weight
         return layer
-    return kind(*shape, **sizes, **{"format": _format(theirs.weight), "init": _later, **given})
+    return kind(*shape, **sizes, **{"format": _format(theirs.weight), "init": _Later(), **given})
 
 
 def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
@@ -152,12 +152,17 @@ def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingCon
     formats = [table.format for table in given] if formats is None else formats
     found = []
     for table, format in zip(given, formats, strict=True):
-        found.append(dataclasses.replace(table, format=format, init=_later))
+        found.append(dataclasses.replace(table, format=format, init=_Later()))
     return found
 
 
-def _later(rows: Tensor) -> None:
-    """The rows come when the module is there."""
+class _Later:
+    """An ``init`` of rows that come when the module is there."""
+
+    in_chunks = True
+
+    def __call__(self, rows: Tensor) -> None:
+        rows.detach().zero_()
 
 
 def _format(weight: Tensor) -> str:
