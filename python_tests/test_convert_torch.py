@@ -45,7 +45,7 @@ def mismatched() -> tuple[Any, Any, rk.EmbeddingBag]:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_there_and_back(kind: Any, name: str) -> None:
-    """Torch trains on with the same bits after its numbers have been here; ours has losses as equal as rounding allows.
+    """Torch trains on with the same bits after its numbers have been here, ours with losses equal up to rounding.
 
     Losses are means of 48 squares of values below 4, and a step moves a row by at most lr: a relative difference of a
     few roundings (2^-24 each) per step and element, 1e-5 with a wide margin, while a state or a step that is lost
