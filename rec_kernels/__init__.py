@@ -7,6 +7,7 @@ from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
 from rec_kernels.convert.modules import convert_embeddings
+from rec_kernels.convert.replace import FoundEmbedding, ReplacedEmbeddings, replace_embeddings
 from rec_kernels.convert.tables import export_tables, import_tables
 from rec_kernels.models.low_rank_cross import LowRankCrossNet
 from rec_kernels.models.path import PathEmbeddingBag
@@ -81,6 +82,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FoundEmbedding",
     "FusedOptimizer",
     "Hash",
     "IdPartitions",
@@ -96,6 +98,7 @@ __all__ = [
     "PathEmbeddingBag",
     "Placement",
     "QuotientRemainder",
+    "ReplacedEmbeddings",
     "RowCache",
     "RowwiseAdagrad",
     "RowwiseAdam",
@@ -128,6 +131,7 @@ __all__ = [
     "place_tables",
     "popularity_blocks",
     "quantize_rows",
+    "replace_embeddings",
     "row_bytes",
     "rows_from_fbgemm",
     "rows_to_fbgemm",

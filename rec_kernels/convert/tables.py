@@ -120,6 +120,13 @@ def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:
     return None
 
 
+def kinds() -> set[type]:
+    """The classes of layers and collections whose lookups this package has: exactly these, and no subclass."""
+    found = sys.modules.get(_TORCHREC)
+    collections = set() if found is None else {found.EmbeddingBagCollection, found.EmbeddingCollection}
+    return {nn.Embedding, nn.EmbeddingBag} | collections
+
+
 def is_sharded(module: Any) -> bool:
     """True for a module that TorchRec has sharded, this package's ones included."""
     found = getattr(sys.modules.get("torchrec.distributed.types"), "ShardedModule", None)

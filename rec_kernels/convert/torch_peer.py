@@ -55,7 +55,7 @@ class TorchPeer(Peer):
             self._weights[name] = weight
         self._trainers: list[torch.optim.Optimizer] = []
         self.is_trained = any(weight.requires_grad for weight in self._weights.values())
-        given = _flat(trained_by)
+        given = flat(trained_by)
         for name, weight in self._weights.items():
             found = _having(weight, getattr(weight, "_in_backward_optimizers", []) if trained_by is None else given)
             if len(found) > 1:
@@ -156,27 +156,28 @@ class TorchPeer(Peer):
         return FAMILIES[self.family](**numbers)
 
 
-def _flat(trained_by: Any) -> list[torch.optim.Optimizer]:
+def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers."""
     if trained_by is None:
         return []
     if isinstance(trained_by, (list, tuple)):
-        return [inner for each in trained_by for inner in _flat(each)]
+        return [inner for each in trained_by for inner in flat(each)]
     if not isinstance(trained_by, torch.optim.Optimizer):
         raise TypeError(f"trained_by must be a torch.optim.Optimizer, a list of some or None, got {trained_by!r}")
     if type(trained_by).__module__.startswith("torchrec.optim."):
         if hasattr(trained_by, "_optimizer"):  # a KeyedOptimizerWrapper, or one that clips or warms up
-            return _flat(trained_by._optimizer)
+            return flat(trained_by._optimizer)
         if hasattr(trained_by, "optimizers"):  # a CombinedOptimizer
-            return _flat([inner for _, inner in trained_by.optimizers])
+            return flat([inner for _, inner in trained_by.optimizers])
     return [trained_by]
 
 
 def _having(weight: nn.Parameter, trainers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    return [t for t in trainers if any(weight is p for p in _parameters(t))]
+    return [t for t in trainers if any(weight is p for p in parameters_of(t))]
 
 
-def _parameters(trainer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def parameters_of(trainer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups."""
     for group in trainer.param_groups:
         yield from group["params"]
 
