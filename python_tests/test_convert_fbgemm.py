@@ -17,7 +17,7 @@ import rec_kernels as rk
 pytest.importorskip("fbgemm_gpu")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-# Of feature f0 the table is the first, and so on; FBGEMM's kernels for the CPU want a table's features side by side.
+# Each feature's table. FBGEMM's kernels for the CPU want a table's features side by side.
 FEATURES = [0, 0, 1, 2]
 OPTIMIZERS = {
     "EXACT_SGD": rk.SGD(lr=0.25),

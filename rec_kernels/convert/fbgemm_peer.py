@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -106,7 +107,7 @@ class FbgemmPeer(Peer):
         wrong = {name: getattr(options, name) for name in ("gradient_clipping", "max_norm", "weight_decay")}
         wrong = {name: value for name, value in wrong.items() if value}
         refuse_options(self.described, wrong, "FBGEMM's kernels differ in what these do")
-        numbers: dict[str, Any] = {"lr": module.get_learning_rate()}
+        numbers: dict[str, Any] = {"lr": float(str(numpy.float32(module.get_learning_rate())))}  # 0.05, not its float32
         if self.family != "sgd":
             numbers["eps"] = float(options.eps)
         if "exp_avg" in self._kinds:

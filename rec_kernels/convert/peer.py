@@ -19,7 +19,7 @@ FAMILIES: dict[str, type[Optimizer]] = {
 
 @dataclass(frozen=True)
 class TableNumbers:
-    """What one table has learned.
+    """The numbers that one table has learned.
 
     Args:
         name: the table's. weight: [E, D] float32, float16 or bfloat16.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
 from rec_kernels.nn.training.optimizers import Optimizer
 
-#: What may train tables: optimizers of torch, or TorchRec's wrappers of them.
+#: Tables may be trained by optimizers of torch, or by TorchRec's wrappers of them.
 TrainedBy = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _FAMILIES = {
