@@ -6,6 +6,7 @@ from typing import Any as _Any
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
+from rec_kernels.convert.fuse import FusedEmbeddingBags, fuse_embedding_bags
 from rec_kernels.convert.modules import convert_embeddings
 from rec_kernels.convert.replace import FoundEmbedding, ReplacedEmbeddings, replace_embeddings
 from rec_kernels.convert.tables import export_tables, import_tables
@@ -83,6 +84,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "FoundEmbedding",
+    "FusedEmbeddingBags",
     "FusedOptimizer",
     "Hash",
     "IdPartitions",
@@ -118,6 +120,7 @@ __all__ = [
     "export_tables",
     "factorization_machine",
     "fake_quantize",
+    "fuse_embedding_bags",
     "grouped_projection",
     "import_tables",
     "jagged_bucketize",

@@ -122,7 +122,7 @@ def _built(theirs: Any, peer: Peer, given: dict[str, Any]) -> nn.Module:
         kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
         names = zip(peer.names(), fbgemm_peer.features_of(theirs), weights, strict=True)
         tables = [
-            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=_Later(), **options)
+            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=Later(), **options)
             for n, f, w in names
         ]
     else:
@@ -142,7 +142,7 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         layer = kind(*shape, **{**sizes, "device": "meta", "sparse": theirs.sparse})
         layer.weight = theirs.weight
         return layer
-    return kind(*shape, **sizes, **{"format": _format(theirs.weight), "init": _Later(), **given})
+    return kind(*shape, **sizes, **{"format": _format(theirs.weight), "init": Later(), **given})
 
 
 def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
@@ -152,11 +152,11 @@ def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingCon
     formats = [table.format for table in given] if formats is None else formats
     found = []
     for table, format in zip(given, formats, strict=True):
-        found.append(dataclasses.replace(table, format=format, init=_Later()))
+        found.append(dataclasses.replace(table, format=format, init=Later()))
     return found
 
 
-class _Later:
+class Later:
     """An ``init`` of rows that come when the module is there."""
 
     in_chunks = True

@@ -92,7 +92,7 @@ def replace_embeddings(
     places: dict[nn.Module, list[_Place]] = defaultdict(list)
     for place in _walk(model, "", set()):
         places[place.module].append(place)
-    holders = _holders(model)
+    holders = holders_of(model)
     found: list[FoundEmbedding] = []
     for module, at in places.items():
         own = _Trained(module, [t for t in trainers if _has(t, module)] or (None if trainers else trained_by), options)
@@ -177,7 +177,7 @@ def _tables(module: Any) -> list[tuple[str, int, int]]:
     return [(name, layer.num_embeddings, layer.embedding_dim) for name, layer in layers.items()]
 
 
-def _holders(model: nn.Module) -> dict[Tensor, list[str]]:
+def holders_of(model: nn.Module) -> dict[Tensor, list[str]]:
     """Parameter -> its names in the model: several where modules share it."""
     found: dict[Tensor, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
