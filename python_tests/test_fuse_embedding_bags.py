@@ -196,8 +196,22 @@ def test_layers_by_themselves() -> None:
     }
 
 
+class Reversed(torch.autograd.Function):
+    """A gradient of its own, past which torch.fx traces."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """As it is."""
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The other way."""
+        return -grad
+
+
 def test_models_that_are_not_traced() -> None:
-    """The reason is torch.fx's, or that the graphs of training and evaluation differ; modes stay as they were."""
+    """The reason is torch.fx's, or that graphs, outputs or gradients differ; modes and tables stay as they were."""
 
     def branches(model: Any, calls: Any, ids: Tensor) -> Tensor:
         return cat(model, calls, ids) if ids.sum() > 0 else ids
@@ -208,24 +222,37 @@ def test_models_that_are_not_traced() -> None:
     def random(model: Any, calls: Any, ids: Tensor) -> Tensor:
         return cat(model, calls, ids) + torch.rand(())
 
+    def silent(model: Any, calls: Any, ids: Tensor) -> Tensor:
+        with torch.no_grad():  # torch.fx does not see it
+            first = calls[0]()
+        return torch.cat([first, calls[1](), model.bottom(calls[2]()[:, :3])], dim=1)
+
+    def reversed_gradient(model: Any, calls: Any, ids: Tensor) -> Tensor:
+        first, second = calls[0](), calls[1]()
+        return torch.cat([Reversed.apply(first), second], dim=1)
+
     for combine, reason in (
         (branches, "torch.fx cannot trace the model: TraceError: symbolically traced variables cannot be used"),
         (trains, "torch.fx has another graph in training than in evaluation"),
-        (random, "outputs for example_inputs differ"),
+        (silent, "for example_inputs, gradients differ"),
+        (reversed_gradient, "for example_inputs, gradients differ"),
+        (random, "for example_inputs, outputs differ"),
     ):
         model = Model(combine)
         model.bags[1].eval()
+        before = copy.deepcopy(model.state_dict())
         found = rk.fuse_embedding_bags(model, *batch(0))
         assert found.model is model
         assert found.reason.startswith(reason)
         assert str(found).startswith(f"nothing fused: {reason}")
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
         assert not [name for name in vars(model) if "constant" in name]
         assert [m.training for m in model.bags] == [True, False, True, True]
         assert [m.collection.training for m in model.bags] == [True, False, True, True]
 
 
 def test_errors() -> None:
-    """What is no model, and no example."""
+    """A model that is none, and an example that is missing."""
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
         rk.fuse_embedding_bags(3, torch.ones(1))
     with pytest.raises(ValueError, match="example_inputs must be arguments of the model's forward"):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree
 
+from rec_kernels.convert.compare import difference, modes_kept
 from rec_kernels.convert.modules import Later
 from rec_kernels.convert.replace import holders_of
 from rec_kernels.nn.collection import TableCollection
@@ -52,11 +51,11 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     """Makes one kernel call of the lookups of several ``rk.EmbeddingBag``s, in a ``torch.fx.GraphModule``.
 
     The model must be traced by torch.fx, to the same graph in training and evaluation. Lookups are put together where
-    nothing between them uses the result of one or may write in place, and the outputs for the example are compared, bit
-    for bit, before anything is returned. Layers need equal fused optimizers, learning rates, steps and options; rows
-    may be of any formats and widths. Training has the same bits, too, but for gradients of a layer that is looked up
-    twice, which are added in another order, and for the noise of stochastic rounding, which depends on the number of a
-    table in its collection.
+    nothing between them uses the result of one or may write in place. Outputs and gradients for the example are
+    compared, bit for bit, before anything is returned. Layers need equal fused optimizers, learning rates, steps and
+    options; rows may be of any formats and widths. Training has the same bits, too, but for gradients of a layer that
+    is looked up twice, which are added in another order, and for the noise of stochastic rounding, which depends on the
+    number of a table in its collection.
 
     Args:
         model: with ``rk.EmbeddingBag``s, such as ``rk.replace_embeddings`` leaves. It stays as it is; the result has
@@ -66,7 +65,7 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     Returns:
         The module with ``rk.EmbeddingBagCollection``s in the layers' place, whose tables have the layers' names, with
         ``_`` for dots, and their rows and state; its ``forward`` takes what the model's does. Or the model itself, with
-        the reason: torch.fx cannot trace it, there are no two such layers, or outputs differ.
+        the reason: torch.fx cannot trace it, there are no two such layers, or outputs or gradients differ.
 
     Raises:
         TypeError: ``model`` is no module. ValueError: there is no example.
@@ -81,13 +80,15 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     groups, apart = _groups(traced, holders_of(model))
     if not groups:
         return FusedEmbeddingBags(model, [], "there are no two lookups that may be one", apart)
-    for number, group in enumerate(groups):
-        _fuse(traced, group, f"fused_embedding_bags_{number}")
+    names = [[str(node.target) for node in group] for group in groups]
+    calls = [f"fused_embedding_bags_{number}" for number in range(len(groups))]
+    for call, group in zip(calls, groups, strict=True):
+        _fuse(traced, group, call)
     traced.delete_all_unused_submodules()
     traced.recompile()
-    if not _same_outputs(model, traced, example_inputs):
-        return FusedEmbeddingBags(model, [], "outputs for example_inputs differ", apart)
-    return FusedEmbeddingBags(traced, [[str(node.target) for node in group] for group in groups], "", apart)
+    if different := difference(model, traced, dict(zip(calls, names, strict=True)), example_inputs):
+        return FusedEmbeddingBags(model, [], f"for example_inputs, {different} differ", apart)
+    return FusedEmbeddingBags(traced, names, "", apart)
 
 
 class _Tracer(fx.Tracer):
@@ -97,23 +98,10 @@ class _Tracer(fx.Tracer):
         return isinstance(m, (EmbeddingLayer, TableCollection)) or super().is_leaf_module(m, module_qualified_name)
 
 
-@contextlib.contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts the modes of all modules, training or not, back at the end."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-            if isinstance(module, EmbeddingLayer) and module.collection is not None:
-                module.collection.train(training)
-
-
 def _traced(model: nn.Module) -> tuple[fx.GraphModule | None, str]:
     """The model as a graph, or a reason why there is none."""
     graphs = []
-    with _modes_kept(model):
+    with modes_kept(model):
         for training in (True, False):
             before = set(model.__dict__)
             try:
@@ -187,17 +175,15 @@ def _may_write(node: fx.Node, traced: fx.GraphModule) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_")
     if node.op == "call_module":
-        layer = traced.get_submodule(str(node.target))
-        return bool(getattr(layer, "inplace", False))
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
     if node.op != "call_function":
         return False
-    target: Any = node.target
-    known = {getattr, operator.getitem, torch.cat, torch.stack}
-    module = getattr(target, "__module__", None) or "torch"
-    in_place = target is operator.setitem or (module == "_operator" and target.__name__.startswith("i"))
-    options = node.kwargs.get("out") is not None or node.kwargs.get("inplace", False)
-    unknown = target not in known and module.split(".")[0] not in ("torch", "_operator", "math", "builtins")
-    return bool(in_place or options or unknown or target.__name__.endswith("_"))
+    module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    name = getattr(node.target, "__name__", "")
+    if module == "_operator":
+        return name == "setitem" or name.startswith("i")
+    options = node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace", False))
+    return options or name.endswith("_") or module not in ("torch", "math", "builtins")
 
 
 def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
@@ -296,16 +282,3 @@ def _fuse(traced: fx.GraphModule, group: list[fx.Node], name: str) -> None:
             at = traced.graph.call_function(operator.getitem, (call, number))
         node.replace_all_uses_with(at)
         traced.graph.erase_node(node)
-
-
-def _same_outputs(model: nn.Module, fused: nn.Module, example: tuple) -> bool:
-    """True if both have the same bits for the example, in evaluation."""
-    found = []
-    for each in (model, fused):
-        with _modes_kept(each), torch.no_grad():
-            found.append(each.eval()(*_pytree.tree_map_only(Tensor, torch.clone, example)))
-    (ours, shape), (others, other_shape) = map(_pytree.tree_flatten, found)
-    pairs = zip(ours, others, strict=False)
-    return shape == other_shape and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b for a, b in pairs
-    )
