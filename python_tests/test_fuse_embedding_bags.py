@@ -228,7 +228,7 @@ def test_models_that_are_not_traced() -> None:
         return torch.cat([first, calls[1](), model.bottom(calls[2]()[:, :3])], dim=1)
 
     def reversed_gradient(model: Any, calls: Any, ids: Tensor) -> Tensor:
-        first, second = calls[0](), calls[1]()
+        first, second = calls[0](), calls[2]()
         return torch.cat([Reversed.apply(first), second], dim=1)
 
     for combine, reason in (
