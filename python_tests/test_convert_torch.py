@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -270,7 +272,7 @@ def test_errors_of_layers() -> None:
     """A layer with what is not offered here, and one that nothing would train any more."""
     with pytest.raises(ValueError, match=r"theirs: max_norm=1\.0 is not offered"):
         rk.convert_embeddings(nn.Embedding(9, 4, max_norm=1.0))
-    with pytest.raises(ValueError, match=r"theirs: weight is torch\.float64: tables are float32"):
+    with pytest.raises(ValueError, match=r"theirs: table .weight.: weight must be .* got \[9, 4\] torch\.float64"):
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="rows of format fp16 are trained by fused optimizers only"):
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float16))
@@ -308,3 +310,15 @@ def test_power_after() -> None:
     back: Any = rk.convert_embeddings(theirs, trained_by=optimizer)
     assert same_bits(ours.state_dict(), back.state_dict())
     assert 0 <= float(back.state_dict()["beta_powers"][0]) < 2.0**-148
+
+
+def test_no_other_package_is_imported() -> None:
+    """Conversions of torch.nn's layers import neither TorchRec nor FBGEMM, nor does an unknown module's refusal."""
+    program = (
+        "import sys, torch, rec_kernels as rk; from torch import nn\n"
+        "model = nn.Sequential(nn.EmbeddingBag(9, 4)); rk.replace_embeddings(model, optimizer=rk.SGD())\n"
+        "rk.export_tables(model[0], nn.EmbeddingBag(9, 4))\n"
+        "try:\n    rk.convert_embeddings(nn.Linear(2, 2))\nexcept TypeError as error:\n    assert 'got Linear' in str(error)\n"
+        "assert not {'torchrec', 'fbgemm_gpu', 'safetensors'} & set(sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

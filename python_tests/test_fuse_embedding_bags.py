@@ -125,6 +125,54 @@ def test_batch_sizes_of_their_own() -> None:
         found.model(torch.full((9,), 99), *example[1:])
 
 
+class Lists(nn.Module):
+    """A model that is given lists, which it goes through, as public implementations of DLRM are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(rk.EmbeddingBag(20, 4, mode="sum", optimizer=rk.SGD(lr=0.5)) for _ in range(3))
+
+    def forward(self, dense: Tensor, offsets: list[Tensor], ids: dict[str, Tensor]) -> dict[str, Any]:
+        """Outputs in a tree."""
+        found = [bag(i, o) for bag, o, i in zip(self.bags, offsets, ids.values(), strict=True)]
+        return {"pooled": torch.cat(found, dim=1), "all": (dense, found)}
+
+
+def test_lists_and_dicts() -> None:
+    """Arguments and outputs that are lists and dicts stay so, also of a copy and of a pickle."""
+    offsets = [torch.tensor([0, 2]), torch.tensor([0, 0]), torch.tensor([0, 4])]
+    example = torch.ones(2), offsets, {n: torch.arange(i, i + 4) for i, n in enumerate("abc")}
+    model = Lists()
+    found = rk.fuse_embedding_bags(model, *example)
+    assert str(found) == "one call: bags.0, bags.1, bags.2"
+    for fused in (found.model, copy.deepcopy(found.model), pickle.loads(pickle.dumps(found.model))):
+        output = fused(*example)
+        assert torch.equal(output["pooled"], model(*example)["pooled"])
+        assert [len(o) for o in output["all"]] == [2, 3]
+    assert rk.fuse_embedding_bags(model, example[0], offsets, dict(example[2])).groups
+
+
+class Strange(nn.Module):
+    """A model whose forward does not call its module self, for which torch.fx makes a wrong signature with lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(rk.EmbeddingBag(20, 4, optimizer=rk.SGD()) for _ in range(2))
+
+    def forward(this, ids: list[Tensor]) -> Tensor:  # noqa: N805
+        """[B, 8]."""
+        return torch.cat([bag(i) for bag, i in zip(this.bags, ids, strict=True)], dim=1)
+
+
+def test_a_traced_model_that_fails() -> None:
+    """It is not returned."""
+    model = Strange()
+    found = rk.fuse_embedding_bags(model, [torch.tensor([[1]]), torch.tensor([[2]])])
+    assert found.model is model
+    assert found.reason.startswith("the traced model raises TypeError: ")
+
+
 def cat(model: Any, calls: Any, ids: Tensor) -> Tensor:
     """All outputs, one after the other."""
     return torch.cat([call() for call in calls], dim=1)

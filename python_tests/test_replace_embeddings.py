@@ -125,18 +125,22 @@ def test_what_is_left() -> None:
     layers["output"].weight = layers["tied"].weight
     before = dict(layers.items())
     found = rk.replace_embeddings(layers, optimizer=rk.SGD())
+    shape = "[num_embeddings, embedding_dim]"
     assert {f.names[0]: f.reason for f in found.left} == {
         "norm": "max_norm=1.0 is not offered",
         "frequency": "scale_grad_by_freq=True is not offered",
-        "wide": "weight is torch.float64: tables are float32, float16 or bfloat16",
-        "own": "it is a subclass of Embedding",
+        "wide": f"table 'weight': weight must be {shape} float32, float16 or bfloat16, got [5, 4] torch.float64",
+        "own": "it is a subclass of Embedding, whose lookups may be others",
         "hooked": "it has hooks",
         "tied": "its weight is tied.weight and output.weight, and one module's alone where it is fused",
     }
     assert [n for n, m in layers.items() if m is not before[n]] == ["swapped"] == [f.names[0] for f in found.swapped]
-    assert "own: Own (weight 5 x 4) left: it is a subclass of Embedding" in str(found)
+    assert "own: Own (weight 5 x 4) left: it is a subclass of Embedding, whose lookups may be others" in str(found)
     tied = rk.replace_embeddings(layers)
     assert [f.names[0] for f in tied.swapped] == ["tied"]
+    for name, reason in (("own", "it is a subclass of Embedding"), ("hooked", "it has hooks")):
+        with pytest.raises(ValueError, match=f"theirs: {reason}"):
+            rk.convert_embeddings(layers[name])
     assert layers["tied"].weight is layers["output"].weight
 
 
@@ -231,6 +235,30 @@ def test_torchrec_model() -> None:
     losses = train(theirs, range(5), optimizers)
     torch.testing.assert_close(train(model, range(5), own), losses, rtol=1e-5, atol=0)
     assert set(theirs.state_dict()) <= set(model.state_dict())
+
+
+def test_sharded_is_left(tmp_path: Any) -> None:
+    """A collection that TorchRec has sharded is named with the way that works; this package's own is none to swap."""
+    torchrec = pytest.importorskip("torchrec")
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        table = {"name": "t", "num_embeddings": 20, "embedding_dim": 8, "feature_names": ["f"]}
+        theirs = torchrec.EmbeddingBagCollection([torchrec.EmbeddingBagConfig(**table)])
+        ours = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(**table)], optimizer=rk.SGD())
+        sharder = rk.distributed.EmbeddingBagCollectionSharder()
+        sharded = DistributedModelParallel(nn.ModuleDict({"a": theirs}), device=torch.device("cpu"))
+        own = DistributedModelParallel(nn.ModuleDict({"b": ours}), device=torch.device("cpu"), sharders=[sharder])
+        found = rk.replace_embeddings(nn.Sequential(sharded.module, own.module))
+        reason = "it is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
+        assert [(f.names, f.kind, f.reason) for f in found.left] == [(["0.a"], "ShardedEmbeddingBagCollection", reason)]
+        with pytest.raises(ValueError, match=f"theirs: {reason}"):
+            rk.convert_embeddings(sharded.module["a"])
+        with pytest.raises(TypeError, match=r"got ShardedEmbeddingBagCollection: rk\.distributed\.torchrec_state"):
+            rk.import_tables(ours, sharded.module["a"])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_fbgemm_is_left() -> None:

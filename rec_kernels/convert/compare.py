@@ -86,7 +86,7 @@ def _gradients(outputs: Any, inputs: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[str]], example: tuple) -> str:
-    """The name of what differs by a bit between two models, in evaluation: "outputs", "gradients" or nothing, "".
+    """A sentence that says what differs by a bit between two models, in evaluation; "": nothing does.
 
     Args:
         calls: name of a module in ``fused``, which returns a list -> the names of the modules in ``model`` whose
@@ -96,13 +96,16 @@ def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[
     shared = [p for p in model.parameters() if p in own and p.requires_grad]
     layers = {name: model.get_submodule(name) for names in calls.values() for name in names}
     before = _Probe(model, layers, example, shared)
-    after = _Probe(fused, {name: fused.get_submodule(name) for name in calls}, example, shared)
+    try:
+        after = _Probe(fused, {name: fused.get_submodule(name) for name in calls}, example, shared)
+    except Exception as error:  # what torch.fx has made may raise anything
+        return f"the traced model raises {type(error).__name__}: {error}"
     if not _same(before.outputs, after.outputs):
-        return "outputs"
+        return "for example_inputs, outputs differ"
     of_layers = [before.by_layer[name].pop(0) for names in calls.values() for name in names]
     of_calls = [gradient for name in calls for gradient in after.by_layer[name]]
     gradients, others = [*of_layers, *before.of_parameters], [*of_calls, *after.of_parameters]
-    return "" if _same(gradients, others) else "gradients"
+    return "" if _same(gradients, others) else "for example_inputs, gradients differ"
 
 
 def _same(one: Any, other: Any) -> bool:

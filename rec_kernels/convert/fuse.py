@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree
 
 from rec_kernels.convert.compare import difference, modes_kept
 from rec_kernels.convert.modules import Later
@@ -74,7 +76,7 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not example_inputs:
         raise ValueError("example_inputs must be arguments of the model's forward, on which the outputs are compared")
-    traced, reason = _traced(model)
+    traced, reason = _traced(model, example_inputs)
     if traced is None:
         return FusedEmbeddingBags(model, [], reason, {})
     groups, apart = _groups(traced, holders_of(model))
@@ -87,7 +89,7 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     traced.delete_all_unused_submodules()
     traced.recompile()
     if different := difference(model, traced, dict(zip(calls, names, strict=True)), example_inputs):
-        return FusedEmbeddingBags(model, [], f"for example_inputs, {different} differ", apart)
+        return FusedEmbeddingBags(model, [], different, apart)
     return FusedEmbeddingBags(traced, names, "", apart)
 
 
@@ -98,14 +100,15 @@ class _Tracer(fx.Tracer):
         return isinstance(m, (EmbeddingLayer, TableCollection)) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(model: nn.Module) -> tuple[fx.GraphModule | None, str]:
+def _traced(model: nn.Module, example: tuple) -> tuple[fx.GraphModule | None, str]:
     """The model as a graph, or a reason why there is none."""
     graphs = []
+    held = _containers(model, example)
     with modes_kept(model):
         for training in (True, False):
             before = set(model.__dict__)
             try:
-                graphs.append(fx.GraphModule(model, _Tracer().trace(model.train(training))))
+                graphs.append(fx.GraphModule(model, _Tracer().trace(model.train(training), held)))
             except Exception as error:  # torch.fx runs the model's own code, which may raise anything
                 return None, f"torch.fx cannot trace the model: {type(error).__name__}: {error}"
             finally:
@@ -116,6 +119,13 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule | None, str]:
     for node in graphs[0].graph.nodes:
         node.type = None  # a name, with postponed annotations, of which torch.fx writes no pickle
     return graphs[0], ""
+
+
+def _containers(model: nn.Module, example: tuple) -> dict[str, Any]:
+    """The arguments that are lists, tuples or dicts, with a mark for torch.fx in the place of each leaf."""
+    given = inspect.signature(model.forward).bind(*example).arguments
+    held = {name: value for name, value in given.items() if isinstance(value, (list, tuple, dict))}
+    return {name: _pytree.tree_map(lambda _: fx.PH, value) for name, value in held.items()}
 
 
 def _groups(traced: fx.GraphModule, holders: Mapping[Tensor, list[str]]) -> tuple[list[list[fx.Node]], dict[str, str]]:

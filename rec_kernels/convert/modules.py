@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert import fbgemm_peer
-from rec_kernels.convert.peer import Peer
-from rec_kernels.convert.tables import copy_in, is_fbgemm, is_sharded, peer_of, torchrec_layers
+from rec_kernels.convert.peer import Peer, check_weight
+from rec_kernels.convert.tables import copy_in, is_fbgemm, is_sharded, kinds, peer_of, torchrec_layers
 from rec_kernels.convert.torch_peer import TrainedBy
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
@@ -23,6 +23,8 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -55,8 +57,9 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
         option has theirs' parameter itself, so that the optimizer of torch that has it goes on.
 
     Raises:
-        TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it has what is not offered here; no
-        optimizer here has the formula of what trained it; and as ``rk.import_tables``.
+        TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it is a subclass, sharded, or has
+        hooks or options that are not offered here; no optimizer here has the formula of what trained it; and as
+        ``rk.import_tables``.
     """
     unknown = sorted(set(options) - set(ConvertOptions.__annotations__))
     if unknown:
@@ -78,21 +81,27 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
 def refusal(theirs: Any) -> str | None:
     """A reason why a module cannot be converted, whatever trains it; None: it can."""
     if is_sharded(theirs):
-        return "is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
+        return "it is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
+    if is_fbgemm(theirs) or not any(isinstance(theirs, kind) for kind in kinds()):
+        return None  # FbgemmPeer refuses, or peer_of
+    if type(theirs) not in kinds():
+        base = next(kind for kind in type(theirs).__mro__ if kind in kinds())
+        return f"it is a subclass of {base.__name__}, whose lookups may be others"
+    if any(getattr(m, name) for m in theirs.modules() for name in _HOOKS) or any(
+        p._backward_hooks for p in theirs.parameters()
+    ):
+        return "it has hooks"
     layers = torchrec_layers(theirs)
+    for name in ("max_norm", "scale_grad_by_freq"):
+        if layers is None and getattr(theirs, name):
+            return f"{name}={getattr(theirs, name)!r} is not offered"
     if layers is not None and getattr(theirs, "need_indices", bool)():
         return "need_indices=True: the rows of rk.EmbeddingCollection come without their ids"
-    if type(theirs) in (nn.Embedding, nn.EmbeddingBag):
-        for name in ("max_norm", "scale_grad_by_freq"):
-            if getattr(theirs, name):
-                return f"{name}={getattr(theirs, name)!r} is not offered"
-    layers = {"weight": theirs} if layers is None else layers
-    for name, layer in layers.items():
-        weight = getattr(layer, "weight", None)
-        if isinstance(weight, Tensor) and weight.dtype not in FLOAT_DTYPES.values():
-            return f"{name} is {weight.dtype}: tables are float32, float16 or bfloat16"
     try:
-        if torchrec_layers(theirs) is not None:
+        for name, layer in (layers or {"weight": theirs}).items():
+            weight: Any = layer.weight
+            check_weight(name, weight)
+        if layers is not None:
             _configs(theirs)
     except ValueError as error:
         return str(error)

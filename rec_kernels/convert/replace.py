@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert.modules import ConvertOptions, convert_embeddings, refusal
-from rec_kernels.convert.tables import is_fbgemm, is_sharded, kinds, torchrec_layers
+from rec_kernels.convert.tables import is_fbgemm, is_ours, is_sharded, torchrec_layers
 from rec_kernels.convert.torch_peer import TrainedBy, flat, parameters_of
-from rec_kernels.nn.embedding_layers import EmbeddingLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -157,11 +153,11 @@ def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Pla
     seen.add(module)
     for key, child in module._modules.items():
         name = f"{prefix}{key}"
-        if child is None:
+        if child is None or is_ours(child):
             continue
         if _is_embedding(child):
             yield _Place(name, module, key, child)
-        elif child not in seen and not isinstance(child, EmbeddingLayer):
+        elif child not in seen:
             yield from _walk(child, f"{name}.", seen)
 
 
@@ -199,12 +195,6 @@ def _reason(module: Any, own: _Trained, holders: dict[Tensor, list[str]]) -> str
         return "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it"
     if reason := refusal(module):
         return reason
-    if type(module) not in kinds():
-        base = next(kind for kind in type(module).__mro__ if kind in kinds())
-        return f"it is a subclass of {base.__name__}"
-    inner: list[Any] = list(module.modules())
-    if any(getattr(m, name) for m in inner for name in _HOOKS) or any(p._backward_hooks for p in module.parameters()):
-        return "it has hooks"
     for parameter in module.parameters():
         if len(holders[parameter]) > 1 and not own.is_parameter:
             return f"its weight is {' and '.join(holders[parameter])}, and one module's alone where it is fused"
@@ -219,7 +209,8 @@ def _convert(own: _Trained, name: str, number: int) -> nn.Module:
     try:
         return convert_embeddings(own.module, trained_by=own.trained_by, **options)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}: {error}") from error
 
 
 def _forget(trainer: torch.optim.Optimizer, gone: set[Any]) -> None:

@@ -127,6 +127,12 @@ def kinds() -> set[type]:
     return {nn.Embedding, nn.EmbeddingBag} | collections
 
 
+def is_ours(module: Any) -> bool:
+    """True for this package's layers and collections, sharded ones included."""
+    sharded = is_sharded(module) and type(module).__module__.startswith("rec_kernels.")
+    return sharded or isinstance(module, (EmbeddingLayer, TableCollection))
+
+
 def is_sharded(module: Any) -> bool:
     """True for a module that TorchRec has sharded, this package's ones included."""
     found = getattr(sys.modules.get("torchrec.distributed.types"), "ShardedModule", None)

@@ -116,22 +116,18 @@ class TorchPeer(Peer):
             for weight, given in zip(self._weights.values(), tables, strict=True):
                 weight.copy_(given.weight)
         for weight, trainer, given in zip(self._weights.values(), self._trainers, tables, strict=False):
+            if not given.state:
+                continue
             own = trainer.state[weight]
             for kind, numbers in given.state.items():
                 if kind in own:
                     own[kind].copy_(numbers.view_as(own[kind]))
                 else:
                     own[kind] = numbers.to(weight.device, weight.dtype, copy=True)
-            if given.state and given.step is not None:
-                self._set_step(own, trainer, given.step)
-
-    def _set_step(self, own: dict[str, Any], trainer: torch.optim.Optimizer, step: int) -> None:
-        if isinstance(own.get("step"), Tensor):
-            own["step"].fill_(step)
-        elif isinstance(trainer, torch.optim.SparseAdam):
-            own["step"] = step
-        else:
-            own["step"] = torch.tensor(float(step), dtype=torch.float32)
+            if isinstance(own.get("step"), Tensor):
+                own["step"].fill_(given.step)
+            else:
+                own["step"] = _first_step(trainer, weight, given.step)
 
     def counterpart(self) -> Optimizer:
         """This package's optimizer with the same formulas and numbers."""
@@ -154,6 +150,15 @@ class TorchPeer(Peer):
                 )
         numbers = {name: tuple(map(float, v)) if name == "betas" else float(v) for name, v in found[0].items()}
         return FAMILIES[self.family](**numbers)
+
+
+def _first_step(trainer: torch.optim.Optimizer, weight: nn.Parameter, step: int) -> int | Tensor:
+    """The count of updates as a torch optimizer keeps it: on the weight's device where a GPU reads it."""
+    if isinstance(trainer, torch.optim.SparseAdam):
+        return step
+    group = next(g for g in trainer.param_groups if any(weight is p for p in g["params"]))
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(step), dtype=torch.float32, device=weight.device if on_device else "cpu")
 
 
 def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
