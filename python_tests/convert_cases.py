@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ import rec_kernels as rk
 
 SIZES = {"user": (30, 8), "item": (12, 16), "shop": (5, 4)}
 BATCH = 6
+# Each feature's table. FBGEMM's kernels for the CPU want a table's features side by side.
+FEATURES = [0, 0, 1, 2]
 
 
 def ids_of(step: int, rows: int, width: int = 4) -> Tensor:
@@ -61,3 +65,35 @@ def trained_copy(collection: Any) -> Any:
         for weight in other._held.weights():
             weight.fill_(7)
     return other
+
+
+def fbgemm(optimizer: str, *, pooling: str = "MEAN", on_device: bool = False, **options: Any) -> Any:
+    """FBGEMM's module of three tables.
+
+    Args:
+        on_device: whether its memory is what a GPU's would be; its optimizers of moments are offered there only. On the
+            CPU it cannot look up then.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        where = (
+            (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_device else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        )
+        sizes = list(SIZES.values()) if pooling != "NONE" else [(rows, 8) for rows, _ in SIZES.values()]
+        module = SplitTableBatchedEmbeddingBagsCodegen(
+            [(*size, *where) for size in sizes],
+            feature_table_map=FEATURES,
+            optimizer=EmbOptimType[optimizer],
+            pooling_mode=PoolingMode[pooling],
+            device=torch.device("cpu"),
+            **{"learning_rate": 0.25, "eps": 2**-10, **options},
+        )
+    for weight in module.split_embedding_weights():
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+    return module

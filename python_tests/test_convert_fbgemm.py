@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from convert_cases import BATCH, SIZES, ids_of, same_bits, train, trained_copy
+from convert_cases import BATCH, FEATURES, SIZES, fbgemm, ids_of, same_bits, train, trained_copy
 from torch import Tensor
 
 import rec_kernels as rk
@@ -17,46 +15,12 @@ import rec_kernels as rk
 pytest.importorskip("fbgemm_gpu")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-# Each feature's table. FBGEMM's kernels for the CPU want a table's features side by side.
-FEATURES = [0, 0, 1, 2]
 OPTIMIZERS = {
     "EXACT_SGD": rk.SGD(lr=0.25),
     "EXACT_ADAGRAD": rk.Adagrad(lr=0.25, eps=2**-10),
     "EXACT_ROWWISE_ADAGRAD": rk.RowwiseAdagrad(lr=0.25, eps=2**-10),
 }
 MOMENTS = {"ADAM": rk.Adam, "PARTIAL_ROWWISE_ADAM": rk.RowwiseAdam, "LAMB": rk.LAMB}
-
-
-def fbgemm(optimizer: str, *, pooling: str = "MEAN", on_device: bool = False, **options: Any) -> Any:
-    """FBGEMM's module of three tables.
-
-    Args:
-        on_device: whether its memory is what a GPU's would be; its optimizers of moments are offered there only. On the
-            CPU it cannot look up then.
-    """
-    with contextlib.redirect_stdout(io.StringIO()):
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-
-        where = (
-            (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_device else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        )
-        sizes = list(SIZES.values()) if pooling != "NONE" else [(rows, 8) for rows, _ in SIZES.values()]
-        module = SplitTableBatchedEmbeddingBagsCodegen(
-            [(*size, *where) for size in sizes],
-            feature_table_map=FEATURES,
-            optimizer=EmbOptimType[optimizer],
-            pooling_mode=PoolingMode[pooling],
-            device=torch.device("cpu"),
-            **{"learning_rate": 0.25, "eps": 2**-10, **options},
-        )
-    for weight in module.split_embedding_weights():
-        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
-    return module
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def test_adam_of_dense_gradients() -> None:
     theirs = layer_of(nn.Embedding, sparse=False)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.05)
     train(layer_lookup(theirs), range(3), [optimizer])
-    with pytest.raises(ValueError, match=r"Adam with sparse=False has no counterpart here \(it moves every row"):
+    with pytest.raises(ValueError, match=r"Adam has no counterpart here \(it moves every row"):
         rk.convert_embeddings(theirs, trained_by=optimizer)
     ours: Any = rk.convert_embeddings(theirs, trained_by=optimizer, optimizer=rk.Adam(lr=0.05))
     assert torch.equal(ours.state_dict()["exp_avg"], optimizer.state[theirs.weight]["exp_avg"])
@@ -280,8 +280,26 @@ def test_errors_of_layers() -> None:
     optimizer = torch.optim.Adam(layer.parameters(), amsgrad=True)
     layer(torch.tensor([1])).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="max_exp_avg_sq, of amsgrad, has no counterpart"):
+    with pytest.raises(ValueError, match=r"table .weight.: max_exp_avg_sq of Adam has no counterpart"):
         rk.convert_embeddings(layer, trained_by=optimizer, optimizer=rk.Adam())
+
+
+def test_state_without_a_place_is_not_lost() -> None:
+    """Momentum is refused in both directions, rows alone go; a subclass of an optimizer is not taken for its base."""
+
+    class Own(torch.optim.SGD):
+        """Its steps may be anything."""
+
+    theirs = layer_of(nn.EmbeddingBag, sparse=False)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.5)
+    train(layer_lookup(theirs), range(2), [optimizer])
+    ours: Any = rk.convert_embeddings(theirs, trained_by=[], optimizer=rk.SGD())
+    for function in (rk.import_tables, rk.export_tables):
+        with pytest.raises(ValueError, match="table 'weight': momentum_buffer of SGD has no counterpart"):
+            function(ours, theirs, trained_by=optimizer)
+    with pytest.raises(ValueError, match="Own may have formulas of its own: give optimizer="):
+        rk.convert_embeddings(theirs, trained_by=Own(theirs.parameters()))
+    rk.convert_embeddings(theirs, trained_by=Own(theirs.parameters()), optimizer=rk.SGD())
 
 
 def test_optimizers_in_the_backward() -> None:
@@ -318,7 +336,8 @@ def test_no_other_package_is_imported() -> None:
         "import sys, torch, rec_kernels as rk; from torch import nn\n"
         "model = nn.Sequential(nn.EmbeddingBag(9, 4)); rk.replace_embeddings(model, optimizer=rk.SGD())\n"
         "rk.export_tables(model[0], nn.EmbeddingBag(9, 4))\n"
-        "try:\n    rk.convert_embeddings(nn.Linear(2, 2))\nexcept TypeError as error:\n    assert 'got Linear' in str(error)\n"
+        "try:\n    rk.convert_embeddings(nn.Linear(2, 2))\n"
+        "except TypeError as error:\n    assert 'got Linear' in str(error)\n"
         "assert not {'torchrec', 'fbgemm_gpu', 'safetensors'} & set(sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import BATCH, ids_of, loss_of
+from convert_cases import BATCH, fbgemm, ids_of, loss_of
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -264,8 +264,6 @@ def test_sharded_is_left(tmp_path: Any) -> None:
 def test_fbgemm_is_left() -> None:
     """FBGEMM's module is named with the way that works."""
     pytest.importorskip("fbgemm_gpu")
-    from test_convert_fbgemm import fbgemm
-
     model = nn.Sequential(fbgemm("EXACT_SGD"))
     found = rk.replace_embeddings(model)
     assert found.swapped == []

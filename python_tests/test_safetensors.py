@@ -82,7 +82,7 @@ def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
 def test_hub_mixin(tmp_path: Path) -> None:
     """PyTorchModelHubMixin writes a folder with the model's arguments and state, and makes the same model of it."""
     pytest.importorskip("safetensors.torch")
-    hub = pytest.importorskip("huggingface_hub")
+    hub = pytest.importorskip("huggingface_hub.hub_mixin")
 
     class HubModel(Model, hub.PyTorchModelHubMixin):
         """The model, with save_pretrained and from_pretrained."""

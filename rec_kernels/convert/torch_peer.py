@@ -93,10 +93,16 @@ class TorchPeer(Peer):
 
     def _read(self, name: str, weight: nn.Parameter, trainer: torch.optim.Optimizer) -> TableNumbers:
         found = trainer.state.get(weight, {})
-        if "max_exp_avg_sq" in found:
-            raise ValueError(f"table {name!r}: max_exp_avg_sq, of amsgrad, has no counterpart in this package")
         family = str(self.family)
         kinds = FAMILIES[family].state
+        others = sorted(kind for kind, value in found.items() if kind not in (*kinds, "step") and value is not None)
+        if _group(trainer, weight).get("amsgrad"):
+            others = ["max_exp_avg_sq"]
+        if others:
+            raise ValueError(
+                f"table {name!r}: {', '.join(others)} of {self.described} has no counterpart in this package; "
+                "trained_by=[] copies rows only"
+            )
         size, rows = weight.shape, weight.shape[:1]
         state = {
             kind: found[kind] if kind in found else torch.zeros(size if each else rows, device=weight.device)
@@ -135,10 +141,14 @@ class TorchPeer(Peer):
             raise ValueError("no optimizer is known for these tables")
         found = []
         for weight, trainer in zip(self._weights.values(), self._trainers, strict=True):
-            group = next(g for g in trainer.param_groups if any(weight is p for p in g["params"]))
-            if type(trainer) in (torch.optim.Adam, torch.optim.AdamW):
-                every = {"sparse": False}
-                refuse_options(self.described, every, "it moves every row in every step, and rk.Adam those looked up")
+            group = _group(trainer, weight)
+            if isinstance(trainer, (torch.optim.Adam, torch.optim.AdamW)):
+                raise ValueError(
+                    f"{self.described} has no counterpart here (it moves every row in every step, and rk.Adam those "
+                    "looked up): give optimizer= the one that is to go on"
+                )
+            if type(trainer).__module__.split(".")[0] not in ("torch", "torchrec"):
+                raise ValueError(f"{self.described} may have formulas of its own: give optimizer= the one to go on")
             wrong = {k: group[k] for k, off in _OFF.items() if k in group and group[k] != off}
             refuse_options(self.described, wrong, "these change the formula, or also rows that are not looked up")
             found.append({name: group[name] for name in ("lr", "eps", "betas") if name in group})
@@ -156,9 +166,14 @@ def _first_step(trainer: torch.optim.Optimizer, weight: nn.Parameter, step: int)
     """The count of updates as a torch optimizer keeps it: on the weight's device where a GPU reads it."""
     if isinstance(trainer, torch.optim.SparseAdam):
         return step
-    group = next(g for g in trainer.param_groups if any(weight is p for p in g["params"]))
+    group = _group(trainer, weight)
     on_device = group.get("capturable") or group.get("fused")
     return torch.tensor(float(step), dtype=torch.float32, device=weight.device if on_device else "cpu")
+
+
+def _group(trainer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Any]:
+    """The parameter group that has a weight."""
+    return next(group for group in trainer.param_groups if any(weight is p for p in group["params"]))
 
 
 def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
