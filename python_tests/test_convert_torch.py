@@ -330,6 +330,7 @@ def test_power_after() -> None:
     assert 0 <= float(back.state_dict()["beta_powers"][0]) < 2.0**-148
 
 
+@pytest.mark.full
 def test_no_other_package_is_imported() -> None:
     """Conversions of torch.nn's layers import neither TorchRec nor FBGEMM, nor does an unknown module's refusal."""
     program = (
