@@ -276,6 +276,18 @@ def test_errors_of_layers() -> None:
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="rows of format fp16 are trained by fused optimizers only"):
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float16))
+    with pytest.raises(TypeError, match="theirs must be one module, got several: rk"):
+        rk.convert_embeddings(nn.ModuleDict({"a": nn.Embedding(9, 4)}))
+
+    class Sharded(torch.Tensor):
+        """It stands for a DTensor."""
+
+    layer = nn.Embedding(9, 4)
+    layer.weight = nn.Parameter(torch.zeros(9, 4).as_subclass(Sharded))
+    with pytest.raises(
+        ValueError, match="theirs: table 'weight': weight must be an ordinary tensor, got Sharded: conv"
+    ):
+        rk.convert_embeddings(layer)
     layer = nn.Embedding(9, 4)
     optimizer = torch.optim.Adam(layer.parameters(), amsgrad=True)
     layer(torch.tensor([1])).sum().backward()

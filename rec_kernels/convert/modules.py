@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -64,6 +65,8 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
     unknown = sorted(set(options) - set(ConvertOptions.__annotations__))
     if unknown:
         raise TypeError(f"convert_embeddings() got an unexpected keyword argument {unknown[0]!r}")
+    if isinstance(theirs, (Mapping, nn.ModuleDict)):
+        raise TypeError("theirs must be one module, got several: rk.import_tables copies them into a collection")
     if reason := refusal(theirs):
         raise ValueError(f"theirs: {reason}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}

@@ -79,6 +79,11 @@ class Peer(ABC):
 
 def check_weight(name: str, weight: Tensor) -> None:
     """Raises ValueError if the rows of a table are none that this package's tables can have."""
+    if type(weight.detach()) is not Tensor:
+        raise ValueError(
+            f"table {name!r}: weight must be an ordinary tensor, got {type(weight.detach()).__name__}: convert the "
+            "model before it is sharded or quantized"
+        )
     if weight.dim() != 2 or weight.dtype not in FLOAT_DTYPES.values():
         raise ValueError(
             f"table {name!r}: weight must be [num_embeddings, embedding_dim] float32, float16 or bfloat16, got "

@@ -62,7 +62,7 @@ def replace_embeddings(
 
     ``torch.nn.Embedding`` and ``EmbeddingBag`` become ``rk.Embedding`` and ``rk.EmbeddingBag``, TorchRec's
     ``EmbeddingBagCollection`` and ``EmbeddingCollection`` those of this package. They are called as before, and the
-    names of rows in ``state_dict()`` stay.
+    names of rows in ``state_dict()`` stay. Until all are converted, the tables are in memory twice.
 
     Args:
         model: holds the embeddings at any depth, and is not in DistributedDataParallel yet.
