@@ -191,7 +191,7 @@ def _may_write(node: fx.Node, traced: fx.GraphModule) -> bool:
     module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
     name = getattr(node.target, "__name__", "")
     if module == "_operator":
-        return name == "setitem" or name.startswith("i")
+        return False  # torch.fx records none that writes
     options = node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace", False))
     return options or name.endswith("_") or module not in ("torch", "math", "builtins")
 
