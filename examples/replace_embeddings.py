@@ -1,19 +1,22 @@
-"""One model with the embeddings of FBGEMM or TorchRec, and with rec_kernels in their place: equal losses.
+"""One model with the embeddings of torch.nn, FBGEMM or TorchRec, and with rec_kernels in their place: equal losses.
 
     pip install --no-deps fbgemm-gpu-cpu==1.8.0            # and torchrec==1.8.0, with what it imports
     python examples/replace_embeddings.py --steps 100
 
+torch     a torch.nn.EmbeddingBag for each table, with torch.optim.Adagrad -> rk.EmbeddingBag with rk.Adagrad
 fbgemm    SplitTableBatchedEmbeddingBagsCodegen with fused row-wise Adagrad -> rk.EmbeddingBagCollection with
           rk.RowwiseAdagrad
-torchrec  EmbeddingBagCollection with dense gradients and torch.optim.SGD -> rk.EmbeddingBagCollection with rk.SGD,
-          fed with TorchRec's own KeyedJaggedTensor
+torchrec  EmbeddingBagCollection with torch.optim.SGD -> rk.EmbeddingBagCollection with rk.SGD, fed with TorchRec's own
+          KeyedJaggedTensor
 
-Both models start from the same weights and see the same batches; what changes is the lines between "theirs" and "ours".
+Each is trained for a while; then a copy has its embeddings replaced, with what they and their optimizer have learned,
+and both go on with the same batches. Packages that are not installed are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,38 +62,51 @@ def batches(steps: int) -> Iterator[Batch]:
 
 
 class Model(nn.Module):
-    """Dense features and pooled embeddings, concatenated, through an MLP."""
+    """Dense features and pooled embeddings, concatenated, through an MLP.
 
-    def __init__(self, pooled: Callable[[Batch], Tensor]) -> None:
+    Args:
+        tables: the embeddings. look_up: called with them and a batch, returns [BATCH, TABLES * COLUMNS].
+    """
+
+    def __init__(self, tables: nn.Module, look_up: Callable[[nn.Module, Batch], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.pooled = pooled
+        self.tables, self.look_up = tables, look_up
         self.top = nn.Sequential(nn.Linear(DENSE + TABLES * COLUMNS, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [BATCH]."""
-        return self.top(torch.cat([batch.dense, self.pooled(batch)], dim=1)).squeeze(1)
+        return self.top(torch.cat([batch.dense, self.look_up(self.tables, batch)], dim=1)).squeeze(1)
 
 
-def initial() -> list[Tensor]:
-    """The tables' first weights, [ROWS, COLUMNS] each."""
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(ROWS, COLUMNS, generator=generator) * 0.1 for _ in NAMES]
+def torch_nn() -> tuple[Model, list[torch.optim.Optimizer]]:
+    """A layer for each table, and their optimizer."""
+
+    def look_up(tables: nn.Module, batch: Batch) -> Tensor:
+        lengths = batch.lengths.view(TABLES, BATCH)
+        ids = batch.values.split(lengths.sum(1).tolist())
+        return torch.cat([tables[t](ids[t], lengths[t].cumsum(0) - lengths[t]) for t in range(TABLES)], dim=1)
+
+    layers = nn.ModuleList(nn.EmbeddingBag(ROWS, COLUMNS, mode="sum", sparse=True) for _ in NAMES)
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=0.1)
+    return Model(layers, look_up), [torch.optim.Adagrad(layers.parameters(), lr=LR)]
 
 
-def ours(optimizer: rk.SGD | rk.RowwiseAdagrad) -> rk.EmbeddingBagCollection:
-    """Returns the replacement: one EmbeddingBagCollection, whose backward updates the tables without an optimizer
-    step."""
-    weights = iter(initial())
-    tables = [
-        rk.EmbeddingBagConfig(ROWS, COLUMNS, name=n, feature_names=[n], init=lambda w: w.copy_(next(weights)))
-        for n in NAMES
-    ]
-    return rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+def torchrec() -> tuple[Model, list[torch.optim.Optimizer]]:
+    """TorchRec's collection, and its optimizer."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    def look_up(tables: nn.Module, batch: Batch) -> Tensor:
+        return tables(KeyedJaggedTensor(keys=NAMES, values=batch.values, lengths=batch.lengths)).values()
+
+    configs = [EmbeddingBagConfig(name=n, embedding_dim=COLUMNS, num_embeddings=ROWS, feature_names=[n]) for n in NAMES]
+    tables = EmbeddingBagCollection(tables=configs)
+    return Model(tables, look_up), [torch.optim.SGD(tables.parameters(), lr=LR)]
 
 
-def fbgemm() -> tuple[Model, Model, list[nn.Parameter]]:
-    """Theirs, ours, and the parameters of theirs that want a torch optimizer: none."""
+def fbgemm() -> tuple[Model, list[torch.optim.Optimizer]]:
+    """All tables in one module of FBGEMM, which has its optimizer in itself."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
@@ -98,50 +114,44 @@ def fbgemm() -> tuple[Model, Model, list[nn.Parameter]]:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, COLUMNS, EmbeddingLocation.HOST, ComputeDevice.CPU)] * TABLES,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=LR,
         eps=1e-8,
     )
-    for weight, first in zip(theirs.split_embedding_weights(), initial(), strict=True):
-        weight.data.copy_(first)
-    mine = ours(rk.RowwiseAdagrad(lr=LR, eps=1e-8))
-    return (
-        Model(lambda b: theirs(b.values, b.offsets)),
-        Model(lambda b: mine(rk.KeyedJaggedTensor(NAMES, b.values, offsets=b.offsets)).values()),
-        [],
-    )
+    tables.init_embedding_weights_uniform(-0.1, 0.1)
+    return Model(tables, lambda module, batch: module(batch.values, batch.offsets)), []
 
 
-def torchrec() -> tuple[Model, Model, list[nn.Parameter]]:
-    """Theirs, ours, and the parameters of theirs that want a torch optimizer."""
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-
-    theirs = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(name=n, embedding_dim=COLUMNS, num_embeddings=ROWS, feature_names=[n]) for n in NAMES
-        ]
-    )
-    for name, first in zip(NAMES, initial(), strict=True):
-        theirs.embedding_bags[name].weight.data.copy_(first)
-    mine = ours(rk.SGD(lr=LR))
-
-    def bags(batch: Batch) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(keys=NAMES, values=batch.values, lengths=batch.lengths)
-
-    return (
-        Model(lambda b: theirs(bags(b)).values()),
-        Model(lambda b: mine(bags(b)).values()),
-        list(theirs.parameters()),
-    )
+def replace(model: Model, trained_by: list[torch.optim.Optimizer]) -> Model:
+    """A copy of a model of torch.nn or TorchRec, with rec_kernels inside."""
+    mine, own = copy.deepcopy((model, trained_by))
+    print(rk.replace_embeddings(mine, trained_by=own))
+    return mine
 
 
-def losses(model: Model, tables: list[nn.Parameter], steps: int) -> list[float]:
+def replace_fbgemm(model: Model, _: list[torch.optim.Optimizer]) -> Model:
+    """A model that gives rec_kernels the ids with the names of their features: FBGEMM tells them by their order."""
+    tables = rk.convert_embeddings(model.tables)
+    print(tables)
+    features = [f"f{i}" for i in range(TABLES)]
+
+    def look_up(tables: nn.Module, batch: Batch) -> Tensor:
+        return tables(rk.KeyedJaggedTensor(features, batch.values, offsets=batch.offsets)).values()
+
+    mine = Model(tables, look_up)
+    mine.top.load_state_dict(model.top.state_dict())
+    return mine
+
+
+CASES = {"torch": (torch_nn, replace), "fbgemm": (fbgemm, replace_fbgemm), "torchrec": (torchrec, replace)}
+PACKAGES = {"torch": "torch", "fbgemm": "fbgemm_gpu", "torchrec": "torchrec"}
+
+
+def losses(model: Model, of_tables: list[torch.optim.Optimizer], steps: int) -> list[float]:
     """Trains and returns every step's loss."""
-    optimizers = [torch.optim.Adam(model.top.parameters(), lr=0.01)]
-    if tables:
-        optimizers.append(torch.optim.SGD(tables, lr=LR))
+    optimizers = [torch.optim.Adam(model.top.parameters(), lr=0.01), *of_tables]
     found = []
     for batch in batches(steps):
         loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
@@ -155,9 +165,12 @@ def losses(model: Model, tables: list[nn.Parameter], steps: int) -> list[float]:
 
 
 def compare(name: str, steps: int) -> float:
-    """Trains both models, prints some losses side by side, and returns the largest difference."""
-    theirs, mine, tables = {"fbgemm": fbgemm, "torchrec": torchrec}[name]()
-    pairs = list(zip(losses(theirs, tables, steps), losses(mine, [], steps), strict=True))
+    """Trains a model, replaces its embeddings, prints losses of both side by side; returns the largest difference."""
+    make, replaced = CASES[name]
+    theirs, of_tables = make()
+    losses(theirs, of_tables, steps)
+    mine = replaced(theirs, of_tables)
+    pairs = list(zip(losses(theirs, of_tables, steps), losses(mine, [], steps), strict=True))
     print(f"{'step':>8}{name:>12}{'rec_kernels':>14}")
     for step in sorted({0, steps // 4, steps // 2, steps - 1}):
         print(f"{step:>8}{pairs[step][0]:>12.6f}{pairs[step][1]:>14.6f}")
@@ -173,15 +186,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     if steps < 1:
         parser.error(f"--steps {steps} must be at least 1")
-    found = [name for name, package in (("fbgemm", "fbgemm_gpu"), ("torchrec", "torchrec")) if _installed(package)]
-    if not found:
-        parser.error("neither fbgemm_gpu nor torchrec is installed: there is nothing to replace")
-    for name in found:
+    for name in [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is not None]:
         compare(name, steps)
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ LAYERS = (
     "rec_kernels.nn.tables",
     "rec_kernels.nn.training",
     "rec_kernels.nn",
+    "rec_kernels.convert",
     "rec_kernels.models",
     "rec_kernels.distributed",
     "rec_kernels.dlrm",

@@ -6,6 +6,10 @@ from typing import Any as _Any
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
+from rec_kernels.convert.fuse import FusedEmbeddingBags, fuse_embedding_bags
+from rec_kernels.convert.modules import convert_embeddings
+from rec_kernels.convert.replace import FoundEmbedding, ReplacedEmbeddings, replace_embeddings
+from rec_kernels.convert.tables import export_tables, import_tables
 from rec_kernels.models.low_rank_cross import LowRankCrossNet
 from rec_kernels.models.path import PathEmbeddingBag
 from rec_kernels.models.popularity import MixedDimensionEmbeddingBag, popularity_blocks
@@ -79,6 +83,8 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FoundEmbedding",
+    "FusedEmbeddingBags",
     "FusedOptimizer",
     "Hash",
     "IdPartitions",
@@ -94,6 +100,7 @@ __all__ = [
     "PathEmbeddingBag",
     "Placement",
     "QuotientRemainder",
+    "ReplacedEmbeddings",
     "RowCache",
     "RowwiseAdagrad",
     "RowwiseAdam",
@@ -103,15 +110,19 @@ __all__ = [
     "WukongLayer",
     "__version__",
     "build_info",
+    "convert_embeddings",
     "deduplicated",
     "dense_parameters",
     "dequantize_rows",
     "dot_interaction",
     "embedding_bag",
     "expand",
+    "export_tables",
     "factorization_machine",
     "fake_quantize",
+    "fuse_embedding_bags",
     "grouped_projection",
+    "import_tables",
     "jagged_bucketize",
     "jagged_dedup",
     "jagged_index_select",
@@ -123,6 +134,7 @@ __all__ = [
     "place_tables",
     "popularity_blocks",
     "quantize_rows",
+    "replace_embeddings",
     "row_bytes",
     "rows_from_fbgemm",
     "rows_to_fbgemm",

@@ -9,17 +9,19 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from rec_kernels.convert.fbgemm_peer import OPTIMIZERS
+from rec_kernels.convert.peer import FAMILIES
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
-from rec_kernels.nn.training.optimizers import SGD, Adagrad, Optimizer, RowwiseAdagrad
+from rec_kernels.nn.training.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
-#: TorchRec's names of the kinds of state of optimizers. Others' need the step, which its checkpoints do not have.
+#: TorchRec's names of the kinds of state, which are FBGEMM's. Adam's kin need the step, which its checkpoints lack.
 _NAMES: dict[type[Optimizer], dict[str, str]] = {
-    SGD: {},
-    Adagrad: {"sum": "momentum1"},
-    RowwiseAdagrad: {"sum": "momentum1"},
+    FAMILIES[family]: {kind: f"momentum{i}" for i, kind in enumerate(kinds, 1)}
+    for family, kinds in OPTIMIZERS.values()
+    if "exp_avg" not in kinds
 }
 
 

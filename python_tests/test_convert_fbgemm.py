@@ -1,0 +1,153 @@
+"""FBGEMM's training tables as collections of this package, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from convert_cases import BATCH, FEATURES, SIZES, fbgemm, ids_of, same_bits, train, trained_copy
+from torch import Tensor
+
+import rec_kernels as rk
+
+pytest.importorskip("fbgemm_gpu")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+OPTIMIZERS = {
+    "EXACT_SGD": rk.SGD(lr=0.25),
+    "EXACT_ADAGRAD": rk.Adagrad(lr=0.25, eps=2**-10),
+    "EXACT_ROWWISE_ADAGRAD": rk.RowwiseAdagrad(lr=0.25, eps=2**-10),
+}
+MOMENTS = {"ADAM": rk.Adam, "PARTIAL_ROWWISE_ADAM": rk.RowwiseAdam, "LAMB": rk.LAMB}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Ids of all features, and offsets."""
+    rows = [list(SIZES.values())[t][0] for t in FEATURES]
+    ids = torch.cat([ids_of(100 * step + f, r).flatten() for f, r in enumerate(rows)])
+    return ids, torch.arange(len(FEATURES) * BATCH + 1) * 4
+
+
+def of_theirs(module: Any) -> Callable[[int], Tensor]:
+    """Lookups of FBGEMM."""
+    return lambda step: module(*batch(step))
+
+
+def of_ours(collection: Any) -> Callable[[int], Tensor]:
+    """Lookups of ours, as FBGEMM returns them."""
+
+    def look_up(step: int) -> Tensor:
+        ids, offsets = batch(step)
+        keys = [f"f{i}" for i in range(len(FEATURES))]
+        found = collection(rk.KeyedJaggedTensor(keys, ids, offsets=offsets))
+        return torch.cat([found[key].values() for key in keys]) if isinstance(found, dict) else found.values()
+
+    return look_up
+
+
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN", "NONE"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_there_and_back(name: str, pooling: str) -> None:
+    """FBGEMM trains on with the same bits after its numbers have been here, ours with losses equal up to rounding.
+
+    A step's numbers are sums of at most 48 products of magnitude 1, so losses of five steps agree to 5e-6, while a lost
+    state changes them by more than 1e-3.
+    """
+    theirs = fbgemm(name, pooling=pooling)
+    train(of_theirs(theirs), range(4))
+    ours: Any = rk.convert_embeddings(theirs)
+    assert ours.optimizer == OPTIMIZERS[name]
+    assert isinstance(ours, rk.EmbeddingCollection if pooling == "NONE" else rk.EmbeddingBagCollection)
+    assert [t.feature_names for t in ours.tables] == [["f0", "f1"], ["f2"], ["f3"]]
+    again = fbgemm(name, pooling=pooling)
+    rk.export_tables(ours, again)
+    losses = train(of_theirs(theirs), range(4, 9))
+    assert train(of_theirs(again), range(4, 9)) == losses
+    assert all(map(torch.equal, again.split_embedding_weights(), theirs.split_embedding_weights()))
+    torch.testing.assert_close(train(of_ours(ours), range(4, 9)), losses, rtol=5e-6, atol=0)
+    if name != "EXACT_SGD":
+        fresh = fbgemm(name, pooling=pooling)
+        rk.export_tables(ours, fresh)
+        for state in fresh.split_optimizer_states():
+            state[0].zero_()
+        lost = train(of_theirs(fresh), range(9, 12))
+        assert abs(lost[-1] - train(of_ours(ours), range(9, 12))[-1]) > 1e-3 * lost[-1]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MOMENTS])
+def test_ours_there_and_back(name: str) -> None:
+    """All bits of a collection come back from FBGEMM's memory: weights, state, step and powers of the betas."""
+    optimizer = OPTIMIZERS[name] if name in OPTIMIZERS else MOMENTS[name](lr=0.25, eps=2**-10, betas=(0.75, 0.875))
+    betas = {"beta1": 0.75, "beta2": 0.875} if name in MOMENTS else {}
+    theirs = fbgemm(name, on_device=name in MOMENTS, **betas)
+    features = [[f"f{i}" for i, of in enumerate(FEATURES) if of == t] for t in range(3)]
+    sizes = zip(SIZES.items(), features, strict=True)
+    ours = rk.EmbeddingBagCollection(
+        [rk.EmbeddingBagConfig(*size, name=n, feature_names=f) for (n, size), f in sizes], optimizer=optimizer
+    )
+    train(of_ours(ours), range(5))
+    rk.export_tables(ours, theirs)
+    assert int(theirs.iter) == int(theirs.iter_cpu) == 5
+    back = trained_copy(ours)
+    rk.import_tables(back, theirs)
+    assert same_bits(ours.state_dict(), back.state_dict())
+    converted: Any = rk.convert_embeddings(theirs)
+    assert converted.optimizer == optimizer
+    assert [t for n, t in converted.state_dict().items() if n == "step"] == [torch.tensor(5)]
+
+
+def test_half_rows() -> None:
+    """float16 rows are float16 rows here, bit for bit; float32 ones are rounded where they go there."""
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+    theirs = fbgemm("EXACT_ROWWISE_ADAGRAD", weights_precision=SparseType.FP16)
+    ours: Any = rk.convert_embeddings(theirs)
+    assert [t.format for t in ours.tables] == ["fp16"] * 3
+    own = [ours.embedding_bags[name].weight for name in ("t0", "t1", "t2")]
+    assert all(map(torch.equal, own, theirs.split_embedding_weights()))
+    single = fbgemm("EXACT_ROWWISE_ADAGRAD")
+    rk.export_tables(rk.convert_embeddings(single), theirs)
+    rounded = [w.half() for w in single.split_embedding_weights()]
+    assert all(map(torch.equal, theirs.split_embedding_weights(), rounded))
+
+
+def test_rows_only() -> None:
+    """trained_by=[] leaves FBGEMM's optimizer out, so that another one may go on."""
+    theirs = fbgemm("EXACT_ADAGRAD")
+    train(of_theirs(theirs), range(2))
+    ours: Any = rk.convert_embeddings(theirs, trained_by=[], optimizer=rk.RowwiseAdagrad())
+    assert int(ours.step) == 0
+    assert torch.equal(ours.embedding_bags["t1"].weight, theirs.split_embedding_weights()[1])
+    sums = [s[0].clone() for s in theirs.split_optimizer_states()]
+    with torch.no_grad():
+        ours.embedding_bags["t1"].weight.zero_()
+    rk.export_tables(ours, theirs, trained_by=[])
+    assert not theirs.split_embedding_weights()[1].any()
+    assert all(map(torch.equal, sums, [s[0] for s in theirs.split_optimizer_states()]))
+
+
+def test_errors() -> None:
+    """An optimizer without a counterpart, options whose formula is not here, tables that do not fit."""
+    theirs = fbgemm("EXACT_ADAGRAD")
+    with pytest.raises(ValueError, match=r"ours is trained by SGD\(.*\), and theirs by FBGEMM's EXACT_ADAGRAD, whose"):
+        rk.convert_embeddings(theirs, optimizer=rk.SGD())
+    with pytest.raises(TypeError, match=r"trained_by must be None or \[\]: FBGEMM's tables have"):
+        rk.convert_embeddings(theirs, trained_by=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    with pytest.raises(ValueError, match="theirs: FBGEMM's LARS_SGD has no counterpart here, only EXACT_SGD, "):
+        rk.convert_embeddings(fbgemm("LARS_SGD", on_device=True))
+    with pytest.raises(ValueError, match="FBGEMM's EXACT_ADAGRAD with gradient_clipping=True has no counterpart"):
+        rk.convert_embeddings(fbgemm("EXACT_ADAGRAD", gradient_clipping=True))
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+    with pytest.raises(ValueError, match="weights_precision must be FP32, FP16 or BF16, got INT8"):
+        rk.convert_embeddings(fbgemm("EXACT_SGD", weights_precision=SparseType.INT8, cache_precision=SparseType.FP32))
+    ours: Any = rk.convert_embeddings(theirs)
+    wrong = rk.EmbeddingBagCollection(list(reversed(ours.tables)), optimizer=ours.optimizer)
+    before = {n: t.clone() for n, t in wrong.state_dict().items()}
+    with pytest.raises(ValueError, match=r"table 't2' has \[5, 4\] numbers, and theirs \[30, 8\]"):
+        rk.import_tables(wrong, theirs)
+    with pytest.raises(ValueError, match=r"table 't2' has \[5, 4\] numbers, and theirs \[30, 8\]"):
+        rk.export_tables(wrong, theirs)
+    assert same_bits(before, wrong.state_dict())

@@ -1,0 +1,153 @@
+"""TorchRec's collections, before they are sharded, as collections of this package, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from convert_cases import BATCH, SIZES, jagged, same_bits, train, trained_copy
+from torch import Tensor
+
+import rec_kernels as rk
+
+torchrec = pytest.importorskip("torchrec")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def rowwise(parameters: Any) -> Any:
+    """TorchRec's row-wise Adagrad, in its wrapper that gives parameters names."""
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    named = {str(i): p for i, p in enumerate(parameters)}
+    return CombinedOptimizer([KeyedOptimizerWrapper(named, lambda p: RowWiseAdagrad(p, lr=0.25, eps=2**-10))])
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.25), rk.SGD(lr=0.25)),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.25, eps=2**-10), rk.Adagrad(lr=0.25, eps=2**-10)),
+    "rowwise_adagrad": (rowwise, rk.RowwiseAdagrad(lr=0.25, eps=2**-10)),
+}
+
+
+def collection_of(*, pooled: bool = True, seed: int = 0, **options: Any) -> Any:
+    """TorchRec's collection of three tables."""
+    torch.manual_seed(seed)
+    if pooled:
+        mean = torchrec.PoolingType.MEAN
+        of = [(n, s, {"pooling": mean} if n == "item" else {}) for n, s in SIZES.items()]
+        configs = [
+            torchrec.EmbeddingBagConfig(name=n, num_embeddings=s[0], embedding_dim=s[1], feature_names=[f"{n}f"], **own)
+            for n, s, own in of
+        ]
+        return torchrec.EmbeddingBagCollection(tables=configs, **options)
+    configs = [
+        torchrec.EmbeddingConfig(name=n, num_embeddings=s[0], embedding_dim=8, feature_names=[f"{n}f"])
+        for n, s in SIZES.items()
+    ]
+    return torchrec.EmbeddingCollection(tables=configs, **options)
+
+
+def lookup(collection: Any) -> Callable[[int], Tensor]:
+    """Lookups with TorchRec's own batches, of TorchRec or ours."""
+
+    def look_up(step: int) -> Tensor:
+        batch = jagged(step)
+        theirs = torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths())
+        found = collection(theirs)
+        return torch.cat([t.values() for t in found.values()]) if isinstance(found, dict) else found.values()
+
+    return look_up
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_there_and_back(name: str, pooled: bool) -> None:
+    """TorchRec trains on with the same bits after its numbers have been here, ours with losses equal up to rounding."""
+    make, expected = OPTIMIZERS[name]
+    theirs = collection_of(pooled=pooled)
+    optimizer = make(list(theirs.parameters()))
+    train(lookup(theirs), range(4), [optimizer])
+    ours: Any = rk.convert_embeddings(theirs, trained_by=optimizer)
+    assert ours.optimizer == expected
+    assert type(ours) is (rk.EmbeddingBagCollection if pooled else rk.EmbeddingCollection)
+    again = collection_of(pooled=pooled, seed=1)
+    its_optimizer = make(list(again.parameters()))
+    rk.export_tables(ours, again, trained_by=its_optimizer)
+    losses = train(lookup(theirs), range(4, 9), [optimizer])
+    assert train(lookup(again), range(4, 9), [its_optimizer]) == losses
+    assert same_bits(dict(theirs.state_dict()), dict(again.state_dict()))
+    torch.testing.assert_close(train(lookup(ours), range(4, 9)), losses, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ours_there_and_back(name: str) -> None:
+    """All bits of a collection come back."""
+    make, optimizer = OPTIMIZERS[name]
+    ours: Any = rk.convert_embeddings(collection_of(), optimizer=optimizer)
+    train(lookup(ours), range(5))
+    theirs = collection_of(seed=1)
+    trainer = make(list(theirs.parameters()))
+    rk.export_tables(ours, theirs, trained_by=trainer)
+    back = trained_copy(ours)
+    rk.import_tables(back, theirs, trained_by=trainer)
+    state = ours.state_dict()
+    if name == "sgd":
+        state["step"].zero_()  # torch's has none
+    assert same_bits(state, back.state_dict())
+
+
+def test_in_the_backward() -> None:
+    """Optimizers that TorchRec runs in the backward need no naming."""
+    from torchrec.optim import RowWiseAdagrad
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    theirs = collection_of()
+    apply_optimizer_in_backward(RowWiseAdagrad, theirs.parameters(), {"lr": 0.25, "eps": 2**-10})
+    train(lookup(theirs), range(3))
+    ours: Any = rk.convert_embeddings(theirs)
+    assert ours.optimizer == rk.RowwiseAdagrad(lr=0.25, eps=2**-10)
+    assert int(ours.step) == 3
+    torch.testing.assert_close(train(lookup(ours), range(3, 6)), train(lookup(theirs), range(3, 6)), rtol=1e-5, atol=0)
+
+
+def test_configs_are_kept() -> None:
+    """Names, features, pooling; rows of float16; nothing fused where nothing is known to train; frozen tables."""
+    theirs = collection_of()
+    theirs.embedding_bags["item"].weight.requires_grad_(False)
+    ours: Any = rk.convert_embeddings(theirs)
+    assert ours.optimizer is None
+    assert [(t.name, t.feature_names, t.pooling) for t in ours.tables] == [
+        ("user", ["userf"], "sum"),
+        ("item", ["itemf"], "mean"),
+        ("shop", ["shopf"], "sum"),
+    ]
+    assert [p.requires_grad for p in ours.parameters()] == [True, False, True]
+    assert torch.equal(lookup(ours)(0), lookup(theirs)(0))
+    data_type = torchrec.DataType.INT8  # of the kernels that sharded tables have: here, rows are float16
+    config = torchrec.EmbeddingConfig(
+        name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"], data_type=data_type
+    )
+    half: Any = rk.convert_embeddings(torchrec.EmbeddingCollection(tables=[config]), optimizer=rk.SGD())
+    assert half.tables[0].format == "fp16"
+    eighth: Any = rk.convert_embeddings(theirs, optimizer=rk.SGD(), format="int8")
+    assert [t.format for t in eighth.tables] == ["int8"] * 3
+    assert lookup(eighth)(0).shape == (BATCH, 28)
+
+
+def test_errors() -> None:
+    """Collections with what is not offered, and an optimizer that has some tables only."""
+    with pytest.raises(ValueError, match="theirs: need_indices=True: the rows of "):
+        rk.convert_embeddings(collection_of(pooled=False, need_indices=True))
+    theirs = collection_of()
+    half = torch.optim.SGD([theirs.embedding_bags["user"].weight], lr=0.1)
+    with pytest.raises(ValueError, match="trained_by has no parameter that is the weight of table 'item'"):
+        rk.convert_embeddings(theirs, trained_by=half)
+    rates = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(theirs.parameters(), 1)]
+    with pytest.raises(ValueError, match=r"table .item. is trained with .*0.2\} and the first with \{'lr': 0.1\}"):
+        rk.convert_embeddings(theirs, trained_by=torch.optim.SGD(rates))
+    theirs.embedding_bag_configs()[1].num_embeddings_post_pruning = 5
+    with pytest.raises(ValueError, match=r"theirs: table .item.: num_embeddings_post_pruning must be left"):
+        rk.convert_embeddings(theirs)

@@ -1,0 +1,117 @@
+"""Two models that should be one: their modes, outputs and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.embedding_layers import EmbeddingLayer
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts the modes of all modules, training or not, back at the end."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+            if isinstance(module, EmbeddingLayer) and module.collection is not None:
+                module.collection.train(training)
+
+
+class _UndoError(Exception):
+    """Ends ``accumulate()`` blocks, which then leave tables and state alone."""
+
+
+class _Probe:
+    """A model's outputs for an example, in evaluation, and gradients of a sum of them with fixed factors.
+
+    Args:
+        model: whose tables and state stay as they are. layers: those whose outputs get gradients. example: arguments.
+        parameters: others that get gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], example: tuple, parameters: Sequence[Tensor]
+    ) -> None:
+        self._seen: list[tuple[str, Tensor]] = []
+        self.by_layer: dict[str, list[Tensor | None]] = defaultdict(list)
+        self.of_parameters: list[Tensor | None] = []
+        with contextlib.suppress(_UndoError), contextlib.ExitStack() as stack:
+            stack.enter_context(modes_kept(model))
+            for collection in _fused_collections(model):
+                stack.enter_context(collection.accumulate())
+            for name, layer in layers.items():
+                stack.callback(layer.register_forward_hook(functools.partial(self._see, name)).remove)
+            with torch.enable_grad():
+                self.outputs = model.eval()(*_pytree.tree_map_only(Tensor, torch.clone, example))
+            found = _gradients(self.outputs, [*(output for _, output in self._seen), *parameters])
+            for name, _ in self._seen:
+                self.by_layer[name].append(found.pop(0))
+            self.of_parameters += found
+            raise _UndoError
+
+    def _see(self, name: str, _: nn.Module, arguments: Any, output: Any) -> None:
+        self._seen += [(name, each) for each in (output if isinstance(output, list) else [output])]
+
+
+def _fused_collections(model: nn.Module) -> list[Any]:
+    found = [m.collection if isinstance(m, EmbeddingLayer) else m for m in model.modules()]
+    return [c for c in dict.fromkeys(found) if isinstance(c, TableCollection) and c.optimizer is not None]
+
+
+def _gradients(outputs: Any, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of the inputs; None where none arrives."""
+    leaves = [t for t in _pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    wanted = {i: t for i, t in enumerate(inputs) if t.requires_grad}
+    found: list[Tensor | None] = [None] * len(inputs)
+    if not leaves or not wanted:
+        return found
+    generator = torch.Generator().manual_seed(0)
+    factors = [torch.rand(t.shape, generator=generator).to(t) for t in leaves]
+    gradients = torch.autograd.grad(leaves, list(wanted.values()), factors, allow_unused=True)
+    for i, gradient in zip(wanted, gradients, strict=True):
+        found[i] = gradient
+    return found
+
+
+def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[str]], example: tuple) -> str:
+    """A sentence that says what differs by a bit between two models, in evaluation; "": nothing does.
+
+    Args:
+        calls: name of a module in ``fused``, which returns a list -> the names of the modules in ``model`` whose
+            outputs are in it, call by call. example: arguments of both.
+    """
+    own = set(fused.parameters())
+    shared = [p for p in model.parameters() if p in own and p.requires_grad]
+    layers = {name: model.get_submodule(name) for names in calls.values() for name in names}
+    before = _Probe(model, layers, example, shared)
+    try:
+        after = _Probe(fused, {name: fused.get_submodule(name) for name in calls}, example, shared)
+    except Exception as error:  # what torch.fx has made may raise anything
+        return f"the traced model raises {type(error).__name__}: {error}"
+    if not _same(before.outputs, after.outputs):
+        return "for example_inputs, outputs differ"
+    of_layers = [before.by_layer[name].pop(0) for names in calls.values() for name in names]
+    of_calls = [gradient for name in calls for gradient in after.by_layer[name]]
+    gradients, others = [*of_layers, *before.of_parameters], [*of_calls, *after.of_parameters]
+    return "" if _same(gradients, others) else "for example_inputs, gradients differ"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True if two trees have equal leaves, tensors bit by bit."""
+    (ours, shape), (others, other_shape) = _pytree.tree_flatten(one), _pytree.tree_flatten(other)
+    pairs = zip(ours, others, strict=False)
+    return shape == other_shape and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b for a, b in pairs
+    )

@@ -1,0 +1,132 @@
+"""FBGEMM's training tables, ``SplitTableBatchedEmbeddingBagsCodegen``, which have their optimizer in themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
+from rec_kernels.nn.training.optimizers import Optimizer
+
+#: FBGEMM's names of optimizers, and of their state in the order of ``split_optimizer_states()``.
+OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "EXACT_SGD": ("sgd", ()),
+    "EXACT_ADAGRAD": ("adagrad", ("sum",)),
+    "EXACT_ROWWISE_ADAGRAD": ("rowwise_adagrad", ("sum",)),
+    "ADAM": ("adam", ("exp_avg", "exp_avg_sq")),
+    "PARTIAL_ROWWISE_ADAM": ("rowwise_adam", ("exp_avg", "exp_avg_sq")),
+    "LAMB": ("lamb", ("exp_avg", "exp_avg_sq")),
+}
+
+
+class FbgemmPeer(Peer):
+    """Tables of one ``SplitTableBatchedEmbeddingBagsCodegen``, of FBGEMM 1.8.
+
+    Args:
+        module: the tables, in any location; rows in FBGEMM's cache are written back before they are read.
+        rows_only: whether the optimizer is not looked at.
+
+    Raises:
+        ValueError: the optimizer, or the rows' precision, has no counterpart here.
+    """
+
+    has_names = False
+
+    def __init__(self, module: Any, *, rows_only: bool = False) -> None:
+        self._module, self._kinds = module, ()
+        if module.weights_precision.name not in ("FP32", "FP16", "BF16"):
+            raise ValueError(
+                f"theirs: weights_precision must be FP32, FP16 or BF16, got {module.weights_precision.name}: its rows "
+                "have scales of FBGEMM's own"
+            )
+        for table, weight in zip(self.names(), self.weights(), strict=True):
+            check_weight(table, weight)
+        if not rows_only:
+            self._take_optimizer()
+
+    _kinds: tuple[str, ...]
+
+    def _take_optimizer(self) -> None:
+        module, name = self._module, self._module.optimizer.name
+        self.described = f"FBGEMM's {name}"
+        if name not in OPTIMIZERS:
+            raise ValueError(f"theirs: {self.described} has no counterpart here, only {', '.join(OPTIMIZERS)}")
+        mode = module.weight_decay_mode.name
+        if mode not in ("NONE", "L2", "DECOUPLE") or module.use_rowwise_bias_correction:
+            raise ValueError(
+                f"theirs: {self.described} counts the uses of rows, for which no optimizer here has state: "
+                f"weight_decay_mode = {mode}, use_rowwise_bias_correction = {module.use_rowwise_bias_correction}"
+            )
+        self.family, self._kinds = OPTIMIZERS[name]
+
+    def names(self) -> list[str]:
+        """FBGEMM's ``table_names``, or t0, t1 ..."""
+        names = self._module.table_names
+        return list(names) if names else [f"t{i}" for i in range(len(self._module.embedding_specs))]
+
+    def weights(self) -> list[Tensor]:
+        """The module's own memory."""
+        return self._module.split_embedding_weights()
+
+    def read(self) -> list[TableNumbers]:
+        """The tables' numbers, after a flush of FBGEMM's cache."""
+        self._module.flush()
+        if self.family is None:
+            return [TableNumbers(name, weight) for name, weight in zip(self.names(), self.weights(), strict=True)]
+        step, found = int(self._module.iter.item()), []
+        for name, weight, state in zip(self.names(), self.weights(), self._states(), strict=True):
+            check_state(name, self.family, weight, state)
+            found.append(TableNumbers(name, weight, state, step))
+        return found
+
+    def _states(self) -> list[dict[str, Tensor]]:
+        if not self._kinds:
+            return [{} for _ in self.names()]
+        states = self._module.split_optimizer_states()
+        return [dict(zip(self._kinds, state, strict=True)) for state in states]
+
+    def write(self, tables: Sequence[TableNumbers]) -> None:
+        """Copies into the module's memory, and empties FBGEMM's cache, whose rows are others now."""
+        self._module.flush()
+        for weight, state, given in zip(self.weights(), self._states(), tables, strict=True):
+            weight.copy_(given.weight)
+            for kind, numbers in given.state.items():
+                state[kind].copy_(numbers)
+        if tables and tables[0].step is not None:
+            self._module.set_optimizer_step(tables[0].step)
+            self._module.iter_cpu.fill_(tables[0].step)  # it follows ``iter`` from 0 only
+        self._module.reset_cache_states()
+
+    def counterpart(self) -> Optimizer:
+        """This package's optimizer with the same formulas and numbers."""
+        module, options = self._module, self._module.optimizer_args
+        wrong = {name: getattr(options, name) for name in ("gradient_clipping", "max_norm", "weight_decay")}
+        wrong = {name: value for name, value in wrong.items() if value}
+        refuse_options(self.described, wrong, "FBGEMM's kernels differ in what these do")
+        numbers: dict[str, Any] = {"lr": float(str(numpy.float32(module.get_learning_rate())))}  # 0.05, not its float32
+        if self.family != "sgd":
+            numbers["eps"] = float(options.eps)
+        if "exp_avg" in self._kinds:
+            numbers["betas"] = float(options.beta1), float(options.beta2)
+        return FAMILIES[str(self.family)](**numbers)
+
+
+def features_of(module: Any) -> list[list[str]]:
+    """Names of the features of each table: f0, f1 ..., in the order of the module's input."""
+    of = list(module.feature_table_map)
+    return [[f"f{i}" for i, table in enumerate(of) if table == t] for t in range(max(of) + 1)]
+
+
+def pooling_of(module: Any) -> str | None:
+    """The pooling, "sum" or "mean"; None: rows of ids are not pooled."""
+    mode = module.pooling_mode.name
+    return None if mode == "NONE" else mode.lower()
+
+
+def device_of(module: Any) -> torch.device:
+    """The device of lookups."""
+    return module.current_device

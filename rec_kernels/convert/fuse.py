@@ -1,0 +1,294 @@
+"""Lookups of several ``rk.EmbeddingBag``s of a model as one lookup of a collection, where torch.fx shows the way."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree
+
+from rec_kernels.convert.compare import difference, modes_kept
+from rec_kernels.convert.modules import Later
+from rec_kernels.convert.replace import holders_of
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.embedding_layers import EmbeddingBag, EmbeddingLayer
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
+from rec_kernels.nn.tables.config import EmbeddingBagConfig
+from rec_kernels.nn.tables.parameters import RequiresGrad
+from rec_kernels.ops.embedding_bag import read_bags
+
+_OPTIONS = ("optimizer", "output_dtype", "bounds_check", "rounding", "seed")
+_ARGUMENTS = ("input", "offsets", "per_sample_weights")
+
+
+@dataclass(frozen=True)
+class FusedEmbeddingBags:
+    """Result of ``rk.fuse_embedding_bags``; printed, a line for each group.
+
+    Args:
+        model: a ``torch.fx.GraphModule``, or, if nothing was fused, the model that was given.
+        groups: the names of layers whose lookups are one call, group by group, a name for each call.
+        reason: why nothing was fused; "": something was.
+        apart: name of a layer that is looked up by itself -> why.
+    """
+
+    model: nn.Module
+    groups: list[list[str]]
+    reason: str
+    apart: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"one call: {', '.join(group)}" for group in self.groups]
+        lines += [f"nothing fused: {self.reason}"] * bool(self.reason)
+        return "\n".join(lines + [f"{name} by itself: {why}" for name, why in self.apart.items()])
+
+
+def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddingBags:
+    """Makes one kernel call of the lookups of several ``rk.EmbeddingBag``s, in a ``torch.fx.GraphModule``.
+
+    The model must be traced by torch.fx, to the same graph in training and evaluation. Lookups are put together where
+    nothing between them uses the result of one or may write in place. Outputs and gradients for the example are
+    compared, bit for bit, before anything is returned. Layers need equal fused optimizers, learning rates, steps and
+    options; rows may be of any formats and widths. Training has the same bits, too, but for gradients of a layer that
+    is looked up twice, which are added in another order, and for the noise of stochastic rounding, which depends on the
+    number of a table in its collection.
+
+    Args:
+        model: with ``rk.EmbeddingBag``s, such as ``rk.replace_embeddings`` leaves. It stays as it is; the result has
+            copies of the tables, and shares all other modules. Drop it afterwards.
+        example_inputs: arguments of the model's ``forward``, as of a batch.
+
+    Returns:
+        The module with ``rk.EmbeddingBagCollection``s in the layers' place, whose tables have the layers' names, with
+        ``_`` for dots, and their rows and state; its ``forward`` takes what the model's does. Or the model itself, with
+        the reason: torch.fx cannot trace it, there are no two such layers, or outputs or gradients differ.
+
+    Raises:
+        TypeError: ``model`` is no module. ValueError: there is no example.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not example_inputs:
+        raise ValueError("example_inputs must be arguments of the model's forward, on which the outputs are compared")
+    traced, reason = _traced(model, example_inputs)
+    if traced is None:
+        return FusedEmbeddingBags(model, [], reason, {})
+    groups, apart = _groups(traced, holders_of(model))
+    if not groups:
+        return FusedEmbeddingBags(model, [], "there are no two lookups that may be one", apart)
+    names = [[str(node.target) for node in group] for group in groups]
+    calls = [f"fused_embedding_bags_{number}" for number in range(len(groups))]
+    for call, group in zip(calls, groups, strict=True):
+        _fuse(traced, group, call)
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    if different := difference(model, traced, dict(zip(calls, names, strict=True)), example_inputs):
+        return FusedEmbeddingBags(model, [], different, apart)
+    return FusedEmbeddingBags(traced, names, "", apart)
+
+
+class _Tracer(fx.Tracer):
+    """A tracer to which this package's modules are leaves, as torch.nn's are."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (EmbeddingLayer, TableCollection)) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _traced(model: nn.Module, example: tuple) -> tuple[fx.GraphModule | None, str]:
+    """The model as a graph, or a reason why there is none."""
+    graphs = []
+    held = _containers(model, example)
+    with modes_kept(model):
+        for training in (True, False):
+            before = set(model.__dict__)
+            try:
+                graphs.append(fx.GraphModule(model, _Tracer().trace(model.train(training), held)))
+            except Exception as error:  # torch.fx runs the model's own code, which may raise anything
+                return None, f"torch.fx cannot trace the model: {type(error).__name__}: {error}"
+            finally:
+                for name in set(model.__dict__) - before:  # constants that torch.fx has left
+                    delattr(model, name)
+    if str(graphs[0].graph) != str(graphs[1].graph):
+        return None, "torch.fx has another graph in training than in evaluation"
+    for node in graphs[0].graph.nodes:
+        node.type = None  # a name, with postponed annotations, of which torch.fx writes no pickle
+    return graphs[0], ""
+
+
+def _containers(model: nn.Module, example: tuple) -> dict[str, Any]:
+    """The arguments that are lists, tuples or dicts, with a mark for torch.fx in the place of each leaf."""
+    given = inspect.signature(model.forward).bind(*example).arguments
+    held = {name: value for name, value in given.items() if isinstance(value, (list, tuple, dict))}
+    return {name: _pytree.tree_map(lambda _: fx.PH, value) for name, value in held.items()}
+
+
+def _groups(traced: fx.GraphModule, holders: Mapping[Tensor, list[str]]) -> tuple[list[list[fx.Node]], dict[str, str]]:
+    """Lookups that can be one call, in the order of the graph, and the layers of others with the reason."""
+    apart = {str(n.target): reason for n, layer in _lookups(traced) if (reason := _unfit(layer, holders))}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            apart |= {str(n.target): "its weight is used beside lookups" for n, _ in _lookups(traced) if _in(node, n)}
+    while True:
+        groups = _runs(traced, apart)
+        at = {node: number for number, group in enumerate(groups) for node in group}
+        scattered = {str(n.target) for n, _ in _lookups(traced)} - set(apart)
+        scattered = {
+            name for name in scattered if len({at.get(n) for n, _ in _lookups(traced) if n.target == name}) > 1
+        }
+        if not scattered:
+            break
+        apart |= dict.fromkeys(scattered, "something between its lookups keeps them apart")
+    single = [str(group[0].target) for group in groups if len(group) == 1]
+    apart |= dict.fromkeys(single, "no other lookup may be made with it")
+    return [group for group in groups if len(group) > 1], apart
+
+
+def _lookups(traced: fx.GraphModule) -> list[tuple[fx.Node, EmbeddingBag]]:
+    """The nodes that call an ``rk.EmbeddingBag``."""
+    calls = [node for node in traced.graph.nodes if node.op == "call_module"]
+    found = [(node, traced.get_submodule(str(node.target))) for node in calls]
+    return [(node, layer) for node, layer in found if isinstance(layer, EmbeddingBag)]
+
+
+def _in(node: fx.Node, layer: fx.Node) -> bool:
+    return str(node.target).startswith(f"{layer.target}.")
+
+
+def _runs(traced: fx.GraphModule, apart: Mapping[str, str]) -> list[list[fx.Node]]:
+    """Lookups of layers with equal options between which nothing uses one's result or may write."""
+    found: list[list[fx.Node]] = []
+    layers: dict[fx.Node, Any] = dict(_lookups(traced))
+    waiting: list[list[fx.Node]] = []
+    for node in traced.graph.nodes:
+        writes = _may_write(node, traced)
+        done = [run for run in waiting if writes or set(node.all_input_nodes) & set(run)]
+        found += done
+        waiting = [run for run in waiting if run not in done]
+        if node not in layers or node.target in apart:
+            continue
+        same = [run for run in waiting if _options(layers[run[0]]) == _options(layers[node])]
+        if same:
+            same[0].append(node)
+        else:
+            waiting.append([node])
+    return found + waiting
+
+
+def _may_write(node: fx.Node, traced: fx.GraphModule) -> bool:
+    """True if a node might change a tensor that a lookup reads: lookups are not moved behind it."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    if node.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    if node.op != "call_function":
+        return False
+    module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    name = getattr(node.target, "__name__", "")
+    if module == "_operator":
+        return False  # torch.fx records none that writes
+    options = node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace", False))
+    return options or name.endswith("_") or module not in ("torch", "math", "builtins")
+
+
+def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
+    """A reason why a layer cannot be one table of a collection; "": it can."""
+    collection = layer.collection
+    if collection is None or collection.optimizer is None:
+        return "it has no fused optimizer"
+    if layer.mode == "max":
+        return 'its mode is "max"'
+    for name, has in (
+        ("a row cache", collection.row_cache is not None),
+        ("a compression", collection.tables[0].compression is not None),
+        ("a GradScaler, which copies do not have", collection._update._scaler is not None),
+        ("a frozen feature", bool(collection._layout.frozen)),
+        ("hooks", bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)),
+    ):
+        if has:
+            return f"it has {name}"
+    others = holders[layer.weight]
+    return f"its weight is {' and '.join(others)}" if len(others) > 1 else ""
+
+
+def _options(layer: EmbeddingBag) -> tuple:
+    """The numbers and options that tables of one collection have in common."""
+    collection = layer.collection
+    numbers = int(collection.step), float(collection.lr), collection._device, layer.training
+    return *numbers, collection.optimizer, collection.output_dtype, collection.bounds_check, collection.rounding
+
+
+class _FusedBags(nn.Module):
+    """Lookups of several layers as one of a collection.
+
+    Args:
+        layers: name of a table -> the layer whose rows it takes.
+        calls: the table of each call, and whether its offsets end with the number of ids.
+    """
+
+    def __init__(self, layers: dict[str, EmbeddingBag], calls: list[tuple[str, bool]]) -> None:
+        super().__init__()
+        self._last = [last for _, last in calls]
+        self._keys = [f"{name}_{i}" for i, (name, _) in enumerate(calls)]
+        features = {name: [k for k, (n, _) in zip(self._keys, calls, strict=True) if n == name] for name in layers}
+        tables = [
+            replace(_config(layer), name=name, feature_names=features[name], init=Later())
+            for name, layer in layers.items()
+        ]
+        first: Any = next(iter(layers.values()))
+        options = {name: getattr(first.collection, name) for name in _OPTIONS}
+        self.collection = EmbeddingBagCollection(tables, device=first.collection._device, **options)
+        self.collection.load_state_dict(
+            {
+                kind.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1): numbers
+                for name, layer in layers.items()
+                for kind, numbers in layer.collection.state_dict().items()
+            }
+        )
+        self.collection.fused_optimizer.param_groups[0]["lr"] = float(first.collection.lr)
+        for name, layer in layers.items():
+            self.collection.embedding_bags[name].weight.requires_grad_(RequiresGrad.of(layer.weight).requires_grad)
+        self.train(first.training)
+
+    def forward(self, calls: Sequence[tuple[Tensor, Tensor | None, Tensor | None]]) -> list[Tensor]:
+        """The outputs [B_i, D_i] of calls with ``input``, ``offsets`` and ``per_sample_weights``."""
+        bags = [read_bags(*call, last) for call, last in zip(calls, self._last, strict=True)]
+        if any(factors is not None for *_, factors in bags):  # then of all: 1 changes nothing
+            bags = [(i, o, torch.ones_like(i, dtype=torch.float32) if f is None else f.float()) for i, o, f in bags]
+        each = [KeyedJaggedTensor([k], i, f, offsets=o) for k, (i, o, f) in zip(self._keys, bags, strict=True)]
+        found = self.collection.by_feature(KeyedJaggedTensor.concat(each))
+        return [found[key] for key in self._keys]
+
+
+def _config(layer: EmbeddingBag) -> EmbeddingBagConfig:
+    config: Any = layer.collection.tables[0]
+    return config
+
+
+def _fuse(traced: fx.GraphModule, group: list[fx.Node], name: str) -> None:
+    """Puts one call in the place of a group of lookups, behind the last of them."""
+    names: dict[str, str] = {}
+    for node in group:
+        wanted = str(node.target).replace(".", "_")
+        taken = {other for target, other in names.items() if target != node.target}
+        names[str(node.target)] = wanted if wanted not in taken else f"{wanted}_{len(names)}"
+    layers: dict[str, Any] = {own: traced.get_submodule(target) for target, own in names.items()}
+    calls = [(names[str(n.target)], layers[names[str(n.target)]].include_last_offset) for n in group]
+    traced.add_submodule(name, _FusedBags(layers, calls))
+    inputs = []
+    for node in group:
+        given = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+        inputs.append(tuple(given.get(argument) for argument in _ARGUMENTS))
+    with traced.graph.inserting_after(group[-1]):
+        call = traced.graph.call_module(name, (inputs,))
+    at = call
+    for number, node in enumerate(group):
+        with traced.graph.inserting_after(at):
+            at = traced.graph.call_function(operator.getitem, (call, number))
+        node.replace_all_uses_with(at)
+        traced.graph.erase_node(node)

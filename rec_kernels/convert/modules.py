@@ -1,0 +1,192 @@
+"""A module of this package for one of torch.nn, TorchRec or FBGEMM: tables, options, rows and optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.convert import fbgemm_peer
+from rec_kernels.convert.peer import Peer, check_weight
+from rec_kernels.convert.tables import copy_in, is_fbgemm, is_sharded, kinds, peer_of, torchrec_layers
+from rec_kernels.convert.torch_peer import TrainedBy
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
+from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
+from rec_kernels.nn.tables.given_tables import from_torchrec
+from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ConvertOptions(TypedDict, total=False):
+    """How the tables are kept and trained from now on: arguments of ``rk.EmbeddingBagCollection``, and one format."""
+
+    optimizer: Optimizer | None
+    format: str
+    cache: RowCache | None
+    output_dtype: torch.dtype
+    bounds_check: str
+    rounding: str
+    seed: int
+
+
+def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]) -> nn.Module:
+    """A module of this package with the tables of another one's, which is left as it is.
+
+    Args:
+        theirs: ``torch.nn.Embedding`` -> ``rk.Embedding``; ``torch.nn.EmbeddingBag`` -> ``rk.EmbeddingBag``; TorchRec's
+            ``EmbeddingBagCollection`` and ``EmbeddingCollection`` -> those of the same name, which take TorchRec's
+            batches; FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` -> ``rk.EmbeddingBagCollection`` or, unpooled,
+            ``rk.EmbeddingCollection``, whose features are named f0, f1 ... in the order of FBGEMM's input.
+        trained_by: ``rk.import_tables``'s: optimizers of torch whose state is taken along.
+        options: ``optimizer`` of this package: its default has the formula and numbers of what trained theirs, of
+            FBGEMM's own; where nothing is known to have, tables are ordinary parameters. The others are
+            ``rk.EmbeddingBagCollection``'s; ``format`` is of all tables, by default that of the rows' dtype.
+
+    Returns:
+        The module, on the device of theirs, training or not as theirs, with frozen tables frozen. A layer without any
+        option has theirs' parameter itself, so that the optimizer of torch that has it goes on.
+
+    Raises:
+        TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it is a subclass, sharded, or has
+        hooks or options that are not offered here; no optimizer here has the formula of what trained it; and as
+        ``rk.import_tables``.
+    """
+    unknown = sorted(set(options) - set(ConvertOptions.__annotations__))
+    if unknown:
+        raise TypeError(f"convert_embeddings() got an unexpected keyword argument {unknown[0]!r}")
+    if isinstance(theirs, (Mapping, nn.ModuleDict)):
+        raise TypeError("theirs must be one module, got several: rk.import_tables copies them into a collection")
+    if reason := refusal(theirs):
+        raise ValueError(f"theirs: {reason}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    peer = peer_of(theirs, [] if "optimizer" in options and "optimizer" not in given else trained_by)
+    if "optimizer" not in given and peer.family is not None:
+        given["optimizer"] = peer.counterpart()
+    _check_trained(peer, given)
+    ours: Any = _built(theirs, peer, given)
+    collection = getattr(ours, "collection", ours)
+    if collection is not None and not collection._weights.is_meta:
+        copy_in(collection, peer)
+    return _like(ours, theirs)
+
+
+def refusal(theirs: Any) -> str | None:
+    """A reason why a module cannot be converted, whatever trains it; None: it can."""
+    if is_sharded(theirs):
+        return "it is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
+    if is_fbgemm(theirs) or not any(isinstance(theirs, kind) for kind in kinds()):
+        return None  # FbgemmPeer refuses, or peer_of
+    if type(theirs) not in kinds():
+        base = next(kind for kind in type(theirs).__mro__ if kind in kinds())
+        return f"it is a subclass of {base.__name__}, whose lookups may be others"
+    if any(getattr(m, name) for m in theirs.modules() for name in _HOOKS) or any(
+        p._backward_hooks for p in theirs.parameters()
+    ):
+        return "it has hooks"
+    layers = torchrec_layers(theirs)
+    for name in ("max_norm", "scale_grad_by_freq"):
+        if layers is None and getattr(theirs, name):
+            return f"{name}={getattr(theirs, name)!r} is not offered"
+    if layers is not None and getattr(theirs, "need_indices", bool)():
+        return "need_indices=True: the rows of rk.EmbeddingCollection come without their ids"
+    try:
+        for name, layer in (layers or {"weight": theirs}).items():
+            weight: Any = layer.weight
+            check_weight(name, weight)
+        if layers is not None:
+            _configs(theirs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_trained(peer: Peer, given: dict[str, Any]) -> None:
+    """Refuses rows that nothing would train any more."""
+    formats = {given["format"]} if "format" in given else {_format(w) for w in peer.weights()}
+    if "optimizer" not in given and formats - {"fp32"} and peer.is_trained:
+        raise ValueError(
+            f"rows of format {', '.join(sorted(formats - {'fp32'}))} are trained by fused optimizers only: give "
+            "optimizer= one, or freeze theirs first with requires_grad_(False)"
+        )
+
+
+def _built(theirs: Any, peer: Peer, given: dict[str, Any]) -> nn.Module:
+    """The module with rows that are still to come."""
+    if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
+        return _layer(theirs, given)
+    format = given.pop("format", None)
+    weights = peer.weights()
+    tables: list[EmbeddingConfig]
+    if is_fbgemm(theirs):
+        pooling = fbgemm_peer.pooling_of(theirs)
+        options: dict[str, Any] = {} if pooling is None else {"pooling": pooling}
+        kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
+        names = zip(peer.names(), fbgemm_peer.features_of(theirs), weights, strict=True)
+        tables = [
+            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=Later(), **options)
+            for n, f, w in names
+        ]
+    else:
+        pooling = getattr(theirs, "embedding_bag_configs", None)
+        tables = _configs(theirs, [format or _format(w) for w in weights])
+    of = EmbeddingCollection if pooling is None else EmbeddingBagCollection
+    return of(tables, device=weights[0].device, **given)
+
+
+def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
+    sizes: dict[str, Any] = {"padding_idx": theirs.padding_idx, "device": theirs.weight.device}
+    if isinstance(theirs, nn.EmbeddingBag):
+        sizes |= {"mode": theirs.mode, "include_last_offset": theirs.include_last_offset}
+    kind: Any = EmbeddingBag if isinstance(theirs, nn.EmbeddingBag) else Embedding
+    shape = theirs.num_embeddings, theirs.embedding_dim
+    if not given and theirs.weight.dtype == torch.float32:
+        layer = kind(*shape, **{**sizes, "device": "meta", "sparse": theirs.sparse})
+        layer.weight = theirs.weight
+        return layer
+    return kind(*shape, **sizes, **{"format": _format(theirs.weight), "init": Later(), **given})
+
+
+def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
+    """The tables of TorchRec's collection as this package's, without rows."""
+    pooled = hasattr(theirs, "embedding_bag_configs")
+    given = [from_torchrec(c) for c in (theirs.embedding_bag_configs() if pooled else theirs.embedding_configs())]
+    formats = [table.format for table in given] if formats is None else formats
+    found = []
+    for table, format in zip(given, formats, strict=True):
+        found.append(dataclasses.replace(table, format=format, init=Later()))
+    return found
+
+
+class Later:
+    """An ``init`` of rows that come when the module is there."""
+
+    in_chunks = True
+
+    def __call__(self, rows: Tensor) -> None:
+        rows.detach().zero_()
+
+
+def _format(weight: Tensor) -> str:
+    return next(name for name, dtype in FLOAT_DTYPES.items() if dtype == weight.dtype)
+
+
+def _like(ours: Any, theirs: Any) -> nn.Module:
+    """Ours in the mode of theirs, with what is frozen there."""
+    layers = torchrec_layers(theirs) or {"weight": theirs}
+    for name, layer in layers.items():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, nn.Parameter) and not weight.requires_grad:
+            held = ours if isinstance(ours, (Embedding, EmbeddingBag)) else ours._held[name].weight
+            held.requires_grad_(False)
+    return ours.train(theirs.training)

@@ -1,0 +1,215 @@
+"""Layers of torch.nn, alone or in TorchRec's collections, and the torch optimizers that train them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
+from rec_kernels.nn.training.optimizers import Optimizer
+
+#: Tables may be trained by optimizers of torch, or by TorchRec's wrappers of them.
+TrainedBy = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+_FAMILIES = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.SparseAdam: "adam",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adam",
+}
+_ROWWISE = "torchrec.optim.rowwise_adagrad"  # a module of TorchRec, which is not imported
+#: Options of torch's optimizers whose formulas are not here, and the value that switches them off.
+_OFF: dict[str, object] = {
+    "momentum": 0,
+    "dampening": 0,
+    "nesterov": False,
+    "lr_decay": 0,
+    "weight_decay": 0,
+    "maximize": False,
+    "amsgrad": False,
+}
+
+
+class TorchPeer(Peer):
+    """Weights that are parameters, and the optimizers that have them.
+
+    Args:
+        layers: name of a table -> the module whose ``weight`` it is.
+        trained_by: optimizers that have the weights, among others. None: those that torch runs in the backward, if the
+            weights have some. Without any, only the rows are known.
+
+    Raises:
+        TypeError, ValueError: the optimizers are none, do not have the weights, or are of several kinds or of one that
+        has no counterpart.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], trained_by: TrainedBy) -> None:
+        self._weights: dict[str, nn.Parameter] = {}
+        for name, layer in layers.items():
+            weight: Any = layer.weight
+            check_weight(name, weight)
+            self._weights[name] = weight
+        self._trainers: list[torch.optim.Optimizer] = []
+        self.is_trained = any(weight.requires_grad for weight in self._weights.values())
+        given = flat(trained_by)
+        for name, weight in self._weights.items():
+            found = _having(weight, getattr(weight, "_in_backward_optimizers", []) if trained_by is None else given)
+            if len(found) > 1:
+                raise ValueError(f"table {name!r} has {len(found)} optimizers: it must have one, or none")
+            self._trainers += found
+        if not self._trainers and not given:
+            return
+        if len(self._trainers) < len(self._weights):
+            missing = next(name for name, weight in self._weights.items() if not _having(weight, self._trainers))
+            raise ValueError(
+                f"trained_by has no parameter that is the weight of table {missing!r}: it must be the optimizer that "
+                "was given theirs.parameters(), or a list of several"
+            )
+        families = sorted({_family(trainer) for trainer in self._trainers})
+        if len(families) > 1:
+            raise ValueError(f"the tables' optimizers must be of one kind, got {', '.join(families)}")
+        self.family, self.described = families[0], type(self._trainers[0]).__name__
+
+    def names(self) -> list[str]:
+        """The names of the tables, in their order."""
+        return list(self._weights)
+
+    def weights(self) -> list[Tensor]:
+        """The parameters' memory."""
+        return [weight.detach() for weight in self._weights.values()]
+
+    def read(self) -> list[TableNumbers]:
+        """The tables' numbers; zeros of a table without a step so far."""
+        if self.family is None:
+            return [TableNumbers(name, weight.detach()) for name, weight in self._weights.items()]
+        return [
+            self._read(name, weight, trainer)
+            for (name, weight), trainer in zip(self._weights.items(), self._trainers, strict=True)
+        ]
+
+    def _read(self, name: str, weight: nn.Parameter, trainer: torch.optim.Optimizer) -> TableNumbers:
+        found = trainer.state.get(weight, {})
+        family = str(self.family)
+        kinds = FAMILIES[family].state
+        others = sorted(kind for kind, value in found.items() if kind not in (*kinds, "step") and value is not None)
+        if _group(trainer, weight).get("amsgrad"):
+            others = ["max_exp_avg_sq"]
+        if others:
+            raise ValueError(
+                f"table {name!r}: {', '.join(others)} of {self.described} has no counterpart in this package; "
+                "trained_by=[] copies rows only"
+            )
+        size, rows = weight.shape, weight.shape[:1]
+        state = {
+            kind: found[kind] if kind in found else torch.zeros(size if each else rows, device=weight.device)
+            for kind, each in kinds.items()
+        }
+        if family == "rowwise_adagrad" and state["sum"].dim() == 2:
+            state["sum"] = state["sum"].squeeze(1)  # TorchRec's is [E, 1]
+        check_state(name, family, weight, state)
+        step = found.get("step")
+        return TableNumbers(name, weight.detach(), state, (0 if kinds else None) if step is None else int(step))
+
+    def write(self, tables: Sequence[TableNumbers]) -> None:
+        """Copies into the parameters and the optimizers' state, which is made where there is none yet."""
+        if self.family is not None:
+            self.read()  # refuses what it cannot read, before anything is written
+        with torch.no_grad():
+            for weight, given in zip(self._weights.values(), tables, strict=True):
+                weight.copy_(given.weight)
+        for weight, trainer, given in zip(self._weights.values(), self._trainers, tables, strict=False):
+            if not given.state:
+                continue
+            own = trainer.state[weight]
+            for kind, numbers in given.state.items():
+                if kind in own:
+                    own[kind].copy_(numbers.view_as(own[kind]))
+                else:
+                    own[kind] = numbers.to(weight.device, weight.dtype, copy=True)
+            if isinstance(own.get("step"), Tensor):
+                own["step"].fill_(given.step)
+            else:
+                own["step"] = _first_step(trainer, weight, given.step)
+
+    def counterpart(self) -> Optimizer:
+        """This package's optimizer with the same formulas and numbers."""
+        if self.family is None:
+            raise ValueError("no optimizer is known for these tables")
+        found = []
+        for weight, trainer in zip(self._weights.values(), self._trainers, strict=True):
+            group = _group(trainer, weight)
+            if isinstance(trainer, (torch.optim.Adam, torch.optim.AdamW)):
+                raise ValueError(
+                    f"{self.described} has no counterpart here (it moves every row in every step, and rk.Adam those "
+                    "looked up): give optimizer= the one that is to go on"
+                )
+            if type(trainer).__module__.split(".")[0] not in ("torch", "torchrec"):
+                raise ValueError(f"{self.described} may have formulas of its own: give optimizer= the one to go on")
+            wrong = {k: group[k] for k, off in _OFF.items() if k in group and group[k] != off}
+            refuse_options(self.described, wrong, "these change the formula, or also rows that are not looked up")
+            found.append({name: group[name] for name in ("lr", "eps", "betas") if name in group})
+        for name, numbers in zip(self._weights, found, strict=True):
+            if numbers != found[0]:
+                raise ValueError(
+                    f"table {name!r} is trained with {numbers} and the first with {found[0]}: give optimizer= one of "
+                    "this package's, and lr of rk.EmbeddingBagConfig where rates differ"
+                )
+        numbers = {name: tuple(map(float, v)) if name == "betas" else float(v) for name, v in found[0].items()}
+        return FAMILIES[self.family](**numbers)
+
+
+def _first_step(trainer: torch.optim.Optimizer, weight: nn.Parameter, step: int) -> int | Tensor:
+    """The count of updates as a torch optimizer keeps it: on the weight's device where a GPU reads it."""
+    if isinstance(trainer, torch.optim.SparseAdam):
+        return step
+    group = _group(trainer, weight)
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(step), dtype=torch.float32, device=weight.device if on_device else "cpu")
+
+
+def _group(trainer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Any]:
+    """The parameter group that has a weight."""
+    return next(group for group in trainer.param_groups if any(weight is p for p in group["params"]))
+
+
+def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers."""
+    if trained_by is None:
+        return []
+    if isinstance(trained_by, (list, tuple)):
+        return [inner for each in trained_by for inner in flat(each)]
+    if not isinstance(trained_by, torch.optim.Optimizer):
+        raise TypeError(f"trained_by must be a torch.optim.Optimizer, a list of some or None, got {trained_by!r}")
+    if type(trained_by).__module__.startswith("torchrec.optim."):
+        if hasattr(trained_by, "_optimizer"):  # a KeyedOptimizerWrapper, or one that clips or warms up
+            return flat(trained_by._optimizer)
+        if hasattr(trained_by, "optimizers"):  # a CombinedOptimizer
+            return flat([inner for _, inner in trained_by.optimizers])
+    return [trained_by]
+
+
+def _having(weight: nn.Parameter, trainers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    return [t for t in trainers if any(weight is p for p in parameters_of(t))]
+
+
+def parameters_of(trainer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups."""
+    for group in trainer.param_groups:
+        yield from group["params"]
+
+
+def _family(trainer: torch.optim.Optimizer) -> str:
+    """The family of an optimizer of torch or TorchRec; ValueError if it has none."""
+    for kind in type(trainer).__mro__:
+        if kind in _FAMILIES:
+            return _FAMILIES[kind]
+        if kind.__module__ == _ROWWISE and kind.__name__ == "RowWiseAdagrad":
+            return "rowwise_adagrad"
+    raise ValueError(
+        f"trained_by: {type(trainer).__name__} has no counterpart here: it must be torch.optim.SGD, Adagrad, "
+        "SparseAdam, Adam or AdamW, or TorchRec's RowWiseAdagrad"
+    )
