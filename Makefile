@@ -44,6 +44,7 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.built
 	$(PY) docs/generate_ops.py
+	$(PY) -m bench.pictures
 
 bench: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built
 	$(PY) -m bench.run $(ARGS)
