@@ -57,7 +57,7 @@ def speed() -> Figure:
 
 
 def _said(times: float) -> str:
-    return f"{times:.2f}x" if times < 1 else f"{times:.1f}x" if times < 10 else f"{times:.0f}x"
+    return f"{times:.2f}x" if times < 0.995 else f"{times:.1f}x" if times < 10 else f"{times:.0f}x"
 
 
 def losses() -> list[tuple[str, float, float, float, float]]:
