@@ -24,9 +24,9 @@ TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
 MODEL_PARTS = ("forward", "backward", "optimizer")
 #: The reason why the curves may lie apart.
 STILL_LEARNING = (
-    "In the first epoch a row's training score comes before the model learns from it, and after it has learned from all "
-    "rows until the last batch. The test is of the model as the training left it, on rows later and later. Where habits "
-    "change with time, the training AUC therefore lies above the test's, without overfitting."
+    "In the first epoch a row's training score comes before the model learns from it, and after it has learned from "
+    "all rows until the last batch. The test is of the model as the training left it, on rows later and later. Where "
+    "habits change with time, the training AUC therefore lies above the test's, without overfitting."
 )
 SCORES = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
