@@ -162,6 +162,7 @@ def test_pictures_are_fresh(tmp_path: Path) -> None:
 
 def test_readme_has_the_pictures_numbers() -> None:
     """README's range of training steps is that of the files that its picture is drawn from."""
+    pytest.importorskip("matplotlib")
     from bench.pictures import times_over_ours
 
     torch_, fbgemm = (times_over_ours("train", peer).values() for peer in ("torch", "fbgemm"))
