@@ -17,7 +17,7 @@ JOBS ?= 2
 TRITON_3_6 := $(VENV)/triton-3.6.0
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: train test test-all build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
+.PHONY: train test test-all build lint format docs site bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -26,7 +26,7 @@ train: $(VENV)/.built
 test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
 	$(PY) -m pytest $(or $(ARGS),$(SPREAD) -m "not full")
 
-test-all: test $(TRITON_3_6)
+test-all: test $(TRITON_3_6) $(VENV)/.site
 	$(PY) -m pytest $(SPREAD) -m full
 
 build: $(VENV)/.built
@@ -44,6 +44,11 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.built
 	$(PY) docs/generate_ops.py
+	$(PY) -m bench.pictures
+
+# The pages and docstrings as a site in build/site, whose first page is index.html; a link that leads nowhere ends it.
+site: $(VENV)/.site $(VENV)/.built
+	PYTHONPATH=. $(PY) -m sphinx -q -W --keep-going -c docs . build/site
 
 bench: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built
 	$(PY) -m bench.run $(ARGS)
@@ -119,6 +124,10 @@ $(VENV)/.dev: requirements-dev.txt $(VENV)/.env
 $(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
 	$(PIP) install -q -r requirements-wheel.txt
 	touch $@
+
+$(VENV)/.site: requirements-docs.txt $(VENV)/.env
+	$(PIP) install -q -r requirements-docs.txt && touch $@ || \
+	  echo "Sphinx cannot be installed here (it needs Python 3.11): make site and its test are left out"
 
 $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
 	$(PIP) install -q --no-deps -r bench/requirements-peers.txt && touch $@ || \

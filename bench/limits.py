@@ -82,9 +82,9 @@ class StepLimit:
         self._tables, self._sizes, self._rates = (weights, state), (shape.tables, shape.batch, shape.dim), (lr, eps)
         self._first_rows = torch.tensor([0, *itertools.accumulate(shape.table_rows)])
         self._bags = torch.tensor(shape.table_bags)
-        self._buffers = torch.empty(shape.num_ids, dtype=torch.int64), torch.empty(shape.num_ids, dtype=torch.int64)
+        self._buffers = torch.empty(2 * shape.num_ids, dtype=torch.int64)
 
     def __call__(self, ids: Tensor, grad: Tensor) -> None:
         """Makes one step with ids [N], key-major, and the gradient [B, T * D] of their sums."""
-        tensors = *self._tables, ids, self._first_rows, self._bags, grad, *self._buffers
+        tensors = *self._tables, ids, self._first_rows, self._bags, grad, self._buffers
         limits().step(self._sizes, self._rates, *tensors)

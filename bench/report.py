@@ -27,6 +27,16 @@ MOST_GROUPS = 24
 MOST_TITLES = 10
 
 
+def summary(document: dict) -> str:
+    """A line for each group: our time, and how many times as long the others take, the limit last."""
+    lines = []
+    for title, group in document["results"].items():
+        own, *others = sorted(group, key=lambda name: (name != "ours", name in LIMITS))
+        times = [f"{name} {group[name]['over_ours']:.2f}x" for name in others if "over_ours" in group[name]]
+        lines.append(f"- {title}: {own} {group[own]['ms']:.4g} ms{''.join(f'; {part}' for part in times)}")
+    return "\n".join(lines)
+
+
 def table(document: dict) -> str:
     """Every group and implementation of a document."""
     lines = list(HEAD)
@@ -157,7 +167,7 @@ def main() -> None:
                 sys.exit(str(error))
             continue  # bench/results has files of other benchmarks, too
         heading = f"## {Path(name).stem}\n\n{where(document)}"
-        print(f"{heading}\n\n    {document['machine']['command']}\n\n{table(document)}\n")
+        print(f"{heading}\n\n    {document['machine']['command']}\n\n{summary(document)}\n\n{table(document)}\n")
         if args.pictures:
             print(f"{draw(document, Path(name).stem, args.pictures)}\n")
 

@@ -85,15 +85,17 @@ void step_rows(float* weights, float* state, const uint64_t* entries, int64_t co
 
 // One step of `tables` tables. ids: `batch` bags of bags[t] ids for each table, one after the other; first_rows
 // [tables + 1]: where tables begin among the rows of weights [rows, dim] and state [rows]; grad [batch, tables * dim];
-// two buffers of as many entries as there are ids. Returns 0 for a `dim` that is not 16, 64 or 128.
+// two buffers of as many entries as there are ids, one behind the other. Returns 0 for a `dim` that is not 16, 64 or
+// 128.
 extern "C" int step_rowwise_adagrad(float* weights, float* state, const int64_t* ids, const int64_t* first_rows,
                                     const int64_t* bags, int64_t tables, int64_t batch, int64_t dim, const float* grad,
-                                    uint64_t* entries, uint64_t* other, float lr, float eps) {
+                                    uint64_t* entries, float lr, float eps) {
   const auto step = dim == 16 ? step_rows<1> : dim == 64 ? step_rows<4> : dim == 128 ? step_rows<8> : nullptr;
   if (step == nullptr) return 0;
   std::vector<int64_t> first_ids(static_cast<size_t>(tables) + 1);
   for (int64_t t = 0; t < tables; ++t)
     first_ids[static_cast<size_t>(t) + 1] = first_ids[static_cast<size_t>(t)] + batch * bags[t];
+  uint64_t* other = entries + first_ids.back();
 #pragma omp parallel
   {
     std::vector<uint32_t> counters;

@@ -2,7 +2,7 @@
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end generated -->``. NAME is ``backends``,
 ``helpers`` or ``schema OP``. Schemas come from torch's registry, backends from the registrations in ``csrc``: a machine
-without a GPU cannot ask the registry for CUDA kernels. ``--check`` writes nothing and exits 1 when a file is stale.
+without a GPU cannot ask the registry for CUDA kernels. ``--check`` writes nothing and exits 1 when the page is stale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rec_kernels.ops.autograd import REFUSED, overload_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "rec_kernels::"
-FILES = ("docs/ops.md", "README.md")
+PAGE = ROOT / "docs" / "ops.md"
 WIDTH = 110
 PART = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
@@ -136,26 +136,21 @@ def generate(text: str) -> str:
 
 def main() -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description="Writes the generated parts of docs/ops.md and README.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
+    parser = argparse.ArgumentParser(description="Writes the generated parts of docs/ops.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is stale")
     check = parser.parse_args().check
-    parts = {name for file in FILES for _, name, _ in PART.findall((ROOT / file).read_text())}
+    old = PAGE.read_text()
+    parts = {name for _, name, _ in PART.findall(old)}
     missing = [op for op in public_ops() if f"schema {op}" not in parts]
     if missing:
         print(f"docs/ops.md has no `<!-- generated: schema OP -->` for {', '.join(missing)}", file=sys.stderr)
         return 1
-    stale = []
-    for file in FILES:
-        path = ROOT / file
-        old = path.read_text()
-        new = generate(old)
-        if new != old:
-            stale.append(file)
-            if not check:
-                path.write_text(new)
-    if check and stale:
-        print(f"stale: {', '.join(stale)}; run `make docs`", file=sys.stderr)
-    return int(check and bool(stale))
+    new = generate(old)
+    if check and new != old:
+        print("stale: docs/ops.md; run `make docs`", file=sys.stderr)
+    elif new != old:
+        PAGE.write_text(new)
+    return int(check and new != old)
 
 
 if __name__ == "__main__":

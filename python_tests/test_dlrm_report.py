@@ -106,6 +106,7 @@ def pictures(page: Page) -> list[str]:
 
 def test_page_of_a_finished_run(write):
     page = write([*CURVE[:2], eval_record(20), CURVE[2], test_record()], lr=0.1)
+    assert report.STILL_LEARNING in page.text()
     for text in ("0.8765", "0.4321", "1,234", "4,321 parameters", "Tested after 30 steps on 3,000 rows", "9.9"):
         assert text in page.text()
     assert [alt.split(" over")[0] for alt in pictures(page)] == ["log loss [nats]", "AUC"]

@@ -25,6 +25,7 @@ from rec_kernels.dlrm import (
     runs,
 )
 from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.config import GROUPS
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.learning_rate import learning_rate
 from rec_kernels.dlrm.reader import Reader
@@ -332,12 +333,18 @@ def test_wrong_flags_give_readable_errors(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_help_names_every_flag(capsys):
+def test_help_names_every_flag_in_its_group_with_its_choices(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out
-    for flag in (field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)):
-        assert f"--{flag} " in text
+    places = [text.index(f"\n{title}:\n") for title in GROUPS.values()]
+    assert places == sorted(places)
+    assert text.index("--compile {no,default}") > text.index("dense side:\n")
+    for field in dataclasses.fields(TrainConfig):
+        names = ",".join(field.metadata["names"])
+        assert f"  --{field.name.replace('_', '-')} {f'{{{names}}}' if names else ''}" in text
+        assert all(name in names.split(",") for name in ([field.default] if names else []))
+    assert len(text[: text.index("\n\n")].splitlines()) == 1  # the usage
 
 
 def test_data_dir_that_is_a_file_gives_a_readable_error(command, tmp_path, capsys):

@@ -31,7 +31,13 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-EXAMPLES = python_blocks((ROOT / "README.md").read_text())
+def halves(page: str) -> list[tuple[str, str]]:
+    """The programs before and after of every fenced diff block of a page's text."""
+    blocks = [block.splitlines(keepends=True) for block in re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.DOTALL)]
+    return [tuple("".join(line[1:] or line for line in block if line[0] != new) for new in "+-") for block in blocks]
+
+
+CHANGES = halves((ROOT / "README.md").read_text())
 
 
 def _load_generator() -> ModuleType:
@@ -58,18 +64,30 @@ def makefile_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_readme_example_runs(number: int) -> None:
-    """Each python block of README, by itself."""
-    torch._dynamo.reset()
-    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "example"})
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_readme_changes_keep_the_losses(number: int) -> None:
+    """Both sides of each diff of README run and have the losses that it promises: equal, or equal but for rounding."""
+    before, after = CHANGES[number]
+    if "torchrec" in before:
+        pytest.importorskip("torchrec")
+    theirs, ours = {}, {}
+    exec(compile(before, f"README.md, before {number + 1}", "exec"), theirs)
+    exec(compile(after, f"README.md, after {number + 1}", "exec"), ours)
+    assert theirs["losses"][0] > theirs["losses"][-1]
+    assert ours["losses"] == (theirs["losses"] if "torchrec" in before else pytest.approx(theirs["losses"], rel=1e-6))
 
 
-def test_readme_examples_are_found() -> None:
-    """No fenced python block escapes the test above; two of them are compiled as one graph."""
+def test_readme_changes_are_found() -> None:
+    """README's code is two diffs, and each changes something."""
     text = (ROOT / "README.md").read_text()
-    assert len(EXAMPLES) == text.count("```python") >= 2
-    assert sum("fullgraph=True" in example for example in EXAMPLES) >= 2
+    assert len(CHANGES) == text.count("```") // 2 == 2
+    assert halves("```diff\n a\n-b\n+c\n```\n") == [("a\nb\n", "a\nc\n")]
+    assert all(before != after and "rec_kernels" in after for before, after in CHANGES)
+
+
+def test_readme_is_short() -> None:
+    """One reads it in a minute or two: at most 120 lines."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
@@ -80,7 +98,7 @@ def test_make_targets_exist(page: str) -> None:
 
 def test_make_targets_are_found() -> None:
     """The search sees plain commands, variables and lists of targets."""
-    assert {"train", "test", "bench", "wheel"} <= make_targets_named((ROOT / "README.md").read_text())
+    assert {"train", "test", "wheel"} <= make_targets_named((ROOT / "README.md").read_text())
     assert make_targets_named('`make A=1 B="x y" one`\n    make two three  # why\nmake four') == {
         "one",
         "two",
@@ -97,14 +115,64 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
+def slugs(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found, counts = set(), {}
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        slug = (
+            re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).strip().replace(" ", "-")
+        )
+        counts[slug] = counts.get(slug, -1) + 1
+        found.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_headings(page: str) -> None:
+    """Every link with an anchor names a heading of the page that it leads to."""
+    links = re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", (ROOT / page).read_text())
+    here = [(ROOT / page).parent / to if to else ROOT / page for to, _ in links if "://" not in to]
+    wrong = [anchor for path, (_, anchor) in zip(here, links, strict=True) if anchor not in slugs(path.read_text())]
+    assert not wrong
+
+
+def test_slugs_are_githubs() -> None:
+    """Punctuation goes, spaces become dashes, a heading that comes twice has a number, code is no heading."""
+    text = "# A `b_c`, d\n## A b_c d\n```\n# no\n```\n### What's [new](x.md)?\n"
+    assert slugs(text) == {"a-b_c-d", "a-b_c-d-1", "whats-new"}
+
+
 def test_generated_parts_are_fresh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """`python docs/generate_ops.py --check` passes."""
     monkeypatch.setattr("sys.argv", ["generate_ops.py", "--check"])
     assert generator.main() == 0, capsys.readouterr().err
 
 
+def test_pictures_are_fresh(tmp_path: Path) -> None:
+    """README's pictures have the numbers of bench/results: `python -m bench.pictures` would write the same texts."""
+    pytest.importorskip("matplotlib")
+    from bench import pictures
+
+    for drawn in pictures.draw(tmp_path):
+        texts = [re.findall(r"<text[^>]*>([^<]+)</text>", p.read_text()) for p in (drawn, pictures.IMAGES / drawn.name)]
+        assert len(texts[0]) > 8
+        assert texts[0] == texts[1]
+
+
+def test_readme_has_the_pictures_numbers() -> None:
+    """README's range of training steps is that of the files that its picture is drawn from."""
+    pytest.importorskip("matplotlib")
+    from bench.pictures import times_over_ours
+
+    torch_, fbgemm = (times_over_ours("train", peer).values() for peer in ("torch", "fbgemm"))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{min(torch_):.1f} to {max(torch_):.0f} times as fast as that of `nn.EmbeddingBag`" in text
+    assert f"and {min(fbgemm):.2f} to {max(fbgemm):.1f} times as fast as FBGEMM's" in text
+
+
 def test_generator_mends_what_is_stale() -> None:
-    """A schema or a table that was changed by hand comes back as it was."""
+    """A schema, or the table, that was changed by hand comes back as it was."""
     fresh = generator.generate(OPS_PAGE)
     schema = "bool sparse=False, str? format=None"
     for old, new in ((schema, schema.replace("False", "True")), ("| `scale_rows` | yes |", "| `scale_rows` | - |")):
@@ -136,7 +204,7 @@ def test_every_argument_is_explained(op: str) -> None:
     assert [name for name in names if f"`{name}`" not in prose] == []
 
 
-@pytest.mark.parametrize("page", ["ops.md", "layouts.md"])
+@pytest.mark.parametrize("page", ["ops.md", "layouts.md", "robustness.md"])
 def test_examples_run(page: str) -> None:
     """The python blocks of a page, one after the other, as one program."""
     blocks = python_blocks((ROOT / "docs" / page).read_text())

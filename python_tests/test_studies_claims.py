@@ -13,6 +13,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
+import numpy as np
+from scipy import stats
+
 from bench.studies import claims, compare_report
 from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster, Fewer, Finding, Premise, Same
 from bench.studies.experiments import EXPERIMENTS
@@ -35,6 +38,23 @@ def fabricated(**configurations) -> dict:
         ]
         made.append({"name": name, "runs": runs, "weight_bytes": given.get("bytes"), "parameters": given.get("bytes")})
     return {"configurations": made}
+
+
+def test_what_is_lacking_to_tell():
+    """The seeds that are named are the fewest whose interval leaves the bound out, of numbers with this spread."""
+    values = [0.001, 0.003, -0.001, 0.002, 0.0, 0.004, -0.002, 0.001]
+    found = claims.over_seeds(values)
+    claim = {"verdict": CANNOT_TELL, "why": "w", "unit": "AUC", "at_least": 0.0, "pairs": found.pairs}
+    claim |= {"value": found.value, "low": found.low, "high": found.high}
+    needed, spread = claims.seeds_to_tell(claim), np.std(values, ddof=1)
+    halves = [spread * stats.t.ppf(0.975, n - 1) / np.sqrt(n) for n in (needed, needed - 1)]
+    assert halves[0] < found.value <= halves[1]
+    half = found.value - found.low
+    assert claims.shortfall(claim) == f"0.0010 from the bound, ±{half:.4f}: {needed} seeds would tell"
+    times = claim | {"unit": "times", "at_least": found.value}
+    assert claims.shortfall(times) == f"0.00x from the bound, ±{half:.2f}x: more than 10,000 seeds would tell"
+    assert claims.shortfall(claim | {"low": None}) == claims.shortfall(claim | {"at_least": 1.0}) == "w"
+    assert claims.shortfall(claim | {"verdict": MET}) == ""
 
 
 @pytest.mark.parametrize(

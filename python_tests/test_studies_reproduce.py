@@ -345,6 +345,9 @@ def test_pictures_show_every_number_and_bound():
     assert ratios.containers[0].lines[0].get_xdata()[0] == 2.0
     assert ratios.lines[1].get_xdata()[0] == 3.0
     assert reproduce_pictures.claims([{"name": "e", "claims": [missing]}]) is None
+    open_ = measured | {"verdict": CANNOT_TELL, "at_least": 0.15, "pairs": 8, "why": "w"}
+    (axes,) = reproduce_pictures.claims([{"name": "e", "claims": [measured, open_]}]).axes
+    assert [text.get_text() for text in axes.texts] == ["", "0.0500 from the bound, ±0.1000: 25 seeds would tell"]
     assert reproduce_pictures.quality_over_bytes([{"name": "e", "result": None}]) is None
 
 

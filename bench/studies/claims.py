@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
-from bench.studies.compare_report import half_width, machines_of
+from bench.studies.compare_report import CONFIDENCE, half_width, machines_of
 
+#: More seeds than anybody trains.
+MOST_SEEDS = 10_000
 MET, NOT_MET, CANNOT_TELL = VERDICTS = ("met", "not met", "cannot tell")
 RULE = (
     f'"{MET}": the 95 % interval of our number lies at or above the bound, and above it where the claim is that '
@@ -249,3 +252,34 @@ def answer(claim: Claim, result: dict | None) -> dict:
         "verdict": verdict,
         "why": why,
     }
+
+
+def seeds_to_tell(claim: dict) -> int | None:
+    """The seeds whose interval would leave the bound out, if our number and its spread stayed as they are.
+
+    Args:
+        claim: of ``answer``, with an interval.
+
+    Returns:
+        None above ``MOST_SEEDS``.
+    """
+    seeds = np.arange(2, MOST_SEEDS + 1)
+    halves = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1) / np.sqrt(seeds)  # of a spread of 1
+    spread = (claim["value"] - claim["low"]) / halves[claim["pairs"] - 2]
+    enough = seeds[spread * halves < abs(claim["value"] - claim["at_least"])]
+    return int(enough[0]) if len(enough) else None
+
+
+def shortfall(claim: dict) -> str:
+    """Says what a claim of ``answer`` that cannot be told lacks: "0.0015 from the bound, ±0.0022: 15 seeds would tell".
+
+    It is empty with any other verdict, and the reason where there is no interval, or sizes or machines are at fault.
+    """
+    if claim["verdict"] != CANNOT_TELL:
+        return ""
+    if claim["low"] is None or not claim["low"] <= claim["at_least"] <= claim["high"]:
+        return claim["why"]
+    away, half = abs(claim["value"] - claim["at_least"]), claim["value"] - claim["low"]
+    text = "{:.4f} from the bound, ±{:.4f}" if claim["unit"] == "AUC" else "{:.2f}x from the bound, ±{:.2f}x"
+    needed = seeds_to_tell(claim) or f"more than {MOST_SEEDS:,}"
+    return f"{text.format(away, half)}: {needed} seeds would tell"

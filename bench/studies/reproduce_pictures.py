@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Faster
+from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Faster, shortfall
 from bench.studies.compare_report import COLORS, half_width
 
 VERDICT_COLORS = {MET: "#1a7f37", NOT_MET: "#b00020", CANNOT_TELL: "#8a6d00"}
@@ -19,7 +19,7 @@ ROW = 0.27  # inches
 
 
 def claims(entries: Sequence[dict]) -> Figure | None:
-    """Every claim with a number: ours with its 95 % interval, and the bound.
+    """Every claim with a number: ours with its 95 % interval, the bound, and what it takes to tell where one cannot.
 
     Args:
         entries: those of ``results.json``, with "name" and "claims".
@@ -35,7 +35,7 @@ def claims(entries: Sequence[dict]) -> Figure | None:
     if not shown:
         return None
     heights = [len(rows) + 2 for rows in shown.values()]
-    figure = Figure(figsize=(11, ROW * sum(heights) + 1), layout="constrained")
+    figure = Figure(figsize=(13, ROW * sum(heights) + 1), layout="constrained")
     panels = figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0]
     labels = dict(PANELS)
     for axes, (unit, rows) in zip(panels, shown.items(), strict=True):
@@ -56,6 +56,7 @@ def _draw_claims(axes: Axes, rows: list[tuple[str, dict]]) -> None:
         half = None if claim["low"] is None else claim["value"] - claim["low"]
         axes.errorbar(claim["value"], y, xerr=half, fmt=marker, color=color, capsize=3)
         axes.plot(claim["at_least"], y, "|", color="black", ms=12, mew=2, zorder=3)
+        axes.text(1.01, y, shortfall(claim), transform=axes.get_yaxis_transform(), fontsize=7, color=color, va="center")
     axes.set_yticks(range(len(rows)), [f"{name}: {claim['says']}" for name, claim in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from bench.studies import compare_report, reproduce_pictures
-from bench.studies.claims import RULE, VERDICTS
+from bench.studies.claims import RULE, VERDICTS, shortfall
 from bench.studies.experiments import LOSS
 from rec_kernels.dlrm import files, page
 
@@ -164,9 +164,10 @@ def _experiment(entry: dict) -> list[Part]:
         within = "" if interval == "-" else f", interval {interval}"
         differs = f" ({claim['differs']}.)" if claim["differs"] else ""
         premises = "".join(f" Premise: {_premise(premise)}." for premise in claim["premises"])
+        lacks = "" if (lacks := shortfall(claim)) in ("", claim["why"]) else f" ({lacks})"
         parts.append(
             f"{claim['verdict'].capitalize()}: {claim['says']} [{claim['source']}]. {claim['measure']}: {ours}{within}"
-            f"; bound {bound}: {claim['why']}.{premises}{differs}"
+            f"; bound {bound}: {claim['why']}{lacks}.{premises}{differs}"
         )
     parts += [
         Picture(f"{entry['name']}/{COMPARISON}", f"{entry['name']}: test AUC over the bytes of the tables"),

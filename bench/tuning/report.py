@@ -104,7 +104,7 @@ def parts(document: dict, file: str, pictures: dict[str, str]) -> dict[str, str]
     )
     of_direction = [
         "\n\n".join(
-            [f"#### {heading}", *([f"![{heading}]({pictures[d]})"] if d in pictures else []), curves(document, d)]
+            [f"### {heading}", *([f"![{heading}]({pictures[d]})"] if d in pictures else []), curves(document, d)]
         )
         for d, heading in DIRECTIONS.items()
     ]

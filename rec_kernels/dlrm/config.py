@@ -31,6 +31,18 @@ DATA = ("completejourney", "criteo", "synthetic")
 FUNCTION = "module:function"  # any other data set
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
+#: Groups of options in a command's help, by their first one.
+GROUPS = {
+    "data": "data",
+    "model": "model",
+    "embedding": "tables in fewer numbers",
+    "precision": "dense side",
+    "format": "rows of the tables",
+    "cache": "row cache, and where the tables are",
+    "optimizer": "optimizers and learning rates",
+    "epochs": "training and evaluation",
+    "device": "how to run",
+}
 OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {
     "rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8),
     "sgd": lambda lr: rk.SGD(lr=lr),
@@ -74,7 +86,14 @@ def parse_size(text: str) -> int:
 
 
 def _option(
-    default: Any, kind: Callable, help: str, allowed: str, check: Callable[[Any], bool], of: str = "", how: bool = False
+    default: Any,
+    kind: Callable,
+    help: str,
+    allowed: str,
+    check: Callable[[Any], bool],
+    of: str = "",
+    how: bool = False,
+    names: Sequence[str] = (),
 ) -> Any:
     """A field, which may be None where that is its default.
 
@@ -83,8 +102,10 @@ def _option(
         allowed: text of what ``check`` lets pass.
         of: names of the only models or data sets that have it.
         how: it says how a run is carried out, not what comes out of it, and may change when it is resumed.
+        names: all values, where there are few.
     """
     metadata = {"kind": kind, "help": help, "allowed": allowed, "check": check, "of": of.split(), "how": how}
+    metadata["names"] = tuple(names)
     return field(default=default, metadata=metadata)
 
 
@@ -108,7 +129,7 @@ def _text(default: str | None, help: str, **more) -> Any:
 
 def _choice(default: str, help: str, names: Sequence[str], **more) -> Any:
     *first, last = names
-    return _option(default, str, help, f"{', '.join(first)} or {last}", lambda v: v in names, **more)
+    return _option(default, str, help, f"{', '.join(first)} or {last}", lambda v: v in names, names=names, **more)
 
 
 def _layers(default: tuple[int, ...], help: str, **more) -> Any:
@@ -161,12 +182,12 @@ class TrainConfig:
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
-    cross_layers: int = _count(3, "dcnv2: cross layers", of="dcnv2")
-    cross_rank: int = _count(16, "dcnv2: rank of their matrices", of="dcnv2")
-    wukong_layers: int = _count(3, "wukong: layers", of="wukong")
-    wukong_features: int = _count(8, "wukong: vectors that either block of a layer makes", of="wukong")
-    wukong_factors: int = _count(8, "wukong: columns that the pairwise products are projected to", of="wukong")
-    wukong_hidden: tuple[int, ...] = _layers((64,), "wukong: hidden layers of each layer's MLP", of="wukong")
+    cross_layers: int = _count(3, "cross layers", of="dcnv2")
+    cross_rank: int = _count(16, "rank of their matrices", of="dcnv2")
+    wukong_layers: int = _count(3, "layers", of="wukong")
+    wukong_features: int = _count(8, "vectors that either block of a layer makes", of="wukong")
+    wukong_factors: int = _count(8, "columns that the pairwise products are projected to", of="wukong")
+    wukong_hidden: tuple[int, ...] = _layers((64,), "hidden layers of each layer's MLP", of="wukong")
     embedding: str = _choice(
         "full", "tables: full; hash, ids share rows; qr, quotients and remainders; mixed, widths by size", EMBEDDINGS
     )
@@ -174,15 +195,15 @@ class TrainConfig:
     temperature: float = _number(0.3, "mixed: columns fall with the rows to this power")
     threshold: int = _count(200, "hash, qr, mixed: tables of at most so many ids stay full", 0)
     precision: str = _choice("fp32", "of MLPs and interaction: fp32, or bf16 as torch.autocast does", tuple(PRECISIONS))
-    activations: str = _choice("fp32", f"format of inputs of the dense side: {', '.join(ACTIVATIONS)}", ACTIVATIONS)
-    format: str = _choice("fp32", f"format of the tables' rows: {', '.join(FORMATS)}", FORMATS)
+    activations: str = _choice("fp32", "format of inputs of the dense side", ACTIVATIONS)
+    compile: str = _choice("no", "torch.compile of MLPs and interaction: no, or its mode default", COMPILE)
+    format: str = _choice("fp32", "format of the tables' rows", FORMATS)
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
     )
     cache: float = _number(0.0, "share of the tables' rows kept in FP32, the most used ones (0: none)", 0, 1)
     policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
-    compile: str = _choice("no", "torch.compile of MLPs and interaction: no, or its mode default", COMPILE)
     backing: str = _choice(
         "device", "the tables' other rows: device, host (memory, beside a GPU) or disk (files)", BACKINGS, how=True
     )
@@ -344,15 +365,21 @@ def refuse_options_of_others(given: Mapping[str, Any], kind: str, chosen: Iterab
 
 
 def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """One flag per option that is not in ``without``. Only flags that were given end up in the namespace."""
-    for option in (option for option in dataclasses.fields(TrainConfig) if option.name not in without):
-        kind, default = option.metadata["kind"], option.default
+    """One flag per option that is not in ``without``, in groups. Only flags that were given end up in the namespace."""
+    group: Any = parser
+    for option in dataclasses.fields(TrainConfig):
+        if option.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[option.name])
+        if option.name in without:
+            continue
+        kind, default, names = option.metadata["kind"], option.default, ",".join(option.metadata["names"])
         owners = f"{', '.join(option.metadata['of'])}: " if option.metadata["of"] else ""
-        parser.add_argument(
+        of_kind = {"widths": "N,N", "switch": "{yes,no}"}.get(kind.__name__, kind.__name__.upper())
+        group.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=kind,
             default=argparse.SUPPRESS,
-            metavar={"widths": "N,N", "switch": "yes|no"}.get(kind.__name__, kind.__name__.upper()),
+            metavar=f"{{{names}}}" if names else of_kind,
             help=owners + option.metadata["help"] + ("" if default is None else f" (default: {option_text(default)})"),
         )
 

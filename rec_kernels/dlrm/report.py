@@ -22,6 +22,12 @@ from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
 #: Models, for a reader.
 TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
 MODEL_PARTS = ("forward", "backward", "optimizer")
+#: The reason why the curves may lie apart.
+STILL_LEARNING = (
+    "In the first epoch a row's training score comes before the model learns from it, and after it has learned from "
+    "all rows until the last batch. The test is of the model as the training left it, on rows later and later. Where "
+    "habits change with time, the training AUC therefore lies above the test's, without overfitting."
+)
 SCORES = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
 
@@ -181,7 +187,7 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
     title = TITLES[settings["config"].get("model", "dlrm")]
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}{about}",
-        page.section("Curves", figures),
+        page.section("Curves", f"{figures}<p>{STILL_LEARNING}</p>" if figures else ""),
         page.section("Time", _time(_of_kind("train", records))),
         page.section("Memory", memory + caches),
         page.section("Configuration", _configuration(settings["config"])),

@@ -328,7 +328,7 @@ class Embedding(EmbeddingLayer):
             input: int32 or int64 ids of any shape.
 
         Returns:
-            [*input.shape, D], float32 unless ``output_dtype`` says otherwise.
+            ``[*input.shape, D]``, float32 unless ``output_dtype`` says otherwise.
 
         Raises:
             IndexError: an id out of range; its position is that in ``input.reshape(-1)``. On a GPU
@@ -357,9 +357,9 @@ class Embedding(EmbeddingLayer):
 class EmbeddingBag(EmbeddingLayer):
     """``torch.nn.EmbeddingBag`` that may have its optimizer fused into the backward, and rows in fewer bytes.
 
+    All arguments but two are ``rk.Embedding``'s; an id of padding is left out of its bag.
+
     Args:
-        num_embeddings, embedding_dim, padding_idx, sparse, device, dtype, max_norm, norm_type, scale_grad_by_freq,
-            _weight, options: ``rk.Embedding``'s; an id of padding is left out of its bag.
         mode: "sum", "mean" or "max". Rows that share a column's maximum share its gradient evenly.
         include_last_offset: whether ``offsets`` ends with the number of ids.
 

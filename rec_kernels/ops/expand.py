@@ -19,7 +19,7 @@ def expand(x: Tensor, inverse: Tensor) -> Tensor:
         inverse: int32 or int64 of any shape, numbers of rows in [0, U).
 
     Returns:
-        [*inverse.shape, ...] of x's dtype, a new tensor. Differentiable in ``x``: a row's gradients are summed in
+        ``[*inverse.shape, ...]`` of x's dtype, a new tensor. Differentiable in ``x``: a row's gradients are summed in
         float32, in ascending position in ``inverse`` and by the rule of docs/numerics.md ("Row gradients"), and rounded
         once where x is float16 or bfloat16.
 
