@@ -17,7 +17,7 @@ import rec_kernels as rk
 ROOT = Path(__file__).resolve().parent.parent
 #: Heading of the menu -> the pages below it, in order.
 MENU = {
-    "Use it": ("tutorial", "install", "modules", "distributed", "tuning", "cpp", "robustness", "status"),
+    "Use it": ("tutorial", "install", "modules", "convert", "distributed", "tuning", "cpp", "robustness", "status"),
     "Reference": ("glossary", "api", "ops", "layouts", "numerics", "row_file"),
     "Trainer": ("trainer", "data", "studies"),
     "Measured": ("results", "gallery", "benchmarks", "gpu-model", "first_light"),
@@ -29,6 +29,7 @@ KINDS = {
     "rec_kernels.nn.jagged": "Batches",
     "rec_kernels.nn": "Collections and layers",
     "rec_kernels.models": "Networks, and modules of one table",
+    "rec_kernels.convert": "From and to other packages",
     "rec_kernels.distributed": "Several processes",
     "rec_kernels.ops": "Functions",
     "rec_kernels": "The package",
