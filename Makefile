@@ -142,4 +142,4 @@ $(VENV)/.built: $(NATIVE) $(VENV)/.env $(foreach library,$(WANTED),$(if $(wildca
 again:
 
 clean:
-	rm -rf build dist *.egg-info rec_kernels/*.so rec_kernels/cuda_architectures.txt $(VENV)/.built
+	rm -rf build dist *.egg-info rec_kernels/*.so rec_kernels/cuda_*.txt $(VENV)/.built
