@@ -75,8 +75,8 @@ def import_torch() -> ModuleType:
         if error.name != "torch":
             sys.exit(f"torch cannot be imported by {sys.executable}: {error}")
         sys.exit(
-            f"torch is not installed for {sys.executable}, and is needed to build rec_kernels: "
-            'run `pip install "torch>=2.10"`, or leave out --no-build-isolation: pip then downloads a torch for the build alone'
+            f"torch is not installed for {sys.executable}, and is needed to build rec_kernels: run `pip install "
+            '"torch>=2.10"`, or leave out --no-build-isolation: pip then downloads a torch for the build alone'
         )
     except (ImportError, OSError) as error:
         sys.exit(f"torch cannot be imported by {sys.executable}: {error}")

@@ -35,9 +35,10 @@ def too_old(package: Path) -> str | None:
         return None
     needed = f"{library[0]} ({_OLDEST[library[0]]} or newer)" if library[0] in _OLDEST else str(library[0])
     return (
-        f"the CUDA library of rec_kernels is of CUDA {text(library)} and needs a driver of CUDA {needed}, but this "
-        f"machine's driver is of CUDA {text(driver)}: update the driver, or install a wheel of rec_kernels for CUDA {driver[0]} "
-        f"(+cu{driver[0]}), or build it with the nvcc of CUDA {driver[0]}"
+        f"the CUDA library of rec_kernels is of CUDA {text(library)} and needs a driver of CUDA {needed}, "
+        f"but this machine's driver is of CUDA {text(driver)}: update the driver, "
+        f"or install a wheel of rec_kernels for CUDA {driver[0]} (+cu{driver[0]}), "
+        f"or build it with the nvcc of CUDA {driver[0]}"
     )
 
 
