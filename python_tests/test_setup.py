@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,52 @@ def test_label_of_a_cuda_wheel(checkout: Checkout) -> None:
     assert checkout.run("--version", **wheel).stdout.strip().endswith("+cu12")
     assert "+cu" not in checkout.run("--version", **wheel | {"REC_KERNELS_CUDA": "0"}).stdout
     assert "+cu" not in checkout.run("--version", REC_KERNELS_CUDA="1").stdout
+
+
+def install_editable(checkout: Checkout) -> Path:
+    """Unpacks the wheel of an editable install of the whole package into a new virtual environment; its Python."""
+    shutil.copytree(
+        ROOT / "rec_kernels",
+        checkout.folder / "rec_kernels",
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
+    done = checkout.run("editable_wheel", "--dist-dir", "dist")
+    assert done.returncode == 0, done.stderr
+    environment = checkout.folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(next((checkout.folder / "dist").glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    return environment / "bin" / "python"
+
+
+def test_editable_install_is_a_path(checkout: Checkout) -> None:
+    """Type checkers and editors follow paths in .pth files; they do not follow import hooks."""
+    python = install_editable(checkout)
+    found = subprocess.run(
+        [python, "-c", "import sys; print(*sys.meta_path); print(*sys.path)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    hooks, paths = found.stdout.splitlines()
+    assert "editable" not in hooks.lower()
+    assert str(checkout.folder) in paths.split()
+
+
+@pytest.mark.full
+def test_editable_install_has_types(checkout: Checkout) -> None:
+    """Mypy sees the types of an editable install, not Any."""
+    pytest.importorskip("mypy")
+    python, script = install_editable(checkout), checkout.folder / "dist" / "script.py"
+    script.write_text(
+        "import rec_kernels as rk\n"
+        'reveal_type(rk.EmbeddingBagConfig(9, 4, name="t", feature_names=["f"]).embedding_dim)\n'
+        "reveal_type(rk.build_info())\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--python-executable", python, script]
+    cleared = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    said = subprocess.run(command, cwd=script.parent, env=cleared, capture_output=True, text=True).stdout
+    assert 'script.py:2: note: Revealed type is "int"' in said.replace("builtins.", ""), said
+    assert 'script.py:3: note: Revealed type is "dict[str, object]"' in said.replace("builtins.", ""), said

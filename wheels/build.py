@@ -112,8 +112,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
             print(f"Python {version}: {interpreter}", flush=True)
             print(f"  {make(interpreter, options.cuda, Path(folder))}", flush=True)
-    if not any(there.values()) or (options.python and not all(there.values())):
-        sys.exit("a Python that was asked for is not there")
+    if missing := [version for version in options.python or () if there[version] is None]:
+        sys.exit(f"Python {', '.join(missing)} is not there, with its headers")
 
 
 if __name__ == "__main__":
