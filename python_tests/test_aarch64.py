@@ -56,7 +56,7 @@ def sample(rows: int, columns: int) -> Tensor:
 
 
 class Output:
-    """What the program wrote, in its order."""
+    """Bytes that the program wrote, in its order."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
