@@ -35,7 +35,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """wheels/build.py, whose Pythons are 3.11 and 3.13, and which builds nothing."""
     module = importlib.import_module("wheels.build")
     monkeypatch.setattr(module, "find_python", {"3.11": "/bin/python3.11", "3.13": "/bin/python3.13"}.get)
-    monkeypatch.setattr(module, "make", lambda python, cuda, folder: f"{python} {cuda} {folder.exists()}")
+    monkeypatch.setattr(module, "make", lambda python, options, folder: f"{python} {options.cuda} {folder.exists()}")
     monkeypatch.setattr(module.platform, "python_version_tuple", lambda: ("3", "13", "0"))
     return module
 
@@ -120,6 +120,18 @@ def test_pythons_of_wheels(
     assert capsys.readouterr().out == "Python 3.13: /bin/python3.13\n  /bin/python3.13 True True\n"
     monkeypatch.setattr(sys, "argv", ["build", "--python", "3.11", "3.12"])
     with pytest.raises(SystemExit, match=r"Python 3\.12 is not there"):
+        build.main()
+
+
+def test_wheel_that_fails(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that fails ends the build with its output."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("pip wheel failed:\nreasons")
+
+    monkeypatch.setattr(build, "make", fail)
+    monkeypatch.setattr(sys, "argv", ["build"])
+    with pytest.raises(SystemExit, match=r"no wheel for Python 3\.11: pip wheel failed:\nreasons"):
         build.main()
 
 

@@ -1,7 +1,7 @@
 """Builds, checks and tries a wheel for every Python from 3.10 to 3.13 that is there, and leaves them in dist/.
 
     make wheel                              # python -m wheels.build
-    make wheel ARGS="--python 3.12"
+    make wheel ARGS="--python 3.12 --torch 2.10.0"
     make wheel-cuda                         # python -m wheels.build --cuda: with the CUDA library, for this Python
 
 Each Python gets an environment of its own, which is deleted again: some GB, where the index has CUDA builds of torch
@@ -74,24 +74,25 @@ def build(python: str, cuda: bool, folder: Path) -> Path:
     return next((folder / "repaired").glob("*.whl"))
 
 
-def make(interpreter: str, cuda: bool, folder: Path) -> Path:
+def make(interpreter: str, options: argparse.Namespace, folder: Path) -> Path:
     """Builds, checks and tries one wheel; prints what it takes; returns its place in dist/.
 
     Raises:
         RuntimeError: a command failed, or the wheel is not what docs/install.md promises.
     """
     start = time.perf_counter()
-    python = new_environment(interpreter, folder, *pinned("torch", "numpy"))
+    torch = [f"torch=={options.torch}"] if options.torch else pinned("torch")
+    python = new_environment(interpreter, folder, *torch, *pinned("numpy"))
     ready = time.perf_counter()
-    torch = megabytes(folder / "venv")
-    wheel = build(python, cuda, folder)
+    size = megabytes(folder / "venv")
+    wheel = build(python, options.cuda, folder)
     built = time.perf_counter()
     if wrong := check(wheel):
         raise RuntimeError("\n".join(f"{wheel.name}: {what}" for what in wrong))
     run(python, "-m", "pip", "install", "-q", "--no-deps", wheel, folder=folder)
     said = run(python, "-c", TRIAL, folder=folder).stdout.splitlines()[-1]
     print(f"  a lookup, its backward and _host work: {said}")
-    print(f"  {(ready - start) / 60:.1f} minutes for torch and what it needs, {torch} MB")
+    print(f"  {(ready - start) / 60:.1f} minutes for torch and what it needs, {size} MB")
     print(f"  {(built - ready) / 60:.1f} minutes for the wheel and its tools")
     (ROOT / "dist").mkdir(exist_ok=True)
     return Path(shutil.copy(wheel, ROOT / "dist"))
@@ -101,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m wheels.build", description=__doc__.splitlines()[0])
     parser.add_argument("--python", nargs="+", choices=PYTHONS, help="default: all there are; with --cuda, this one")
     parser.add_argument("--cuda", action="store_true", help="with the CUDA library, 14 minutes of compilation")
+    parser.add_argument("--torch", help="build and try with this version (default: that of requirements.txt)")
     options = parser.parse_args()
     this = ".".join(platform.python_version_tuple()[:2])
     wanted = options.python or ([this] if options.cuda else PYTHONS)
@@ -111,7 +113,10 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
             print(f"Python {version}: {interpreter}", flush=True)
-            print(f"  {make(interpreter, options.cuda, Path(folder))}", flush=True)
+            try:
+                print(f"  {make(interpreter, options, Path(folder))}", flush=True)
+            except RuntimeError as error:
+                sys.exit(f"no wheel for Python {version}: {error}")
     if missing := [version for version in options.python or () if there[version] is None]:
         sys.exit(f"Python {', '.join(missing)} is not there, with its headers")
 
