@@ -109,6 +109,13 @@ def cuda_compiler() -> tuple[str | None, str]:
     return nvcc, "" if nvcc else f"{missing}; CUDA_HOME names the folder of a CUDA toolkit"
 
 
+def release(nvcc: str) -> str:
+    """Version of CUDA that an nvcc is of, such as "13.0"."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found.group(1) if found else sys.exit(f"`{nvcc} --version` names no release of CUDA: {said!r}")
+
+
 def host_missing() -> str:
     """The reason why _host, for tables in files, cannot be built; "" where it can."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -145,8 +152,7 @@ def version() -> str:
     text = (ROOT / "rec_kernels" / "_version.py").read_text()
     label = ""
     if PORTABLE == "1" and (nvcc := cuda_compiler()[0]):
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        label = "+cu" + re.search(r"release (\d+)\.", said).group(1)
+        label = "+cu" + release(nvcc).split(".")[0]
     return re.search(r'"(.+)"', text).group(1) + label
 
 
@@ -175,7 +181,7 @@ class CMakeBuild(build_ext):
         torch, (nvcc, no_cuda), no_host = import_torch(), cuda_compiler(), host_missing()
         output = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "rec_kernels"
         # One folder per torch and compiler choice: a cache made for another one would be reused silently.
-        kind = ("cuda" if nvcc else "cpu") + ("-portable" if PORTABLE == "1" else "")
+        kind = (f"cuda-{release(nvcc)}" if nvcc else "cpu") + ("-portable" if PORTABLE == "1" else "")
         build = ROOT / "build" / f"{kind}-torch{torch.__version__}"
         options = [f"-DREC_KERNELS_TORCH={torch.__path__[0]}", f"-DREC_KERNELS_OUTPUT={output}"]
         options += [f"-DREC_KERNELS_PYTHON={'' if no_host else sys.executable}", f"-DREC_KERNELS_PORTABLE={PORTABLE}"]
@@ -199,7 +205,7 @@ class CMakeBuild(build_ext):
         tell(
             f"rec_kernels is built with torch {torch.__version__} for Python {sysconfig.get_python_version()}",
             "CPU library: built",
-            f"CUDA library: {'built for ' + ' '.join(architectures) if nvcc else 'left out: ' + no_cuda}",
+            f"CUDA library: {f'built by {nvcc} for ' + ' '.join(architectures) if nvcc else 'left out: ' + no_cuda}",
             f"host library, for tables in files: {'left out: ' + no_host if no_host else 'built'}",
         )
 

@@ -22,6 +22,7 @@ sysconfig.get_path = lambda name, *rest, **more: SCRIPTS if name == "scripts" el
 SCRIPTS, sys.argv = "/no/scripts", ["setup.py", "-q", *sys.argv[1:]]
 """
 END = "runpy.run_path('setup.py', run_name='__main__')"
+NVCC = 'echo "Cuda compilation tools, release 12.9, V12.9.86"'
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="these are tests of the checkout")
 
@@ -167,13 +168,20 @@ def test_what_was_built(checkout: Checkout) -> None:
     assert "CUDA library: left out: REC_KERNELS_CUDA=0\n" in checkout.run(REC_KERNELS_CUDA="0").stdout
     checkout.torch(cuda="13.0")
     assert "CUDA library: left out: nvcc is not on the PATH; CUDA_HOME" in checkout.run().stdout
-    checkout.tool("nvcc")
-    assert "CUDA library: built for 80-real 90-real\n" in checkout.run(TORCH_CUDA_ARCH_LIST="8.0 9.0").stdout
+    checkout.tool("nvcc", NVCC)
+    built = f"CUDA library: built by {checkout.tools / 'nvcc'} for 80-real 90-real\n"
+    assert built in checkout.run(TORCH_CUDA_ARCH_LIST="8.0 9.0").stdout
+    assert {p.name for p in (checkout.folder / "build").glob("*-torch2.13.0")} == {
+        "cpu-torch2.13.0",
+        "cuda-12.9-torch2.13.0",
+    }
+    checkout.tool("nvcc", "echo nothing")
+    assert sentence(checkout.run()) == f"`{checkout.tools / 'nvcc'} --version` names no release of CUDA: 'nothing\\n'"
 
 
 def test_label_of_a_cuda_wheel(checkout: Checkout) -> None:
     """A wheel's version has the major version of CUDA that nvcc is of; a build for oneself has none."""
-    checkout.tool("nvcc", 'echo "Cuda compilation tools, release 12.9, V12.9.86"')
+    checkout.tool("nvcc", NVCC)
     wheel = {"REC_KERNELS_CUDA": "1", "REC_KERNELS_PORTABLE": "1"}
     assert checkout.run("--version", **wheel).stdout.strip().endswith("+cu12")
     assert "+cu" not in checkout.run("--version", **wheel | {"REC_KERNELS_CUDA": "0"}).stdout
