@@ -53,22 +53,16 @@ site: $(VENV)/.site $(VENV)/.built
 bench: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built
 	$(PY) -m bench.run $(ARGS)
 
-# Wheels that others install: docs/install.md.
-wheel: $(VENV)/.wheel
-	REC_KERNELS_CUDA=0 $(BUILD_WHEEL)
+# Wheels that others install, for every Python that is there, and with CUDA for $(PYTHON): docs/install.md.
+wheel: check-tools
+	$(PYTHON) -m wheels.build $(ARGS)
 
-wheel-cuda: $(VENV)/.wheel
-	REC_KERNELS_CUDA=1 $(BUILD_WHEEL)
+wheel-cuda: export REC_KERNELS_CUDA = 1
+wheel-cuda: check-tools
+	$(PYTHON) -m wheels.build --cuda $(ARGS)
 
 sdist: $(VENV)/.env
 	$(PY) setup.py -q sdist
-
-# auditwheel leaves torch's libraries where they are; check.py holds what it wrote to what docs/install.md promises.
-BUILD_WHEEL = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" REC_KERNELS_PORTABLE=1 \
-    $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel/$@ . \
-  && PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
-    --exclude 'libtorch*' -w dist build/wheel/$@/*.whl \
-  && rm -r build/wheel/$@ && $(PY) wheels/check.py dist/*.whl
 
 # The python3 at hand with its own torch: no network, no virtual environment. cmake and ninja may be among its scripts.
 # `make test-gpu ARGS="-k embedding_bag"` and `make bench-gpu ARGS=--quick` pass options on.
@@ -106,7 +100,10 @@ check-gpu:
 check-tools:
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' 2>/dev/null || \
 	  { echo "$(PYTHON) must be Python >= 3.10 with the venv module (Debian: apt install python3-venv)" >&2; exit 1; }
-	@command -v $${CXX:-c++} >/dev/null || { echo "a C++17 compiler is needed and none is on the PATH" >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || \
+	  { echo "a C++ compiler is needed and none is on the PATH (Debian: apt install g++; CXX=... names another)" >&2; exit 1; }
+	@[ "$$REC_KERNELS_CUDA" != 1 ] || command -v "$${CUDA_HOME:+$$CUDA_HOME/bin/}nvcc" >/dev/null || \
+	  { echo "REC_KERNELS_CUDA=1 demands the CUDA library, but nvcc is neither on the PATH nor in CUDA_HOME" >&2; exit 1; }
 
 $(VENV)/.env: requirements.txt | check-tools
 	@echo "Creating $(VENV) and downloading what requirements.txt names: PyTorch 2.13.0 (about 200 MB as a CPU build,"
@@ -119,10 +116,6 @@ $(VENV)/.env: requirements.txt | check-tools
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.env
 	@echo "Downloading what the tests need (about 40 MB)."
 	$(call INSTALL,requirements-dev.txt)
-	touch $@
-
-$(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
-	$(PIP) install -q -r requirements-wheel.txt
 	touch $@
 
 $(VENV)/.site: requirements-docs.txt $(VENV)/.env
@@ -145,10 +138,9 @@ $(TRITON_3_6): | $(VENV)/.env
 WANTED = rec_kernels/_host*.so $(if $(filter 1,$(REC_KERNELS_CUDA)),rec_kernels/librec_kernels_cuda.so)
 $(VENV)/.built: $(NATIVE) $(VENV)/.env $(foreach library,$(WANTED),$(if $(wildcard $(library)),,again))
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install -q --no-build-isolation --no-deps -e .
-	@ls rec_kernels/_host*.so >/dev/null 2>&1 || \
-	  echo "Tables on disk are left out: they need Python's headers (Debian: apt install python3-dev)." >&2
+	@cat build/built.txt
 	touch $@
 again:
 
 clean:
-	rm -rf build dist *.egg-info rec_kernels/*.so rec_kernels/cuda_architectures.txt $(VENV)/.built
+	rm -rf build dist *.egg-info rec_kernels/*.so rec_kernels/cuda_*.txt $(VENV)/.built

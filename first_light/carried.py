@@ -90,6 +90,8 @@ def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PAC
     for file in packed:
         # The copy is as new as now: the package warns of libraries that are older than their sources.
         shutil.copyfile(file, package / file.name)
+    if (version := carry / "lib" / "cuda_version.txt").exists():
+        shutil.copyfile(version, package / version.name)
     (package / "cuda_architectures.txt").write_text(about(carry)["cmake_architectures"] + "\n")
     return f"{', '.join(file.name for file in packed)} are those that were packed"
 

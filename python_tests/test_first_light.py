@@ -287,7 +287,7 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
     package.mkdir()
     names = [f"librec_kernels_{kind}.so" for kind in ("cpu", "cuda")]
     assert carried.place_libraries("9.0", carry, package) == "no libraries are packed"
-    for name in names:
+    for name in (*names, "cuda_version.txt"):
         (carry / "lib" / name).write_text("packed")
     packed = {"architectures": ["9.0"], "cmake_architectures": "90-real", "sources": "of another commit"}
     (carry / "about.json").write_text(json.dumps(packed))
@@ -298,6 +298,7 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
     assert carried.place_libraries("9.0", carry, package) == f"{', '.join(names)} are those that were packed"
     assert carried.have_cuda_library(package)
     assert (package / "cuda_architectures.txt").read_text() == "90-real\n"
+    assert (package / "cuda_version.txt").read_text() == "packed"
     for name in names:
         (package / name).write_text("built")
         os.utime(package / name, (time.time() + 9, time.time() + 9))

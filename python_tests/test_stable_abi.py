@@ -19,6 +19,14 @@ ROOT = PACKAGE.parent
 LIBRARIES = sorted(PACKAGE.glob("librec_kernels_*.so"))
 # The C interfaces of the stable ABI; everything else of torch may change from release to release.
 STABLE_PREFIXES = ("aoti_torch_", "torch_")
+#: Names of these that csrc uses, looked up in the headers of torch 2.10.0; its STABLE_TORCH_LIBRARY expands no macro.
+OF_TORCH_2_10 = {
+    *("STABLE_TORCH_LIBRARY_FRAGMENT", "STABLE_TORCH_LIBRARY_IMPL", "TORCH_BOX"),
+    *("AOTI_TORCH_SUCCESS", "TORCH_ERROR_CODE_CHECK", "aoti_torch_aten_new_empty", "aoti_torch_delete_tensor_object"),
+    *("aoti_torch_get_current_cuda_stream", "aoti_torch_get_storage_offset", "aoti_torch_get_storage_size"),
+    *("torch_delete_list", "torch_list_get_item", "torch_list_size"),
+    *("torch_delete_string", "torch_string_c_str", "torch_string_length"),
+}
 
 pytestmark = pytest.mark.skipif(shutil.which("nm") is None, reason="binutils' nm is not installed")
 
@@ -119,6 +127,14 @@ def test_sources_include_no_unstable_header() -> None:
     assert sources
     for path in sources:
         assert not re.search(r'#include\s*[<"](ATen|c10|torch/extension|torch/torch)', path.read_text()), path
+
+
+def test_sources_compile_with_the_oldest_torch() -> None:
+    """Macros and C functions of torch in csrc are those that the headers of torch 2.10 declare."""
+    files = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+    name = r"\b(?:[A-Z_]*(?:TORCH|AOTI)_[A-Z_]+|(?:aoti_torch|torch)_[a-z0-9_]+)\b"
+    used = {found for path in files for found in re.findall(name, re.sub("//.*", "", path.read_text()))}
+    assert used <= OF_TORCH_2_10, "build with torch 2.10 before a name joins the list"
 
 
 def test_kernel_sources_are_plain() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import runpy
 import subprocess
 import sys
@@ -13,24 +13,31 @@ from types import ModuleType
 import pytest
 import setuptools
 import torch
+from process_cases import run_script
+
+import rec_kernels as rk
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # `pytest` does not know wheels, as `python -m pytest` does
 WHEEL = "rec_kernels-1.0{}-cp311-cp311-manylinux_2_28_x86_64.whl"
 HOST = "rec_kernels/_host.cpython-311-x86_64-linux-gnu.so"
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="these are tests of the checkout")
 
 
-def _load_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check", ROOT / "wheels" / "check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    return _load_check()
+    return importlib.import_module("wheels.check")
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """wheels/build.py, whose Pythons are 3.11 and 3.13, and which builds nothing."""
+    module = importlib.import_module("wheels.build")
+    monkeypatch.setattr(module, "find_python", {"3.11": "/bin/python3.11", "3.13": "/bin/python3.13"}.get)
+    monkeypatch.setattr(module, "make", lambda python, options, folder: f"{python} {options.cuda} {folder.exists()}")
+    monkeypatch.setattr(module.platform, "python_version_tuple", lambda: ("3", "13", "0"))
+    return module
 
 
 @pytest.fixture
@@ -56,9 +63,10 @@ def test_files_of_a_wheel(check: ModuleType, names: set[str]) -> None:
     """All modules, the library for the CPU, one _host; the CUDA library where the version says so; nothing else."""
     assert "rec_kernels/py.typed" in names
     assert check.wrong_names(WHEEL.format(""), names) == []
-    assert check.wrong_names(WHEEL.format("+cu13"), names | {check.CUDA}) == []
-    assert check.wrong_names(WHEEL.format("+cu13"), names) == [f"{check.CUDA} is missing"]
-    assert check.wrong_names(WHEEL.format(""), names | {check.CUDA}) == [f"{check.CUDA} does not belong there"]
+    assert check.wrong_names(WHEEL.format("+cu13"), names | check.CUDA) == []
+    cuda = sorted(check.CUDA)
+    assert check.wrong_names(WHEEL.format("+cu13"), names) == [f"{name} is missing" for name in cuda]
+    assert check.wrong_names(WHEEL.format(""), names | check.CUDA) == [f"{name} does not belong there" for name in cuda]
     other = "rec_kernels/_host.cpython-312-x86_64-linux-gnu.so"
     assert check.wrong_names(WHEEL.format(""), names | {other}) == [f"{other} does not belong there"]
     assert "_host for cp311 is expected" in check.wrong_names(WHEEL.format(""), names - {HOST})[0]
@@ -95,3 +103,52 @@ def test_architectures(gpus: list[tuple[int, int]], expected: str, monkeypatch: 
     default = runpy.run_path(str(ROOT / "setup.py"))["default_architectures"]
     assert default(inplace=True) == expected
     assert default(inplace=False) == "8.0;9.0;10.0;12.0+PTX"
+
+
+def test_pythons_of_wheels(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wheels are for all Pythons that are there, with CUDA for the one that runs; the others are named."""
+    monkeypatch.setattr(sys, "argv", ["build"])
+    build.main()
+    said = capsys.readouterr().out
+    assert "Python 3.11: /bin/python3.11\n  /bin/python3.11 False True\n" in said
+    assert "Python 3.12: no wheel, as there is no python3.12 with its headers\n" in said
+    assert "/bin/python3.13 False True" in said
+    monkeypatch.setattr(sys, "argv", ["build", "--cuda"])
+    build.main()
+    assert capsys.readouterr().out == "Python 3.13: /bin/python3.13\n  /bin/python3.13 True True\n"
+    monkeypatch.setattr(sys, "argv", ["build", "--python", "3.11", "3.12"])
+    with pytest.raises(SystemExit, match=r"Python 3\.12 is not there"):
+        build.main()
+
+
+def test_wheel_that_fails(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that fails ends the build with its output."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("pip wheel failed:\nreasons")
+
+    monkeypatch.setattr(build, "make", fail)
+    monkeypatch.setattr(sys, "argv", ["build"])
+    with pytest.raises(SystemExit, match=r"no wheel for Python 3\.11: pip wheel failed:\nreasons"):
+        build.main()
+
+
+def test_versions_of_what_builds_wheels(build: ModuleType) -> None:
+    """All packages have a version in a requirements file, without the comment behind it."""
+    found = build.pinned(*build.TOOLS, "torch", "numpy")
+    assert len(found) == len(build.TOOLS) + 3  # NumPy has a line for older Pythons
+    assert not [line for line in found if "#" in line or "==" not in line]
+    with pytest.raises(ValueError, match="no requirements file has a version of no_such, none_such"):
+        build.pinned("torch", "none_such", "no_such")
+
+
+@pytest.mark.skipif(rk.build_info()["host_library"] is None, reason="_host is not built")
+def test_trial_of_a_wheel(build: ModuleType) -> None:
+    """The script that tries a wheel runs with the package at hand, and finds a wrong sum."""
+    done = run_script(build.TRIAL)
+    assert done.returncode == 0, done.stderr
+    assert '"host_library": "' in done.stdout
+    wrong = build.TRIAL.replace("out = rk.embedding_bag(", "out = 2 * rk.embedding_bag(")
+    assert "AssertionError" in run_script(wrong).stderr

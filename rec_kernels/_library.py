@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from rec_kernels import _triton_versions
+from rec_kernels import _cuda_driver, _triton_versions
 from rec_kernels._version import __version__
 
 _FOLDER = Path(__file__).resolve().parent
@@ -94,6 +94,10 @@ def _load_cuda() -> str | None:
         return "this build of rec_kernels has no CUDA library (built without nvcc, or with REC_KERNELS_CUDA=0)"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
+    if reason := _cuda_driver.too_old(_FOLDER):
+        # Loaded all the same, it would fail at its first kernel; not loaded, it leaves GPU tensors to Triton.
+        warnings.warn(reason, RuntimeWarning, stacklevel=2)
+        return reason
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -149,6 +153,7 @@ def build_info() -> dict[str, object]:
     Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
     ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,
     ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in,
+    ``cuda_version`` that built the CUDA library and ``cuda_driver_version`` that the driver supports ("13.0", or None),
     ``host_library`` path (of ``_host``, for tables in files) or None,
     ``triton`` (version, or None where it is not installed), ``triton_in_use`` (whether GPU tensors get the Triton
     kernels in the place of the CUDA library's; False, too, where Triton is too old for them).
@@ -166,6 +171,8 @@ def build_info() -> dict[str, object]:
         "cuda_library": str(cuda) if cuda.exists() else None,
         "cuda_unavailable": cuda_unavailable,
         "cuda_architectures": architectures.read_text().split() if architectures.exists() else [],
+        "cuda_version": _cuda_driver.text(_cuda_driver.built_by(_FOLDER)),
+        "cuda_driver_version": _cuda_driver.text(_cuda_driver.installed()),
         "host_library": _host_library(),
         "triton": triton,
         "triton_in_use": _triton is not None and not _triton_versions.is_too_old(triton or "unknown"),

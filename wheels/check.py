@@ -24,7 +24,9 @@ LIMITS = {"cpu": 3, "cuda": 20}
 #: Libraries that may be needed at load time: the system's, torch's, and the package's own.
 SYSTEM = r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so\.\d+|ld-linux.*"
 TORCH = r"libtorch(_cpu)?\.so"
-CPU, CUDA = "rec_kernels/librec_kernels_cpu.so", "rec_kernels/librec_kernels_cuda.so"
+CPU = "rec_kernels/librec_kernels_cpu.so"
+#: Wheels with a version such as 1.2+cu13 have these beside the rest.
+CUDA = {"rec_kernels/librec_kernels_cuda.so", "rec_kernels/cuda_version.txt"}
 
 
 def python_files() -> set[str]:
@@ -41,7 +43,7 @@ def wrong_names(wheel: str, names: Iterable[str]) -> list[str]:
     """
     _, version, python, *_ = wheel.split("-")
     files = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
-    expected = python_files() | {CPU, "rec_kernels/cuda_architectures.txt"} | ({CUDA} if "+cu" in version else set())
+    expected = python_files() | {CPU, "rec_kernels/cuda_architectures.txt"} | (CUDA if "+cu" in version else set())
     pattern = rf"rec_kernels/_host\.{python.replace('cp', 'cpython-')}-.*\.so"
     host = {name for name in files if re.fullmatch(pattern, name)}
     wrong = [f"{name} is missing" for name in sorted(expected - files)]

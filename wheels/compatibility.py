@@ -64,10 +64,10 @@ print(time.process_time() - start[0], time.perf_counter() - start[1])
 """
 
 
-def run(*command: object, folder: Path) -> subprocess.CompletedProcess:
-    """A command that must succeed, away from the checkout; its output is kept."""
+def run(*command: object, folder: Path, **more: str) -> subprocess.CompletedProcess:
+    """A command that must succeed, away from the checkout, with more variables; its output is kept."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=folder, env=environment(folder), capture_output=True, text=True)
+    done = subprocess.run(words, cwd=folder, env=environment(folder) | more, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done
@@ -77,6 +77,14 @@ def environment(folder: Path) -> dict[str, str]:
     """One thread, no Python files but those of the virtual environment, caches of torch.compile of its own."""
     cleared = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return cleared | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+
+
+def new_environment(interpreter: str, folder: Path, *packages: str, pip: Sequence[str] = ()) -> Path:
+    """Makes a virtual environment with packages from the index; returns its Python."""
+    python = folder / "venv" / "bin" / "python"
+    run(interpreter, "-m", "venv", folder / "venv", folder=folder)
+    run(python, "-m", "pip", "install", "-q", "--no-compile", *pip, *packages, folder=folder)
+    return python
 
 
 def run_tests(python: Path, folder: Path, names: Sequence[str]) -> dict[str, object]:
@@ -115,12 +123,10 @@ def import_seconds(python: Path, folder: Path) -> dict[str, float]:
 def try_version(version: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """One row of the table."""
     wheel = options.wheel.resolve()
-    python = folder / "venv" / "bin" / "python"
-    run(sys.executable, "-m", "venv", folder / "venv", folder=folder)
-    install = (python, "-m", "pip", "install", "-q", "--no-compile", *options.pip.split())
-    run(*install, f"torch=={version}", *REQUIREMENTS, folder=folder)
+    pip = options.pip.split()
+    python = new_environment(sys.executable, folder, f"torch=={version}", *REQUIREMENTS, pip=pip)
     start = time.perf_counter()
-    run(*install, "--no-deps", wheel, folder=folder)
+    run(python, "-m", "pip", "install", "-q", "--no-compile", *pip, "--no-deps", wheel, folder=folder)
     seconds = round(time.perf_counter() - start, 1)
     found = json.loads(run(python, "-c", PROBE, folder=folder).stdout.splitlines()[-1])
     return found | {

@@ -1,6 +1,7 @@
 // Marks maths that CPU and CUDA kernels share, and names the namespace it is compiled into.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__CUDACC__)

@@ -118,8 +118,8 @@ inline Tensor new_tensor(const Tensor& like, Sizes sizes, ScalarType dtype) {
   return allocated(sizes, dtype, [&] {
     auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
     AtenTensorHandle made = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
-        like.get(), sizes.data(), static_cast<int64_t>(sizes.size()), &type, nullptr, nullptr, 0, nullptr, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.get(), sizes.data(), static_cast<int64_t>(sizes.size()),
+                                                     &type, nullptr, nullptr, 0, nullptr, &made));
     return Tensor(made);
   });
 }

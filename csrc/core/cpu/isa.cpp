@@ -1,5 +1,4 @@
-// The instruction sets that are compiled in, and the one in use; the library of ops, of which other files are
-// fragments.
+// The instruction sets that are compiled in, and the one in use.
 #include "core/cpu/isa.h"
 
 #include <atomic>
@@ -44,7 +43,8 @@ std::string set_cpu_isa(std::string name) {
 
 CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
 
-STABLE_TORCH_LIBRARY(RK_LIBRARY, m) {
+// A fragment, as all files are: STABLE_TORCH_LIBRARY of torch 2.10 takes RK_LIBRARY itself for the name.
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   define(m, "_get_cpu_isa() -> str");
   define(m, "_set_cpu_isa(str name) -> str");
 }

@@ -1,0 +1,89 @@
+"""The driver's version beside that of the CUDA library, with a stand-in of NVIDIA's libcuda."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from process_cases import run_script
+
+from rec_kernels import _cuda_driver, _library
+
+COMPILER = os.environ.get("CXX", "c++").split()[0]
+SOURCE = """
+extern "C" int cuDriverGetVersion(int* version) {{
+  *version = {};
+  return {};
+}}
+"""
+
+
+def driver(folder: Path, version: int, status: int = 0) -> str:
+    """The folder of a libcuda.so.1 that supports a version of CUDA (12080 is 12.8), for LD_LIBRARY_PATH."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"{COMPILER} is not there to build a stand-in of libcuda")
+    folder.mkdir()
+    (folder / "cuda.cpp").write_text(SOURCE.format(version, status))
+    command = [COMPILER, "-shared", "-fPIC", "-nostdlib", folder / "cuda.cpp", "-o", folder / "libcuda.so.1"]
+    subprocess.run(command, check=True)
+    return str(folder)
+
+
+def test_drivers(tmp_path: Path) -> None:
+    """A driver of an older major version is refused; an older minor version, and one that gives no number, are not."""
+    (tmp_path / "cuda_version.txt").write_text("13.0\n")
+    code = f"""
+from pathlib import Path
+from rec_kernels import _cuda_driver as d
+print(d.installed(), d.too_old(Path({str(tmp_path)!r})))
+"""
+    expected = {
+        12080: "(12, 8) the CUDA library of rec_kernels is of CUDA 13.0 and needs a driver of CUDA 13 (580 or newer), "
+        "but this machine's driver is of CUDA 12.8: update the driver, or install a wheel of rec_kernels for CUDA 12 "
+        "(+cu12), or build it with the nvcc of CUDA 12",
+        13000: "(13, 0) None",
+        13020: "(13, 2) None",
+    }
+    for version, text in expected.items():
+        done = run_script(code, LD_LIBRARY_PATH=driver(tmp_path / str(version), version))
+        assert done.stdout.strip() == text, done.stderr
+    done = run_script(code, LD_LIBRARY_PATH=driver(tmp_path / "broken", 12080, status=1))
+    assert done.stdout.strip() == "None None", done.stderr
+
+
+@pytest.mark.parametrize(("library", "allowed"), [("12.9", (12, 0)), ("13.1", (13, 0)), ("14.0", (14, 0))])
+def test_oldest_driver(library: str, allowed: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's minor versions share a driver; a CUDA of tomorrow has no number of a driver yet."""
+    (tmp_path / "cuda_version.txt").write_text(library)
+    monkeypatch.setattr(_cuda_driver, "installed", lambda: allowed)
+    assert _cuda_driver.too_old(tmp_path) is None
+    monkeypatch.setattr(_cuda_driver, "installed", lambda: (allowed[0] - 1, 9))
+    assert f"is of CUDA {library} and needs a driver of CUDA {allowed[0]}" in _cuda_driver.too_old(tmp_path)
+
+
+def test_library_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``import rec_kernels`` warns of the driver, leaves the library alone and gives the reason to ``build_info``."""
+    for name in ("librec_kernels_cuda.so", "cuda_version.txt"):
+        (tmp_path / name).write_text("13.0")
+    monkeypatch.setattr(_library, "_FOLDER", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(_cuda_driver, "installed", lambda: (12, 4))
+    with pytest.warns(RuntimeWarning, match=r"driver is of CUDA 12\.4: update"):
+        reason = _library._load_cuda()
+    assert "install a wheel of rec_kernels for CUDA 12" in reason
+    monkeypatch.setattr(_cuda_driver, "installed", lambda: None)
+    assert "cannot be loaded into torch" in _library._load_cuda()
+
+
+def test_build_info_names_both_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both are None without a library or a driver."""
+    monkeypatch.setattr(_cuda_driver, "installed", lambda: (12, 4))
+    assert _library.build_info()["cuda_driver_version"] == "12.4"
+    monkeypatch.setattr(_cuda_driver, "built_by", lambda package: None)
+    monkeypatch.setattr(_cuda_driver, "installed", lambda: None)
+    info = _library.build_info()
+    assert (info["cuda_version"], info["cuda_driver_version"]) == (None, None)
