@@ -181,22 +181,6 @@ def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -
         train(config(tmp_path, model="dcnv2", run="dcnv2"), data, resume=tmp_path / "dcnv2")
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_a_run_from_before_there_were_models(data: Synthetic, tmp_path: Path) -> None:
-    """A run without the option is DLRM's."""
-    test = train(config(tmp_path), data, progress=False)
-    run = tmp_path / "run"
-    settings = json.loads((run / CONFIG).read_text())
-    del settings["config"]["model"]
-    (run / CONFIG).write_text(json.dumps(settings))
-    state = checkpoint.load(run)
-    del state["network"]
-    checkpoint.save(run, state)
-    assert evaluate(run, data)["auc"] == test["auc"]
-    report.write(run)
-    assert "<p>DLRM</p>" in (run / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [

@@ -233,7 +233,7 @@ class Run:
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard, kept=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-        self.machines: list[dict | None] = []  # machines that it has computed on; None: unknown
+        self.machines: list[dict] = []  # that it has computed on
         self.window, self.dedup = Window(ranks=data.ranks), Tally()
         self.progress = True
         if state is not None:
@@ -325,10 +325,9 @@ class Run:
         with checkpoint.fitting(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
-            for name, value in ({"machines": [None]} | state).items():
-                if name in POSITION:
-                    setattr(self, name, value)
-            self.window, self.dedup = Window(state["window"], self.data.ranks), Tally(**state.get("dedup") or {})
+            for name in POSITION:
+                setattr(self, name, state[name])
+            self.window, self.dedup = Window(state["window"], self.data.ranks), Tally(**state["dedup"])
             self.records.rewind(state["records"])
 
     def _rows_done(self) -> int:

@@ -1,7 +1,8 @@
 // Reads the tensors of an embedding_bag call for its CUDA kernels. Nothing is read back from the GPU.
 #include <vector>
 
-#include "jagged/cuda/jagged.cuh"
+#include "core/cuda/to_gpu.cuh"
+#include "embedding_bag/cuda/input.cuh"
 #include "rows/formats/format_list.h"
 
 namespace rec_kernels {
