@@ -35,7 +35,6 @@ from rec_kernels.dlrm import (
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.dedup import Tally, dedup_batch
-from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import Run, TrainingError, predict
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from html import escape
 from pathlib import Path
@@ -24,7 +23,7 @@ from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
 from rec_kernels.dlrm.config import MODELS, options_of
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.model import flops_per_example
-from rec_kernels.dlrm.runs import CONFIG, Records
+from rec_kernels.dlrm.runs import Records
 from rec_kernels.dlrm.synthetic import NUM_DENSE, Synthetic
 from rec_kernels.dlrm.train import Run, RunInterruptedError, TrainingError, build_model
 

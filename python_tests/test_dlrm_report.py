@@ -80,7 +80,8 @@ def write(tmp_path):
     def written(records: list[dict], *, name: str = "run", **options) -> Page:
         directory = tmp_path / name
         directory.mkdir()
-        settings = {"config": {"lr": 0.05, "weeks": None, "bottom": [64], "model": "dlrm"} | options, "versions": {"torch": "9.9"}}
+        config = {"lr": 0.05, "weeks": None, "bottom": [64], "model": "dlrm"} | options
+        settings = {"config": config, "versions": {"torch": "9.9"}}
         (directory / "config.json").write_text(json.dumps(settings))
         (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         report.write(directory)
@@ -107,7 +108,7 @@ def pictures(page: Page) -> list[str]:
 
 def test_page_of_a_finished_run(write):
     page = write([*CURVE[:2], eval_record(20), CURVE[2], test_record()], lr=0.1)
-    for text in ("0.8765", "0.4321", "1,234", "4,321 parameters; 98,765 FLOPs", "Tested after 30 steps on 3,000 rows", "9.9"):
+    for text in ("0.8765", "0.4321", "1,234", "4,321 parameters; 98,765 FLOPs", "after 30 steps on 3,000 rows", "9.9"):
         assert text in page.text()
     assert [alt.split(" over")[0] for alt in pictures(page)] == ["log loss [nats]", "AUC"]
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements

@@ -88,11 +88,11 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
     return directory
 
 
-def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: dict | None = None) -> None:
-    """Write ``config.json``: the options of the run, the versions it began with, the GPU it began on, if any, and what
-    its option ``dedup`` came to."""
+def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = None) -> None:
+    """Write ``config.json``: the options of the run, what its option ``dedup`` came to, the versions it began with, and
+    the GPU it began on, if any."""
     versions = devices.versions() | ({} if gpu is None else {"gpu": gpu})
-    settings = {"config": config, "versions": versions} | ({} if dedup is None else {"dedup": dedup})
+    settings = {"config": config, "versions": versions, "dedup": dedup}
     files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 

@@ -102,7 +102,7 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
     directory = resume or ranks.once(lambda: runs.create_run(config.runs_dir, config.run, name))
     try:
         if resume is None and ranks.rank == 0:
-            runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), reader.dedup._asdict())
+            runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
         kind = Run if alone else _sharded_run()
         return kind(config, reader, directory, resume=resume is not None)
     except BaseException:
