@@ -97,7 +97,7 @@ def test_many_samples() -> None:
 
 def test_again() -> None:
     """A second call has equal bits; nothing is written to the arguments."""
-    call = on_device(make_call((27, 64, 16), 70, True))
+    call = on_device(make_call((27, 64, 16), 20, True))
     before = [t.clone() for t in call]
     assert all(map(same_bits, call.each(module), call.each(module)))
     assert all(map(same_bits, call, before))

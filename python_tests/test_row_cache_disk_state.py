@@ -298,7 +298,7 @@ def train_large(backing: str, folder: Path, rows: int, budget: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_of_the_process(tmp_path) -> None:
     """Tables of four times the budget, of which every page is touched: the process grows by the budget, not by them."""
-    rows, mib = 700_000, 2**20
+    rows, mib = 400_000, 2**20
     budget = rows * 72 // 4
     processes = {backing: start("grow", backing, tmp_path, rows, budget) for backing in ("device", "disk")}
     grown = {}
