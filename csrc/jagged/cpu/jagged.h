@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/cpu/parallel.h"
 #include "embedding_bag/cpu/first_bad.h"
 #include "jagged/jagged.h"
 
