@@ -44,25 +44,29 @@ MEMORY = 12 << 30
 REFERENCE_EVERY = 20
 
 
-def sanitized_package() -> Path:
-    """Builds the CPU library with the sanitizers, beside a copy of the package's Python files; what to import from."""
-    package = SANITIZED / "rec_kernels"
+def sanitized_package(kernels: str = "ON") -> Path:
+    """Builds the CPU library with the sanitizers, beside a copy of the package's Python files; what to import from.
+
+    ``kernels`` is the option REC_KERNELS_SANITIZE of CMakeLists.txt: "ON" or "baseline".
+    """
+    folder = SANITIZED if kernels == "ON" else SANITIZED.with_name(f"sanitized-{kernels}")
+    package = folder / "rec_kernels"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "rec_kernels", package, dirs_exist_ok=True, ignore=ignored)
-    options = {"REC_KERNELS_SANITIZE": "ON", "REC_KERNELS_OUTPUT": package, "REC_KERNELS_TORCH": torch.__path__[0]}
+    options = {"REC_KERNELS_SANITIZE": kernels, "REC_KERNELS_OUTPUT": package, "REC_KERNELS_TORCH": torch.__path__[0]}
     definitions = [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", SANITIZED, *definitions], check=True)
-    subprocess.run(["cmake", "--build", SANITIZED, "--target", "rec_kernels_cpu"], check=True)
-    return SANITIZED
+    subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *definitions], check=True)
+    subprocess.run(["cmake", "--build", folder, "--target", "rec_kernels_cpu"], check=True)
+    return folder
 
 
-def environment(asan: bool) -> dict[str, str]:
-    """Environment of the processes that call ops."""
-    if not asan:
+def environment(package: Path | None) -> dict[str, str]:
+    """Environment of the processes that call ops: of ``sanitized_package()``, or of this one."""
+    if package is None:
         return dict(os.environ)
     sanitized = sanitized_environment()
     sanitized["ASAN_OPTIONS"] += f":allocator_may_return_null=1:max_allocation_size_mb={MEMORY >> 22}"
-    return sanitized | {"PYTHONPATH": str(sanitized_package())}
+    return sanitized | {"PYTHONPATH": str(package)}
 
 
 def work(first: int, count: int | None, seed: int, op: str | None) -> None:
@@ -113,7 +117,7 @@ class Campaign:
         self.options = options
         self.outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.findings: list[str] = []
-        self._environment = environment(options.asan)
+        self._environment = environment(sanitized_package() if options.asan else None)
 
     def run(self) -> None:
         """The whole of it."""

@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/embedding_bag/cpu/shared_rows.cpp",
-        "out.back().count = end - out.back().begin;",
-        "out.back().count += f.embedding_dim;",
+        "if (!out.empty() && out.back().group == group && ",
+        "if (!out.empty() && ",
         "embedding_bag_shared inverse_jagged",
     ),
     # Headers that the CPU and CUDA share.
@@ -110,8 +110,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/rows/formats/affine_integers.h",
-        "g.inverse = kStochastic && no_steps ? 0.0f : 1.0f / g.scale;",
-        "g.inverse = 1.0f / g.scale;",
+        "kStochastic ? half_below(low) : Fp16::encode<false>(low, 0u);",
+        "Fp16::encode<false>(low, 0u);",
         "row_formats",
     ),
     Mutant(

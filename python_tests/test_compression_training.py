@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tiers import full
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
@@ -86,7 +87,7 @@ def test_freeze(compression) -> None:
     )
 
 
-@pytest.mark.parametrize("compose", ["per_id", "pooled"])
+@pytest.mark.parametrize("compose", ["per_id", *full("pooled")])
 def test_compiled_with_torch_gradients(compose: str) -> None:
     """One graph forward and backward for any batch size; the parts' gradients have the bits of the eager ones."""
     eager = collection(rk.QuotientRemainder(4, compose=compose))

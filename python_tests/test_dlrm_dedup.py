@@ -35,7 +35,6 @@ from rec_kernels.dlrm import (
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.dedup import Tally, dedup_batch
-from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import Run, TrainingError, predict
 
@@ -245,9 +244,6 @@ def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pyte
     (run / "config.json").write_text(json.dumps(settings | {"dedup": True}))
     with pytest.raises(DataError, match=r"config\.json has dedup True, allowed are 'on' and 'factor'"):
         evaluate(run)
-    # One that was written before the decision was: it is made anew.
-    (run / "config.json").write_text(json.dumps({name: settings[name] for name in ("config", "versions")}))
-    assert Reader(config(tmp_path), run=run).dedup.on is False
 
 
 def test_another_choice_is_another_run(tmp_path: Path) -> None:

@@ -220,19 +220,6 @@ def test_a_saved_table_that_lost_its_format_is_refused(data: Synthetic, tmp_path
             evaluate(tmp_path / "run", data)
 
 
-def test_runs_from_before_there_were_formats(data: Synthetic, tmp_path: Path) -> None:
-    test = train(config(tmp_path), data, progress=False)
-    run = tmp_path / "run"
-    settings = json.loads((run / "config.json").read_text())
-    del settings["config"]["format"], settings["config"]["rounding"]
-    (run / "config.json").write_text(json.dumps(settings))
-    state = checkpoint.load(run)
-    del state["row_format"]
-    checkpoint.save(run, state)
-    assert evaluate(run, data)["auc"] == test["auc"]
-    assert main(["train", "--resume", str(run)]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from html import escape
 from pathlib import Path
@@ -24,7 +23,7 @@ from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
 from rec_kernels.dlrm.config import MODELS, options_of
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.model import flops_per_example
-from rec_kernels.dlrm.runs import CONFIG, Records
+from rec_kernels.dlrm.runs import Records
 from rec_kernels.dlrm.synthetic import NUM_DENSE, Synthetic
 from rec_kernels.dlrm.train import Run, RunInterruptedError, TrainingError, build_model
 
@@ -179,22 +178,6 @@ def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -
         evaluate(tmp_path / "dcnv2", data)
     with pytest.raises(DataError, match=message):
         train(config(tmp_path, model="dcnv2", run="dcnv2"), data, resume=tmp_path / "dcnv2")
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_run_from_before_there_were_models(data: Synthetic, tmp_path: Path) -> None:
-    """A run without the option is DLRM's."""
-    test = train(config(tmp_path), data, progress=False)
-    run = tmp_path / "run"
-    settings = json.loads((run / CONFIG).read_text())
-    del settings["config"]["model"]
-    (run / CONFIG).write_text(json.dumps(settings))
-    state = checkpoint.load(run)
-    del state["network"]
-    checkpoint.save(run, state)
-    assert evaluate(run, data)["auc"] == test["auc"]
-    report.write(run)
-    assert "<p>DLRM</p>" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

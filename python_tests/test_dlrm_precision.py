@@ -9,6 +9,7 @@ import pytest
 import torch
 from command_lines import main
 from dlrm_stops import StopAfter
+from tiers import full
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
@@ -106,7 +107,8 @@ def fused_losses(model: DLRM, steps: list[Batch]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("precision", "activations"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "mx9"), ("bf16", "mx6")]
+    ("precision", "activations"),
+    [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "mx9"), ("bf16", "mx6"), *full(("fp32", "mx6"), ("bf16", "mx9"))],
 )
 def test_losses_are_those_of_plain_torch(precision: str, activations: str) -> None:
     """Step by step while the loss falls: what the roundings change, they change in both."""

@@ -39,6 +39,7 @@ def test_record(**changes) -> dict:
     record = {"kind": "test", "auc": 0.8765, "log_loss": 0.4321, "normalized_entropy": 0.7, "calibration": 1.01}
     record |= {"accuracy": 0.77, "base_rate": 0.5, "examples": 1234, "step": 30, "stopped_early": False}
     record |= {"train_examples": 3000, "train_seconds": 2.5, "examples_per_second": 1200.0, "dense_parameters": 4321}
+    record |= {"flops_per_example": 98765, "device": "cpu", "machines": [], "tiers": {}}
     return record | {"peak_memory_bytes": 2**30, "tables": [table("small", 10), table("large", 990)]} | changes
 
 
@@ -79,7 +80,8 @@ def write(tmp_path):
     def written(records: list[dict], *, name: str = "run", **options) -> Page:
         directory = tmp_path / name
         directory.mkdir()
-        settings = {"config": {"lr": 0.05, "weeks": None, "bottom": [64]} | options, "versions": {"torch": "9.9"}}
+        config = {"lr": 0.05, "weeks": None, "bottom": [64], "model": "dlrm"} | options
+        settings = {"config": config, "versions": {"torch": "9.9"}}
         (directory / "config.json").write_text(json.dumps(settings))
         (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         report.write(directory)
@@ -107,7 +109,7 @@ def pictures(page: Page) -> list[str]:
 def test_page_of_a_finished_run(write):
     page = write([*CURVE[:2], eval_record(20), CURVE[2], test_record()], lr=0.1)
     assert report.STILL_LEARNING in page.text()
-    for text in ("0.8765", "0.4321", "1,234", "4,321 parameters", "Tested after 30 steps on 3,000 rows", "9.9"):
+    for text in ("0.8765", "0.4321", "1,234", "4,321 parameters; 98,765 FLOPs", "after 30 steps on 3,000 rows", "9.9"):
         assert text in page.text()
     assert [alt.split(" over")[0] for alt in pictures(page)] == ["log loss [nats]", "AUC"]
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
@@ -204,7 +206,7 @@ def test_options_that_are_not_at_their_default_come_first(write):
     start = page.texts.index("default") + 1
     assert page.texts[start : start + 6] == ["weeks", "4", "-", "bottom", "32,16", "64"]
     assert page.texts[start + 6 : start + 9] == ["lr", "0.05", "0.05"]
-    assert any(text.startswith("2 of 4 options are not at their default") for text in page.texts)
+    assert any(text.startswith("2 of 5 options are not at their default") for text in page.texts)
     assert sum(attributes.get("class") == "strong" for _, attributes in page.elements) == 3  # and the total of the time
 
 

@@ -109,7 +109,7 @@ def test_a_data_set_that_gives_windows(data: Changed, tmp_path: Path) -> None:
 
 
 def test_tallies_of_windows(data: Changed) -> None:
-    """One batch with windows is enough; a checkpoint remembers, and one from before there were any has none."""
+    """One batch with windows is enough; a checkpoint remembers."""
     total, batch = Tally(), next(data.batches("train", SIZE))
     for windows in (False, True, False):
         total.add(dedup_batch(batch, windows)[1])

@@ -20,6 +20,7 @@ from dot_interaction_cases import (
     make_call,
     most_terms,
 )
+from tiers import full
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
@@ -142,7 +143,7 @@ def test_gradients_of_what_is_wanted() -> None:
             first.sum().backward(retain_graph=True)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiles_once(backend: str) -> None:
     """One graph, trained; another batch size is compiled for once, and none after it."""
     torch._dynamo.reset()

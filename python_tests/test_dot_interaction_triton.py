@@ -25,6 +25,7 @@ from dot_interaction_cases import (
     make_call,
     most_terms,
 )
+from tiers import cross
 from torch import Tensor
 
 from rec_kernels._triton_versions import UnsupportedTritonError
@@ -66,9 +67,8 @@ def check(call: Call, precision: str = "ieee") -> None:
     assert same_bits(found[0][:, :columns], call.dense)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), cross(FLOATS, SIZES, (4, 16)), ids=str)
 @pytest.mark.parametrize("self_interaction", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_matches_float64(size: tuple[int, int], self_interaction: bool, dtype: torch.dtype) -> None:
     """Whole tiles and partial ones."""
     check(make_call(size, 3, self_interaction, dtype))

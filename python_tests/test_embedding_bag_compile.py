@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import full
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -44,7 +45,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"), [*(("aot_eager", name) for name in CALLS), ("inductor", "weighted"), ("inductor", "jagged")]
+    ("backend", "name"),
+    [*(("aot_eager", name) for name in CALLS), ("inductor", "weighted"), *full(("inductor", "jagged"))],
 )
 def test_equal_to_eager(backend: str, name: str) -> None:
     """Output and all gradients, bit for bit; the gradient arrives as a constant, so that nothing else is rounded."""

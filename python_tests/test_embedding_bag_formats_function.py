@@ -9,6 +9,7 @@ import torch
 from embedding_bag_cases import LR, make_case
 from embedding_bag_format_cases import every_format_once
 from layout_calls import OPS, as_call
+from tiers import full
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -156,7 +157,7 @@ def test_bad_ids() -> None:
         rk.embedding_bag(IDS, rows, OFFSETS, padding_idx=30, format="mx6", embedding_dim=DIM)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 @pytest.mark.parametrize("name", ["int8", "bf16", "half"])
 def test_compiled(name: str, backend: str) -> None:
     """One graph for all batches of a size, two for any; the bits of the eager call."""

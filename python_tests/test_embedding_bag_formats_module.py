@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same, batch, is_tied, make, numbers, train
+from tiers import full
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -233,7 +234,7 @@ def test_bad_ids_change_nothing() -> None:
     assert_same(collection, before)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled_training(backend: str) -> None:
     """One graph, one compilation, the bits of the eager collection: each step draws noise of its own."""
     eager = make(rk.RowwiseAdagrad(lr=0.02))

@@ -13,10 +13,13 @@ from backends import Backend, device_backends
 from embedding_bag_fuzz import BadCall, bad_call, check
 from embedding_bag_samples import Sample
 from layout_calls import OPS
+from tiers import full
 
 from rec_kernels.testing import use_threads
 
 CPU = Backend("cpu", OPS)
+#: Every second call is left to the full tier.
+HALVES = [0, *full(1)]
 
 
 @functools.cache
@@ -38,16 +41,18 @@ def test_every_kind_of_fault_is_there() -> None:
     assert all(kinds[name] >= 15 for name in [*wanted, "right, ignore", "right, error", "right, none"]), kinds
 
 
-def test_cpu() -> None:
+@pytest.mark.parametrize("half", HALVES)
+def test_cpu(half: int) -> None:
     """An exception with position, number and range, from every op; or, where ids may be ignored, the right results."""
-    for call in calls():
+    for call in calls()[half::2]:
         check(call, CPU)
 
 
-def test_devices() -> None:
+@pytest.mark.parametrize("half", HALVES)
+def test_devices(half: int) -> None:
     """The CUDA kernels note it, and change nothing."""
     for place, backend in enumerate(device_backends()):
-        for call in calls()[place % 3 :: 3]:
+        for call in calls()[half::2][place % 3 :: 3]:
             check(call, backend)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jagged_cases import INTEGERS, NOTHING_BAD
 from test_expand import BAD_GRADIENTS, BAD_ROWS, DTYPES, numbers
-from tiers import full
+from tiers import cross, full
 from torch import Tensor
 
 from rec_kernels._triton_versions import UnsupportedTritonError
@@ -32,6 +32,7 @@ pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+SIZES = [(5, 0, 3), (5, 9, 0), (1, 1, 1), (4, 70, 8), (9, 40, 130), (3, 5, 4099)]  # rows, samples, columns
 
 
 def expand(x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,8 +59,7 @@ def check_expand(x: Tensor, inverse: Tensor) -> None:
     PASSED["triton"] += 2
 
 
-@pytest.mark.parametrize("size", [(5, 0, 3), (5, 9, 0), (1, 1, 1), (4, 70, 8), (9, 40, 130), (3, 5, 4099)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), cross(DTYPES, SIZES, (9, 40, 130)), ids=str)
 def test_matches_reference(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, count, columns = size
     check_expand(numbers(rows, columns, dtype), torch.randint(rows, (count,)))

@@ -31,15 +31,8 @@ LAYERS = (
 CSRC = ROOT / "csrc"
 # The folders of csrc that ops are made of: each may include what comes before it.
 ROOMS = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
-# Includes that go up, (folder, header): lookups read what a cache holds and what jagged rows and samples share.
-UPWARD = {
-    ("core/cuda", "emulator/launch.h"),
-    ("embedding_bag/cpu", "dense/cpu/expand.h"),
-    ("embedding_bag/cpu", "jagged/cpu/jagged.h"),
-    ("embedding_bag/cpu", "row_cache/cpu/input.h"),
-    ("embedding_bag/cuda", "jagged/cuda/jagged.cuh"),
-    ("embedding_bag/cuda", "row_cache/cuda/row_cache.cuh"),
-}
+# The one include that goes up, (folder, header): launches of the test-only build are the emulator's.
+UPWARD = {("core/cuda", "emulator/launch.h")}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
 

@@ -235,7 +235,7 @@ def test_fake_tensors() -> None:
 
 def test_many_functions() -> None:
     """Memory and time of a step go with the functions, not with their square."""
-    module = rk.PathEmbeddingBag(100_000, 8, 1000, hidden=16)
+    module = rk.PathEmbeddingBag(100_000, 8, 300, hidden=16)
     ids = torch.randint(0, 100_000, (2000,), generator=torch.Generator().manual_seed(0))
     with torch.profiler.profile(profile_memory=True) as profile:
         module(rk.JaggedTensor(ids, offsets=torch.arange(2001))).sum().backward()

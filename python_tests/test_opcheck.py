@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from row_cache_samples import cached_calls
+from tiers import cross
 
 import rec_kernels as rk
 from rec_kernels.ops.autograd import overload_of
@@ -371,13 +372,15 @@ def _collection(optimizer, formats=("fp32", "fp32"), cache: rk.RowCache | None =
     return rk.EmbeddingBagCollection(tables, optimizer=optimizer, cache=cache)
 
 
+OPTIMIZERS = [None, rk.SGD(lr=0.1), rk.RowwiseAdagrad(lr=0.1), rk.Adam(lr=0.1)]
+
+
 def _loss(collection, values, offsets, factors) -> torch.Tensor:
     batch = rk.KeyedJaggedTensor(["f", "g", "h"], values, offsets=offsets, weights=factors)
     return collection(batch).values().square().sum()
 
 
-@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1), rk.RowwiseAdagrad(lr=0.1), rk.Adam(lr=0.1)], ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "optimizer"), cross(["aot_eager", "inductor"], OPTIMIZERS, OPTIMIZERS[2]), ids=str)
 def test_compiled_training(optimizer, backend: str) -> None:
     """Compiled equals eager, bit for bit, over steps with new ids and a schedule; compiled once."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -407,8 +410,7 @@ def test_compiled_training(optimizer, backend: str) -> None:
             torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "policy"), cross(["aot_eager", "inductor"], ["lru", "lfu"], "lfu"))
 def test_compiled_training_with_a_row_cache(backend: str, policy: str) -> None:
     """One graph takes rows in, reads them and updates them: the bits of eager training, compiled once."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -31,6 +31,7 @@ from row_cache_disk_cases import (
     tables_of,
     train,
 )
+from tiers import full
 from torch import nn
 
 import rec_kernels as rk
@@ -244,10 +245,11 @@ def train_with_checkpoints(folder: Path, last: int) -> None:
     c.close()
 
 
-def test_killed(tmp_path) -> None:
-    """A run that is killed again and again goes on from its checkpoint, to the bits of a training without a stop."""
+@pytest.mark.parametrize("times", [1, *full(3)])
+def test_killed(times: int, tmp_path) -> None:
+    """A run that is killed goes on from its checkpoint, to the bits of a training without a stop."""
     memory, wait, last = make(LRU, OPTIMIZERS[2]), random.Random(1), 4_000
-    for _ in range(3):
+    for _ in range(times):
         before = time_of(tmp_path / "state.pt")
         process = start("train", tmp_path, last)
         while time_of(tmp_path / "state.pt") == before and process.poll() is None:
@@ -298,7 +300,7 @@ def train_large(backing: str, folder: Path, rows: int, budget: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_of_the_process(tmp_path) -> None:
     """Tables of four times the budget, of which every page is touched: the process grows by the budget, not by them."""
-    rows, mib = 700_000, 2**20
+    rows, mib = 400_000, 2**20
     budget = rows * 72 // 4
     processes = {backing: start("grow", backing, tmp_path, rows, budget) for backing in ("device", "disk")}
     grown = {}

@@ -10,6 +10,7 @@ import torch
 from backends import every_backend
 from hypothesis import given, settings
 from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of, sequences
+from tiers import full
 
 from rec_kernels.reference.embedding_bag import Bags, Parts
 from rec_kernels.reference.row_cache import POLICIES, Row, RowCache
@@ -73,11 +74,10 @@ def check(sample: CacheSample, actions: list[Action]) -> None:
         expected_of(case, [action], model)
 
 
-@settings(max_examples=250)
-@given(sequences())
-def test_against_the_reference(given: tuple[CacheSample, list[Action]]) -> None:
+@pytest.mark.parametrize("examples", [80, *full(250)])
+def test_against_the_reference(examples: int) -> None:
     """Any tables, caches, features and batches."""
-    check(*given)
+    settings(max_examples=examples)(given(sequences())(lambda sequence: check(*sequence)))()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -28,6 +28,8 @@ def command(tmp_path, monkeypatch):
     TinyData.opened = 0
     # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
     monkeypatch.setattr(report, "draw", lambda directory, records, title: [])
+    # Collecting the garbage of all tests of the process after each run takes longer still.
+    monkeypatch.setattr(compare.gc, "collect", lambda: 0)
 
     def run(*configurations, seeds="2", more=()):
         flags = ["--data", "dlrm_tiny:tiny", "--batch-size", "100", "--runs-dir", str(tmp_path), "--bottom", "4"]
@@ -99,7 +101,7 @@ def test_an_interrupted_run_goes_on(command, tmp_path, trained, capsys):
     config = TrainConfig.read(directory)
     for path in directory.iterdir():
         path.unlink()
-    runs.write_config(directory, dataclasses.asdict(config))
+    runs.write_config(directory, dataclasses.asdict(config), {"on": False, "factor": None})
     stop = threading.Event()
     stop.set()
     with pytest.raises(RunInterruptedError, match="interrupted after step 1 of 4"):

@@ -51,7 +51,7 @@ LIST = (
 def quick_train(config: TrainConfig, data, **options) -> None:
     """Writes the files of a run without training."""
     directory = runs.create_run(config.runs_dir, config.run, "x")
-    runs.write_config(directory, dataclasses.asdict(config))
+    runs.write_config(directory, dataclasses.asdict(config), {"on": False, "factor": None})
     record = {"kind": "failed", "step": 1, "cause": "NotFiniteError", "error": "loss is nan"}
     if config.dense_lr < 1:
         table = {"name": "id", "format": "fp32", "num_embeddings": 20, "embedding_dim": 16}
@@ -60,7 +60,8 @@ def quick_train(config: TrainConfig, data, **options) -> None:
         record = {"kind": "test", "auc": score, "log_loss": 0.6, "examples": 200, "base_rate": 0.5}
         record |= {"normalized_entropy": 0.9, "calibration": 1.0, "accuracy": 0.7, "step": 2, "stopped_early": False}
         record |= {"train_examples": 400, "train_seconds": 0.4, "peak_memory_bytes": 1 << 30}
-        record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table]}
+        record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table], "tiers": {}}
+        record |= {"flops_per_example": 20, "device": "cpu", "machines": []}
     runs.Records(directory).append(record)
     if record["kind"] == "failed":
         raise NotFiniteError(record["error"])

@@ -10,6 +10,7 @@ import op_coverage
 import pytest
 import torch
 from mutants import MUTANTS
+from tiers import cross
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).parent
@@ -20,7 +21,7 @@ EVERY_OP = {
     "test_triton": ("test_kernels_in_the_interpreter",),
 }
 #: Whole files that only the full tier has.
-FULL_FILES = {"test_cpp_examples"}
+FULL_FILES = {"test_cpp_examples", "test_sanitized_cpu"}
 
 
 def marked_full(node: ast.stmt) -> bool:
@@ -48,6 +49,16 @@ def test_mutants_can_be_planted() -> None:
     for mutant in MUTANTS:
         assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant
         assert all((HERE / f"test_{name.partition('/')[0]}.py").exists() for name in mutant.tests.split()), mutant
+
+
+def test_pairs_that_are_left_to_the_full_tier() -> None:
+    """The default tier has each kind and each case; both tiers together have every pair once."""
+    pairs = cross(["a", "b"], [1, 2, 3], 2)
+    assert pairs[:4] == [("a", 1), ("a", 2), ("a", 3), ("b", 2)]
+    assert [(pair.values, [mark.name for mark in pair.marks]) for pair in pairs[4:]] == [
+        (("b", 1), ["full"]),
+        (("b", 3), ["full"]),
+    ]
 
 
 def test_calls_of_ops_have_a_backend() -> None:

@@ -25,7 +25,7 @@ from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.runs import CONFIG, MACHINE, PARTS
-from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, number, shown, whole
+from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, mismatch, number, shown, whole
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
@@ -51,8 +51,8 @@ def _is_float32(value: Any) -> bool:
 _FLOATS = Check("a tensor, float32 [N]", lambda v: _is_float32(v) and v.ndim == 1)
 _PAIR = Check("two whole numbers", lambda v: isinstance(v, list) and [type(n) for n in v] == [int, int])
 _SHARDS = Check("shards-STEP-NUMBER", lambda v: re.fullmatch(r"shards-\d+-\d+", str(v)) is not None)
-_DEDUP = Maybe({"seconds": number(0), "ids": Each(_PAIR), "windows?": FLAG})
-_WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9)), "dedup?": _DEDUP}
+_DEDUP = {"seconds": number(0), "ids": Each(_PAIR), "windows": FLAG}
+_WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9)), "dedup": _DEDUP}
 
 
 def check_position(state: dict[str, Any], steps: int) -> None:
@@ -63,9 +63,9 @@ def check_position(state: dict[str, Any], steps: int) -> None:
         "best": number(0, math.inf),
         "worse": whole(),
         "stopped_early": FLAG,
-        "machines?": Each(MACHINE),
+        "machines": Each(MACHINE),
         "records": whole(),
-        "dedup?": _DEDUP,
+        "dedup": _DEDUP,
         "window": _WINDOW,
     }
     wrong = mismatch(state, shape, "")
@@ -218,19 +218,16 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
     """
     state = load(directory)
     path, found, expected = directory / NAME, state.get("data"), identity(data)
-    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
-        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
     if not _same(found, expected):
         raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
-    if wrong := mismatch(state, {"network?": TEXT, "row_format?": TEXT, "model": {}, "shards?": _SHARDS}, ""):
+    if wrong := mismatch(state, {"network": TEXT, "row_format": TEXT, "model": {}, "shards?": _SHARDS}, ""):
         raise DataError(f"{path} does not fit the run: {wrong}")
-    kind = state.get("network", "dlrm")  # as below
+    kind, format = state["network"], state["row_format"]
     if kind != config.model:
         raise DataError(
             f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
             f"run with --model {config.model}"
         )
-    format = state.get("row_format", "fp32")  # there were no others before this was written
     if format != config.format:
         raise DataError(
             f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "

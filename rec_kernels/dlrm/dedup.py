@@ -115,9 +115,9 @@ def recorded(mode: str, run: Path | None = None) -> Decision | None:
     """
     if mode != "auto":
         return Decision(mode != "off")
-    found = None if run is None else files.read_json(run / CONFIG).get("dedup")
-    if found is None:  # also of a run before there was this
+    if run is None:
         return None
+    found = files.read_json(run / CONFIG).get("dedup")
     try:
         return Decision(bool(found["on"]), found["factor"])
     except (KeyError, TypeError) as error:

@@ -50,16 +50,16 @@ def facts(test: dict) -> dict[str, str]:
         "training": f"{test['train_examples']:,} rows in {seconds:.1f} s, {rate:,.0f} examples/s",
         "tables": memory(test["tables"]),
     }
-    if any(test.get("tiers", {}).get(name) for name in ("cache_bytes", "host_bytes", "file_bytes")):
+    if any(test["tiers"].get(name) for name in ("cache_bytes", "host_bytes", "file_bytes")):
         said["tiers"] = tiers(test["tiers"])
     if "dedup" in test:
         said["shared bags"] = dedup(test)
-    flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
-    said["dense part"] = f"{test['dense_parameters']:,} parameters{flops}"
+    flops = f"{test['flops_per_example']:,} FLOPs of a row's forward"
+    said["dense part"] = f"{test['dense_parameters']:,} parameters; {flops}"
     if ranks := test.get("ranks"):
         tables, peaks = (", ".join(size(rank[key]) for rank in ranks) for key in ("table_bytes", "peak_memory_bytes"))
         said["processes"] = f"{len(ranks)}: tables of {tables}; peak memory {peaks}"
-    return said | {"device": test.get("device", "cpu"), "peak memory": f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"}
+    return said | {"device": test["device"], "peak memory": f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"}
 
 
 def tiers(report: dict[str, int]) -> str:
@@ -81,7 +81,7 @@ def dedup(test: dict) -> str:
     if not test["dedup"]:
         return "one for every row"
     factors = ", ".join(f"{name} {factor:.1f}x" for name, factor in test.get("dedup_factors", {}).items())
-    once = "once, as windows" if test.get("windows") else "once"
+    once = "once, as windows" if test["windows"] else "once"
     return f"{once}: {factors} fewer ids; {test.get('dedup_seconds', 0.0):.1f} s on the reader's thread"
 
 
@@ -158,7 +158,7 @@ def write(directory: Path) -> None:
     settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
     try:
-        pictures = draw(directory, records, TITLES[settings["config"].get("model", "dlrm")])
+        pictures = draw(directory, records, TITLES[settings["config"]["model"]])
         text = render(directory.name, settings, records, pictures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{CONFIG} or {METRICS} of {directory} is not what a run writes: {error!r}") from error
@@ -184,7 +184,7 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
         memory = page.table(header, rows, strong=1)
         caches = page.table(rows[0], rows[1:], strong=1) if (rows := cache_rows(test["tables"])) else ""
         about = page.table(("fact", "value"), facts(test).items(), kind="text")
-    title = TITLES[settings["config"].get("model", "dlrm")]
+    title = TITLES[settings["config"]["model"]]
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}{about}",
         page.section("Curves", f"{figures}<p>{STILL_LEARNING}</p>" if figures else ""),

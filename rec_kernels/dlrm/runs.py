@@ -25,7 +25,7 @@ _TABLE = {
     **dict.fromkeys(("name", "format"), TEXT),
     **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole()),
 }
-MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT), "processes?": whole(2)})
+MACHINE = {"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT), "processes?": whole(2)}
 _SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
 # Fields that are read, by kind of record, without the report's tiers and profile.
 _RECORDS = {
@@ -43,12 +43,12 @@ _RECORDS = {
         **dict.fromkeys(("normalized_entropy", "calibration"), Maybe(number())),
         **dict.fromkeys(("accuracy", "base_rate", "examples_per_second", "train_seconds"), number()),
         **dict.fromkeys(("step", "examples", "train_examples", "peak_memory_bytes", "dense_parameters"), whole()),
-        "flops_per_example?": whole(),
+        "flops_per_example": whole(),
         "stopped_early": FLAG,
-        "device?": TEXT,
+        "device": TEXT,
         "tables": Each(_TABLE),
         "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), whole())),
-        "machines?": Maybe(Each(MACHINE)),
+        "machines": Each(MACHINE),
         "dedup?": FLAG,
         "windows?": FLAG,
         "dedup_factors?": Each(number()),
@@ -88,11 +88,11 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
     return directory
 
 
-def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: dict | None = None) -> None:
-    """Write ``config.json``: the options of the run, the versions it began with, the GPU it began on, if any, and what
-    its option ``dedup`` came to."""
+def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = None) -> None:
+    """Write ``config.json``: the options of the run, what its option ``dedup`` came to, the versions it began with, and
+    the GPU it began on, if any."""
     versions = devices.versions() | ({} if gpu is None else {"gpu": gpu})
-    settings = {"config": config, "versions": versions} | ({} if dedup is None else {"dedup": dedup})
+    settings = {"config": config, "versions": versions, "dedup": dedup}
     files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 

@@ -102,7 +102,7 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
     directory = resume or ranks.once(lambda: runs.create_run(config.runs_dir, config.run, name))
     try:
         if resume is None and ranks.rank == 0:
-            runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), reader.dedup._asdict())
+            runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
         kind = Run if alone else _sharded_run()
         return kind(config, reader, directory, resume=resume is not None)
     except BaseException:
@@ -233,7 +233,7 @@ class Run:
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard, kept=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-        self.machines: list[dict | None] = []  # machines that it has computed on; None: unknown
+        self.machines: list[dict] = []  # that it has computed on
         self.window, self.dedup = Window(ranks=data.ranks), Tally()
         self.progress = True
         if state is not None:
@@ -325,10 +325,9 @@ class Run:
         with checkpoint.fitting(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
-            for name, value in ({"machines": [None]} | state).items():
-                if name in POSITION:
-                    setattr(self, name, value)
-            self.window, self.dedup = Window(state["window"], self.data.ranks), Tally(**state.get("dedup") or {})
+            for name in POSITION:
+                setattr(self, name, state[name])
+            self.window, self.dedup = Window(state["window"], self.data.ranks), Tally(**state["dedup"])
             self.records.rewind(state["records"])
 
     def _rows_done(self) -> int:

@@ -45,7 +45,7 @@ class Window:
         self.logits, self.labels = ([state["logits"][own]], [state["labels"][own]]) if self.steps else ([], [])
         self._recent: list[tuple[torch.Tensor, torch.Tensor]] = []  # where the model is
         self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
-        self.dedup = Tally(**(state or {}).get("dedup") or {})
+        self.dedup = Tally(**state["dedup"]) if state else Tally()
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -62,6 +62,9 @@ void parallel_workers(int64_t workers, const Body& body) {
   if (thrown) std::rethrow_exception(thrown);
 }
 
+// Items that are worth a thread's start, of a few nanoseconds each, and bytes to copy.
+constexpr int64_t kFewItems = 8192, kFewBytes = 1 << 17;
+
 // Number of workers for `items` if each should have at least `grain` of them.
 inline int64_t workers_for(int64_t items, int64_t grain) {
   const int64_t threads = torch::stable::get_num_threads();

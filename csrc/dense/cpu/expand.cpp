@@ -1,10 +1,10 @@
 // expand and the sum of its gradients on the CPU.
-#include "dense/cpu/expand.h"
+#include "dense/expand.h"
 
 #include <tuple>
 
 #include "core/boxing.h"
-#include "dense/expand.h"
+#include "embedding_bag/cpu/numbered_rows.h"
 #include "embedding_bag/cpu/sum_rows.h"
 #include "jagged/cpu/jagged.h"
 
@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> expand_cpu(const Tensor& x_in, const Tensor& inverse_
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const Integers rows(inverse);
-  const auto copy_rows = kernels<ExpandKernels>().copy_rows;
+  const auto copy_rows = kernels<NumberedRowsKernels>().copy_rows;
   const int64_t piece = 1 + kFewBytes / bytes;
   parallel_pieces(count, piece, workers_for(count, piece), [&](int64_t begin, int64_t end, int64_t) {
     copy_rows(from, rows.data, rows.wide, bytes, bytes, to, begin, end);

@@ -7,9 +7,9 @@
 
 #include "core/boxing.h"
 #include "core/cpu/parallel.h"
+#include "embedding_bag/cpu/cache_input.h"
 #include "embedding_bag/cpu/shared_rows.h"
 #include "embedding_bag/cpu/sort.h"
-#include "row_cache/cpu/input.h"
 
 namespace rec_kernels {
 namespace {

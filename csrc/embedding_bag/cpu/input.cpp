@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "jagged/cpu/jagged.h"
+#include "embedding_bag/cpu/first_bad.h"
 
 namespace rec_kernels {
 namespace {

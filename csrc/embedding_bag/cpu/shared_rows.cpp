@@ -3,9 +3,8 @@
 #include <algorithm>
 
 #include "core/cpu/parallel.h"
-#include "dense/cpu/expand.h"
+#include "embedding_bag/cpu/numbered_rows.h"
 #include "embedding_bag/cpu/sum_rows.h"
-#include "jagged/cpu/jagged.h"
 
 namespace rec_kernels {
 namespace {
@@ -47,7 +46,7 @@ std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
 void SharedRows::expand(void* output) const {
   if (!memory_) return;
   const std::vector<Columns> columns = columns_of_groups();
-  const auto copy_rows = kernels<ExpandKernels>().copy_rows;
+  const auto copy_rows = kernels<NumberedRowsKernels>().copy_rows;
   const auto* inverse = in_.inverse->const_data_ptr<int64_t>();
   const int64_t batch = in_.bags.batch, row = in_.output_dim * bytes_, piece = 1 + kFewBytes / row;
   parallel_pieces(batch, piece, workers_for(batch, piece), [&](int64_t begin, int64_t end, int64_t) {

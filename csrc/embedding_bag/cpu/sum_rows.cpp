@@ -6,9 +6,8 @@
 #include <vector>
 
 #include "core/cpu/parallel.h"
-#include "dense/cpu/expand.h"
 #include "embedding_bag/cpu/backward.h"
-#include "jagged/cpu/jagged.h"
+#include "embedding_bag/cpu/numbered_rows.h"
 
 namespace rec_kernels {
 namespace {
@@ -98,7 +97,7 @@ LongRows long_rows(const int64_t* starts, int64_t rows) {
 
 // Sums `count` chunk sums by the same rule, in place: a chunk's sum lands on one that has been read.
 void sum_sums(float* sums, int64_t count, int64_t columns, float* out) {
-  const auto sum = kernels<ExpandKernels>().sum_rows;
+  const auto sum = kernels<NumberedRowsKernels>().sum_rows;
   for (; count > kChunk; count = ceil_div(count, kChunk))
     for (int64_t i = 0; i < count; i += kChunk)
       sum(sums + i * columns, nullptr, std::min(kChunk, count - i), columns, columns, sums + i / kChunk * columns);
@@ -116,7 +115,7 @@ void sum_rows(const float* grad, int64_t grad_stride, const RowOrder& sorted, in
               int64_t out_stride) {
   const int64_t* starts = sorted.starts.get();
   const LongRows longs = long_rows(starts, rows);
-  const auto kernel = kernels<ExpandKernels>().sum_rows;
+  const auto kernel = kernels<NumberedRowsKernels>().sum_rows;
   const auto sum = [&](int64_t place, int64_t count, float* to) {
     const int64_t* order = sorted.of(place);
     kernel(order ? grad : grad + place * grad_stride, order, count, columns, grad_stride, to);

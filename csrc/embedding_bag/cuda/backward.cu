@@ -2,9 +2,9 @@
 // sparse) or used at once to update the row (fused optimizers). No float atomics, no row is written twice.
 #include "core/boxing.h"
 #include "core/cuda/device_algorithms.h"
+#include "embedding_bag/cuda/cache_input.cuh"
 #include "embedding_bag/cuda/shared_rows.cuh"
 #include "embedding_bag/cuda/targets_elementwise.cuh"
-#include "row_cache/cuda/row_cache.cuh"
 #include "rows/optimizers/rowwise_adagrad.h"
 #include "rows/optimizers/sgd.h"
 

@@ -1,7 +1,8 @@
 // Reads the tensors of an embedding_bag call for its CUDA kernels. Nothing is read back from the GPU.
 #include <vector>
 
-#include "jagged/cuda/jagged.cuh"
+#include "core/cuda/to_gpu.cuh"
+#include "embedding_bag/cuda/cache_input.cuh"
 #include "rows/formats/format_list.h"
 
 namespace rec_kernels {
@@ -225,6 +226,20 @@ Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& 
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
   if (in.masked && in.bags.num_ids > 0) mask_ids(in, args.status, skips_frozen, stream);
   return status;
+}
+
+CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use) {
+  CacheTensors out{};
+  if (!check_cache(cache, layout, values, use)) return out;
+  out.tags = cache.tags->mutable_data_ptr<int64_t>();
+  out.marks = optional_pointer<uint8_t>(cache.marks);
+  out.ways = layout.sizes.cache_ways;
+  out.num_slots = cache.tags->numel();
+  if (use == CacheUse::kFind) return out;
+  out.dirty = cache.dirty->mutable_data_ptr<uint8_t>();
+  out.rows = cache.rows->mutable_data_ptr<float>();
+  out.num_elements = cache.rows->numel();
+  return out;
 }
 
 }  // namespace rec_kernels

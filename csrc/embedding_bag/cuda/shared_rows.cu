@@ -2,9 +2,9 @@
 // mostly from the L2 cache, and written. A thread takes an element: neighbours take neighbours, and no lane idles.
 #include <algorithm>
 
+#include "core/cuda/words.cuh"
 #include "embedding_bag/cuda/shared_rows.cuh"
 #include "embedding_bag/cuda/sum_rows.cuh"
-#include "jagged/cuda/jagged.cuh"
 
 namespace rec_kernels {
 namespace {

@@ -1,8 +1,8 @@
 // The row cache on the CPU: where a call's ids are in it.
 #pragma once
 
+#include "embedding_bag/cpu/cache_input.h"
 #include "row_cache/cpu/find.h"
-#include "row_cache/cpu/input.h"
 
 namespace rec_kernels {
 

@@ -243,20 +243,6 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 
 }  // namespace
 
-CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use) {
-  CacheTensors out{};
-  if (!check_cache(cache, layout, values, use)) return out;
-  out.tags = cache.tags->mutable_data_ptr<int64_t>();
-  out.marks = optional_pointer<uint8_t>(cache.marks);
-  out.ways = layout.sizes.cache_ways;
-  out.num_slots = cache.tags->numel();
-  if (use == CacheUse::kFind) return out;
-  out.dirty = cache.dirty->mutable_data_ptr<uint8_t>();
-  out.rows = cache.rows->mutable_data_ptr<float>();
-  out.num_elements = cache.rows->numel();
-  return out;
-}
-
 BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream) {
   const OptionalTensor none;
   const std::optional<std::vector<int64_t>> no_groups;

@@ -1,36 +1,11 @@
-// The row cache as CUDA kernels see it.
+// The row cache as its own CUDA kernels see it.
 #pragma once
 
-#include "embedding_bag/cuda/input.cuh"
-#include "row_cache/row_cache.h"
+#include "embedding_bag/cuda/cache_input.cuh"
 #include "rows/cuda/writer.cuh"
 
 namespace rec_kernels {
-
-// The cached parts in the order of their tables' first rows; of those that read one table, the first comes last.
-struct PartOrder {
-  int64_t *first_rows, *parts;
-  int64_t* count;
-};
-
-// The tensors of a cache; `tags` is null where there is none.
-struct CacheTensors {
-  int64_t* tags;
-  uint8_t *marks, *dirty;
-  float* rows;
-  int64_t ways, num_slots, num_elements;
-  PartOrder order;  // for those who ask whose a row is
-
-  // The fields by which rows are found.
-  RK_HOST_DEVICE CacheView view() const { return {tags, marks, nullptr, nullptr, nullptr, ways}; }
-};
-
 inline namespace RK_ISA {
-
-__device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const Parts& parts, int64_t part) {
-  const TablePart& p = parts.records[part];
-  return CachePlace::of(p.cache_sets, p.cache_first_set, p.cache_row_offset, cache.ways, p.num_embeddings);
-}
 
 // The first cached part whose table has a linear row, or -1.
 __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Parts& parts, int64_t row) {
@@ -75,15 +50,6 @@ __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Bod
 
 // Memory of cache.order, which is written after the checks.
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
-CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values,
-                        CacheUse use = CacheUse::kUpdate);
-// Limits that a call's layout must keep: the memory of its weights and its cache, if it has one.
-inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights, const CacheTensors& cache) {
-  LayoutLimits limits = limits_of(in, weights);
-  if (cache.ways > 0) limits.cache_slots = cache.num_slots;
-  if (cache.rows != nullptr) limits.cache_elements = cache.num_elements;
-  return limits;
-}
 // The bags of one of the cache's own ops.
 BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream);
 

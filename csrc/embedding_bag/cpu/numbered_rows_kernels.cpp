@@ -1,6 +1,6 @@
 // Compiled once per instruction set: no torch header and no std template here (core/host_device.h says why).
 #include "core/cpu/simd.h"
-#include "dense/cpu/expand.h"
+#include "embedding_bag/cpu/numbered_rows.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -76,6 +76,6 @@ void sum_rows(const float* rows, const int64_t* order, int64_t count, int64_t co
 }  // namespace RK_ISA
 
 template <>
-const ExpandKernels ExpandKernels::table<CpuIsa::RK_ISA> = {RK_ISA::copy_rows, RK_ISA::sum_rows};
+const NumberedRowsKernels NumberedRowsKernels::table<CpuIsa::RK_ISA> = {RK_ISA::copy_rows, RK_ISA::sum_rows};
 
 }  // namespace rec_kernels

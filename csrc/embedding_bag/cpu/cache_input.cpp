@@ -1,4 +1,4 @@
-#include "row_cache/cpu/input.h"
+#include "embedding_bag/cpu/cache_input.h"
 
 #include <algorithm>
 

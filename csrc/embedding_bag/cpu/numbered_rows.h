@@ -1,4 +1,5 @@
-// Plain-pointer kernels of expand, one table per instruction set (core/cpu/isa.h).
+// Copies and sums of rows that a list of numbers names, for expand and for the bags that samples share: plain-pointer
+// kernels, one table per instruction set (core/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace rec_kernels {
 
-struct ExpandKernels {
+struct NumberedRowsKernels {
   // out[i] = rows[numbers[i]] for i in [begin, end), `bytes` bytes of rows that are `stride` bytes apart in both;
   // numbers are int64 if `wide`, or int32.
   void (*copy_rows)(const char* rows, const void* numbers, bool wide, int64_t bytes, int64_t stride, char* out,
@@ -17,7 +18,7 @@ struct ExpandKernels {
   void (*sum_rows)(const float* rows, const int64_t* order, int64_t count, int64_t columns, int64_t stride, float* out);
 
   template <CpuIsa>
-  static const ExpandKernels table;
+  static const NumberedRowsKernels table;
 };
 
 }  // namespace rec_kernels
