@@ -61,7 +61,7 @@ class ServedTables(nn.Module):
 
     def __init__(self, source: TableCollection, trained: TableCollection | None = None) -> None:
         super().__init__()
-        self._trained = (source if trained is None else trained).memory_report()
+        self._trained = (source if trained is None else trained)._features
         self._features, self.output_dtype = source._features, source.output_dtype
         self._store = source._store.shared()
         self.row_cache = self._store.cache
@@ -92,9 +92,17 @@ class ServedTables(nn.Module):
         trained_state_bytes (of the fused optimizer) are the collection's.
         """
         return [
-            {name: now[name] for name in ("name", "num_embeddings", "embedding_dim", "format", "weight_bytes")}
-            | {f"trained_{name}": before[name] for name in ("format", "weight_bytes", "state_bytes")}
-            for now, before in zip(self._store.memory_report(), self._trained, strict=True)
+            {
+                "name": now.name,
+                "num_embeddings": now.num_embeddings,
+                "embedding_dim": now.embedding_dim,
+                "format": now.format,
+                "weight_bytes": now.num_bytes,
+                "trained_format": before.format,
+                "trained_weight_bytes": before.num_bytes,
+                "trained_state_bytes": self._trained.state.bytes(i),
+            }
+            for i, (now, before) in enumerate(zip(self._features.stored, self._trained.stored, strict=True))
         ]
 
     def __repr__(self) -> str:
