@@ -39,7 +39,7 @@ settings.load_profile("rec_kernels")
 #: --no-loadscope-reorder; else it starts with the files of most tests.)
 SLOWEST = (
     *("test_emulator.py", "test_triton.py", "test_cpp_examples.py", "test_embedding_bag_triton.py"),
-    *("test_row_formats.py", "test_types.py"),
+    *("test_row_formats.py", "test_types.py", "test_sanitized_cpu.py", "test_aarch64.py"),
 )
 
 
