@@ -84,7 +84,7 @@ def main() -> float:
     """Trains once through the first six sevenths of the rows, and returns the AUC on the others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weeks", type=int, default=53, choices=range(1, 54), metavar="N", help="only the first N")
-    parser.add_argument("--format", default="fp32", help="of the tables' rows: fp32, bf16, fp16, int8, int4, mx9, ...")
+    parser.add_argument("--format", default="fp32", choices=rk.BAG_FORMATS, help="of the tables' rows (%(default)s)")
     options = parser.parse_args()
 
     torch.manual_seed(0)
