@@ -193,7 +193,7 @@ def test_formats_and_caches() -> None:
             "trained_by has no parameter that is the weight of table 'weight'",
         ),
         (
-            lambda c: c.update(trained_by=[c["trained_by"], c["trained_by"]]),
+            lambda c: c.update(trained_by=[c["trained_by"], type(c["trained_by"])(c["theirs"].parameters())]),
             ValueError,
             "table 'weight' has 2 optimizers: it must have one",
         ),

@@ -270,3 +270,51 @@ def test_fbgemm_is_left() -> None:
     assert [(f.tables[0], f.reason) for f in found.left] == [
         (("t0", 30, 8), "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it")
     ]
+
+
+def test_nothing_is_lost_in_silence() -> None:
+    """Rows of the meta device begin as theirs do, halves stay halves, hooks and tied weights are told."""
+    torchrec = pytest.importorskip("torchrec")
+    config = torchrec.EmbeddingBagConfig(
+        num_embeddings=10, embedding_dim=4, name="u", feature_names=["u"], init_fn=lambda w: w.data.fill_(7.0)
+    )
+    made = rk.convert_embeddings(
+        torchrec.EmbeddingBagCollection(tables=[config], device=torch.device("meta")), optimizer=rk.SGD(lr=0.1)
+    )
+    rows = torch.empty(10, 4)
+    made.tables[0].init(rows)
+    assert torch.equal(rows, torch.full((10, 4), 7.0))
+
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).bfloat16()
+    rk.replace_embeddings(model, optimizer=rk.SGD(lr=0.1))
+    assert model(torch.arange(2)).dtype == torch.bfloat16
+
+    hooked = nn.Sequential(nn.Embedding(10, 4))
+    hooked[0].weight.register_post_accumulate_grad_hook(print)
+    assert rk.replace_embeddings(hooked, optimizer=rk.SGD(lr=0.1)).left[0].reason == "it has hooks"
+
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    trainer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"^0: with optimizer=None its tables have new parameters"):
+        rk.replace_embeddings(model, trained_by=trainer, optimizer=None, bounds_check="ignore")
+    assert any(p is model[0].weight for p in trainer.param_groups[0]["params"])
+    assert len(rk.replace_embeddings(model, trained_by=[trainer, trainer]).swapped) == 1
+
+
+def test_rows_have_one_place() -> None:
+    """Tied or expanded weights of theirs, and the meta device, are refused before anything is written."""
+    names = ["a", "b"]
+    ours = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(5, 2, name=n, feature_names=[n]) for n in names])
+    layer = nn.Embedding(5, 2)
+    with pytest.raises(ValueError, match="tables 'a' and 'b' have one weight"):
+        rk.export_tables(ours, nn.ModuleDict({"a": layer, "b": layer}))
+    theirs = nn.ModuleDict({n: nn.Embedding(5, 2) for n in names})
+    theirs["b"].weight = nn.Parameter(torch.zeros(1, 2).expand(5, 2), requires_grad=False)
+    before = theirs["a"].weight.clone()
+    with pytest.raises(ValueError, match="table 'b': weight must have memory for each number"):
+        rk.export_tables(ours, theirs)
+    assert torch.equal(theirs["a"].weight, before)
+    absent = nn.ModuleDict({n: nn.Embedding(5, 2, device="meta") for n in names})
+    for copy_of in (rk.import_tables, rk.export_tables):
+        with pytest.raises(ValueError, match="theirs must have memory"):
+            copy_of(ours, absent)

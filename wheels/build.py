@@ -117,6 +117,8 @@ def main() -> None:
                 print(f"  {make(interpreter, options, Path(folder))}", flush=True)
             except RuntimeError as error:
                 sys.exit(f"no wheel for Python {version}: {error}")
+    if not any(there.values()):
+        sys.exit(f"no wheel: Python {', '.join(wanted)} is not there, with its headers")
     if missing := [version for version in options.python or () if there[version] is None]:
         sys.exit(f"Python {', '.join(missing)} is not there, with its headers")
 

@@ -23,6 +23,17 @@ OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+#: FBGEMM's numbers of types that lookups may have here.
+_OUTPUTS = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
+
+
+def output_dtype_of(module: Any) -> torch.dtype:
+    """The dtype of lookups; ValueError if they are quantized."""
+    if int(module.output_dtype) not in _OUTPUTS:
+        raise ValueError(f"theirs: output_dtype must be FP32, FP16 or BF16, got number {int(module.output_dtype)}")
+    return _OUTPUTS[int(module.output_dtype)]
+
+
 class FbgemmPeer(Peer):
     """Tables of one ``SplitTableBatchedEmbeddingBagsCodegen``, of FBGEMM 1.8.
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from rec_kernels.convert.compare import difference, modes_kept
-from rec_kernels.convert.modules import Later
+from rec_kernels.convert.modules import HOOKS, Later
 from rec_kernels.convert.replace import holders_of
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
@@ -60,8 +60,9 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     number of a table in its collection.
 
     Args:
-        model: with ``rk.EmbeddingBag``s, such as ``rk.replace_embeddings`` leaves. It stays as it is; the result has
-            copies of the tables, and shares all other modules. Drop it afterwards.
+        model: with ``rk.EmbeddingBag``s, such as ``rk.replace_embeddings`` leaves. Its ``forward`` runs
+            three times, which what it counts will show; else it stays as it is. The result has copies of the tables,
+            and shares all other modules. Drop the model afterwards.
         example_inputs: arguments of the model's ``forward``, as of a batch.
 
     Returns:
@@ -114,6 +115,7 @@ def _traced(model: nn.Module, example: tuple) -> tuple[fx.GraphModule | None, st
             finally:
                 for name in set(model.__dict__) - before:  # constants that torch.fx has left
                     delattr(model, name)
+    graphs[0].training = model.training
     if str(graphs[0].graph) != str(graphs[1].graph):
         return None, "torch.fx has another graph in training than in evaluation"
     for node in graphs[0].graph.nodes:
@@ -208,7 +210,7 @@ def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
         ("a compression", collection.tables[0].compression is not None),
         ("a GradScaler, which copies do not have", collection._update._scaler is not None),
         ("a frozen feature", bool(collection._layout.frozen)),
-        ("hooks", bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)),
+        ("hooks", any(getattr(layer, name) for name in HOOKS)),
     ):
         if has:
             return f"it has {name}"

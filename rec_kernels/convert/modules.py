@@ -25,7 +25,7 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -54,8 +54,9 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
             ``rk.EmbeddingBagCollection``'s; ``format`` is of all tables, by default that of the rows' dtype.
 
     Returns:
-        The module, on the device of theirs, training or not as theirs, with frozen tables frozen. A layer without any
-        option has theirs' parameter itself, so that the optimizer of torch that has it goes on.
+        The module, on the device of theirs, training or not as theirs, with frozen tables frozen and outputs of their
+        dtype. A layer of torch.nn without any option has theirs' parameter itself, so that the optimizer of torch that
+        has it goes on; all else that is not fused has new parameters, and wants an optimizer made afterwards.
 
     Raises:
         TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it is a subclass, sharded, or has
@@ -90,8 +91,8 @@ def refusal(theirs: Any) -> str | None:
     if type(theirs) not in kinds():
         base = next(kind for kind in type(theirs).__mro__ if kind in kinds())
         return f"it is a subclass of {base.__name__}, whose lookups may be others"
-    if any(getattr(m, name) for m in theirs.modules() for name in _HOOKS) or any(
-        p._backward_hooks for p in theirs.parameters()
+    if any(getattr(m, name) for m in theirs.modules() for name in HOOKS) or any(
+        p._backward_hooks or p._post_accumulate_grad_hooks for p in theirs.parameters()
     ):
         return "it has hooks"
     layers = torchrec_layers(theirs)
@@ -129,6 +130,8 @@ def _built(theirs: Any, peer: Peer, given: dict[str, Any]) -> nn.Module:
     weights = peer.weights()
     tables: list[EmbeddingConfig]
     if is_fbgemm(theirs):
+        given.setdefault("output_dtype", fbgemm_peer.output_dtype_of(theirs))
+        given.setdefault("rounding", "stochastic" if theirs.stochastic_rounding else "nearest")
         pooling = fbgemm_peer.pooling_of(theirs)
         options: dict[str, Any] = {} if pooling is None else {"pooling": pooling}
         kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
@@ -154,17 +157,19 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         layer = kind(*shape, **{**sizes, "device": "meta", "sparse": theirs.sparse})
         layer.weight = theirs.weight
         return layer
-    return kind(*shape, **sizes, **{"format": _format(theirs.weight), "init": Later(), **given})
+    own = {"format": _format(theirs.weight), "output_dtype": theirs.weight.dtype}
+    later = {} if theirs.weight.is_meta else {"init": Later()}
+    return kind(*shape, **sizes, **{**own, **later, **given})
 
 
 def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
-    """The tables of TorchRec's collection as this package's, without rows."""
+    """The tables of TorchRec's collection as this package's; on the meta device, theirs say how rows begin."""
     pooled = hasattr(theirs, "embedding_bag_configs")
     given = [from_torchrec(c) for c in (theirs.embedding_bag_configs() if pooled else theirs.embedding_configs())]
     formats = [table.format for table in given] if formats is None else formats
-    found = []
+    is_meta, found = any(p.is_meta for p in theirs.parameters()), []
     for table, format in zip(given, formats, strict=True):
-        found.append(dataclasses.replace(table, format=format, init=Later()))
+        found.append(dataclasses.replace(table, format=format, init=table.init if is_meta else Later()))
     return found
 
 

@@ -68,10 +68,11 @@ def replace_embeddings(
         model: holds the embeddings at any depth, and is not in DistributedDataParallel yet.
         trained_by: optimizers of torch, or TorchRec's wrappers, that train the model; ``rk.import_tables``'s. Tables
             that they have are taken over with their state: such an optimizer of torch loses their parameters, and goes
-            on with the others'.
+            on with the others'. A gradient that waits for its step is lost: make the step first.
         options: ``rk.convert_embeddings``'s, for all of them. Without ``optimizer``, each has the counterpart of what
-            trained it; without that, its tables are ordinary parameters: of a layer of torch.nn the same ones as
-            before, so that optimizers go on. Each next module's ``seed`` is larger by one.
+            trained it; without that, its tables are ordinary parameters: of a layer of torch.nn without any option the
+            same ones as before, so that optimizers go on; TorchRec's collections, and layers with options, have new
+            ones, for optimizers of torch that are made afterwards. Each next module's ``seed`` is larger by one.
 
     Returns:
         What was swapped and what was left: subclasses, modules with hooks, sharded ones, FBGEMM's (whose ``forward``
@@ -83,7 +84,7 @@ def replace_embeddings(
         ``trained_by`` has no table of the model; and as ``rk.convert_embeddings``, with the module's name in front.
         Nothing was changed.
     """
-    trainers = flat(trained_by)
+    trainers = list(dict.fromkeys(flat(trained_by)))
     _check(model, trainers)
     places: dict[nn.Module, list[_Place]] = defaultdict(list)
     for place in _walk(model, "", set()):
@@ -204,6 +205,11 @@ def _reason(module: Any, own: _Trained, holders: dict[Tensor, list[str]]) -> str
 def _convert(own: _Trained, name: str, number: int) -> nn.Module:
     """The module's replacement; errors have its name in front."""
     options: Any = {**own.options}
+    if own.trained_by and options.get("optimizer", True) is None and not own.is_parameter:
+        raise ValueError(
+            f"{name}: with optimizer=None its tables have new parameters, which trained_by does not have: leave out "
+            "trained_by and make torch's optimizer afterwards, or leave out optimizer"
+        )
     if not own.is_parameter:
         options["seed"] = (options.get("seed") or 0) + number
     try:

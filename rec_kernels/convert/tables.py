@@ -41,7 +41,9 @@ def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
         TypeError: ``ours``, ``theirs`` or ``trained_by`` is another object. ValueError: names, shapes, dtypes, kinds of
         optimizers or steps do not fit; a table is compressed, or in a file. Nothing was changed.
     """
-    copy_in(_collection(ours), peer_of(theirs, trained_by))
+    collection, peer = _collection(ours), peer_of(theirs, trained_by)
+    _check_memory(collection, peer)
+    copy_in(collection, peer)
 
 
 def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
@@ -55,9 +57,18 @@ def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
     """
     collection = _collection(ours)
     peer = peer_of(theirs, trained_by)
+    _check_memory(collection, peer)
     order = {theirs_name: i for i, (theirs_name, _) in enumerate(_paired(collection, peer, peer.read()))}
     own = _numbers(collection, with_state=peer.family is not None)
     peer.write([own[order[name]] for name in peer.names()])
+
+
+def _check_memory(collection: TableCollection, peer: Peer) -> None:
+    """Raises ValueError if there are no rows to copy, or no place for them."""
+    places = (("ours", [collection._weights]), ("theirs", peer.weights()))
+    for name, weights in places:
+        if any(weight.is_meta for weight in weights):
+            raise ValueError(f"{name} must have memory, and is on the meta device: to_empty(device=...) comes first")
 
 
 def copy_in(collection: TableCollection, peer: Peer) -> None:

@@ -52,10 +52,12 @@ class TorchPeer(Peer):
         for name, layer in layers.items():
             weight: Any = layer.weight
             check_weight(name, weight)
+            if other := next((n for n, w in self._weights.items() if w is weight), None):
+                raise ValueError(f"tables {other!r} and {name!r} have one weight: each must have its own")
             self._weights[name] = weight
         self._trainers: list[torch.optim.Optimizer] = []
         self.is_trained = any(weight.requires_grad for weight in self._weights.values())
-        given = flat(trained_by)
+        given = list(dict.fromkeys(flat(trained_by)))
         for name, weight in self._weights.items():
             found = _having(weight, getattr(weight, "_in_backward_optimizers", []) if trained_by is None else given)
             if len(found) > 1:
@@ -118,6 +120,9 @@ class TorchPeer(Peer):
         """Copies into the parameters and the optimizers' state, which is made where there is none yet."""
         if self.family is not None:
             self.read()  # refuses what it cannot read, before anything is written
+        for name, weight in self._weights.items():
+            if weight.numel() > 1 and 0 in weight.stride():
+                raise ValueError(f"table {name!r}: weight must have memory for each number, got an expanded tensor")
         with torch.no_grad():
             for weight, given in zip(self._weights.values(), tables, strict=True):
                 weight.copy_(given.weight)

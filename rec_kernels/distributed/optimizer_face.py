@@ -72,6 +72,10 @@ class _Group(dict):
     def __getitem__(self, key: str) -> Any:
         return self._group["lr"] if key == "lr" else super().__getitem__(key)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """``self[key]``, or ``default``."""
+        return self._group["lr"] if key == "lr" else super().get(key, default)
+
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr":
             self._group["lr"] = value
