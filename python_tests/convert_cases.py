@@ -67,6 +67,17 @@ def trained_copy(collection: Any) -> Any:
     return other
 
 
+def comes_back(ours: Any, theirs: nn.Module, trainer: Any, *, counts_steps: bool) -> bool:
+    """True if all bits of a collection come back from ``theirs`` and its optimizer, which may count no steps."""
+    rk.export_tables(ours, theirs, trained_by=trainer)
+    back = trained_copy(ours)
+    rk.import_tables(back, theirs, trained_by=trainer)
+    state = ours.state_dict()
+    if not counts_steps:
+        state["step"].zero_()
+    return same_bits(state, back.state_dict())
+
+
 def fbgemm(optimizer: str, *, pooling: str = "MEAN", on_device: bool = False, **options: Any) -> Any:
     """FBGEMM's module of three tables.
 

@@ -21,8 +21,6 @@ OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "PARTIAL_ROWWISE_ADAM": ("rowwise_adam", ("exp_avg", "exp_avg_sq")),
     "LAMB": ("lamb", ("exp_avg", "exp_avg_sq")),
 }
-
-
 #: FBGEMM's numbers of types that lookups may have here.
 _OUTPUTS = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 

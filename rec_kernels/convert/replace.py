@@ -84,7 +84,7 @@ def replace_embeddings(
         ``trained_by`` has no table of the model; and as ``rk.convert_embeddings``, with the module's name in front.
         Nothing was changed.
     """
-    trainers = list(dict.fromkeys(flat(trained_by)))
+    trainers = flat(trained_by)
     _check(model, trainers)
     places: dict[nn.Module, list[_Place]] = defaultdict(list)
     for place in _walk(model, "", set()):

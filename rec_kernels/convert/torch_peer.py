@@ -57,7 +57,7 @@ class TorchPeer(Peer):
             self._weights[name] = weight
         self._trainers: list[torch.optim.Optimizer] = []
         self.is_trained = any(weight.requires_grad for weight in self._weights.values())
-        given = list(dict.fromkeys(flat(trained_by)))
+        given = flat(trained_by)
         for name, weight in self._weights.items():
             found = _having(weight, getattr(weight, "_in_backward_optimizers", []) if trained_by is None else given)
             if len(found) > 1:
@@ -182,11 +182,11 @@ def _group(trainer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, An
 
 
 def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers."""
+    """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers, each once."""
     if trained_by is None:
         return []
     if isinstance(trained_by, (list, tuple)):
-        return [inner for each in trained_by for inner in flat(each)]
+        return list(dict.fromkeys(inner for each in trained_by for inner in flat(each)))
     if not isinstance(trained_by, torch.optim.Optimizer):
         raise TypeError(f"trained_by must be a torch.optim.Optimizer, a list of some or None, got {trained_by!r}")
     if type(trained_by).__module__.startswith("torchrec.optim."):
