@@ -63,8 +63,7 @@ def _slots(cache: RowCache, name: str, rows: int, columns: int) -> int:
     fraction, counts = cache.of(name), rows if cache.policy == "lfu" else 0
     if not fraction or not rows:
         return counts
-    wanted = rows if rows <= cache.ways else math.floor(fraction * rows + 1e-6)
-    sets = max(1, -(-wanted // cache.ways))
+    sets = cache.sets(rows if cache.is_whole(fraction, rows) else fraction * rows)
     return sets * cache.ways * slot_bytes(columns, cache.policy) + counts
 
 

@@ -104,6 +104,15 @@ class RowCache:
         """The fraction of a table."""
         return float(self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction)
 
+    def is_whole(self, fraction: float, rows: int) -> bool:
+        """True if a table of so many rows, with this fraction, has a slot for each of them, in sets of its own."""
+        return fraction == 1 or (fraction > 0 and rows <= self.ways)
+
+    def sets(self, slots: float) -> int:
+        """The number of sets with at least so many slots, one or more; ``slots`` may be a product with a fraction."""
+        # Such a product may be a little off a whole number.
+        return max(1, -(-math.floor(slots + 1e-6) // self.ways))
+
 
 @dataclass
 class _Group:
@@ -205,14 +214,13 @@ class CacheState(nn.Module):
 
         def add(dim: int, tables: list[int], slots: float) -> None:
             nonlocal first_set, first_element
-            # A product with a fraction may be a little off a whole number.
-            sets = max(1, -(-math.floor(slots + 1e-6) // ways))
+            sets = self.cache.sets(slots)
             groups.append(_Group(dim, tables, first_set, sets, first_element))
             first_set, first_element = first_set + sets, first_element + sets * ways * dim
 
         shared: dict[int, list[int]] = {}
         for i, (table, fraction) in enumerate(zip(self._stored, self.fractions, strict=True)):
-            if fraction == 1 or (fraction > 0 and table.num_embeddings <= ways):
+            if self.cache.is_whole(fraction, table.num_embeddings):
                 add(table.embedding_dim, [i], table.num_embeddings)
             elif fraction > 0:
                 shared.setdefault(table.embedding_dim, []).append(i)
