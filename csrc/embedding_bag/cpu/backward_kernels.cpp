@@ -14,15 +14,11 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// Not inlined, as sum_products: a call costs nothing here, and copies would take long to compile.
-__attribute__((noinline)) void sum_terms(const Terms& terms, int64_t D, float* out) {
-  for_blocks(D, SumInto{terms, out});
-}
-
-void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) {
-  sum_terms(terms, D, out);
-  if (inverse_scale != 1.0f)
-    for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
+// out = the sum of terms [first, first + count). Not inlined, as sum_products: a call costs nothing here, and copies
+// would take long to compile.
+template <class Terms>
+__attribute__((noinline)) void sum_terms(const Terms& terms, int64_t first, int64_t count, int64_t D, float* out) {
+  for_blocks(D, SumInto<Terms>{terms, first, count, out});
 }
 
 // Up to kChunk terms of a multiplied table: gradients, and what they are multiplied by.
@@ -134,89 +130,54 @@ void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t 
       runs.sum_run(r, end, table.sums + r * table.part->embedding_dim);
 }
 
-// Chunks [begin, end), all of one table, of occurrences.
-void sum_chunks_of_table(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t end) {
-  const TableRuns& table = *chunks[begin].table;
-  TermsInOrder terms(a, table, chunks[end - 1].first + chunks[end - 1].count);
-  for (int64_t i = begin; i < end; ++i)
-    sum_terms(terms.take(chunks[i].first, chunks[i].count), table.part->embedding_dim, chunks[i].out);
-}
-
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
-  TermsOfPartials terms;
-  for (int64_t i = begin, next; i < end; i = next) {
+  for (int64_t i = begin; i < end; ++i) {
     const ChunkSum& c = chunks[i];
-    const int64_t D = c.table->part->embedding_dim;
-    next = i + 1;
-    if (c.partials) {
-      sum_terms(terms.take(c.partials, c.count, D), D, c.out);
-    } else if (c.table->multiplied) {
-      ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
-    } else {
-      while (next < end && chunks[next].table == c.table && !chunks[next].partials) ++next;
-      sum_chunks_of_table(a, chunks, i, next);
-    }
+    const int64_t D = c.table->part->embedding_dim, last = c.first + c.count;
+    const bool goes_on = i + 1 < end && chunks[i + 1].table == c.table && !chunks[i + 1].partials;
+    const int64_t seen = goes_on ? chunks[i + 1].first + chunks[i + 1].count : last;  // gradients to come are fetched
+    if (c.partials) sum_terms(RowsInMemory{c.partials, D}, 0, c.count, D, c.out);
+    else if (c.table->multiplied) ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
+    else if (a.bag_of) sum_terms(SortedTerms<true>(a, *c.table, seen), c.first, c.count, D, c.out);
+    else sum_terms(SortedTerms<false>(a, *c.table, seen), c.first, c.count, D, c.out);
   }
 }
 
-// for_blocks of a row that fits in the registers: sum, statistic and target without touching memory between.
-template <class Target>
-struct FinishNarrow {
-  Target& target;
-  const Terms& terms;
-  int64_t row, run;
-  float inverse_scale;
-
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE void block(int64_t column, int tail) const {
-    Vec g[NV];
-    sum_columns<NV, kTail>(terms, column, tail, g);
-    if (inverse_scale != 1.0f)
-      for (int v = 0; v < NV; ++v) g[v] = g[v] * Vec::broadcast(inverse_scale);
-    // Zero times an infinite coefficient has made the absent lanes NaN.
-    if (kTail && Target::kNeedsMeanSquare) g[NV - 1] = g[NV - 1].first(tail);
-    const float mean_square =
-        Target::kNeedsMeanSquare ? square_sum<NV>(g, target.D) / static_cast<float>(target.D) : 0.0f;
-    Target::template put<NV, kTail>(target.open(row, run, mean_square), column, g, tail);
-    target.close(row);
-  }
-};
-
-// for_blocks of a wide row: from the scratch row, summed before, to the target.
+// for_blocks of a row's gradient that is in memory: to the target.
 template <class Target, class Row>
 struct PutFrom {
-  const float* scratch;
+  const float* gradient;
   const Row& row;
 
   template <int NV, bool kTail>
   RK_HOST_DEVICE void block(int64_t column, int tail) const {
     Vec g[NV];
-    load_row<NV, kTail>(scratch + column, tail, g);
+    load_row<NV, kTail>(gradient + column, tail, g);
     Target::template put<NV, kTail>(row, column, g, tail);
   }
 };
 
+// Hands over a row's gradient g [D], which may be overwritten.
 template <class Target>
-void finish_wide(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
+void finish_summed(Target& target, int64_t row, int64_t run, float inverse_scale, float* g) {
   const int64_t D = target.D;
-  sum_scaled(terms, D, inverse_scale, scratch);
-  const float mean_square = Target::kNeedsMeanSquare ? row_dot(scratch, scratch, D) / static_cast<float>(D) : 0.0f;
-  const auto opened = target.open(row, run, mean_square);
-  for_blocks(D, PutFrom<Target, decltype(opened)>{scratch, opened});
-  target.close(row);
+  if (inverse_scale != 1.0f)
+    for (int64_t c = 0; c < D; ++c) g[c] *= inverse_scale;
+  if (target.takes_whole_rows()) {
+    target.update(row, g);
+  } else if constexpr (!Target::kElementwise) {
+    const float mean_square = Target::kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
+    const auto opened = target.open(row, run, mean_square);
+    for_blocks(D, PutFrom<Target, decltype(opened)>{g, opened});
+    target.close(row);
+  }
 }
 
+// Takes the target as a copy and returns it, so that a caller's own stays in registers.
 template <class Target>
-void finish_row(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
-  if (target.takes_whole_rows()) {
-    sum_scaled(terms, target.D, inverse_scale, scratch);
-    target.update(row, scratch);
-    return;
-  }
-  if constexpr (!Target::kElementwise) {
-    if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
-    else finish_wide(target, terms, row, run, inverse_scale, scratch);
-  }
+__attribute__((noinline)) Target after_summed(Target target, int64_t row, int64_t run, float inverse_scale, float* g) {
+  finish_summed(target, row, run, inverse_scale, g);
+  return target;
 }
 
 // The first long run at or behind `run`, which counts over all tables.
@@ -230,34 +191,114 @@ const LongRun* first_long_run(const RunArgs& a, int64_t run) {
   return a.long_runs + low;
 }
 
-// Runs [begin, end) of a table in order. The memory of rows to come is fetched kAhead runs before their turn.
-template <class Target>
-void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  const int64_t D = target.D;
-  for (int64_t r = begin; r < end && r < begin + 2 * kAhead; ++r) target.announce(key_of(a, table.starts[r]));
-  for (int64_t r = begin; r < end && r < begin + kAhead; ++r) target.prefetch(key_of(a, table.starts[r]));
-  const LongRun* next_long = first_long_run(a, table.first_run + begin);
-  ProductRuns products(a, table, scratch + scratch_floats(D));
-  TermsInOrder in_order(a, table, table.starts[end]);
-  TermsOfPartials of_partials;
-  const auto terms_of = [&](int64_t r, int64_t start, int64_t count) {
+// The sums of runs that are not those of a table's occurrences as they are sorted: of long runs, which have partial
+// sums, of multiplied tables, and those that are known.
+class OtherSums {
+ public:
+  OtherSums(const RunArgs& a, const TableRuns& table, float* scratch, int64_t begin, int64_t end)
+      : table_(table),
+        D_(table.part->embedding_dim),
+        end_(end),
+        next_long_(first_long_run(a, table.first_run + begin)),
+        products_(a, table, scratch + scratch_floats(D_)),
+        out_(scratch) {}
+
+  bool has(int64_t count) const { return count > kChunk || table_.sums || table_.multiplied; }
+  // Run r of `count` occurrences. Runs are asked for in ascending order, and may be written to until the next call.
+  float* sum(int64_t r, int64_t count) {
     if (count > kChunk) {
-      ++next_long;
-      return of_partials.take(next_long[-1].partials, next_long[-1].count, D);
+      sum_terms(RowsInMemory{next_long_->partials, D_}, 0, next_long_->count, D_, out_);
+      ++next_long_;
+    } else if (table_.sums) {
+      return table_.sums + r * D_;
+    } else {
+      products_.sum_run(r, end_, out_);
     }
-    if (table.sums) return of_partials.take(table.sums + r * D, 1, D);
-    if (!table.multiplied) return in_order.take(start, count);
-    float* sum = scratch + scratch_floats(D) + scratch_factors(D) - D;
-    products.sum_run(r, end, sum);
-    return of_partials.take(sum, 1, D);
-  };
+    return out_;
+  }
+
+ private:
+  const TableRuns& table_;
+  int64_t D_, end_;
+  const LongRun* next_long_;
+  ProductRuns products_;
+  float* out_;
+};
+
+// Runs [begin, end) of a table in order: in_order(target, row, run, first occurrence, count) for each that is a sum of
+// the table's occurrences. The memory of rows to come is fetched rows_ahead() runs before their turn.
+template <class Target, class InOrder>
+RK_HOST_DEVICE void for_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin,
+                             int64_t end, const InOrder& in_order) {
+  const int64_t* const starts = table.starts;
+  const uint64_t* const sorted = a.sorted;
+  const int payload_bits = a.payload_bits;
+  const int64_t ahead = rows_ahead(target.D);
+  const auto key_of = [=](int64_t run) { return static_cast<int64_t>(sorted[starts[run]] >> payload_bits); };
+  for (int64_t r = begin; r < end && r < begin + 2 * ahead; ++r) target.announce(key_of(r));
+  for (int64_t r = begin; r < end && r < begin + ahead; ++r) target.prefetch(key_of(r));
+  OtherSums others(a, table, scratch, begin, end);
   for (int64_t r = begin; r < end; ++r) {
-    if (r + 2 * kAhead < end) target.announce(key_of(a, table.starts[r + 2 * kAhead]));
-    if (r + kAhead < end) target.prefetch(key_of(a, table.starts[r + kAhead]));
-    const int64_t start = table.starts[r], row = target.select(key_of(a, start));
-    finish_row(target, terms_of(r, start, table.starts[r + 1] - start), row, r, a.inverse_scale, scratch);
+    if (r + 2 * ahead < end) target.announce(key_of(r + 2 * ahead));
+    if (r + ahead < end) target.prefetch(key_of(r + ahead));
+    const int64_t start = starts[r], count = starts[r + 1] - start, row = target.select(key_of(r));
+    if (__builtin_expect(others.has(count), 0))
+      target = after_summed(target, row, r, a.inverse_scale, others.sum(r, count));
+    else in_order(target, row, r, start, count);
   }
   target.flush();
+}
+
+// for_blocks of rows that fit in the registers: sum, statistic and target without touching memory between.
+template <class Target, bool kWeighted>
+struct FinishNarrow {
+  const RunArgs& a;
+  const Target& target;
+  const TableRuns& table;
+  float* scratch;
+  int64_t begin, end;
+
+  template <int NV, bool kTail>
+  void block(int64_t column, int tail) const {
+    const SortedTerms<kWeighted> terms(a, table, table.starts[end]);
+    const float inverse_scale = a.inverse_scale;
+    for_runs(a, target, table, scratch, begin, end,
+             [=](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
+               Vec g[NV];
+               sum_columns<NV, kTail>(terms, start, count, column, tail, g);
+               if (inverse_scale != 1.0f)
+                 for (int v = 0; v < NV; ++v) g[v] = g[v] * Vec::broadcast(inverse_scale);
+               // Zero times an infinite coefficient has made the absent lanes NaN.
+               if (kTail && Target::kNeedsMeanSquare) g[NV - 1] = g[NV - 1].first(tail);
+               const float mean_square =
+                   Target::kNeedsMeanSquare ? square_sum<NV>(g, target.D) / static_cast<float>(target.D) : 0.0f;
+               Target::template put<NV, kTail>(target.open(row, run, mean_square), column, g, tail);
+               target.close(row);
+             });
+  }
+};
+
+template <bool kWeighted, class Target>
+void finish_sorted(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
+                   int64_t end) {
+  if constexpr (!Target::kElementwise) {
+    if (target.D <= kBlock && !target.takes_whole_rows())
+      return for_blocks(target.D, FinishNarrow<Target, kWeighted>{a, target, table, scratch, begin, end});
+  }
+  const SortedTerms<kWeighted> terms(a, table, table.starts[end]);
+  for_runs(a, target, table, scratch, begin, end,
+           [&](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
+             sum_terms(terms, start, count, target.D, scratch);
+             finish_summed(target, row, run, a.inverse_scale, scratch);
+           });
+}
+
+template <class Target>
+void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
+                 int64_t end) {
+  if (begin == end) return;
+  if (a.bag_of) finish_sorted<true>(a, target, table, scratch, begin, end);
+  else finish_sorted<false>(a, target, table, scratch, begin, end);
 }
 
 // Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.

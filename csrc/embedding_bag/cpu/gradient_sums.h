@@ -7,50 +7,38 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// The terms of one sum: rows of floats, each with a coefficient; without coefficients, all are 1.
-struct Terms {
-  const float* const* rows;
-  const float* coefficients;
-  int64_t count;
-};
+// Terms are numbered; row(i) is where the floats of term i lie, coefficient(i) what they are multiplied by if
+// kWeighted, and prefetch(i, column) asks for columns of a term that comes later.
 
-// sum[] = the terms' columns [column, column + NV * W), added up in ascending order from the first term.
-template <int NV, bool kTail, bool kWeighted>
-RK_HOST_DEVICE void sum_block(const Terms& t, int64_t column, int tail, Vec* sum) {
-  constexpr int L = NV - 1;  // the register that may be partial
-  const float* row = t.rows[0] + column;
-  for (int v = 0; v < L; ++v) sum[v] = Vec::load(row + v * W);
-  sum[L] = load_columns<kTail>(row + L * W, tail);
+// sum[] = columns [column, column + NV * W) of terms [first, first + count), added up in ascending order from the
+// first.
+template <int NV, bool kTail, class Terms>
+RK_HOST_DEVICE void sum_columns(const Terms& terms, int64_t first, int64_t count, int64_t column, int tail, Vec* sum) {
+  constexpr bool kWeighted = Terms::kWeighted;
+  terms.template prefetch<NV>(first, column);
+  load_row<NV, kTail>(terms.row(first) + column, tail, sum);
   if (kWeighted)
-    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(t.coefficients[0]) * sum[v];
-  for (int64_t i = 1; i < t.count; ++i) {
-    row = t.rows[i] + column;
-    if (kWeighted) {
-      const Vec c = Vec::broadcast(t.coefficients[i]);
-      for (int v = 0; v < L; ++v) sum[v] = fused_multiply_add(c, Vec::load(row + v * W), sum[v]);
-      sum[L] = fused_multiply_add(c, load_columns<kTail>(row + L * W, tail), sum[L]);
-    } else {
-      for (int v = 0; v < L; ++v) sum[v] = sum[v] + Vec::load(row + v * W);
-      sum[L] = sum[L] + load_columns<kTail>(row + L * W, tail);
-    }
+    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(terms.coefficient(first)) * sum[v];
+  for (int64_t i = first + 1; i < first + count; ++i) {
+    terms.template prefetch<NV>(i, column);
+    Vec x[NV];
+    load_row<NV, kTail>(terms.row(i) + column, tail, x);
+    const Vec c = Vec::broadcast(kWeighted ? terms.coefficient(i) : 1.0f);
+    for (int v = 0; v < NV; ++v) sum[v] = kWeighted ? fused_multiply_add(c, x[v], sum[v]) : sum[v] + x[v];
   }
 }
 
-template <int NV, bool kTail>
-RK_HOST_DEVICE void sum_columns(const Terms& t, int64_t column, int tail, Vec* sum) {
-  if (t.coefficients) sum_block<NV, kTail, true>(t, column, tail, sum);
-  else sum_block<NV, kTail, false>(t, column, tail, sum);
-}
-
-// for_blocks: sums the terms into out[0..D).
+// for_blocks: sums terms [first, first + count) into out[0..D).
+template <class Terms>
 struct SumInto {
-  const Terms& terms;
+  Terms terms;
+  int64_t first, count;
   float* out;
 
   template <int NV, bool kTail>
   RK_HOST_DEVICE void block(int64_t column, int tail) const {
     Vec sum[NV];
-    sum_columns<NV, kTail>(terms, column, tail, sum);
+    sum_columns<NV, kTail>(terms, first, count, column, tail, sum);
     store_columns<NV, kTail>(sum, out + column, tail);
   }
 };
@@ -73,7 +61,8 @@ struct BagPlace {
   const float* gradient;
 };
 
-inline BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_t bag) {
+__attribute__((noinline)) inline BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table,
+                                                                uint32_t bag) {
   const Part* f = a.parts + a.bags.first_part(a.bags.feature_of(bag));
   for (; f->row_offset != table.part->row_offset || f->num_embeddings == 0; ++f) continue;
   return {f, a.bags.row_of(bag, f->number, a.grad, a.output_dim) + f->output_offset};
@@ -86,63 +75,61 @@ RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint3
   return place_in_shared_table(a, table, bag);
 }
 
-// The terms of a table's occurrences, which are asked for in ascending order. Sorted by row, bags come in no order: the
-// gradients of kTermsAhead occurrences to come are on their way.
-class TermsInOrder {
- public:
-  // Up to occurrence `end` of RunArgs::sorted.
-  TermsInOrder(const RunArgs& a, const TableRuns& table, int64_t end)
-      : a_(a), table_(table), bytes_(table.part->embedding_dim * 4), end_(end) {}
+// Terms between the prefetch of a gradient and its use: sorted by row, bags come in no order.
+constexpr int64_t kTermsAhead = 16;
 
-  // Occurrences [first, first + count), count <= kChunk. They stay until the next call.
-  Terms take(int64_t first, int64_t count) {
-    if (first + count + kTermsAhead > first_ + kHeld) move_to(first);
-    const int64_t wanted = first + count + kTermsAhead;
-    find(wanted < end_ ? wanted : end_);
-    return {rows_ + (first - first_), a_.coefficients ? coefficients_ + (first - first_) : nullptr, count};
+// The gradients of a table's sorted occurrences up to `end`: copies of what finds them, which no store can change.
+template <bool kIsWeighted>
+struct SortedTerms {
+  static constexpr bool kWeighted = kIsWeighted;  // whether payloads are ids, which may have coefficients
+  const uint64_t* sorted;
+  uint64_t payload_mask;
+  const uint32_t* bags;
+  const float* coefficients;
+  const float* gradients;
+  int64_t first_bag, num_bags, stride, end;
+  const RunArgs* args;
+  const TableRuns* table;
+
+  SortedTerms(const RunArgs& a, const TableRuns& runs, int64_t last)
+      : sorted(a.sorted),
+        payload_mask((uint64_t{1} << a.payload_bits) - 1),
+        bags(a.bag_of),
+        coefficients(a.coefficients),
+        gradients(runs.gradients),
+        first_bag(runs.first_bag),
+        num_bags(runs.num_bags),
+        stride(a.output_dim),
+        end(last),
+        args(&a),
+        table(&runs) {}
+
+  RK_HOST_DEVICE const float* row(int64_t i) const {
+    const auto payload = static_cast<int64_t>(sorted[i] & payload_mask);
+    const int64_t bag = kWeighted ? int64_t{bags[payload]} : payload, number = bag - first_bag;
+    if (__builtin_expect(static_cast<uint64_t>(number) < static_cast<uint64_t>(num_bags), 1))
+      return gradients + number * stride;
+    return place_in_shared_table(*args, *table, static_cast<uint32_t>(bag)).gradient;
   }
-
- private:
-  static constexpr int64_t kTermsAhead = 16, kHeld = 4 * kChunk;
-
-  void find(int64_t end) {
-    for (; found_ < end; ++found_) {
-      const int64_t payload = payload_of(a_, found_), i = found_ - first_;
-      rows_[i] = place_of(a_, table_, bag_of(a_, payload)).gradient;
-      prefetch_bytes(rows_[i], bytes_);
-      if (a_.coefficients) coefficients_[i] = a_.coefficients[payload];
-    }
+  RK_HOST_DEVICE float coefficient(int64_t i) const {
+    return coefficients ? coefficients[sorted[i] & payload_mask] : 1.0f;
   }
-  // Makes room: what lies before `first` is done with.
-  void move_to(int64_t first) {
-    const int64_t done = first - first_, kept = found_ - first;
-    for (int64_t i = 0; i < kept; ++i) {
-      rows_[i] = rows_[i + done];
-      if (a_.coefficients) coefficients_[i] = coefficients_[i + done];
-    }
-    first_ = first;
-    if (kept < 0) found_ = first;
+  template <int NV>
+  RK_HOST_DEVICE void prefetch(int64_t i, int64_t column) const {
+    if (__builtin_expect(i + kTermsAhead < end, 1)) prefetch_bytes(row(i + kTermsAhead) + column, NV * W * 4);
   }
-
-  const RunArgs& a_;
-  const TableRuns& table_;
-  int64_t bytes_, end_;
-  int64_t first_ = -kHeld, found_ = -1;  // those of [first_, found_) are here
-  const float* rows_[kHeld];
-  float coefficients_[kHeld];
 };
 
-// Rows of floats that lie one after the other.
-class TermsOfPartials {
- public:
-  // `count` <= kChunk rows of D.
-  Terms take(const float* partials, int64_t count, int64_t D) {
-    for (int64_t i = 0; i < count; ++i) rows_[i] = partials + i * D;
-    return {rows_, nullptr, count};
-  }
+// Rows of D floats that lie one after the other.
+struct RowsInMemory {
+  static constexpr bool kWeighted = false;
+  const float* rows;
+  int64_t D;
 
- private:
-  const float* rows_[kChunk];
+  RK_HOST_DEVICE const float* row(int64_t i) const { return rows + i * D; }
+  RK_HOST_DEVICE static float coefficient(int64_t) { return 1.0f; }
+  template <int NV>
+  RK_HOST_DEVICE static void prefetch(int64_t, int64_t) {}
 };
 
 }  // namespace RK_ISA

@@ -9,11 +9,12 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Runs between a row's prefetch and its update.
-constexpr int64_t kAhead = 8;
+// Runs between a row's prefetch and its update: those of narrow rows are short.
+constexpr int64_t kAhead = 8, kNarrow = 32;
+RK_HOST_DEVICE int64_t rows_ahead(int64_t D) { return D <= kNarrow ? 2 * kAhead : kAhead; }
 
 // A target is what becomes of a row's gradient, for the rows of one table. announce(key) comes long before its run, and
-// prefetch(key) kAhead runs before. open(row, run, mean of g^2) starts a row;
+// prefetch(key) rows_ahead() runs before. open(row, run, mean of g^2) starts a row;
 // put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
 struct StoredGradients {
   static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
