@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
-from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.nn.tables.optimizers import Optimizer
 
 #: FBGEMM's names of optimizers, and of their state in the order of ``split_optimizer_states()``.
 OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -18,8 +18,8 @@ from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.given_tables import from_torchrec
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rec_kernels.nn.training.optimizers import LAMB, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad, RowwiseAdam
+from rec_kernels.nn.tables.optimizers import LAMB, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: The optimizers of this package by the names that their ops have; ``rk.AdamW`` is an "adam", too.

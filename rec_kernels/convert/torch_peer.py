@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
-from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.nn.tables.optimizers import Optimizer
 
 #: Tables may be trained by optimizers of torch, or by TorchRec's wrappers of them.
 TrainedBy = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer as TorchRecFused
 
-from rec_kernels.nn.training.optimizers import FusedOptimizer, RateGroup
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
 
 
 class ShardedRates(FusedOptimizer):

@@ -8,8 +8,8 @@ from typing import Any
 
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.optimizers import LAMB, Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import LAMB, Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: TorchRec's names of the ways in which a table can be sharded, in the order in which messages propose them.

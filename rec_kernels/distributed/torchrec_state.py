@@ -14,7 +14,7 @@ from rec_kernels.convert.peer import FAMILIES
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
-from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: TorchRec's names of the kinds of state, which are FBGEMM's. Adam's kin need the step, which its checkpoints lack.

@@ -24,14 +24,15 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_shapes, copied, fit_formats
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall, make_store
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
-from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.version_counters import call_in_place

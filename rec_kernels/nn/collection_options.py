@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 

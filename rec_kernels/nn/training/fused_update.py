@@ -13,9 +13,10 @@ from torch.amp import GradScaler
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.optimizer_state import KINDS
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.training.accumulate import Lookup, Pending
-from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer, RateGroup
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
 from rec_kernels.nn.training.tied_weights import DenseGradients
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
