@@ -24,6 +24,7 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_shapes, copied, fit_formats
+from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
 from rec_kernels.nn.tables.parameters import Tables
@@ -35,7 +36,7 @@ from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import arguments_of, call
-from rec_kernels.ops.version_counters import call_in_place
+from rec_kernels.ops.embedding_bag_autograd import call_with_updates, update_by_each
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +48,8 @@ class TableCollection(nn.Module):
     """Tables in one flat tensor, their optimizer and its state. Subclasses say what a lookup returns.
 
     It has a layout (``LayoutBuffers``), a store of its rows (``TableStore``) and, with a fused optimizer, an update
-    (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s.
+    (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s; ``optimizer`` may also be those of a whole
+    collection, of whose tables these are shards.
     """
 
     process_local = False
@@ -69,7 +71,7 @@ class TableCollection(nn.Module):
         tables: Sequence[EmbeddingConfig],
         *,
         device: torch.device | str | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | TableOptimizers | None = None,
         output_dtype: torch.dtype = torch.float32,
         bounds_check: str = "error",
         rounding: str = "stochastic",
@@ -77,11 +79,11 @@ class TableCollection(nn.Module):
         cache: RowCache | None = None,
     ) -> None:
         super().__init__()
-        check_options(optimizer, output_dtype, bounds_check, rounding, seed, cache)
-        kinds = {} if optimizer is None else optimizer.state
-        tables = checked_tables(tables, pooled=self._pools, fused=optimizer is not None)
-        self._features = FeatureMap(tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
-        self.optimizer, self.rounding = optimizer, rounding
+        tables = checked_tables(tables, pooled=self._pools)
+        optimizers = TableOptimizers(tables, optimizer)
+        check_options(optimizers.default, output_dtype, bounds_check, rounding, seed, cache)
+        self._features = FeatureMap(tables, optimizers, numbers_rows=cache is not None)
+        self.optimizer, self.rounding = optimizers.default, rounding
         self.output_dtype, self.seed = output_dtype, int(seed)
         self._store = make_store(self._features, cache, device)
         self.row_cache = self._store.cache
@@ -104,7 +106,7 @@ class TableCollection(nn.Module):
         trains = self._is_trained
         held = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
         self.add_module(self._holder, held)
-        for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features, device).items():
+        for name, (tensor, persistent) in optimizer_buffers(features, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
@@ -112,7 +114,7 @@ class TableCollection(nn.Module):
         weights = self._held.weights()
         self._store.initialize(weights)
         if self.optimizer is not None:
-            self._update = FusedUpdate(self.optimizer, features, weights, self._buffers, self._dense_gradients())
+            self._update = FusedUpdate(features, weights, self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -331,7 +333,10 @@ class TableCollection(nn.Module):
                 if is_cached:
                     options["cache_dirty"] = self.row_cache.dirty
                 state = (*self._state(), self._update.token)
-                output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
+                if self._update.has_several:
+                    output, status = self._call_with_updates(state, bags, options)
+                else:
+                    output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
                 self._store.watch(output, self._update.dense.is_waiting)
                 if not torch.compiler.is_compiling():
                     self._update.dense.opened(output)
@@ -368,6 +373,18 @@ class TableCollection(nn.Module):
             options |= self._rounding()
         return options
 
+    def _call_with_updates(self, state: tuple, bags: tuple, options: dict[str, object]) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            from rec_kernels.nn.graph_breaks import call_in_graph
+
+            return call_in_graph(self._updates(), *state, *bags, **options)
+        return call_with_updates(self._updates(), *state, *bags, **options)
+
+    def _updates(self, by_row: Sequence[int] = ()) -> list[dict[str, object]]:
+        """The arguments of several optimizers' updates that differ; ``by_row`` as of ``LayoutBuffers.of_updates``."""
+        each = self._update.options_of_each(self._buffers)
+        return [a | b for a, b in zip(each, self._layout.of_updates(by_row), strict=True)]
+
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
 
@@ -382,16 +399,15 @@ class TableCollection(nn.Module):
             return
         if not dense and (scaling is not None or are_alike(lookups)):
             lookup = join(lookups, len(self.feature_names))
-            layout = self._layout.arguments(lookup.bag_starts, lookup.shared)
         else:
             lookup = join_dense(lookups, dense, self._features)
-            layout = self._layout.by_row_arguments(list(dense), lookup.bag_starts)
         scaling = self._update.scaling() if scaling is None else scaling
-        self._apply_update(lookup, layout, self._update.found_by(scaling, lookup))
+        self._apply_update(lookup, list(dense), self._update.found_by(scaling, lookup))
         self._store.updated()
 
-    def _apply_update(self, lookup: Lookup, layout: dict[str, object], scaling: dict[str, Tensor]) -> None:
+    def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
+        layout = self._layout.by_row_arguments(by_row, lookup.bag_starts, lookup.shared)
         options = self._update_options() | layout | scaling
         if self.row_cache is not None:
             options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
@@ -399,7 +415,7 @@ class TableCollection(nn.Module):
         given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
         given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
         with torch.no_grad():
-            call_in_place("embedding_bag_backward_fused_.layout", given)
+            update_by_each(given, self._updates(by_row) if self._update.has_several else [{}])
 
     def _dense_gradients(self) -> DenseGradients:
         refusal = "cached rows hold updates that the weight does not"

@@ -23,6 +23,7 @@ class LayoutBuffers(nn.Module):
 
     Attributes:
         records: [parts, columns] int64, the layout; sizes: its ``layout_sizes``.
+        records_<n>, of_optimizers: of several optimizers, the layouts by which each one updates, and their sizes.
         seed: 0-dim int64, of stochastic rounding.
         bad_position: 0-dim int64, the smallest bad position of lookups whose status the host does not see.
         frozen: the features whose ids give no gradient by ``freeze()``.
@@ -53,8 +54,20 @@ class LayoutBuffers(nn.Module):
         self.sizes = made.layout_sizes
         numbers = {"seed": self._seed, "bad_position": NOTHING_BAD}
         tensors = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
+        each = [self._of_optimizer(n, device) for n in self._several()]
+        self.of_optimizers = [own.layout_sizes for own in each]
+        tensors |= {f"records_{n}": own.layout for n, own in enumerate(each)}
         for name, tensor in {"records": made.layout, **tensors}.items():
             self.register_buffer(name, tensor, persistent=False)
+
+    def _several(self) -> range:
+        """The numbers of the tables' optimizers, if there are several."""
+        count = len(self._features.states)
+        return range(count if count > 1 else 0)
+
+    def _of_optimizer(self, number: int, device: torch.device | str | None, tables: Sequence[int] = ()) -> TableLayout:
+        cache = None if tables else self._cache
+        return self._features.layout(self._flags(), cache, device, tables, number)
 
     def shared(self) -> LayoutBuffers:
         """Shares the tensors with another module, which can be moved by itself."""
@@ -79,6 +92,18 @@ class LayoutBuffers(nn.Module):
         if shared is not None:
             arguments |= {"inverse": shared.inverse, "groups": shared.groups}
         return arguments
+
+    def of_updates(self, tables: Sequence[int] = ()) -> list[dict[str, object]]:
+        """The arguments by which each of several optimizers updates, in place of those of ``arguments``.
+
+        Args:
+            tables: those of ``by_row_arguments``.
+        """
+        if tables:
+            made = [self._of_optimizer(n, self.device, tables) for n in self._several()]
+            return [{"layout": own.layout, "layout_sizes": own.layout_sizes} for own in made]
+        sizes = enumerate(self.of_optimizers)
+        return [{"layout": self._buffers[f"records_{n}"], "layout_sizes": own} for n, own in sizes]
 
     def freeze(self, features: set[str]) -> None:
         """Changes, in place, which features give no gradient."""
@@ -107,12 +132,19 @@ class LayoutBuffers(nn.Module):
         return [name in self.frozen or not self.trained[f.parts[0].stored] for name, f in features]
 
     def _freeze(self) -> None:
-        set_frozen(TableLayout(self.records, self.sizes), self._flags())
+        flags = self._flags()
+        set_frozen(TableLayout(self.records, self.sizes), flags)
+        for number, sizes in enumerate(self.of_optimizers):
+            others = [number != self._features.number_of(f.parts[0].stored) for f in self._features.features]
+            own = [a or b for a, b in zip(flags, others, strict=True)]
+            set_frozen(TableLayout(self._buffers[f"records_{number}"], sizes), own)
 
-    def by_row_arguments(self, tables: Sequence[int], bag_starts: Tensor) -> dict[str, object]:
+    def by_row_arguments(
+        self, tables: Sequence[int], bag_starts: Tensor | None, shared: SharedBags | None = None
+    ) -> dict[str, object]:
         """``arguments`` of a layout with features behind the others whose ids are the rows of some stored tables."""
         if not tables:
-            return self.arguments(bag_starts)
+            return self.arguments(bag_starts, shared)
         made = self._features.layout(self._flags(), None, self.device, tables)
         own = {"layout": made.layout, "layout_sizes": made.layout_sizes}
         return self.arguments(bag_starts) | own

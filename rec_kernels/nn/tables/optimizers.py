@@ -180,3 +180,12 @@ class LAMB(Adam):
 
 
 Optimizer = SGD | RowwiseAdagrad | Adagrad | Adam
+
+
+def check_optimizer(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a fused optimizer or None."""
+    if not isinstance(value, (Optimizer, type(None))):
+        raise ValueError(
+            f"{name} must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, rk.LAMB or "
+            f"None, got {value!r}"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -19,11 +20,13 @@ class RateGroup(NamedTuple):
     Args:
         rate: what it begins with.
         stored: the tables' numbers in a collection. table_ids: in the whole model, and so in the tensor of rates.
+        numbers: what else the parameter group says: the numbers of its optimizer, which never change.
     """
 
     rate: float
     stored: list[int]
     table_ids: list[int]
+    numbers: dict[str, Any]
 
 
 class _Group(dict):
@@ -37,6 +40,7 @@ class _Group(dict):
     """
 
     kernel_lr: Sequence[Tensor] = ()
+    numbers: Mapping[str, Any] = MappingProxyType({})  # what is as it was built
     token: Tensor | None = None
 
     def __getitem__(self, key: str) -> Any:
@@ -52,6 +56,11 @@ class _Group(dict):
                 raise ValueError(f"lr = {value} must be finite as float32")
             for lr in self.kernel_lr:
                 lr.fill_(value)
+        if key in self.numbers and value != self.numbers[key]:
+            raise ValueError(
+                f"{key} = {value!r} must be {self.numbers[key]!r}, as the table's optimizer was built: of a fused "
+                "optimizer only lr can be changed"
+            )
         super().__setitem__(key, value)
 
     def update(self, *args: object, **kwargs: object) -> None:
@@ -68,11 +77,12 @@ class _Group(dict):
 class FusedOptimizer(torch.optim.Optimizer):
     """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers and ``torch.amp.GradScaler``.
 
-    ``param_groups[0]["lr"]`` is the learning rate of all tables whose config has no ``lr``. A table with one is a group
-    of its own, behind that one, if it is there, in the order of tables. A scheduler, or the assignment of a number,
-    changes a rate from the next update on, without recompiling anything: it is written into ``lr``, which the kernels
-    read. ``step`` and ``zero_grad`` change no table: the update happened in the backward. ``state_dict`` has the
-    learning rates and what schedulers have added; state of rows is in the collection's.
+    ``param_groups[0]["lr"]`` is the learning rate of all tables whose config has neither ``lr`` nor ``optimizer``. A
+    table with one is a group of its own, behind that one, if it is there, in the order of tables. If a table has an
+    optimizer, groups say which one is theirs, and its numbers, which cannot be changed. A scheduler, or the assignment
+    of a number, changes a rate from the next update on, without recompiling anything: it is written into ``lr``, which
+    the kernels read. ``step`` and ``zero_grad`` change no table: the update happened in the backward. ``state_dict``
+    has the learning rates and what schedulers have added; state of rows is in the collection's.
 
     ``scaler.step(fused_optimizer)`` tells a ``torch.amp.GradScaler`` that the collection knows (``set_grad_scaler``)
     whether a gradient of its outputs has overflowed.
@@ -91,7 +101,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, tables: Sequence[Tensor], rate_groups: Sequence[RateGroup], lr: Tensor, step: Tensor) -> None:
         self._rate_groups = rate_groups
-        groups = [_Group(params=[tables[i] for i in g.stored], lr=g.rate) for g in rate_groups]
+        groups = [_Group(params=[tables[i] for i in g.stored], lr=g.rate, **g.numbers) for g in rate_groups]
         super().__init__(groups, {"lr": rate_groups[0].rate})
         self.retie(tables, lr, step)
 
@@ -111,6 +121,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups: Any = self.param_groups
         for group, own in zip(groups, self._rate_groups, strict=True):
             group.kernel_lr = [lr[n] for n in own.table_ids] if lr.dim() else [lr] * bool(own.stored)
+            group.numbers = own.numbers
             group.update(params=[tables[i] for i in own.stored], lr=group["lr"])
         groups[0].token, self.is_captured = token, False
         self._step = step
@@ -142,7 +153,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             # torch puts plain dicts in the groups' place.
             for group, loaded in zip(groups, self.param_groups, strict=True):
-                group.update({**loaded, "params": group["params"]})
+                group.update({**loaded, **group.numbers, "params": group["params"]})
             self.param_groups = groups
             self._show_state()
 
