@@ -430,7 +430,7 @@ def test_some_without_an_optimizer() -> None:
 
 
 def test_failed_backwards() -> None:
-    """What raises before an update changes no table, of no optimizer."""
+    """An error before an update changes no table, of no optimizer."""
     collection = made(OWN)
     before = {name: t.clone() for name, t in collection.state_dict().items()}
     given = batch(0)

@@ -33,10 +33,10 @@ from rec_kernels.nn.tables.store import TableCall, make_store
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
-from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
+from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
-from rec_kernels.ops.autograd import arguments_of, call
-from rec_kernels.ops.embedding_bag_autograd import call_with_updates, update_by_each
+from rec_kernels.ops.autograd import call
+from rec_kernels.ops.embedding_bag_autograd import call_with_updates
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -334,7 +334,8 @@ class TableCollection(nn.Module):
                     options["cache_dirty"] = self.row_cache.dirty
                 state = (*self._state(), self._update.token)
                 if self._update.has_several:
-                    output, status = self._call_with_updates(state, bags, options)
+                    updates = self._update.of_each(self._buffers, layout.of_updates())
+                    output, status = call_with_updates(updates, *state, *bags, **options)
                 else:
                     output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
                 self._store.watch(output, self._update.dense.is_waiting)
@@ -373,18 +374,6 @@ class TableCollection(nn.Module):
             options |= self._rounding()
         return options
 
-    def _call_with_updates(self, state: tuple, bags: tuple, options: dict[str, object]) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():
-            from rec_kernels.nn.graph_breaks import call_in_graph
-
-            return call_in_graph(self._updates(), *state, *bags, **options)
-        return call_with_updates(self._updates(), *state, *bags, **options)
-
-    def _updates(self, by_row: Sequence[int] = ()) -> list[dict[str, object]]:
-        """The arguments of several optimizers' updates that differ; ``by_row`` as of ``LayoutBuffers.of_updates``."""
-        each = self._update.options_of_each(self._buffers)
-        return [a | b for a, b in zip(each, self._layout.of_updates(by_row), strict=True)]
-
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
 
@@ -407,15 +396,11 @@ class TableCollection(nn.Module):
 
     def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
-        layout = self._layout.by_row_arguments(by_row, lookup.bag_starts, lookup.shared)
-        options = self._update_options() | layout | scaling
+        options = self._update_options() | scaling
         if self.row_cache is not None:
             options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
-        bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
-        given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
-        given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
-        with torch.no_grad():
-            update_by_each(given, self._updates(by_row) if self._update.has_several else [{}])
+        layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
+        update_tables(lookup, self._state(), options, self._update.of_each(self._buffers, layouts))
 
     def _dense_gradients(self) -> DenseGradients:
         refusal = "cached rows hold updates that the weight does not"

@@ -1,19 +1,17 @@
-"""Functions that torch.compile leaves out of its graphs, here or by itself, or has as one node of them.
+"""Functions that torch.compile leaves out of its graphs, here or by itself.
 
 Imported where it is called, not before: the decorators take torch's compiler, whose import lasts as long as torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 from rec_kernels.nn.training.data_parallel import warn_of_processes
-from rec_kernels.ops.embedding_bag_autograd import call_with_updates
 
 
 @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
@@ -33,12 +31,6 @@ def warn_while_traced() -> bool:
     """``warn_of_processes()`` when a lookup is traced, and never when the graph runs."""
     warn_of_processes()
     return True
-
-
-@torch._dynamo.allow_in_graph
-def call_in_graph(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """``call_with_updates`` as one node of the graph."""
-    return call_with_updates(updates, *args, **kwargs)
 
 
 @torch._dynamo.dont_skip_tracing

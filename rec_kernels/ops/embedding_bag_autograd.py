@@ -280,6 +280,15 @@ def call_with_updates(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: A
         updates: the arguments of each that are others than the lookup's: its optimizer and state, and a layout in which
             all features are frozen but those of its tables. args, kwargs: the lookup's.
     """
+    if torch.compiler.is_compiling():
+        from rec_kernels.ops.graph_breaks import look_up_and_update
+
+        return look_up_and_update(updates, args, kwargs)
+    return look_up_with_updates(updates, args, kwargs)
+
+
+def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``call_with_updates`` where torch does not compile."""
     inputs = _WithUpdates(_with_updates.inputs(args, kwargs))
     inputs.updates = updates
     refuse_tangents("embedding_bag_fused.layout", inputs)

@@ -54,7 +54,7 @@ class LayoutBuffers(nn.Module):
         self.sizes = made.layout_sizes
         numbers = {"seed": self._seed, "bad_position": NOTHING_BAD}
         tensors = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
-        each = [self._of_optimizer(n, device) for n in self._several()]
+        each = [self._features.layout(self._flags(), self._cache, device, optimizer=n) for n in self._several()]
         self.of_optimizers = [own.layout_sizes for own in each]
         tensors |= {f"records_{n}": own.layout for n, own in enumerate(each)}
         for name, tensor in {"records": made.layout, **tensors}.items():
@@ -64,10 +64,6 @@ class LayoutBuffers(nn.Module):
         """The numbers of the tables' optimizers, if there are several."""
         count = len(self._features.states)
         return range(count if count > 1 else 0)
-
-    def _of_optimizer(self, number: int, device: torch.device | str | None, tables: Sequence[int] = ()) -> TableLayout:
-        cache = None if tables else self._cache
-        return self._features.layout(self._flags(), cache, device, tables, number)
 
     def shared(self) -> LayoutBuffers:
         """Shares the tensors with another module, which can be moved by itself."""
@@ -93,17 +89,27 @@ class LayoutBuffers(nn.Module):
             arguments |= {"inverse": shared.inverse, "groups": shared.groups}
         return arguments
 
-    def of_updates(self, tables: Sequence[int] = ()) -> list[dict[str, object]]:
-        """The arguments by which each of several optimizers updates, in place of those of ``arguments``.
+    def of_updates(
+        self, by_row: Sequence[int] = (), bag_starts: Tensor | None = None, shared: SharedBags | None = None
+    ) -> list[dict[str, object]]:
+        """``arguments`` by which each optimizer updates.
 
         Args:
-            tables: those of ``by_row_arguments``.
+            by_row: stored tables that have a feature behind the others, whose ids are rows. They are in no cache.
         """
-        if tables:
-            made = [self._of_optimizer(n, self.device, tables) for n in self._several()]
-            return [{"layout": own.layout, "layout_sizes": own.layout_sizes} for own in made]
-        sizes = enumerate(self.of_optimizers)
-        return [{"layout": self._buffers[f"records_{n}"], "layout_sizes": own} for n, own in sizes]
+        numbers: Sequence[int | None] = self._several() or [None]
+        if by_row:
+            layouts = [self._features.layout(self._flags(), None, self.device, by_row, n) for n in numbers]
+        else:
+            layouts = [self._layout(n) for n in numbers]
+        own = [{"layout": made.layout, "layout_sizes": made.layout_sizes} for made in layouts]
+        return [self.arguments(bag_starts, shared) | each for each in own]
+
+    def _layout(self, number: int | None) -> TableLayout:
+        """The layout by which an optimizer updates, one of several; None: that of lookups, and of the only one."""
+        if number is None:
+            return TableLayout(self._buffers["records"], self.sizes)
+        return TableLayout(self._buffers[f"records_{number}"], self.of_optimizers[number])
 
     def freeze(self, features: set[str]) -> None:
         """Changes, in place, which features give no gradient."""
@@ -133,21 +139,10 @@ class LayoutBuffers(nn.Module):
 
     def _freeze(self) -> None:
         flags = self._flags()
-        set_frozen(TableLayout(self.records, self.sizes), flags)
-        for number, sizes in enumerate(self.of_optimizers):
+        set_frozen(self._layout(None), flags)
+        for number in self._several():
             others = [number != self._features.number_of(f.parts[0].stored) for f in self._features.features]
-            own = [a or b for a, b in zip(flags, others, strict=True)]
-            set_frozen(TableLayout(self._buffers[f"records_{number}"], sizes), own)
-
-    def by_row_arguments(
-        self, tables: Sequence[int], bag_starts: Tensor | None, shared: SharedBags | None = None
-    ) -> dict[str, object]:
-        """``arguments`` of a layout with features behind the others whose ids are the rows of some stored tables."""
-        if not tables:
-            return self.arguments(bag_starts, shared)
-        made = self._features.layout(self._flags(), None, self.device, tables)
-        own = {"layout": made.layout, "layout_sizes": made.layout_sizes}
-        return self.arguments(bag_starts) | own
+            set_frozen(self._layout(number), [a or b for a, b in zip(flags, others, strict=True)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutBuffers:
         # ``to_empty()`` must not empty what no state_dict brings back.

@@ -19,7 +19,8 @@ from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
 from rec_kernels.nn.training.tied_weights import DenseGradients
-from rec_kernels.ops.embedding_bag_autograd import overflow_of
+from rec_kernels.ops.autograd import arguments_of
+from rec_kernels.ops.embedding_bag_autograd import overflow_of, update_by_each
 
 Buffers = Mapping[str, Any]
 
@@ -85,6 +86,21 @@ def _state_buffers(features: FeatureMap, number: int) -> dict[str, str]:
     found = {kind: features.state_name(kind, number) for kind in features.states[number].kinds}
     powers = power_names(features.optimizers.distinct)
     return found | ({"beta_powers": powers[number]} if number in powers else {})
+
+
+def update_tables(
+    lookup: Lookup, state: tuple, options: dict[str, object], updates: Sequence[dict[str, object]]
+) -> None:
+    """Updates the tables with the gradient of a lookup.
+
+    Args:
+        state: the ops' first arguments. options: others by name, and ``updates``: those of each optimizer.
+    """
+    bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
+    given = arguments_of("embedding_bag_backward_fused_.layout", state, options | bags)
+    given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
+    with torch.no_grad():
+        update_by_each(given, updates)
 
 
 class FusedUpdate:
@@ -167,9 +183,15 @@ class FusedUpdate:
             return self._options.copy()
         return self._options | {name: buffers[own] for name, own in self._state.items()}
 
-    def options_of_each(self, buffers: Buffers) -> list[dict[str, object]]:
-        """The arguments of each of several optimizers' updates, in place of those of ``options``."""
-        return [options | {name: buffers[own] for name, own in state.items()} for options, state in self._each]
+    def of_each(self, buffers: Buffers, layouts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """The arguments of each optimizer's update, in place of those of ``options``.
+
+        Args:
+            layouts: of each, from ``LayoutBuffers.of_updates``.
+        """
+        each = self._each if self.has_several else [({}, {})]  # the only one has those of ``options``
+        states = [options | {name: buffers[own] for name, own in state.items()} for options, state in each]
+        return [state | layout for state, layout in zip(states, layouts, strict=True)]
 
     def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """``set_grad_scaler()`` of a collection with these tensors."""
