@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from backends import every_backend
+from tiers import cross
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.ops import embedding_bag_autograd
+from rec_kernels.ops.version_counters import call_in_place
 from rec_kernels.testing import same_bits
 
 ROWS, STEPS = 12, 3
@@ -124,7 +128,7 @@ def test_formats(format: str) -> None:
     check(format=format)
 
 
-@pytest.mark.parametrize(("a", "b"), list(itertools.permutations(range(len(ALL)), 2)))
+@pytest.mark.parametrize(("a", "b"), cross(range(len(ALL)), range(len(ALL)), 3))
 def test_pairs(a: int, b: int) -> None:
     """One table of each, in both orders; the second has a rate of its own."""
     optimizers = {"x": ALL[a], "y": ALL[b]}
@@ -442,3 +446,28 @@ def test_failed_backwards() -> None:
     with pytest.raises(ValueError, match=r"lr\[1\] = inf must be finite"):
         loss_of(collection(batch(0))).backward()
     assert all(same_bits(t, before[name]) for name, t in collection.state_dict().items())
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_backends(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of every backend make the same of each update's layout, where other optimizers' tables have no rows."""
+    calls: list[dict[str, Any]] = []
+
+    def noted(op: str, given: dict[str, Any]) -> None:
+        calls.append({name: t.clone() if isinstance(t, Tensor) else t for name, t in given.items()})
+        call_in_place(op, given)
+
+    monkeypatch.setattr(embedding_bag_autograd, "call_in_place", noted)
+    options = {"cache": lambda: rk.RowCache(0.5, ways=2)} if cached else {}
+    collection = made(OWN, format="int8", **options)
+    loss_of(collection(batch(0))).backward()
+    assert len(calls) == 5
+    for given in calls:
+        before = [t for t in given.values() if isinstance(t, Tensor)]
+        results: list[list[Tensor]] = []
+        for backend in every_backend():
+            own = {name: t.clone() if isinstance(t, Tensor) else t for name, t in given.items()}
+            backend.ops.ops.embedding_bag_backward_fused_.layout(**own)
+            results.append([t for t in own.values() if isinstance(t, Tensor)])
+            assert all(map(same_bits, results[0], results[-1])), (backend.name, given["optimizer"])
+        assert sum(not same_bits(*pair) for pair in zip(before, results[0], strict=True)) > 1  # rows, beside the step
