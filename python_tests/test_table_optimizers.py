@@ -416,6 +416,8 @@ def test_served() -> None:
     served = collection.for_serving("int8")
     assert sum(table["trained_state_bytes"] for table in served.memory_report()) > 0
     assert all(table.optimizer is None for table in served.tables)
+    names = {"_weights", "_layout.records", "_layout.seed", "_layout.bad_position"}
+    assert {name for name, _ in collection.for_serving().named_buffers()} == names
     with torch.no_grad():
         assert same_bits(collection.for_serving()(batch(0)).values(), collection(batch(0)).values())
 

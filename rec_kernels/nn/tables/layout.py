@@ -47,6 +47,8 @@ class LayoutBuffers(nn.Module):
         self._features, self._cache, self.bounds_check, self._seed = features, cache, bounds_check, seed
         self.frozen: set[str] = set()
         self.trained = [True] * len(features.stored)
+        count = len(features.states)
+        self._several = range(count if count > 1 else 0)  # the numbers of the optimizers, if there are several
         self._make(device)
 
     def _make(self, device: torch.device | str | None) -> None:
@@ -54,21 +56,17 @@ class LayoutBuffers(nn.Module):
         self.sizes = made.layout_sizes
         numbers = {"seed": self._seed, "bad_position": NOTHING_BAD}
         tensors = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
-        each = [self._features.layout(self._flags(), self._cache, device, optimizer=n) for n in self._several()]
+        each = [self._features.layout(self._flags(), self._cache, device, optimizer=n) for n in self._several]
         self.of_optimizers = [own.layout_sizes for own in each]
         tensors |= {f"records_{n}": own.layout for n, own in enumerate(each)}
         for name, tensor in {"records": made.layout, **tensors}.items():
             self.register_buffer(name, tensor, persistent=False)
 
-    def _several(self) -> range:
-        """The numbers of the tables' optimizers, if there are several."""
-        count = len(self._features.states)
-        return range(count if count > 1 else 0)
-
     def shared(self) -> LayoutBuffers:
-        """Shares the tensors with another module, which can be moved by itself."""
+        """Shares the tensors of lookups with another module, which can be moved by itself."""
         other = copy.copy(self)
-        other._buffers = dict(self._buffers)
+        other._several = range(0)
+        other._buffers = {name: self._buffers[name] for name in ("records", "seed", "bad_position")}
         return other
 
     @property
@@ -97,7 +95,7 @@ class LayoutBuffers(nn.Module):
         Args:
             by_row: stored tables that have a feature behind the others, whose ids are rows. They are in no cache.
         """
-        numbers: Sequence[int | None] = self._several() or [None]
+        numbers: Sequence[int | None] = self._several or [None]
         if by_row:
             layouts = [self._features.layout(self._flags(), None, self.device, by_row, n) for n in numbers]
         else:
@@ -140,7 +138,7 @@ class LayoutBuffers(nn.Module):
     def _freeze(self) -> None:
         flags = self._flags()
         set_frozen(self._layout(None), flags)
-        for number in self._several():
+        for number in self._several:
             others = [number != self._features.number_of(f.parts[0].stored) for f in self._features.features]
             set_frozen(self._layout(number), [a or b for a, b in zip(flags, others, strict=True)])
 

@@ -133,8 +133,8 @@ class FusedUpdate:
         optimizers = features.optimizers.distinct
         self.has_several = len(optimizers) > 1
         self._each = [(o.options(), _state_buffers(features, n)) for n, o in enumerate(optimizers)]
-        self._options, self._state = ({"optimizer": "sgd"}, {}) if self.has_several else self._each[0]
-        self._state.pop("sum", None)  # which ops take by place
+        self._options, state = ({"optimizer": "sgd"}, {}) if self.has_several else self._each[0]
+        self._state = {name: own for name, own in state.items() if name != "sum"}  # which ops take by place
         self.face = FusedOptimizer(weights, rate_groups(features), buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
