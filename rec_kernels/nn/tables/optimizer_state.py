@@ -45,8 +45,8 @@ class TableOptimizers:
         rated = next((t for t in tables if t.lr is not None), None)
         if default is None and 0 < len(without) < len(tables):
             raise ValueError(
-                f"optimizer = None of the collection is for torch's gradients of all tables, and some have a fused "
-                f"optimizer of their own: tables {without} need one, too, or the collection one for them"
+                f"tables {without} have no optimizer, as the collection has optimizer=None, and the others have fused "
+                "ones: give the collection one for them, or each its own; torch's optimizers are for all tables or none"
             )
         if default is None and without and rated is not None:
             raise ValueError(
