@@ -424,9 +424,7 @@ def test_served() -> None:
 
 def test_some_without_an_optimizer() -> None:
     """Fused and torch's gradients do not go together in one collection; all tables may have their own."""
-    with pytest.raises(
-        ValueError, match=r"tables \['a'\] have no optimizer, as the collection has optimizer=None"
-    ):
+    with pytest.raises(ValueError, match=r"tables \['a'\] have no optimizer, as the collection has optimizer=None"):
         made(OWN, None)
     with pytest.raises(ValueError, match=r"table 'a': optimizer must be rk\.SGD, .* or None, got 'adam'"):
         rk.EmbeddingBagConfig(3, 4, name="a", feature_names=["a"], optimizer="adam")
