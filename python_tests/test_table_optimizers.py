@@ -391,15 +391,17 @@ def test_equal_optimizers_are_one() -> None:
     assert [g["lr"] for g in mixed.fused_optimizer.param_groups] == [0.1, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_compiled(weighted: bool) -> None:
-    """The update is part of the graph, by each optimizer; rates that change need no other one."""
-    plain, compiled = made(OWN, format="int8"), made(OWN, format="int8")
+@pytest.mark.parametrize(("weighted", "cached"), [(False, False), (True, False), (False, True)])
+def test_compiled(weighted: bool, cached: bool) -> None:
+    """The update is part of the graph, by each optimizer; rates and frozen features that change need no other one."""
+    options = {"cache": lambda: rk.RowCache(0.5, ways=2)} if cached else {}
+    plain, compiled = made(OWN, format="int8", **options), made(OWN, format="int8", **options)
     run = torch.compile(lambda given: compiled(given).values(), backend="aot_eager", fullgraph=True)
     grads = []
     for step in range(STEPS):
         for collection in (plain, compiled):
             collection.fused_optimizer.param_groups[1]["lr"] = 0.1 * step
+            collection.freeze(*"abc"[:step])
             weights = torch.rand(len(FEATURES) * 12, generator=torch.Generator().manual_seed(3)) if weighted else None
             given = batch(step, weights=weights.requires_grad_() if weighted else None)
             pooled = run(given) if collection is compiled else collection(given).values()
