@@ -49,7 +49,7 @@ class Case:
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores. row_wise: the sharder's.
-        rates: each table's ``lr``. cache: the collection's.
+        rates, optimizers: each table's ``lr``, and its optimizer, of ``OPTIMIZERS``. cache: the collection's.
     """
 
     plan: str = "table_wise"
@@ -68,6 +68,7 @@ class Case:
     bad_ids: bool = False
     row_wise: str = "ordered"
     rates: tuple[float | None, ...] = (None, None, None)
+    optimizers: tuple[str | None, ...] = (None, None, None)
     cache: Any = None
 
 
@@ -100,6 +101,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
             compression=case.compression,
             padding_idx=case.padding[i],
             lr=case.rates[i],
+            optimizer=OPTIMIZERS[case.optimizers[i] or "torch"],
         )
         for i, rows in enumerate(ROWS)
     ]

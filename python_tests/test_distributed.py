@@ -102,6 +102,14 @@ def test_reduced_parts(plan: str, sizes: tuple[int, ...], pooling: str) -> None:
         assert all(same_bits(*pair) for pair in pairs)
 
 
+@pytest.mark.parametrize("plan", ["mixed", "one_rank", *full("table_wise", "row_wise", "data_parallel")])
+def test_optimizers_of_tables(plan: str) -> None:
+    """Each table is trained by its own, and each rank counts for all, also one without a table of some of them."""
+    own = (None, "rowwise_adagrad", "lamb")
+    case = Case(plan, "bf16", "adam_bf16", sizes=(8, 5), optimizers=own, rates=(None, 0.3, None))
+    check(case, same_outputs=plan not in ("mixed", "row_wise"))
+
+
 def test_more_ranks_than_tables() -> None:
     """A rank without any table counts steps, and gets its outputs."""
     check(Case("one_rank", optimizer="adam", sizes=(3, 8)))

@@ -47,9 +47,10 @@ def test_rows_of_floats(plan: str, backing: str) -> None:
 
 @pytest.mark.parametrize("plan", ["row_wise", *full("table_wise", "one_rank", "data_parallel")])
 @pytest.mark.parametrize("format", ["int8", *full("mx6", "bf16")])
-def test_all_rows(plan: str, format: str) -> None:
+@pytest.mark.parametrize("own", [(None, None, None), (None, "adam", "lamb")])
+def test_all_rows(plan: str, format: str, own: tuple[str | None, ...]) -> None:
     """Where all rows have a slot, trained rows are never rounded, and encoded alike: bits of one process with it."""
-    case = Case(plan, format, "rowwise_adagrad", sizes=(8, 5), cache=ALL, one_id=True)
+    case = Case(plan, format, "rowwise_adagrad", sizes=(8, 5), cache=ALL, one_id=True, optimizers=own)
     found = pool(2).run(HERE, "run", case)
     model = Model(collection(case))
     outputs = train_cached(case, model, model.ebc, [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_names() -> None:
     assert list(sums) == ["t1.momentum1"]
     sums["t1.momentum1"].fill_(3)
     assert torch.equal(model.tables.state_dict()["embedding_bags.t1.sum"], torch.full((33, 16), 3.0))
+
+
+def test_optimizers_of_tables() -> None:
+    """Each table has the state of its own; one that TorchRec's checkpoints do not have is named."""
+    own = {"a": rk.SGD(), "b": None, "c": rk.Adagrad()}
+    tables = [rk.EmbeddingBagConfig(9, 4, name=n, feature_names=[n], optimizer=o) for n, o in own.items()]
+    model = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad())
+    state = rk.distributed.torchrec_state(model).optimizer["state"]
+    assert {name: list(of) for name, of in state.items()} == {
+        "embedding_bags.b.weight": ["b.momentum1"],
+        "embedding_bags.c.weight": ["c.momentum1"],
+    }
+    assert state["embedding_bags.c.weight"]["c.momentum1"].shape == (9, 4)
+    tables[1] = dataclasses.replace(tables[1], optimizer=rk.Adam())
+    with pytest.raises(ValueError, match=r"table 'b' of collection '': TorchRec's checkpoints have no state of Adam\("):
+        rk.distributed.torchrec_state(rk.EmbeddingBagCollection(tables))
 
 
 def test_refused() -> None:

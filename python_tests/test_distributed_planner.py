@@ -51,7 +51,7 @@ def planned(
 
 @pytest.mark.parametrize("plan", ["row_wise", "mixed", *full("table_wise", "data_parallel", "grid_shard")])
 @pytest.mark.parametrize("format", ["bf16", *full("int8", "fp32", "mx6")])
-@pytest.mark.parametrize("optimizer", ["adam", *full("rowwise_adagrad", "sgd", "adam_bf16", "torch")])
+@pytest.mark.parametrize("optimizer", ["adam", "own", *full("rowwise_adagrad", "sgd", "adam_bf16", "torch")])
 @pytest.mark.parametrize("policy", ["lfu", *full("lru")])
 def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     """Rows, state and slots that each rank's collection has, to the byte."""
@@ -61,8 +61,10 @@ def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     from rec_kernels.distributed.routes import Routes
 
     # Fraction 1: slots of each table by itself.
+    own = ("sgd", None, "rowwise_adagrad") if optimizer == "own" else (None,) * 3
+    optimizer = "adam" if optimizer == "own" else optimizer
     cache = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy=policy) if OPTIMIZERS[optimizer] else None
-    case = Case(plan, format, optimizer, cache=cache)
+    case = Case(plan, format, optimizer, optimizers=own, cache=cache)
     whole, kinds = collection(case, device="meta"), plan_of(case, 2)
     if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
         pytest.skip("no such plan")

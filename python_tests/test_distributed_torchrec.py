@@ -195,9 +195,23 @@ PAIRS += full(("one_rank", "data_parallel"), ("grid_shard", "mixed"))
 @pytest.mark.parametrize("rates", [(None, 0.3, 0.02), *full(((0.3, None, None),), ((0.1, 0.2, 0.3),))])
 def test_rates_of_tables(plan: str, other: str, rates: tuple, tmp_path: Path) -> None:
     """Tables with learning rates of their own: groups, schedulers and states are one process's, in every plan."""
+    check_rates(Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=rates), other, tmp_path)
+
+
+@pytest.mark.parametrize(("plan", "other"), [("table_wise", "mixed"), *full(("mixed", "one_rank"))])
+def test_optimizers_of_tables(plan: str, other: str, tmp_path: Path) -> None:
+    """Their groups, rates and states are one process's, in every plan; groups say which optimizer is theirs."""
+    own = (None, "lamb", "sgd")
+    case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=(None, 0.3, 0.1), optimizers=own)
+    groups = check_rates(case, other, tmp_path)["param_groups"]
+    assert [group["optimizer"] for group in groups] == ["Adam", "LAMB", "SGD"]
+
+
+def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
+    """Compares ranks that train and go on in another plan with one process; the state of its optimizer."""
     from distributed_torchrec_cases import train_rates
 
-    case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=rates)
+    rates = case.rates
     model = Model(collection(case))
     face = model.ebc.fused_optimizer
     state = train_rates(case, model, model.ebc, face, [0, 1])
@@ -211,6 +225,7 @@ def test_rates_of_tables(plan: str, other: str, rates: tuple, tmp_path: Path) ->
     assert differences(dict(model.ebc.state_dict()), [own[3] for own in found]) == []
     train(case, model, [0, 1])
     assert differences(dict(model.ebc.state_dict()), [own[4] for own in found]) == []
+    return state
 
 
 def test_other_groups() -> None:
@@ -219,7 +234,7 @@ def test_other_groups() -> None:
     from rec_kernels.nn.training.fused_update import rate_groups
 
     ebc = collection(Case(rates=(None, 0.3, None)))
-    groups = rate_groups(ebc.optimizer, ebc._features)
+    groups = rate_groups(ebc._features)
     face = ShardedRates([], groups, [], ebc.lr, ebc.step)
     assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
     face.load_state_dict(ebc.fused_optimizer.state_dict())
@@ -267,6 +282,7 @@ def test_page() -> None:
 
 REFUSED = [
     (Case("column_wise", optimizer="rowwise_adagrad"), "t0.* column_wise: RowwiseAdagrad keeps one number .* row_wise"),
+    (Case("column_wise", optimizers=(None, "rowwise_adagrad", None)), "t1.* column_wise: RowwiseAdagrad keeps one"),
     (Case("column_wise", optimizer="lamb"), "LAMB scales an update by the length of the row"),
     (Case("column_wise", optimizer="clipped"), "clip_grad_norm=0.5 clips by the length"),
     (Case("grid_shard", "int8"), "rows of format int8 have scales of all their columns; it can be sharded table_wise"),

@@ -178,7 +178,7 @@ def test_errors() -> None:
             model,
             {"trained_by": torch.optim.Adagrad(model.tower.parameters()), "optimizer": rk.SGD()},
             ValueError,
-            "tower.0: ours is trained by SGD",
+            "tower.0: table 'weight' of ours is trained by SGD",
         ),
         (model, {"format": "int3", "optimizer": rk.SGD()}, ValueError, "bags.user: table 'weight': format must be one"),
         (model, {"formats": "int8"}, TypeError, r"bags.user: convert_embeddings\(\) got an unexpected keyword"),

@@ -26,19 +26,11 @@ from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 from rec_kernels.nn.tables.compression import Hash, MixedDimension, Partitions, QuotientRemainder
 from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.mixed_dimensions import mixed_dimensions
+from rec_kernels.nn.tables.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.tables.placement import Placement, place_tables
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.dense_parameters import dense_parameters
-from rec_kernels.nn.training.optimizers import (
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    FusedOptimizer,
-    RowwiseAdagrad,
-    RowwiseAdam,
-)
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.ops.dot_interaction import dot_interaction
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.expand import expand

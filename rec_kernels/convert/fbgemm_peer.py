@@ -9,8 +9,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
-from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, check_state, check_weight, refuse_options
+from rec_kernels.nn.tables.optimizers import Optimizer
 
 #: FBGEMM's names of optimizers, and of their state in the order of ``split_optimizer_states()``.
 OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -47,6 +47,7 @@ class FbgemmPeer(Peer):
 
     def __init__(self, module: Any, *, rows_only: bool = False) -> None:
         self._module, self._kinds = module, ()
+        self._described = f"FBGEMM's {module.optimizer.name}"
         if module.weights_precision.name not in ("FP32", "FP16", "BF16"):
             raise ValueError(
                 f"theirs: weights_precision must be FP32, FP16 or BF16, got {module.weights_precision.name}: its rows "
@@ -61,16 +62,16 @@ class FbgemmPeer(Peer):
 
     def _take_optimizer(self) -> None:
         module, name = self._module, self._module.optimizer.name
-        self.described = f"FBGEMM's {name}"
         if name not in OPTIMIZERS:
-            raise ValueError(f"theirs: {self.described} has no counterpart here, only {', '.join(OPTIMIZERS)}")
+            raise ValueError(f"theirs: {self._described} has no counterpart here, only {', '.join(OPTIMIZERS)}")
         mode = module.weight_decay_mode.name
         if mode not in ("NONE", "L2", "DECOUPLE") or module.use_rowwise_bias_correction:
             raise ValueError(
-                f"theirs: {self.described} counts the uses of rows, for which no optimizer here has state: "
+                f"theirs: {self._described} counts the uses of rows, for which no optimizer here has state: "
                 f"weight_decay_mode = {mode}, use_rowwise_bias_correction = {module.use_rowwise_bias_correction}"
             )
-        self.family, self._kinds = OPTIMIZERS[name]
+        family, self._kinds = OPTIMIZERS[name]
+        self.families = [Family(family, self._described)] * len(self.names())
 
     def names(self) -> list[str]:
         """FBGEMM's ``table_names``, or t0, t1 ..."""
@@ -84,12 +85,13 @@ class FbgemmPeer(Peer):
     def read(self) -> list[TableNumbers]:
         """The tables' numbers, after a flush of FBGEMM's cache."""
         self._module.flush()
-        if self.family is None:
+        if not self.families:
             return [TableNumbers(name, weight) for name, weight in zip(self.names(), self.weights(), strict=True)]
         step, found = int(self._module.iter.item()), []
+        family = self.families[0]
         for name, weight, state in zip(self.names(), self.weights(), self._states(), strict=True):
-            check_state(name, self.family, weight, state)
-            found.append(TableNumbers(name, weight, state, step))
+            check_state(name, family.name, weight, state)
+            found.append(TableNumbers(name, weight, state, step, family))
         return found
 
     def _states(self) -> list[dict[str, Tensor]]:
@@ -110,18 +112,18 @@ class FbgemmPeer(Peer):
             self._module.iter_cpu.fill_(tables[0].step)  # it follows ``iter`` from 0 only
         self._module.reset_cache_states()
 
-    def counterpart(self) -> Optimizer:
-        """This package's optimizer with the same formulas and numbers."""
+    def counterparts(self) -> list[Optimizer]:
+        """This package's optimizer with the same formulas and numbers, once for each table."""
         module, options = self._module, self._module.optimizer_args
         wrong = {name: getattr(options, name) for name in ("gradient_clipping", "max_norm", "weight_decay")}
         wrong = {name: value for name, value in wrong.items() if value}
-        refuse_options(self.described, wrong, "FBGEMM's kernels differ in what these do")
+        refuse_options(self._described, wrong, "FBGEMM's kernels differ in what these do")
         numbers: dict[str, Any] = {"lr": float(str(numpy.float32(module.get_learning_rate())))}  # 0.05, not its float32
-        if self.family != "sgd":
+        if self._kinds:
             numbers["eps"] = float(options.eps)
         if "exp_avg" in self._kinds:
             numbers["betas"] = float(options.beta1), float(options.beta2)
-        return FAMILIES[str(self.family)](**numbers)
+        return [FAMILIES[family.name](**numbers) for family in self.families]
 
 
 def features_of(module: Any) -> list[list[str]]:

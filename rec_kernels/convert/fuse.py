@@ -21,6 +21,7 @@ from rec_kernels.nn.embedding_layers import EmbeddingBag, EmbeddingLayer
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
 from rec_kernels.nn.tables.parameters import RequiresGrad
+from rec_kernels.nn.training.fused_update import power_names
 from rec_kernels.ops.embedding_bag import read_bags
 
 _OPTIONS = ("optimizer", "output_dtype", "bounds_check", "rounding", "seed")
@@ -54,10 +55,10 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
 
     The model must be traced by torch.fx, to the same graph in training and evaluation. Lookups are put together where
     nothing between them uses the result of one or may write in place. Outputs and gradients for the example are
-    compared, bit for bit, before anything is returned. Layers need equal fused optimizers, learning rates, steps and
-    options; rows may be of any formats and widths. Training has the same bits, too, but for gradients of a layer that
-    is looked up twice, which are added in another order, and for the noise of stochastic rounding, which depends on the
-    number of a table in its collection.
+    compared, bit for bit, before anything is returned. Layers need fused optimizers, equal steps and options;
+    optimizers, learning rates, formats and widths of rows may differ. Training has the same bits, too, but for
+    gradients of a layer that is looked up twice, which are added in another order, and for the noise of stochastic
+    rounding, which depends on the number of a table in its collection.
 
     Args:
         model: with ``rk.EmbeddingBag``s, such as ``rk.replace_embeddings`` leaves. Its ``forward`` runs
@@ -221,8 +222,8 @@ def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
 def _options(layer: EmbeddingBag) -> tuple:
     """The numbers and options that tables of one collection have in common."""
     collection = layer.collection
-    numbers = int(collection.step), float(collection.lr), collection._device, layer.training
-    return *numbers, collection.optimizer, collection.output_dtype, collection.bounds_check, collection.rounding
+    numbers = int(collection.step), collection._device, layer.training
+    return *numbers, collection.output_dtype, collection.bounds_check, collection.rounding
 
 
 class _FusedBags(nn.Module):
@@ -238,20 +239,20 @@ class _FusedBags(nn.Module):
         self._last = [last for _, last in calls]
         self._keys = [f"{name}_{i}" for i, (name, _) in enumerate(calls)]
         features = {name: [k for k, (n, _) in zip(self._keys, calls, strict=True) if n == name] for name in layers}
+        first: Any = next(iter(layers.values()))
         tables = [
-            replace(_config(layer), name=name, feature_names=features[name], init=Later())
+            replace(_config(layer, first), name=name, feature_names=features[name], init=Later())
             for name, layer in layers.items()
         ]
-        first: Any = next(iter(layers.values()))
         options = {name: getattr(first.collection, name) for name in _OPTIONS}
         self.collection = EmbeddingBagCollection(tables, device=first.collection._device, **options)
-        self.collection.load_state_dict(
-            {
-                kind.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1): numbers
-                for name, layer in layers.items()
-                for kind, numbers in layer.collection.state_dict().items()
-            }
-        )
+        optimizers = self.collection._features.optimizers
+        powers, state = power_names(optimizers.distinct), {}
+        for number, (name, layer) in zip(optimizers.of, layers.items(), strict=True):
+            for kind, numbers in layer.collection.state_dict().items():
+                own = powers[number] if kind == "beta_powers" else kind
+                state[own.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1)] = numbers
+        self.collection.load_state_dict(state)
         self.collection.fused_optimizer.param_groups[0]["lr"] = float(first.collection.lr)
         for name, layer in layers.items():
             self.collection.embedding_bags[name].weight.requires_grad_(RequiresGrad.of(layer.weight).requires_grad)
@@ -267,9 +268,13 @@ class _FusedBags(nn.Module):
         return [found[key] for key in self._keys]
 
 
-def _config(layer: EmbeddingBag) -> EmbeddingBagConfig:
+def _config(layer: EmbeddingBag, first: EmbeddingBag) -> EmbeddingBagConfig:
+    """The table of a layer; with an optimizer and a rate of its own, if the first layer has others."""
     config: Any = layer.collection.tables[0]
-    return config
+    optimizer, rate = layer.collection.optimizer, float(layer.collection.lr)
+    if optimizer == first.collection.optimizer and rate == float(first.collection.lr):
+        return config
+    return replace(config, optimizer=optimizer, lr=rate)
 
 
 def _fuse(traced: fx.GraphModule, group: list[fx.Node], name: str) -> None:

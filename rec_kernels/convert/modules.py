@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -18,8 +18,8 @@ from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.given_tables import from_torchrec
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
             ``rk.EmbeddingCollection``, whose features are named f0, f1 ... in the order of FBGEMM's input.
         trained_by: ``rk.import_tables``'s: optimizers of torch whose state is taken along.
         options: ``optimizer`` of this package: its default has the formula and numbers of what trained theirs, of
-            FBGEMM's own; where nothing is known to have, tables are ordinary parameters. The others are
+            FBGEMM's own, of each table; where nothing is known to have, tables are ordinary parameters. The others are
             ``rk.EmbeddingBagCollection``'s; ``format`` is of all tables, by default that of the rows' dtype.
 
     Returns:
@@ -72,10 +72,11 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
         raise ValueError(f"theirs: {reason}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     peer = peer_of(theirs, [] if "optimizer" in options and "optimizer" not in given else trained_by)
-    if "optimizer" not in given and peer.family is not None:
-        given["optimizer"] = peer.counterpart()
+    own = peer.counterparts() if peer.families and "optimizer" not in given else []
+    if own:
+        given["optimizer"] = own[0]
     _check_trained(peer, given)
-    ours: Any = _built(theirs, peer, given)
+    ours: Any = _built(theirs, peer, given, own)
     collection = getattr(ours, "collection", ours)
     if collection is not None and not collection._weights.is_meta:
         copy_in(collection, peer)
@@ -122,8 +123,8 @@ def _check_trained(peer: Peer, given: dict[str, Any]) -> None:
         )
 
 
-def _built(theirs: Any, peer: Peer, given: dict[str, Any]) -> nn.Module:
-    """The module with rows that are still to come."""
+def _built(theirs: Any, peer: Peer, given: dict[str, Any], own: Sequence[Optimizer]) -> nn.Module:
+    """The module with rows that are still to come; ``own`` are optimizers of its tables, or none."""
     if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
         return _layer(theirs, given)
     format = given.pop("format", None)
@@ -143,6 +144,9 @@ def _built(theirs: Any, peer: Peer, given: dict[str, Any]) -> nn.Module:
     else:
         pooling = getattr(theirs, "embedding_bag_configs", None)
         tables = _configs(theirs, [format or _format(w) for w in weights])
+    for i, optimizer in enumerate(own):
+        if optimizer != own[0]:
+            tables[i] = dataclasses.replace(tables[i], optimizer=optimizer)
     of = EmbeddingCollection if pooling is None else EmbeddingBagCollection
     return of(tables, device=weights[0].device, **given)
 

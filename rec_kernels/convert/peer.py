@@ -8,13 +8,25 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rec_kernels.nn.training.optimizers import LAMB, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad, RowwiseAdam
+from rec_kernels.nn.tables.optimizers import LAMB, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: The optimizers of this package by the names that their ops have; ``rk.AdamW`` is an "adam", too.
 FAMILIES: dict[str, type[Optimizer]] = {
     kind.op_name: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam, RowwiseAdam, LAMB)
 }
+
+
+@dataclass(frozen=True)
+class Family:
+    """The kind of optimizer that trains a table.
+
+    Args:
+        name: as of ``FAMILIES``. described: what the other package calls the optimizer, for messages.
+    """
+
+    name: str
+    described: str
 
 
 @dataclass(frozen=True)
@@ -25,26 +37,26 @@ class TableNumbers:
         name: the table's. weight: [E, D] float32, float16 or bfloat16.
         state: kind of state, as of this package's optimizers -> [E, D], or [E] of a row-wise one.
         step: updates so far; None: nobody counts them.
+        family: of the optimizer whose state it is; None: only the rows are known.
     """
 
     name: str
     weight: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
     step: int | None = None
+    family: Family | None = None
 
 
 class Peer(ABC):
     """Tables of another package's module.
 
     Attributes:
-        family: the name in ``FAMILIES`` of what trains the tables; None: only the rows are known.
-        described: what trains them, for messages.
+        families: of what trains each table, in the order of ``names``; none: only the rows are known.
         has_names: whether tables have names, and not only an order.
         is_trained: whether something trains a table.
     """
 
-    family: str | None = None
-    described = "nothing"
+    families: Sequence[Family] = ()
     has_names = True
     is_trained = True
 
@@ -66,11 +78,11 @@ class Peer(ABC):
 
     @abstractmethod
     def write(self, tables: Sequence[TableNumbers]) -> None:
-        """Writes numbers of these shapes into the tables, in their order; state only where the family is known."""
+        """Writes numbers of these shapes into the tables, in their order; state only where ``families`` are known."""
 
     @abstractmethod
-    def counterpart(self) -> Optimizer:
-        """This package's optimizer with the same formulas and numbers.
+    def counterparts(self) -> list[Optimizer]:
+        """This package's optimizer with the formulas and numbers of each table's.
 
         Raises:
             ValueError: there is none; the message says why.

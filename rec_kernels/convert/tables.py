@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert.fbgemm_peer import FbgemmPeer
-from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers
+from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers
 from rec_kernels.convert.torch_peer import TorchPeer, TrainedBy
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_layers import EmbeddingLayer
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.rows import decode
+from rec_kernels.nn.training.fused_update import power_names
 
 _TORCHREC = "torchrec.modules.embedding_modules"
 _FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
@@ -32,10 +34,10 @@ def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
             ``SplitTableBatchedEmbeddingBagsCodegen``, with tables in our order. [E, D] of each must be ours.
         trained_by: the optimizers of torch, or TorchRec's wrappers, that have the weights. None: of FBGEMM, the
             module's own; of the others, those that run in the backward, if any do. []: none. Without an optimizer only
-            rows are copied. Its state must be that of ``ours.optimizer``: docs/convert.md has the pairs.
+            rows are copied. A table's must be of the kind of ours: docs/convert.md has the pairs.
 
     Learning rates are not copied. The updates that Adam's kin have counted, ``step``, must be one number for all
-    tables of ``ours``.
+    tables of ``ours`` that have it.
 
     Raises:
         TypeError: ``ours``, ``theirs`` or ``trained_by`` is another object. ValueError: names, shapes, dtypes, kinds of
@@ -59,7 +61,7 @@ def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
     peer = peer_of(theirs, trained_by)
     _check_memory(collection, peer)
     order = {theirs_name: i for i, (theirs_name, _) in enumerate(_paired(collection, peer, peer.read()))}
-    own = _numbers(collection, with_state=peer.family is not None)
+    own = _numbers(collection, with_state=bool(peer.families))
     peer.write([own[order[name]] for name in peer.names()])
 
 
@@ -79,7 +81,7 @@ def copy_in(collection: TableCollection, peer: Peer) -> None:
         held = f"{collection._holder}.{config.name}"
         state[f"{held}.weight"] = table.weight
         state |= {f"{held}.{kind}": numbers for kind, numbers in table.state.items()}
-    step = _common_step(collection, peer, given)
+    step = _common_step(given)
     if step is not None:
         state |= _clock(collection, step)
     elif "step" in collection._buffers:
@@ -173,8 +175,6 @@ def _collection(ours: Any) -> TableCollection:
 
 def _paired(collection: TableCollection, peer: Peer, given: list[TableNumbers]) -> list[tuple[str, TableNumbers]]:
     """The peer's tables with their names there, in the order of ours."""
-    if peer.family is not None:
-        _check_family(collection, peer)
     tables, own = collection.tables, [table.name for table in collection.tables]
     if len(own) != len(given):
         raise ValueError(f"ours has {len(own)} tables, {', '.join(own)}, and theirs {len(given)}")
@@ -187,43 +187,46 @@ def _paired(collection: TableCollection, peer: Peer, given: list[TableNumbers]) 
         size = [config.num_embeddings, config.embedding_dim]
         if list(table.weight.shape) != size:
             raise ValueError(f"table {config.name!r} has {size} numbers, and theirs {list(table.weight.shape)}")
+        if table.family is not None:
+            _check_family(config.name, config.optimizer or collection.optimizer, table.family)
     return [(table.name, table) for table in given]
 
 
-def _check_family(collection: TableCollection, peer: Peer) -> None:
-    optimizer = collection.optimizer
+def _check_family(name: str, optimizer: Optimizer | None, family: Family) -> None:
     if optimizer is None:
         raise ValueError(
-            f"ours has no fused optimizer, which could take up the state of {peer.described}: build it with optimizer="
+            f"ours has no fused optimizer, which could take up the state of {family.described}: build it with "
+            "optimizer="
         )
-    if optimizer.op_name != peer.family:
-        fitting = FAMILIES[str(peer.family)].__name__
+    if optimizer.op_name != family.name:
+        fitting = FAMILIES[family.name].__name__
         raise ValueError(
-            f"ours is trained by {optimizer}, and theirs by {peer.described}, whose state rk.{fitting} has"
+            f"table {name!r} of ours is trained by {optimizer}, and theirs by {family.described}, whose state "
+            f"rk.{fitting} has"
         )
 
 
-def _common_step(collection: TableCollection, peer: Peer, given: list[TableNumbers]) -> int | None:
-    """The updates that all tables have had; None: nobody counts them, or only rows are copied."""
-    steps = {table.name: table.step for table in given if table.step is not None}
-    if peer.family is None or not steps:
-        return None
-    if len(set(steps.values())) > 1 and "exp_avg" in collection.optimizer.state:
+def _common_step(given: list[TableNumbers]) -> int | None:
+    """The updates that all tables have had, those of Adam's kin alike; None: nobody counts them, or only rows go."""
+    counting = [table for table in given if table.step is not None and table.family is not None]
+    used = {table.name: table.step for table in counting if "exp_avg" in table.state}
+    if len(set(used.values())) > 1:
         raise ValueError(
-            f"step must be one number, as a collection has one, got {steps}: give each table, or those of one step, a "
+            f"step must be one number, as a collection has one, got {used}: give each table, or those of one step, a "
             "collection of its own"
         )
-    return max(steps.values())
+    steps = list(used.values()) or [table.step for table in counting]
+    return max(steps, default=None)
 
 
 def _clock(collection: TableCollection, step: int) -> dict[str, Tensor]:
     """``step``, and what Adam's kin derive from it, as that many updates would have left them."""
     own: dict[str, Any] = collection._buffers
-    optimizer: Any = collection.optimizer
+    optimizers: Any = collection._features.optimizers.distinct
     clock = {"step": torch.full_like(own["step"], step)}
-    if "beta_powers" in own:
-        powers = [power_after(beta, step) for beta in optimizer.betas]
-        clock["beta_powers"] = torch.tensor(powers, dtype=torch.float32, device=own["beta_powers"].device)
+    for number, name in power_names(optimizers).items():
+        powers = [power_after(beta, step) for beta in optimizers[number].betas]
+        clock[name] = torch.tensor(powers, dtype=torch.float32, device=own[name].device)
     return clock
 
 
@@ -246,7 +249,7 @@ def _numbers(collection: TableCollection, *, with_state: bool) -> list[TableNumb
         rows = state[f"{held}.weight"]
         if rows.dtype == torch.uint8:
             rows = decode(rows, config.format, config.embedding_dim)
-        kinds = collection.optimizer.state if with_state else ()
+        kinds = (config.optimizer or collection.optimizer).state if with_state else ()
         moments = {kind: state[f"{held}.{kind}"] for kind in kinds}
         found.append(TableNumbers(config.name, rows, moments, int(state["step"]) if with_state else None))
     return found

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.convert.peer import FAMILIES, Peer, TableNumbers, check_state, check_weight, refuse_options
-from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, check_state, check_weight, refuse_options
+from rec_kernels.nn.tables.optimizers import Optimizer
 
 #: Tables may be trained by optimizers of torch, or by TorchRec's wrappers of them.
 TrainedBy = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -43,8 +43,7 @@ class TorchPeer(Peer):
             weights have some. Without any, only the rows are known.
 
     Raises:
-        TypeError, ValueError: the optimizers are none, do not have the weights, or are of several kinds or of one that
-        has no counterpart.
+        TypeError, ValueError: the optimizers are none, do not have the weights, or one has no counterpart.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], trained_by: TrainedBy) -> None:
@@ -71,10 +70,7 @@ class TorchPeer(Peer):
                 f"trained_by has no parameter that is the weight of table {missing!r}: it must be the optimizer that "
                 "was given theirs.parameters(), or a list of several"
             )
-        families = sorted({_family(trainer) for trainer in self._trainers})
-        if len(families) > 1:
-            raise ValueError(f"the tables' optimizers must be of one kind, got {', '.join(families)}")
-        self.family, self.described = families[0], type(self._trainers[0]).__name__
+        self.families = [Family(_family(trainer), type(trainer).__name__) for trainer in self._trainers]
 
     def names(self) -> list[str]:
         """The names of the tables, in their order."""
@@ -86,23 +82,20 @@ class TorchPeer(Peer):
 
     def read(self) -> list[TableNumbers]:
         """The tables' numbers; zeros of a table without a step so far."""
-        if self.family is None:
+        if not self.families:
             return [TableNumbers(name, weight.detach()) for name, weight in self._weights.items()]
-        return [
-            self._read(name, weight, trainer)
-            for (name, weight), trainer in zip(self._weights.items(), self._trainers, strict=True)
-        ]
+        tables = zip(self._weights.items(), self._trainers, self.families, strict=True)
+        return [self._read(name, weight, trainer, family) for (name, weight), trainer, family in tables]
 
-    def _read(self, name: str, weight: nn.Parameter, trainer: torch.optim.Optimizer) -> TableNumbers:
+    def _read(self, name: str, weight: nn.Parameter, trainer: torch.optim.Optimizer, family: Family) -> TableNumbers:
         found = trainer.state.get(weight, {})
-        family = str(self.family)
-        kinds = FAMILIES[family].state
+        kinds = FAMILIES[family.name].state
         others = sorted(kind for kind, value in found.items() if kind not in (*kinds, "step") and value is not None)
         if _group(trainer, weight).get("amsgrad"):
             others = ["max_exp_avg_sq"]
         if others:
             raise ValueError(
-                f"table {name!r}: {', '.join(others)} of {self.described} has no counterpart in this package; "
+                f"table {name!r}: {', '.join(others)} of {family.described} has no counterpart in this package; "
                 "trained_by=[] copies rows only"
             )
         size, rows = weight.shape, weight.shape[:1]
@@ -110,15 +103,16 @@ class TorchPeer(Peer):
             kind: found[kind] if kind in found else torch.zeros(size if each else rows, device=weight.device)
             for kind, each in kinds.items()
         }
-        if family == "rowwise_adagrad" and state["sum"].dim() == 2:
+        if family.name == "rowwise_adagrad" and state["sum"].dim() == 2:
             state["sum"] = state["sum"].squeeze(1)  # TorchRec's is [E, 1]
-        check_state(name, family, weight, state)
+        check_state(name, family.name, weight, state)
         step = found.get("step")
-        return TableNumbers(name, weight.detach(), state, (0 if kinds else None) if step is None else int(step))
+        steps = (0 if kinds else None) if step is None else int(step)
+        return TableNumbers(name, weight.detach(), state, steps, family)
 
     def write(self, tables: Sequence[TableNumbers]) -> None:
         """Copies into the parameters and the optimizers' state, which is made where there is none yet."""
-        if self.family is not None:
+        if self.families:
             self.read()  # refuses what it cannot read, before anything is written
         for name, weight in self._weights.items():
             if weight.numel() > 1 and 0 in weight.stride():
@@ -140,31 +134,26 @@ class TorchPeer(Peer):
             else:
                 own["step"] = _first_step(trainer, weight, given.step)
 
-    def counterpart(self) -> Optimizer:
-        """This package's optimizer with the same formulas and numbers."""
-        if self.family is None:
-            raise ValueError("no optimizer is known for these tables")
-        found = []
-        for weight, trainer in zip(self._weights.values(), self._trainers, strict=True):
-            group = _group(trainer, weight)
-            if isinstance(trainer, (torch.optim.Adam, torch.optim.AdamW)):
-                raise ValueError(
-                    f"{self.described} has no counterpart here (it moves every row in every step, and rk.Adam those "
-                    "looked up): give optimizer= the one that is to go on"
-                )
-            if type(trainer).__module__.split(".")[0] not in ("torch", "torchrec"):
-                raise ValueError(f"{self.described} may have formulas of its own: give optimizer= the one to go on")
-            wrong = {k: group[k] for k, off in _OFF.items() if k in group and group[k] != off}
-            refuse_options(self.described, wrong, "these change the formula, or also rows that are not looked up")
-            found.append({name: group[name] for name in ("lr", "eps", "betas") if name in group})
-        for name, numbers in zip(self._weights, found, strict=True):
-            if numbers != found[0]:
-                raise ValueError(
-                    f"table {name!r} is trained with {numbers} and the first with {found[0]}: give optimizer= one of "
-                    "this package's, and lr of rk.EmbeddingBagConfig where rates differ"
-                )
-        numbers = {name: tuple(map(float, v)) if name == "betas" else float(v) for name, v in found[0].items()}
-        return FAMILIES[self.family](**numbers)
+    def counterparts(self) -> list[Optimizer]:
+        """This package's optimizer with the formulas and numbers of each table's."""
+        trained = zip(self._weights.values(), self._trainers, self.families, strict=True)
+        return [_counterpart(weight, trainer, family) for weight, trainer, family in trained]
+
+
+def _counterpart(weight: nn.Parameter, trainer: torch.optim.Optimizer, family: Family) -> Optimizer:
+    group = _group(trainer, weight)
+    if isinstance(trainer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise ValueError(
+            f"{family.described} has no counterpart here (it moves every row in every step, and rk.Adam those looked "
+            "up): give optimizer= the one that is to go on"
+        )
+    if type(trainer).__module__.split(".")[0] not in ("torch", "torchrec"):
+        raise ValueError(f"{family.described} may have formulas of its own: give optimizer= the one to go on")
+    wrong = {k: group[k] for k, off in _OFF.items() if k in group and group[k] != off}
+    refuse_options(family.described, wrong, "these change the formula, or also rows that are not looked up")
+    found = {name: group[name] for name in ("lr", "eps", "betas") if name in group}
+    numbers: dict[str, Any] = {name: tuple(map(float, v)) if name == "betas" else float(v) for name, v in found.items()}
+    return FAMILIES[family.name](**numbers)
 
 
 def _first_step(trainer: torch.optim.Optimizer, weight: nn.Parameter, step: int) -> int | Tensor:

@@ -153,7 +153,7 @@ def make_collection(
     made = (EmbeddingBagCollection if module._pools else EmbeddingCollection)(
         configs,
         device=device,
-        optimizer=module.optimizer,
+        optimizer=module._features.optimizers,
         bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
@@ -195,6 +195,7 @@ def _config(
         pooling="sum" if mine[0][1].coefficient else getattr(table, "pooling", "sum"),
         padding_idx=_padding_of(table, shard),
         lr=table.lr,
+        optimizer=table.optimizer,
         places=tuple(
             ShardPlace(p.stored, stored[p.stored].num_embeddings, p.first_row, p.first_column) for p in pieces
         ),
@@ -205,7 +206,7 @@ def _config(
 
 def _take_rates(made: TableCollection, module: TableCollection) -> None:
     """Gives a rank's collection the groups, learning rates and GradScaler of the whole one."""
-    weights, groups = made._held.weights(), rate_groups(module.optimizer, module._features)
+    weights, groups = made._held.weights(), rate_groups(module._features)
     made._update.face = ShardedRates(weights, groups, made._features.table_ids, made.lr, made.step)
     for group, given in zip(made.fused_optimizer.param_groups, module.fused_optimizer.param_groups, strict=True):
         group["lr"] = given["lr"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer as TorchRecFused
 
-from rec_kernels.nn.training.optimizers import FusedOptimizer, RateGroup
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
 
 
 class ShardedRates(FusedOptimizer):
@@ -33,7 +33,7 @@ class ShardedRates(FusedOptimizer):
         own = []
         for group in rate_groups:
             mine = [i for i, number in enumerate(stored) if number in group.stored]
-            own.append(RateGroup(group.rate, mine, [stored[i] for i in mine]))
+            own.append(RateGroup(group.rate, mine, [stored[i] for i in mine], group.numbers))
         super().__init__(tables, own, lr, step)
 
     def state_dict(self) -> dict[str, Any]:

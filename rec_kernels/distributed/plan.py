@@ -8,8 +8,8 @@ from typing import Any
 
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.optimizers import LAMB, Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import LAMB, Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: TorchRec's names of the ways in which a table can be sharded, in the order in which messages propose them.
@@ -63,7 +63,7 @@ def needs_whole_rows(optimizer: Optimizer | None) -> str:
 
 
 def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding_type: str) -> str:
-    """The reason why a table cannot be sharded in this way; "": it can."""
+    """The reason why a table, with its own optimizer or this one, cannot be sharded in this way; "": it can."""
     if sharding_type not in SHARDING_TYPES:
         return "it is no sharding type that rk.distributed has"
     if table.compression is not None and sharding_type in _BY_COLUMNS + _BY_ROWS:
@@ -71,7 +71,7 @@ def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding
     if sharding_type in _BY_COLUMNS:
         if table.format not in FLOAT_DTYPES:
             return f"rows of format {table.format} have scales of all their columns"
-        return needs_whole_rows(optimizer)
+        return needs_whole_rows(table.optimizer or optimizer)
     return ""
 
 

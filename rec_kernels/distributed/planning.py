@@ -21,6 +21,7 @@ from torchrec.distributed.planner.types import (
 from rec_kernels.distributed.sharder import CollectionSharder
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.optimizer_state import StatePlaces
 from rec_kernels.nn.tables.row_cache import RowCache, slot_bytes
 from rec_kernels.ops.row_formats import row_bytes
 
@@ -54,9 +55,8 @@ def shard_bytes(module: TableCollection, table: EmbeddingConfig, rows: int, colu
 
 def _row(module: TableCollection, table: EmbeddingConfig, columns: int) -> tuple[int, int]:
     """Bytes of a row, and of its optimizer state."""
-    state = module._features.state
-    kinds = [state.dtype(kind).itemsize * (columns if each else 1) for kind, each in state.kinds.items()]
-    return row_bytes(table.format, columns), sum(kinds)
+    state = StatePlaces([], table.optimizer or module.optimizer)
+    return row_bytes(table.format, columns), state.row_bytes(columns)
 
 
 def _slots(cache: RowCache, name: str, rows: int, columns: int) -> int:

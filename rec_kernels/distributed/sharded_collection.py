@@ -30,7 +30,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.optimizers import FusedOptimizer
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

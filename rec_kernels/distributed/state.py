@@ -44,10 +44,10 @@ class ShardedState:
 
     def _kinds(self) -> Iterator[tuple[int, str, list[int], torch.dtype]]:
         """Number of the stored table, name of a kind of numbers, and their whole shape and dtype."""
-        state = self._features.state
         for i, table in enumerate(self._features.stored):
             dtype = FLOAT_DTYPES.get(table.format, torch.uint8)
             width = table.embedding_dim if dtype != torch.uint8 else table.row_bytes
+            state = self._features.state_of(i)
             yield i, "weight", [table.num_embeddings, width], dtype
             for kind, each in state.kinds.items():
                 shape = [table.num_embeddings, table.embedding_dim] if each else [table.num_embeddings]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from rec_kernels.convert.peer import FAMILIES
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
-from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: TorchRec's names of the kinds of state, which are FBGEMM's. Adam's kin need the step, which its checkpoints lack.
@@ -56,8 +55,9 @@ def torchrec_state(model: nn.Module) -> TorchRecState:
         if not isinstance(module, (ShardedCollection, TableCollection)):
             continue
         own = module.shards if isinstance(module, ShardedCollection) else module
-        prefix, kinds = f"{name}." if name else "", _checked(name, own, module.tables)
+        prefix = f"{name}." if name else ""
         for table in module.tables:
+            kinds = _checked(name, own, table)
             held = f"{prefix}{own._holder}.{table.name}"
             state = {f"{table.name}.{theirs}": whole[f"{held}.{kind}"] for kind, theirs in kinds.items()}
             weights.add(f"{held}.weight")
@@ -67,21 +67,21 @@ def torchrec_state(model: nn.Module) -> TorchRecState:
     return TorchRecState(whole, {"state": optimizer})
 
 
-def _checked(name: str, collection: TableCollection, tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
-    """TorchRec's name for each kind of an optimizer's state; ValueError if it has none for what a collection keeps."""
-    optimizer = collection.optimizer
+def _checked(name: str, collection: TableCollection, table: EmbeddingConfig) -> dict[str, str]:
+    """TorchRec's name for each kind of a table's optimizer's state; ValueError if it has none for what is kept."""
+    optimizer = table.optimizer or collection.optimizer
     names = {} if optimizer is None else _NAMES.get(type(optimizer))
     if names is None or getattr(optimizer, "state_dtype", torch.float32) != torch.float32:
         raise ValueError(
-            f"collection {name!r}: TorchRec's checkpoints have no state of {optimizer}, or not all of it: the "
-            "optimizer must be rk.SGD, rk.Adagrad with state_dtype=torch.float32, rk.RowwiseAdagrad or None"
+            f"table {table.name!r} of collection {name!r}: TorchRec's checkpoints have no state of {optimizer}, or not "
+            "all of it: the optimizer must be rk.SGD, rk.Adagrad with state_dtype=torch.float32, rk.RowwiseAdagrad or "
+            "None"
         )
     if collection.row_cache is not None:
         raise ValueError(f"collection {name!r} has a row cache, which would not hear of rows that are loaded in place")
-    for table in tables:
-        if table.format not in FLOAT_DTYPES or table.compression is not None:
-            raise ValueError(
-                f"table {table.name!r} of collection {name!r}: TorchRec's tables are fp32, fp16 or bf16 without a "
-                f"compression, got format {table.format!r} and compression {table.compression}"
-            )
+    if table.format not in FLOAT_DTYPES or table.compression is not None:
+        raise ValueError(
+            f"table {table.name!r} of collection {name!r}: TorchRec's tables are fp32, fp16 or bf16 without a "
+            f"compression, got format {table.format!r} and compression {table.compression}"
+        )
     return names

@@ -20,8 +20,8 @@ from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, shown
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import BAG_FORMATS as FORMATS
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES
-from rec_kernels.nn.training.optimizers import Optimizer
 
 COMPILE = ("no", "default")
 DEDUP = ("auto", "on", "windows", "off")

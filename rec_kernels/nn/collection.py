@@ -24,17 +24,19 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_shapes, copied, fit_formats
+from rec_kernels.nn.tables.optimizer_state import TableOptimizers
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall, make_store
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
-from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
-from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
+from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
-from rec_kernels.ops.autograd import arguments_of, call
-from rec_kernels.ops.version_counters import call_in_place
+from rec_kernels.ops.autograd import call
+from rec_kernels.ops.embedding_bag_autograd import call_with_updates
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +48,8 @@ class TableCollection(nn.Module):
     """Tables in one flat tensor, their optimizer and its state. Subclasses say what a lookup returns.
 
     It has a layout (``LayoutBuffers``), a store of its rows (``TableStore``) and, with a fused optimizer, an update
-    (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s.
+    (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s; ``optimizer`` may also be those of a whole
+    collection, of whose tables these are shards.
     """
 
     process_local = False
@@ -68,7 +71,7 @@ class TableCollection(nn.Module):
         tables: Sequence[EmbeddingConfig],
         *,
         device: torch.device | str | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | TableOptimizers | None = None,
         output_dtype: torch.dtype = torch.float32,
         bounds_check: str = "error",
         rounding: str = "stochastic",
@@ -76,11 +79,11 @@ class TableCollection(nn.Module):
         cache: RowCache | None = None,
     ) -> None:
         super().__init__()
-        check_options(optimizer, output_dtype, bounds_check, rounding, seed, cache)
-        kinds = {} if optimizer is None else optimizer.state
-        tables = checked_tables(tables, pooled=self._pools, fused=optimizer is not None)
-        self._features = FeatureMap(tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
-        self.optimizer, self.rounding = optimizer, rounding
+        tables = checked_tables(tables, pooled=self._pools)
+        optimizers = TableOptimizers(tables, optimizer)
+        check_options(optimizers.default, output_dtype, bounds_check, rounding, seed, cache)
+        self._features = FeatureMap(tables, optimizers, numbers_rows=cache is not None)
+        self.optimizer, self.rounding = optimizers.default, rounding
         self.output_dtype, self.seed = output_dtype, int(seed)
         self._store = make_store(self._features, cache, device)
         self.row_cache = self._store.cache
@@ -103,7 +106,7 @@ class TableCollection(nn.Module):
         trains = self._is_trained
         held = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
         self.add_module(self._holder, held)
-        for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features, device).items():
+        for name, (tensor, persistent) in optimizer_buffers(features, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
@@ -111,7 +114,7 @@ class TableCollection(nn.Module):
         weights = self._held.weights()
         self._store.initialize(weights)
         if self.optimizer is not None:
-            self._update = FusedUpdate(self.optimizer, features, weights, self._buffers, self._dense_gradients())
+            self._update = FusedUpdate(features, weights, self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -330,7 +333,11 @@ class TableCollection(nn.Module):
                 if is_cached:
                     options["cache_dirty"] = self.row_cache.dirty
                 state = (*self._state(), self._update.token)
-                output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
+                if self._update.has_several:
+                    updates = self._update.of_each(self._buffers, layout.of_updates())
+                    output, status = call_with_updates(updates, *state, *bags, **options)
+                else:
+                    output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
                 self._store.watch(output, self._update.dense.is_waiting)
                 if not torch.compiler.is_compiling():
                     self._update.dense.opened(output)
@@ -381,24 +388,19 @@ class TableCollection(nn.Module):
             return
         if not dense and (scaling is not None or are_alike(lookups)):
             lookup = join(lookups, len(self.feature_names))
-            layout = self._layout.arguments(lookup.bag_starts, lookup.shared)
         else:
             lookup = join_dense(lookups, dense, self._features)
-            layout = self._layout.by_row_arguments(list(dense), lookup.bag_starts)
         scaling = self._update.scaling() if scaling is None else scaling
-        self._apply_update(lookup, layout, self._update.found_by(scaling, lookup))
+        self._apply_update(lookup, list(dense), self._update.found_by(scaling, lookup))
         self._store.updated()
 
-    def _apply_update(self, lookup: Lookup, layout: dict[str, object], scaling: dict[str, Tensor]) -> None:
+    def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
-        options = self._update_options() | layout | scaling
+        options = self._update_options() | scaling
         if self.row_cache is not None:
             options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
-        bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
-        given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
-        given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
-        with torch.no_grad():
-            call_in_place("embedding_bag_backward_fused_.layout", given)
+        layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
+        update_tables(lookup, self._state(), options, self._update.of_each(self._buffers, layouts))
 
     def _dense_gradients(self) -> DenseGradients:
         refusal = "cached rows hold updates that the weight does not"

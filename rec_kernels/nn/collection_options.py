@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
@@ -20,11 +20,7 @@ def check_options(
 ) -> None:
     """Raises ValueError for an argument that is out of its range; they are ``rk.EmbeddingBagCollection``'s."""
     check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
-    if not isinstance(optimizer, (Optimizer, type(None))):
-        raise ValueError(
-            "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, "
-            f"rk.LAMB or None, got {optimizer!r}"
-        )
+    check_optimizer("optimizer", optimizer)
     check_choice("rounding", rounding, ("stochastic", "nearest"))
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")

@@ -22,8 +22,9 @@ class EmbeddingBagCollection(TableCollection):
         tables: the tables, as ``rk.EmbeddingBagConfig`` or TorchRec's; several features may share one.
         device: where weights and state live.
         optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.AdamW``, ``rk.RowwiseAdam`` or
-            ``rk.LAMB``: each backward updates the touched rows, and no gradient of a table is stored.
-            None: tables are ordinary parameters with dense torch gradients.
+            ``rk.LAMB``: each backward updates the touched rows, and no gradient of a table is stored. A table whose
+            config has an ``optimizer`` is updated by that one. None: tables are ordinary parameters with dense torch
+            gradients, unless all of them have their own optimizer.
         output_dtype: of the pooled embeddings: torch.float32, float16 or bfloat16. Sums are float32 and rounded at the
             end; gradients come back in the same type and are used as float32.
         bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
@@ -50,7 +51,8 @@ class EmbeddingBagCollection(TableCollection):
 
     Raises:
         ValueError: ``tables`` that are no configs, no unique table names, features that give two outputs one name,
-            unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int.
+            unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int; with
+            ``optimizer=None``, an ``lr`` of a table, or an ``optimizer`` of some tables and not of all.
     """
 
     embedding_bags: Tables

@@ -14,8 +14,8 @@ from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.training.optimizers import Optimizer
 from rec_kernels.ops.embedding_bag import embedding_bag, read_bags, refuse_norms
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
 

@@ -38,7 +38,9 @@ def in_format(
     formats = format if isinstance(format, Mapping) else {table.name: format for table in tables}
     if unknown := sorted(set(formats) - {table.name for table in tables}):
         raise KeyError(f"format: tables {unknown} are not among the collection's, {[t.name for t in tables]}")
-    given = [dataclasses.replace(t, format=formats.get(t.name, t.format), init=None, lr=None) for t in tables]
+    given = [
+        dataclasses.replace(t, format=formats.get(t.name, t.format), init=None, lr=None, optimizer=None) for t in tables
+    ]
     made = kind(
         given, device="meta", output_dtype=source.output_dtype, bounds_check=source.bounds_check, seed=source.seed
     )
@@ -100,7 +102,7 @@ class ServedTables(nn.Module):
                 "weight_bytes": now.num_bytes,
                 "trained_format": before.format,
                 "trained_weight_bytes": before.num_bytes,
-                "trained_state_bytes": self._trained.state.bytes(i),
+                "trained_state_bytes": self._trained.state_bytes(i),
             }
             for i, (now, before) in enumerate(zip(self._features.stored, self._trained.stored, strict=True))
         ]

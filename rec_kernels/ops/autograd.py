@@ -21,7 +21,7 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 _has_torch_function = torch._C._has_torch_function  # the classes of some tensors, or a mode, want to see a call
 
 #: Ops that ``register_autograd`` has given a gradient, by the id of their overload, whose hash is slow.
-_differentiable: dict[int, _Differentiable] = {}
+_differentiable: dict[int, Differentiable] = {}
 #: Backward ops whose derivative is refused.
 REFUSED: set[str] = set()
 
@@ -79,7 +79,7 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what ``backward`` needs. ``inputs`` are all
             arguments of the schema, defaults included.
     """
-    overload, differentiable = overload_of(op), _Differentiable(op, backward, setup_context)
+    overload, differentiable = overload_of(op), Differentiable(op, backward, setup_context)
     _differentiable[id(overload)] = differentiable
 
     def kernel(*inputs: Any) -> Any:
@@ -92,7 +92,7 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
     _implementations.impl(op, kernel, "Autograd")
 
 
-class _Differentiable:
+class Differentiable:
     """An op with a gradient: calling it is what its autograd kernel does.
 
     torch walks over the arguments of an ``autograd.Function``: it is given those that require gradients, and all

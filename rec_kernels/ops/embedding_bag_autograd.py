@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from rec_kernels.ops import autocast
 from rec_kernels.ops.autograd import (
+    Differentiable,
     arguments_of,
     differentiable_once,
+    refuse_tangents,
     register_autograd,
     signature_of,
 )
@@ -33,6 +36,8 @@ _UPDATE = (
 )
 # Tensors that are saved for the backward.
 _SAVED = ("values", "offsets", "per_sample_weights", "inverse", "bag_starts")
+
+_UPDATE_OP = "embedding_bag_backward_fused_.layout"
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -217,7 +222,7 @@ def _setup_fused(ctx, inputs, output) -> None:
     ctx.version = ctx.watched._version if ctx.needs_rows and not ctx.watched.is_inference() else None
 
 
-def _backward_fused(ctx, grad: Tensor, _):
+def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | None = None):
     if ctx.version is not None:
         _check_version(ctx.watched, ctx.version)
     weights, bags = _saved(ctx)
@@ -233,8 +238,61 @@ def _backward_fused(ctx, grad: Tensor, _):
     if kept["grad_scale"] is not None:
         update["found_inf"] = overflow_of(grad)
         grad_token = grad_token + update["found_inf"]
-    call_in_place("embedding_bag_backward_fused_.layout", {**bags, **update, "grad": grad})
+    given = {**bags, **update, "grad": grad}
+    if updates is None:
+        call_in_place(_UPDATE_OP, given)
+    else:
+        update_by_each(given, updates)
     return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
+
+
+def update_by_each(arguments: dict[str, Any], updates: Sequence[dict[str, Any]]) -> None:
+    """Calls ``embedding_bag_backward_fused_.layout`` once for each of ``updates``, and counts one step.
+
+    Args:
+        arguments: of all of them, by name. updates: the arguments of each that are others.
+    """
+    step = arguments["step"]
+    for own in updates[:-1]:
+        call_in_place(_UPDATE_OP, {**arguments, **own, "step": step.clone()})
+    call_in_place(_UPDATE_OP, {**arguments, **updates[-1]})
+
+
+class _WithUpdates(list):
+    """Arguments of a lookup by place, with ``updates``: those in which the updates of its backward differ from it."""
+
+    updates: Sequence[dict[str, Any]]
+
+
+def _setup_with_updates(ctx, inputs, output) -> None:
+    _setup_fused(ctx, inputs, output)
+    ctx.updates = inputs.updates
+
+
+def _backward_with_updates(ctx, grad: Tensor, status: Tensor):
+    return _backward_fused(ctx, grad, status, ctx.updates)
+
+
+def call_with_updates(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+    """``embedding_bag_fused.layout``, whose backward makes several updates, each of some tables.
+
+    Args:
+        updates: the arguments of each that are others than the lookup's: its optimizer and state, and a layout in which
+            all features are frozen but those of its tables. args, kwargs: the lookup's.
+    """
+    if torch.compiler.is_compiling():
+        from rec_kernels.ops.graph_breaks import look_up_and_update
+
+        return look_up_and_update(updates, args, kwargs)
+    return look_up_with_updates(updates, args, kwargs)
+
+
+def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``call_with_updates`` where torch does not compile."""
+    inputs = _WithUpdates(_with_updates.inputs(args, kwargs))
+    inputs.updates = updates
+    refuse_tangents("embedding_bag_fused.layout", inputs)
+    return _with_updates(inputs, _with_updates.require_grad(inputs))
 
 
 def overflow_of(grad: Tensor) -> Tensor:
@@ -267,6 +325,13 @@ for _op, _backward_of, _keep_for in (
     ("embedding_bag_tables.layout", _backward_tables, _setup_tables),
 ):
     register_autograd(_op, differentiable_once(_op, _backward_of), setup_context=_keep_for)
+
+
+_with_updates = Differentiable(
+    "embedding_bag_fused.layout",
+    differentiable_once("embedding_bag_fused.layout", _backward_with_updates),
+    _setup_with_updates,
+)
 
 
 def _register_autocast(op: str) -> None:

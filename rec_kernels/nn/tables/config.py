@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import check_choice, check_rate, positive_integer
 from rec_kernels.nn.tables.compression import Compression, MixedDimension, Part
+from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.layout_records import integer
 from rec_kernels.ops.row_formats import row_bytes
 
@@ -89,10 +90,12 @@ class EmbeddingConfig:
             sum, does not count in a mean, has zeros for a row and gives the table no gradient. Without ``init`` and
             compression its row begins as zeros, as torch's. None: no id is.
         lr: the learning rate that a fused optimizer begins with for this table, at least 0. None: the optimizer's.
+        optimizer: the fused optimizer of this table, as ``rk.EmbeddingBagCollection`` takes one for all. None: the
+            collection's.
 
     Raises:
-        ValueError: a size, name, format, compression, padding_idx or lr that is not offered; partitions for which two
-            ids, which are named, have the same row in every part.
+        ValueError: a size, name, format, compression, padding_idx, lr or optimizer that is not offered; partitions for
+            which two ids, which are named, have the same row in every part.
     """
 
     num_embeddings: int
@@ -105,6 +108,7 @@ class EmbeddingConfig:
     init: Callable[[Tensor], object] | None = None
     padding_idx: int | None = None
     lr: float | None = None
+    optimizer: Optimizer | None = None
 
     def __post_init__(self) -> None:
         name, feature_names = self.name, self.feature_names
@@ -120,6 +124,7 @@ class EmbeddingConfig:
         self._check_padding()
         if self.lr is not None:
             check_rate(f"table {name!r}: lr", self.lr)
+        check_optimizer(f"table {name!r}: optimizer", self.optimizer)
         if not isinstance(self.compression, Compression | None):
             raise ValueError(
                 f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions, rk.MixedDimension "
@@ -169,6 +174,13 @@ class EmbeddingConfig:
             )
             for name, part, own in zip(names, parts, bounds, strict=True)
         ]
+
+    @property
+    def rate(self) -> float | None:
+        """The learning rate that it begins with: ``lr``, or its own optimizer's. None: the collection's."""
+        if self.lr is not None or self.optimizer is None:
+            return self.lr
+        return self.optimizer.lr
 
     @property
     def projection(self) -> tuple[int, int] | None:
@@ -222,4 +234,6 @@ def describe(table: EmbeddingConfig) -> str:
         parts.append(table.pooling)
     if table.lr is not None:
         parts.append(f"lr={table.lr}")
+    if table.optimizer is not None:
+        parts.append(f"optimizer={table.optimizer}")
     return " ".join(parts)

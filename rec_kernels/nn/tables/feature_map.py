@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.tables.config import EmbeddingConfig, ShardPlace, StoredTable
-from rec_kernels.nn.tables.optimizer_state import StatePlaces
+from rec_kernels.nn.tables.optimizer_state import StatePlaces, TableOptimizers
 from rec_kernels.nn.tables.storage import Storage
 from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, TableLayout, table_layout
 
@@ -61,13 +62,17 @@ class FeatureMap:
 
     Args:
         tables: the tables, in this order.
-        state_kinds, state_dtype: what the optimizer keeps, as of ``StatePlaces``.
+        optimizers: of the tables.
+        numbers_rows: whether an optimizer's state for rows has the places of all tables' rows, by which a row cache
+            knows them; else, where there are several optimizers, it has those of its own tables' rows alone.
 
     Attributes:
         is_rounded: whether updates round rows or state.
         stored: the tables with parts of compressed ones in their place, as they lie in memory.
         table_ids: their numbers in the whole model.
-        storage: their places in the flat tensor of weights; state: in those of the optimizer's state.
+        storage: their places in the flat tensor of weights. rows: where each one's rows begin among those of all, and
+            where all end.
+        optimizers: of the tables; states: for each of them, or for none, the places of its tables' state.
         features: F lookups, in the order of ``feature_names``. The outputs are called ``output_keys`` and have
             ``output_dims`` columns; those of the ops have ``widths``, and ``combined_dims`` when parts are combined.
         projected: the tables of features whose columns are multiplied by a matrix, in the order of features.
@@ -80,8 +85,9 @@ class FeatureMap:
     def __init__(
         self,
         tables: Sequence[EmbeddingConfig],
-        state_kinds: dict[str, bool],
-        state_dtype: torch.dtype = torch.float32,
+        optimizers: TableOptimizers,
+        *,
+        numbers_rows: bool = False,
     ) -> None:
         self.tables = tables
         self.stored = [s for t in tables for s in t.stored]
@@ -90,8 +96,10 @@ class FeatureMap:
         if len(set(names)) != len(names):
             raise ValueError(f"table names must differ, those of parts too, got {names}")
         self.storage = Storage(self.stored)
-        self.state = StatePlaces(self.stored, state_kinds, state_dtype)
-        self.is_rounded = self.storage.is_bytes or self.state.is_rounded
+        self.rows = [*itertools.accumulate((s.num_embeddings for s in self.stored), initial=0)]
+        self.optimizers = optimizers
+        self.states = self._states(self.rows if numbers_rows else None)
+        self.is_rounded = self.storage.is_bytes or any(state.is_rounded for state in self.states)
         self.feature_names = [f for t in tables for f in t.feature_names]
         self.output_keys = _output_keys(tables, self.feature_names)
         self.output_dims = [t.embedding_dim for t in tables for _ in t.feature_names]
@@ -101,6 +109,33 @@ class FeatureMap:
         self.combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
         self.combines_later = any(f.is_combined_later for f in self.features)
         self.projected = [f.table for f in self.features if f.table.projection]
+
+    def _states(self, rows: list[int] | None) -> list[StatePlaces]:
+        optimizers = self.optimizers
+        if not optimizers.distinct:
+            return [StatePlaces(self.stored, None)]
+        tables = list(zip(self.stored, optimizers.of, strict=True))
+        return [
+            StatePlaces([t if own == number else None for t, own in tables], optimizer, rows)
+            for number, optimizer in enumerate(optimizers.distinct)
+        ]
+
+    def number_of(self, i: int) -> int:
+        """The number of stored table i's optimizer; 0 where there is none."""
+        return self.optimizers.of[i] if self.optimizers.of else 0
+
+    def state_of(self, i: int) -> StatePlaces:
+        """The places of stored table i's state."""
+        return self.states[self.number_of(i)]
+
+    def state_name(self, kind: str, number: int) -> str:
+        """The name of a collection's flat tensor of one kind of state, of the optimizer with this number."""
+        return f"_{kind}" if len(self.states) == 1 else f"_{kind}_{number}"
+
+    def state_bytes(self, i: int) -> int:
+        """Bytes of stored table i's state."""
+        table = self.stored[i]
+        return table.num_embeddings * self.state_of(i).row_bytes(table.embedding_dim)
 
     def __deepcopy__(self, _: dict) -> FeatureMap:
         return self  # it never changes
@@ -116,30 +151,39 @@ class FeatureMap:
         cache: CachePlaces | None,
         device: torch.device | str | None,
         by_row: Sequence[int] = (),
+        optimizer: int | None = None,
     ) -> TableLayout:
         """The ops' layout.
 
         Args:
             frozen: whether the ids of each feature give no gradient. cache: places in the row cache.
             by_row: stored tables that get a feature of their own behind the others, whose ids are rows.
+            optimizer: the number of the one that updates with it: other optimizers' tables have no rows there, and
+                their features are frozen. None: of lookups, and of the only one.
         """
         numbers = [*(p.stored for feature in self.features for p in feature.parts), *by_row]
-        parts = [self.stored[i] for i in numbers]
+        has = [optimizer is None or self.optimizers.of[i] == optimizer for i in range(len(self.stored))]
+        first = next((t for t, own in zip(self.stored, has, strict=True) if own), None)
+        parts = [self.stored[i] if has[i] else _without_rows(self.stored[i], first) for i in numbers]
+        features = [f.table if has[f.parts[0].stored] else None for f in self.features] + [None] * len(by_row)
+        gone = [not has[f.parts[0].stored] for f in self.features] + [not has[i] for i in by_row]
+        state = self.states[optimizer or 0] if optimizer is not None or len(self.states) == 1 else None
+        rows = self.rows if state is None else state.rows
         return table_layout(
             [t.num_embeddings for t in parts],
             [t.embedding_dim for t in parts],
-            weight_offsets=[self.storage.starts[i] for i in numbers],
-            row_offsets=[self.state.rows[i] for i in numbers],
-            state_offsets=[self.state.starts[i] for i in numbers],
+            weight_offsets=[self.storage.starts[i] if has[i] else 0 for i in numbers],
+            row_offsets=[rows[i] if has[i] else 0 for i in numbers],
+            state_offsets=None if state is None else [state.starts[i] if has[i] else 0 for i in numbers],
             formats=[t.format for t in parts] if self.storage.is_bytes else None,
             table_ids=[self.table_ids[i] for i in numbers],
-            mean=[getattr(f.table, "pooling", "sum") == "mean" for f in self.features] + [False] * len(by_row),
-            frozen=[*frozen, *[False] * len(by_row)],
-            padding_idx=[f.table.padding_idx for f in self.features] + [None] * len(by_row),
-            cache=cache,
-            num_rows=self.state.rows[-1],
+            mean=[getattr(table, "pooling", "sum") == "mean" for table in features],
+            frozen=[a or b for a, b in zip([*frozen, *[False] * len(by_row)], gone, strict=True)],
+            padding_idx=[getattr(table, "padding_idx", None) for table in features],
+            cache=cache if cache is None or all(has) else _cached(cache, [has[i] for i in numbers]),
+            num_rows=rows[-1],
             device=device,
-            partitions=self._partitions(by_row) if any(t.part for t in self.stored) else None,
+            partitions=self._partitions(parts, has, by_row) if any(t.part for t in self.stored) else None,
             shards=_shards(parts) if any(t.place for t in self.stored) else None,
         )
 
@@ -148,18 +192,29 @@ class FeatureMap:
         whole = dtype == torch.float32 or self.combines_later or self.projected
         return {} if whole else {"output_dtype": dtype}
 
-    def _partitions(self, by_row: Sequence[int]) -> IdPartitions:
-        """Partitions by which ids find rows."""
-        parts = [self.stored[p.stored] for feature in self.features for p in feature.parts]
-        rows = [self.stored[i].num_embeddings for i in by_row]
-        counts = [len(f.parts) for f in self.features] + [1] * len(rows)
+    def _partitions(self, parts: Sequence[StoredTable], has: Sequence[bool], by_row: Sequence[int]) -> IdPartitions:
+        """Partitions by which ids find rows: of features whose tables have any, ``has``, and of tables by row."""
+        limits = [f.table.num_embeddings if has[f.parts[0].stored] else 0 for f in self.features]
+        counts = [len(f.parts) for f in self.features] + [1] * len(by_row)
+        mapped = [t.part for t in parts[: len(parts) - len(by_row)]] + [None] * len(by_row)
         return IdPartitions(
             starts=list(itertools.accumulate(counts, initial=0)),
-            divisors=[t.part.divisor if t.part else 1 for t in parts] + [1] * len(rows),
-            moduli=[t.part.modulus if t.part else t.num_embeddings for t in parts] + rows,
-            id_limits=[f.table.num_embeddings for f in self.features] + rows,
-            combine=[f.combine for f in self.features] + ["concat"] * len(rows),
+            divisors=[part.divisor if part else 1 for part in mapped],
+            moduli=[part.modulus if part else max(t.num_embeddings, 1) for part, t in zip(mapped, parts, strict=True)],
+            id_limits=limits + [t.num_embeddings for t in parts[len(parts) - len(by_row) :]],
+            combine=[f.combine for f in self.features] + ["concat"] * len(by_row),
         )
+
+
+def _without_rows(table: StoredTable, like: StoredTable | None) -> StoredTable:
+    """A table of as many columns that has no rows, in a format that ``like`` has, too."""
+    format = table.format if like is None else like.format
+    return dataclasses.replace(table, num_embeddings=0, format=format, part=None, place=None)
+
+
+def _cached(cache: CachePlaces, has: Sequence[bool]) -> CachePlaces:
+    """Places in a row cache of those parts that have rows."""
+    return dataclasses.replace(cache, sets=[sets if own else 0 for sets, own in zip(cache.sets, has, strict=True)])
 
 
 def _shards(parts: Sequence[StoredTable]) -> Shards:

@@ -48,15 +48,15 @@ def from_torchrec(table: Any) -> Any:
     return EmbeddingConfig(table.num_embeddings, table.embedding_dim, **options)
 
 
-def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool, fused: bool) -> list[EmbeddingConfig]:
+def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool) -> list[EmbeddingConfig]:
     """The tables of a collection as a list, TorchRec's converted.
 
     Args:
-        pooled: whether its lookups are. fused: whether it has a fused optimizer.
+        pooled: whether its lookups are.
 
     Raises:
-        ValueError: they are none, one has an ``lr`` without a fused optimizer or a compression that is for lookups of
-            the other kind, or one of TorchRec's has what is not offered here.
+        ValueError: they are none, one has a compression that is for lookups of the other kind, or one of TorchRec's has
+            what is not offered here.
     """
     if not isinstance(tables, Iterable):
         raise ValueError(f"tables must be a list of rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {tables!r}")
@@ -66,9 +66,4 @@ def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool, fused: bo
             raise ValueError(f"tables[{i}] must be an rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {table!r}")
         if not pooled:
             check_per_id(table)
-        if not fused and table.lr is not None:
-            raise ValueError(
-                f"table {table.name!r}: lr = {table.lr} is for a fused optimizer, and the collection has "
-                "optimizer=None: give torch's optimizer a parameter group of the table's weight"
-            )
     return tables

@@ -23,6 +23,7 @@ class LayoutBuffers(nn.Module):
 
     Attributes:
         records: [parts, columns] int64, the layout; sizes: its ``layout_sizes``.
+        records_<n>, of_optimizers: of several optimizers, the layouts by which each one updates, and their sizes.
         seed: 0-dim int64, of stochastic rounding.
         bad_position: 0-dim int64, the smallest bad position of lookups whose status the host does not see.
         frozen: the features whose ids give no gradient by ``freeze()``.
@@ -46,6 +47,8 @@ class LayoutBuffers(nn.Module):
         self._features, self._cache, self.bounds_check, self._seed = features, cache, bounds_check, seed
         self.frozen: set[str] = set()
         self.trained = [True] * len(features.stored)
+        count = len(features.states)
+        self._several = range(count if count > 1 else 0)  # the numbers of the optimizers, if there are several
         self._make(device)
 
     def _make(self, device: torch.device | str | None) -> None:
@@ -53,13 +56,17 @@ class LayoutBuffers(nn.Module):
         self.sizes = made.layout_sizes
         numbers = {"seed": self._seed, "bad_position": NOTHING_BAD}
         tensors = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
+        each = [self._features.layout(self._flags(), self._cache, device, optimizer=n) for n in self._several]
+        self.of_optimizers = [own.layout_sizes for own in each]
+        tensors |= {f"records_{n}": own.layout for n, own in enumerate(each)}
         for name, tensor in {"records": made.layout, **tensors}.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def shared(self) -> LayoutBuffers:
-        """Shares the tensors with another module, which can be moved by itself."""
+        """Shares the tensors of lookups with another module, which can be moved by itself."""
         other = copy.copy(self)
-        other._buffers = dict(self._buffers)
+        other._several = range(0)
+        other._buffers = {name: self._buffers[name] for name in ("records", "seed", "bad_position")}
         return other
 
     @property
@@ -79,6 +86,28 @@ class LayoutBuffers(nn.Module):
         if shared is not None:
             arguments |= {"inverse": shared.inverse, "groups": shared.groups}
         return arguments
+
+    def of_updates(
+        self, by_row: Sequence[int] = (), bag_starts: Tensor | None = None, shared: SharedBags | None = None
+    ) -> list[dict[str, object]]:
+        """``arguments`` by which each optimizer updates.
+
+        Args:
+            by_row: stored tables that have a feature behind the others, whose ids are rows. They are in no cache.
+        """
+        numbers: Sequence[int | None] = self._several or [None]
+        if by_row:
+            layouts = [self._features.layout(self._flags(), None, self.device, by_row, n) for n in numbers]
+        else:
+            layouts = [self._layout(n) for n in numbers]
+        own = [{"layout": made.layout, "layout_sizes": made.layout_sizes} for made in layouts]
+        return [self.arguments(bag_starts, shared) | each for each in own]
+
+    def _layout(self, number: int | None) -> TableLayout:
+        """The layout by which an optimizer updates, one of several; None: that of lookups, and of the only one."""
+        if number is None:
+            return TableLayout(self._buffers["records"], self.sizes)
+        return TableLayout(self._buffers[f"records_{number}"], self.of_optimizers[number])
 
     def freeze(self, features: set[str]) -> None:
         """Changes, in place, which features give no gradient."""
@@ -107,15 +136,11 @@ class LayoutBuffers(nn.Module):
         return [name in self.frozen or not self.trained[f.parts[0].stored] for name, f in features]
 
     def _freeze(self) -> None:
-        set_frozen(TableLayout(self.records, self.sizes), self._flags())
-
-    def by_row_arguments(self, tables: Sequence[int], bag_starts: Tensor) -> dict[str, object]:
-        """``arguments`` of a layout with features behind the others whose ids are the rows of some stored tables."""
-        if not tables:
-            return self.arguments(bag_starts)
-        made = self._features.layout(self._flags(), None, self.device, tables)
-        own = {"layout": made.layout, "layout_sizes": made.layout_sizes}
-        return self.arguments(bag_starts) | own
+        flags = self._flags()
+        set_frozen(self._layout(None), flags)
+        for number in self._several:
+            others = [number != self._features.number_of(f.parts[0].stored) for f in self._features.features]
+            set_frozen(self._layout(number), [a or b for a, b in zip(flags, others, strict=True)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutBuffers:
         # ``to_empty()`` must not empty what no state_dict brings back.

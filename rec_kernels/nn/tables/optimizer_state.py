@@ -1,32 +1,97 @@
-"""State of a fused optimizer: one flat tensor of all tables for each of its kinds."""
+"""Optimizers of a collection's tables, and their state: one flat tensor of all tables of an optimizer for each kind."""
 
 from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.tables.config import StoredTable
+from rec_kernels.nn.tables.config import EmbeddingConfig, StoredTable
+from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.embedding_bag import table_starts
 
 #: The kinds of state that optimizers have.
 KINDS = ("sum", "exp_avg", "exp_avg_sq")
 
 
-class StatePlaces:
-    """The places of the tables in flat tensors.
+class TableOptimizers:
+    """The optimizers of a collection's tables. Those that differ in nothing but ``lr`` are one.
 
     Args:
-        tables: the tables, in this order.
-        kinds: name of a kind -> whether it has an element for every element of a table, and not only for every row.
-        dtype: of state for every element; state for rows is float32.
+        tables: the collection's.
+        given: the optimizer of tables that have none of their own, or None; or the optimizers of a whole collection,
+            whose shards these tables are: they keep their numbers, also where no table here has one.
+
+    Attributes:
+        default: the optimizer of the collection: ``given``, or where all tables have their own, the first one's; None:
+            torch has the gradients.
+        distinct: the optimizers, in the order of tables; without tables, ``default`` alone.
+        of: for each stored table, the number of its optimizer; nothing where there is none.
+
+    Raises:
+        ValueError: ``given`` is no optimizer; some tables have an optimizer, and the others none.
     """
 
-    def __init__(self, tables: list[StoredTable], kinds: dict[str, bool], dtype: torch.dtype = torch.float32) -> None:
-        self.kinds, self._tables, self._dtype = kinds, tables, dtype
-        self.starts = table_starts([t.num_embeddings * t.embedding_dim for t in tables])
-        self.rows = [0]
-        for table in tables:
-            self.rows.append(self.rows[-1] + table.num_embeddings)
+    def __init__(self, tables: Sequence[EmbeddingConfig], given: Optimizer | TableOptimizers | None) -> None:
+        whole = given if isinstance(given, TableOptimizers) else None
+        self.distinct: list[Optimizer] = [] if whole is None else list(whole.distinct)
+        default: Any = given if whole is None else whole.default
+        check_optimizer("optimizer", default)
+        without = [t.name for t in tables if t.optimizer is None]
+        rated = next((t for t in tables if t.lr is not None), None)
+        if default is None and 0 < len(without) < len(tables):
+            raise ValueError(
+                f"tables {without} have no optimizer, as the collection has optimizer=None, and the others have fused "
+                "ones: give the collection one for them, or each its own; torch's optimizers are for all tables or none"
+            )
+        if default is None and without and rated is not None:
+            raise ValueError(
+                f"table {rated.name!r}: lr = {rated.lr} is for a fused optimizer, and the collection has "
+                "optimizer=None: give torch's optimizer a parameter group of the table's weight"
+            )
+        self.default: Optimizer | None = tables[0].optimizer if default is None and tables else default
+        self.of: list[int] = []
+        if self.default is not None:
+            self.of = [self._number(t.optimizer or self.default) for t in tables for _ in t.stored]
+            self.distinct = self.distinct or [self.default]
+
+    def _number(self, optimizer: Optimizer) -> int:
+        for number, other in enumerate(self.distinct):
+            if dataclasses.replace(other, lr=optimizer.lr) == optimizer:
+                return number
+        self.distinct.append(optimizer)
+        return len(self.distinct) - 1
+
+
+class StatePlaces:
+    """The places of an optimizer's tables in flat tensors of its state.
+
+    Args:
+        tables: all tables of the collection, None for one that has another optimizer.
+        optimizer: whose state it is; None: there is none.
+        rows: where the rows of each table begin, and where all end, in state for rows; None: one table's rows follow
+            another's.
+
+    Attributes:
+        kinds: name of a kind -> whether it has an element for every element of a table, and not only for every row.
+        starts, rows: where each table begins in state for elements and for rows, and where all end.
+    """
+
+    def __init__(
+        self, tables: Sequence[StoredTable | None], optimizer: Optimizer | None, rows: Sequence[int] | None = None
+    ) -> None:
+        self.kinds = {} if optimizer is None else optimizer.state
+        self._dtype = getattr(optimizer, "state_dtype", torch.float32)
+        self._tables = tables
+        self.starts = table_starts([t.num_embeddings * t.embedding_dim if t else 0 for t in tables])
+        self.rows = [*itertools.accumulate((t.num_embeddings if t else 0 for t in tables), initial=0)]
+        if rows is not None:
+            own = [first + t.num_embeddings for first, t in zip(rows, tables, strict=False) if t]
+            self.rows = [*rows[:-1], max(own, default=0)]
 
     @property
     def is_rounded(self) -> bool:
@@ -34,7 +99,7 @@ class StatePlaces:
         return any(self.dtype(kind) != torch.float32 for kind in self.kinds)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """dtype of the flat tensor."""
+        """dtype of the flat tensor; state for rows is float32."""
         return self._dtype if self.kinds[kind] else torch.float32
 
     def size(self, kind: str) -> int:
@@ -42,15 +107,13 @@ class StatePlaces:
         return self.starts[-1] if self.kinds[kind] else self.rows[-1]
 
     def view(self, kind: str, flat: Tensor, i: int) -> Tensor:
-        """Table i in the flat tensor: [E, D], or [E]."""
-        rows, start = self._tables[i].num_embeddings, self.starts[i]
+        """Table i, which has this optimizer, in the flat tensor: [E, D], or [E]."""
+        table, start = self._tables[i], self.starts[i]
+        rows, columns = table.num_embeddings, table.embedding_dim
         if not self.kinds[kind]:
             return flat[self.rows[i] : self.rows[i] + rows]
-        columns = self._tables[i].embedding_dim
         return flat[start : start + rows * columns].view(rows, columns)
 
-    def bytes(self, i: int) -> int:
-        """Bytes of table i's state."""
-        table = self._tables[i]
-        sizes = {kind: table.embedding_dim if each else 1 for kind, each in self.kinds.items()}
-        return sum(self.dtype(kind).itemsize * table.num_embeddings * size for kind, size in sizes.items())
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of the state of a row of so many columns."""
+        return sum(self.dtype(kind).itemsize * (columns if each else 1) for kind, each in self.kinds.items())

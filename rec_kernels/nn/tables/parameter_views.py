@@ -62,8 +62,10 @@ def tie_tables(
         if view.dtype == torch.uint8:
             holder.register_buffer("format", format_tensor(table.format, view.device))
             holder.weight.__dict__.setdefault("requires_grad_", RequiresGrad())
-        for kind in features.state.kinds:
-            holder.register_buffer(kind, features.state.view(kind, buffers[f"_{kind}"], i))
+        state = features.state_of(i)
+        for kind in state.kinds:
+            flat = buffers[features.state_name(kind, features.number_of(i))]
+            holder.register_buffer(kind, state.view(kind, flat, i))
         tied.add(table.name, holder._parameters, view)
     return tied
 

@@ -211,7 +211,7 @@ class TableStore:
                 "embedding_dim": t.embedding_dim,
                 "format": t.format,
                 "weight_bytes": t.num_bytes,
-                "state_bytes": self._features.state.bytes(i),
+                "state_bytes": self._features.state_bytes(i),
                 **(cached[i] if cached else {}),
             }
             for i, t in enumerate(self._features.stored)

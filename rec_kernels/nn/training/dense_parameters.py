@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rec_kernels.nn.training.optimizers import FusedOptimizer
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 
 _MARK = "_rec_kernels_fused"  # an attribute of a parameter
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,50 +14,93 @@ from torch.amp import GradScaler
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.optimizer_state import KINDS
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.training.accumulate import Lookup, Pending
-from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer, RateGroup
+from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
 from rec_kernels.nn.training.tied_weights import DenseGradients
-from rec_kernels.ops.embedding_bag_autograd import overflow_of
+from rec_kernels.ops.autograd import arguments_of
+from rec_kernels.ops.embedding_bag_autograd import overflow_of, update_by_each
 
 Buffers = Mapping[str, Any]
 
 
-def optimizer_buffers(
-    optimizer: Optimizer | None, features: FeatureMap, device: torch.device | str | None
-) -> dict[str, tuple[Tensor | None, bool]]:
+def optimizer_buffers(features: FeatureMap, device: torch.device | str | None) -> dict[str, tuple[Tensor | None, bool]]:
     """The buffers of a collection that updates read and write: name -> tensor, and whether a state has it by itself.
 
     ``lr``, ``step`` and ``beta_powers`` are numbers, ``lr`` one for each table if a table has its own; ``_sum``,
-    ``_exp_avg`` and ``_exp_avg_sq`` state of all tables, None where the optimizer has none of the kind.
+    ``_exp_avg`` and ``_exp_avg_sq`` state of all tables, None where the optimizer has none of the kind. Several
+    optimizers have state with their numbers behind the names, and those of Adam's kin ``beta_powers`` of their own.
     """
-    places = features.state
     buffers: dict[str, tuple[Tensor | None, bool]] = {}
-    if optimizer is not None:
-        size = [max(features.table_ids) + 1] if any(t.lr is not None for t in features.tables) else []
-        buffers["lr"] = torch.full(size, optimizer.lr, dtype=torch.float32, device=device), False
+    default = features.optimizers.default
+    if default is not None:
+        size = [max(features.table_ids) + 1] if any(t.rate is not None for t in features.tables) else []
+        buffers["lr"] = torch.full(size, default.lr, dtype=torch.float32, device=device), False
         buffers["step"] = torch.zeros((), dtype=torch.int64, device=device), True
-    for kind in KINDS:
-        flat = zeros(places.size(kind), places.dtype(kind), device) if kind in places.kinds else None
-        buffers[f"_{kind}"] = flat, False
-    if "exp_avg" in places.kinds:
-        buffers["beta_powers"] = torch.ones(2, dtype=torch.float32, device=device), True
+    buffers |= {f"_{kind}": (None, False) for kind in KINDS}
+    for number, places in enumerate(features.states):
+        for kind in places.kinds:
+            flat = zeros(places.size(kind), places.dtype(kind), device)
+            buffers[features.state_name(kind, number)] = flat, False
+    for name in power_names(features.optimizers.distinct).values():
+        buffers[name] = torch.ones(2, dtype=torch.float32, device=device), True
     return buffers
 
 
-def rate_groups(optimizer: Optimizer, features: FeatureMap) -> list[RateGroup]:
-    """Tables with the optimizer's learning rate, if there are any or no others, and each one that has its own."""
-    first, others = RateGroup(optimizer.lr, [], []), []
+def power_names(optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """Maps the number of each optimizer that has powers of beta to their name in a state."""
+    having = [number for number, optimizer in enumerate(optimizers) if "exp_avg" in optimizer.state]
+    return {number: f"beta_powers_{i}" if i else "beta_powers" for i, number in enumerate(having)}
+
+
+def rate_groups(features: FeatureMap) -> list[RateGroup]:
+    """Tables with the collection's optimizer and its learning rate, if there are any or no others; each other table.
+
+    Groups name their optimizer and its numbers if a table has one of its own.
+    """
+    default: Any = features.optimizers.default
+    named = any(table.optimizer is not None for table in features.tables)
+    first, others = RateGroup(default.lr, [], [], _numbers_of(default) if named else {}), []
     i = 0
     for table in features.tables:
         stored = range(i, i + len(table.stored))
         i = stored.stop
-        group = first if table.lr is None else RateGroup(float(table.lr), [], [])
+        group = first
+        if table.rate is not None:
+            group = RateGroup(float(table.rate), [], [], _numbers_of(table.optimizer or default) if named else {})
+            others.append(group)
         group.stored.extend(stored)
         group.table_ids.extend(features.table_ids[k] for k in stored)
-        if table.lr is not None:
-            others.append(group)
     return [first, *others] if first.stored or not others else others
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's class, and its numbers but for the learning rate, which changes."""
+    fields = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}
+    return {"optimizer": type(optimizer).__name__} | {name: value for name, value in fields.items() if name != "lr"}
+
+
+def _state_buffers(features: FeatureMap, number: int) -> dict[str, str]:
+    """The ops' arguments of an optimizer's state, and the names of their buffers."""
+    found = {kind: features.state_name(kind, number) for kind in features.states[number].kinds}
+    powers = power_names(features.optimizers.distinct)
+    return found | ({"beta_powers": powers[number]} if number in powers else {})
+
+
+def update_tables(
+    lookup: Lookup, state: tuple, options: dict[str, object], updates: Sequence[dict[str, object]]
+) -> None:
+    """Updates the tables with the gradient of a lookup.
+
+    Args:
+        state: the ops' first arguments. options: others by name, and ``updates``: those of each optimizer.
+    """
+    bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
+    given = arguments_of("embedding_bag_backward_fused_.layout", state, options | bags)
+    given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
+    with torch.no_grad():
+        update_by_each(given, updates)
 
 
 class FusedUpdate:
@@ -66,13 +110,14 @@ class FusedUpdate:
     whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.
 
     Args:
-        optimizer: the optimizer. features: what is looked up in which tables. weights: the tables' parameters.
+        features: what is looked up in which tables, and their optimizers. weights: the tables' parameters.
         buffers: the collection's, with those of ``optimizer_buffers``.
         dense: what watches the parameters for gradients from elsewhere.
 
     Attributes:
         face: the ``torch.optim.Optimizer`` that schedulers and scalers see.
         pending: the lookups of the ``accumulate()`` block that is open, or None.
+        has_several: whether the tables have several optimizers, each of which makes an update of its own.
     """
 
     token: Any  # a tensor, which has an attribute of its own
@@ -80,14 +125,17 @@ class FusedUpdate:
 
     def __init__(
         self,
-        optimizer: Optimizer,
         features: FeatureMap,
         weights: list[nn.Parameter],
         buffers: Buffers,
         dense: DenseGradients,
     ) -> None:
-        self.optimizer, self._options = optimizer, optimizer.options()
-        self.face = FusedOptimizer(weights, rate_groups(optimizer, features), buffers["lr"], buffers["step"])
+        optimizers = features.optimizers.distinct
+        self.has_several = len(optimizers) > 1
+        self._each = [(o.options(), _state_buffers(features, n)) for n, o in enumerate(optimizers)]
+        self._options, state = ({"optimizer": "sgd"}, {}) if self.has_several else self._each[0]
+        self._state = {name: own for name, own in state.items() if name != "sum"}  # which ops take by place
+        self.face = FusedOptimizer(weights, rate_groups(features), buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
         self._lost_scaler = False  # whether this is a copy of a collection that had one
@@ -130,14 +178,20 @@ class FusedUpdate:
         return other
 
     def options(self, buffers: Buffers) -> dict[str, object]:
-        """The arguments of the ops that say how gradients are used."""
-        if "exp_avg" not in self.optimizer.state:
+        """The arguments of the ops that say how gradients are used; of several optimizers, those of none."""
+        if not self._state:
             return self._options.copy()
-        return self._options | {
-            "exp_avg": buffers["_exp_avg"],
-            "exp_avg_sq": buffers["_exp_avg_sq"],
-            "beta_powers": buffers["beta_powers"],
-        }
+        return self._options | {name: buffers[own] for name, own in self._state.items()}
+
+    def of_each(self, buffers: Buffers, layouts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """The arguments of each optimizer's update, in place of those of ``options``.
+
+        Args:
+            layouts: of each, from ``LayoutBuffers.of_updates``.
+        """
+        each = self._each if self.has_several else [({}, {})]  # the only one has those of ``options``
+        states = [options | {name: buffers[own] for name, own in state.items()} for options, state in each]
+        return [state | layout for state, layout in zip(states, layouts, strict=True)]
 
     def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """``set_grad_scaler()`` of a collection with these tensors."""

@@ -1,0 +1,191 @@
+"""Optimizers that run inside the backward, once per touched row. What they compute: docs/numerics.md, "Optimizers"."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rec_kernels.nn.arguments import check_choice, check_rate
+
+# State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
+State = dict[str, bool]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Common:
+    """Options of every optimizer: clipping and weight decay, in this order, before the gradient is used.
+
+    Args:
+        clip_grad_value: elements of a row's summed gradient are limited to +-this; None: not.
+        clip_grad_norm: a row's gradient that is longer than this is shortened to it; None: not.
+        weight_decay: the rate, of rows that the batch names.
+        weight_decay_mode: "l2": weight_decay * w is added to the gradient. "decoupled": w shrinks by
+            lr * weight_decay * w beside the update; LAMB scales the decay, too, with the row's length.
+
+    Raises:
+        ValueError: a number is out of its range, or a name unknown.
+    """
+
+    weight_decay: float = 0.0
+    weight_decay_mode: str = "l2"
+    clip_grad_value: float | None = None
+    clip_grad_norm: float | None = None
+    lr: float
+    op_name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_rate(name, getattr(self, name))
+        check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
+        for name in ("clip_grad_value", "clip_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} = {value} must be above 0, or None")
+
+    def __repr__(self) -> str:
+        """The learning rate, and what is not the default."""
+        shown = [f"lr={self.lr}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "lr" and value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def options(self) -> dict[str, object]:
+        """The arguments of the fused op that say how gradients are used."""
+        numbers = {name: getattr(self, name) for name in ("eps", "clip_grad_value", "clip_grad_norm")}
+        if self.weight_decay:
+            numbers |= {"weight_decay": self.weight_decay, "weight_decay_mode": self.weight_decay_mode}
+        used = {name: value for name, value in numbers.items() if value is not None}
+        return {"optimizer": self.op_name} | used
+
+
+@dataclass(frozen=True, repr=False)
+class SGD(_Common):
+    """Stochastic gradient descent: ``w -= lr * g``. No state."""
+
+    lr: float = 0.01
+    eps: ClassVar[float] = 0.0
+    op_name: ClassVar[str] = "sgd"
+    state: ClassVar[State] = {}
+
+
+@dataclass(frozen=True, repr=False)
+class RowwiseAdagrad(_Common):
+    """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row.
+
+    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-8
+    op_name: ClassVar[str] = "rowwise_adagrad"
+    state: ClassVar[State] = {"sum": False}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Elementwise(_Common):
+    """Options of optimizers with state for every element.
+
+    Args:
+        state_dtype: of that state: torch.float32, or torch.bfloat16, half the bytes. It is rounded as the collection's
+            ``rounding`` says, stochastically by default, so that small contributions are not lost. State per row stays
+            float32.
+    """
+
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype}")
+
+
+@dataclass(frozen=True, repr=False)
+class Adagrad(_Elementwise):
+    """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a ``v`` per element.
+
+    Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-10
+    op_name: ClassVar[str] = "adagrad"
+    state: ClassVar[State] = {"sum": True}
+
+
+@dataclass(frozen=True, repr=False)
+class Adam(_Elementwise):
+    """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
+
+    ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
+    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. ``eps`` is
+    ``torch.optim.Adam``'s, which SparseAdam adds to ``sqrt(v)``, before the correction. Two numbers per
+    element. ``betas``: beta1 and beta2, in [0, 1). Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR
+    2015.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    op_name: ClassVar[str] = "adam"
+    state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": True}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            # float32, for which 0.99999999 is too close to 1. On the CPU: the default device may have no numbers.
+            betas = torch.tensor([*self.betas], dtype=torch.float32, device="cpu")
+        except (TypeError, ValueError):
+            betas = torch.empty(0, device="cpu")
+        if betas.shape != (2,) or not all(0 <= b < 1 for b in betas.tolist()):
+            raise ValueError(f"betas = {self.betas!r} must be two numbers in [0, 1) as float32")
+
+    def options(self) -> dict[str, object]:
+        """The arguments of the fused op that say how gradients are used."""
+        return super().options() | dict(zip(("beta1", "beta2"), self.betas, strict=True))
+
+
+@dataclass(frozen=True, repr=False)
+class AdamW(Adam):
+    """Adam whose weight decay is decoupled, with the defaults of ``torch.optim.AdamW``; of rows that a batch names.
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+    """
+
+    weight_decay: float = dataclasses.field(default=0.01, kw_only=True)
+    weight_decay_mode: str = dataclasses.field(default="decoupled", kw_only=True)
+
+
+@dataclass(frozen=True, repr=False)
+class RowwiseAdam(Adam):
+    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one number per element and row."""
+
+    op_name: ClassVar[str] = "rowwise_adam"
+    state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": False}
+
+
+@dataclass(frozen=True, repr=False)
+class LAMB(Adam):
+    """Adam whose step goes with the row's length: ``lr * |w| / |r|`` for ``lr``, r being ``m' / (sqrt(v') + eps)``.
+
+    Norms are of a row; where one is 0, the factor is ``lr``. You et al., "Large Batch Optimization for Deep Learning:
+    Training BERT in 76 minutes", ICLR 2020.
+    """
+
+    op_name: ClassVar[str] = "lamb"
+
+
+Optimizer = SGD | RowwiseAdagrad | Adagrad | Adam
+
+
+def check_optimizer(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a fused optimizer or None."""
+    if not isinstance(value, (Optimizer, type(None))):
+        raise ValueError(
+            f"{name} must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, rk.LAMB or "
+            f"None, got {value!r}"
+        )
