@@ -322,7 +322,7 @@ def test_backward_after_the_block() -> None:
 
 
 def test_forward_before_the_block() -> None:
-    """It updates by itself, which is said; what the block had collected is dropped."""
+    """It is refused; what the block had collected is dropped."""
     found, part = make(), rows(4, 0)
     pooled = found(jagged(part)).values()
 
@@ -333,9 +333,19 @@ def test_forward_before_the_block() -> None:
 
     with pytest.raises(RuntimeError, match="made before this accumulate"):
         block()
+    assert_same(state(found), state(make()))
+    pooled = found(jagged(part)).values()
+    pooled.backward(part.grad)  # an ordinary lookup is one again
     assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
-    found(jagged(part)).values().sum().backward()  # no watch is left on ordinary lookups
-    assert found.step.item() == 2
+
+
+def test_compiled_forward_before_the_block() -> None:
+    """It updates inside its graph, which is said."""
+    found, part = make(), rows(4, 0)
+    pooled = torch.compile(lambda ids: found(ids).values(), backend="aot_eager")(jagged(part))
+    with pytest.raises(RuntimeError, match="a compiled lookup made before this accumulate"), found.accumulate():
+        pooled.backward(part.grad)
+    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
 
 
 def test_copy_inside_a_block() -> None:

@@ -229,9 +229,11 @@ def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | No
     grad, kept = grad.float(), ctx.kept
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, grad, weights, bags)
-    grad_token = grad.new_zeros(kept["token"].shape)
+    token = kept["token"]
     # The token's owner may make the update: an attribute of the tensor, as autograd hands on tensors only.
-    take_over = getattr(kept["token"], "take_over", None)
+    take_over = getattr(token, "take_over", None)
+    # A gradient of nothing would cost a tenth of a small step. Without the owner, in compiled code, its hook needs one.
+    grad_token = grad.new_zeros(token.shape) if take_over is None or token.numel() else None
     if take_over is not None and take_over(grad, bags, kept["status"]):
         return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
     update = {name: kept[name] for name in _UPDATE}

@@ -43,7 +43,8 @@ class Pending:
     """The lookups of one ``accumulate()`` block, in the order of their backwards.
 
     Args:
-        token: the collection's, whose gradient arrives when a lookup from before the block runs its backward.
+        token: the collection's, whose gradient arrives when a compiled lookup from before the block has run its
+            backward; others are refused before they update.
     """
 
     def __init__(self, token: Tensor) -> None:
@@ -51,7 +52,7 @@ class Pending:
         self._is_open = True
         # A token of its own: the collection's belongs to lookups that update at once.
         self._token = torch.empty_like(token, requires_grad=True)
-        self._watch = token.register_hook(_refuse_earlier_lookup)
+        self._watch = token.register_hook(_tell_of_earlier_lookup)
 
     def close(self) -> None:
         """No further backward is taken."""
@@ -115,10 +116,10 @@ class _Recorded(torch.autograd.Function):
     backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _note))
 
 
-def _refuse_earlier_lookup(_) -> None:
+def _tell_of_earlier_lookup(_) -> None:
     raise RuntimeError(
-        "a lookup made before this accumulate() block ran its backward inside it, and has updated the tables by "
-        "itself: call the collection inside the block, too"
+        "a compiled lookup made before this accumulate() block ran its backward inside it, and has updated the tables "
+        "by itself: call the collection inside the block, too"
     )
 
 

@@ -95,7 +95,15 @@ class DenseGradients:
 
         Args:
             grad: of the lookup's output, float32. bags: its arguments by the ops' names. status: what it reported.
+
+        Raises:
+            RuntimeError: an ``accumulate()`` block is open, and the lookup was made before it.
         """
+        if self.is_put_off:
+            raise RuntimeError(
+                "a lookup made before this accumulate() block runs its backward inside it, and has updated nothing: "
+                "call the collection inside the block, too"
+            )
         if not self.joins():
             return False
         shared = None if bags["inverse"] is None else SharedBags(bags["inverse"], bags["groups"], [], [])
