@@ -44,7 +44,7 @@ class Floats {
     const auto decode = kernels<RowFormatKernels>().decode[static_cast<int>(format_)];
     for (int64_t s = 0; s < count; ++s) {
       prefetch_bytes(place(first + count + s), numbers_ * 2);  // of the samples that are read next
-      decode(place(first + s), numbers_, memory + s * numbers_);
+      decode(place(first + s), 1, numbers_, memory + s * numbers_);
     }
     return memory;
   }

@@ -52,7 +52,7 @@ void find_rows(const PoolArgs& a, const Part& f, const PooledBags& k, Decoded* d
   float* next = decoded->memory;
   for (int64_t i = 0; i < count; ++i) {
     if (slots[i] >= 0 || !places[i]) continue;
-    decode(places[i], D, next);
+    decode(places[i], 1, D, next);
     places[i] = reinterpret_cast<const uint8_t*>(next);
     next += D;
   }

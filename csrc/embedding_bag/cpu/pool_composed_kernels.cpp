@@ -141,7 +141,7 @@ void pool_composed(const PoolArgs& a, const Part* parts, int64_t count, const Po
 const float* row_of_part(const Part& f, const uint8_t* weights, int64_t id, float* scratch) {
   const uint8_t* row = weights + f.weight_offset + f.row(id) * f.row_bytes;
   if (f.format == RowFormat::kFp32) return reinterpret_cast<const float*>(row);
-  RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)](row, f.embedding_dim, scratch);
+  RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)](row, 1, f.embedding_dim, scratch);
   return scratch;
 }
 

@@ -74,7 +74,7 @@ struct FloatRows {
 struct EncodedRows {
   int64_t D;
   int64_t row_bytes;
-  RowFormatKernels::Decode decode;
+  RowFormatKernels::DecodeRows decode;
   RowFormatKernels::EncodeRows encode;
   RowRounding rounding;
   uint8_t* rows;  // of the table
@@ -97,7 +97,7 @@ struct EncodedRows {
   void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
   RK_HOST_DEVICE float* open(int64_t row) const {
     float* own = held + count * D;
-    decode(rows + row * row_bytes, D, own);
+    decode(rows + row * row_bytes, 1, D, own);
     return own;
   }
   void close(int64_t row) {
@@ -229,7 +229,7 @@ struct MomentRows {
   float* open(float* moments, uint32_t stream, int64_t row) const {
     if (!moments || !state.bf16) return moments ? moments + row * D : nullptr;
     float* own = held + (stream - kFirstMomentStream) * D;
-    kernels().decode[static_cast<int>(RowFormat::kBf16)](place(moments, row), D, own);
+    kernels().decode[static_cast<int>(RowFormat::kBf16)](place(moments, row), 1, D, own);
     return own;
   }
   void close(float* moments, uint32_t stream, int64_t row) const {

@@ -75,7 +75,7 @@ class CachedTables {
   // A linear row of a part's table into a slot.
   void decode(int64_t p, int64_t row, int64_t slot) const {
     const Part& f = in_.parts[p];
-    formats_.decode[static_cast<int>(f.format)](table_row(f, row), f.embedding_dim, slot_row(p, slot));
+    formats_.decode[static_cast<int>(f.format)](table_row(f, row), 1, f.embedding_dim, slot_row(p, slot));
   }
   void prefetch_row(int64_t p, int64_t row) const {
     const Part& f = in_.parts[p];

@@ -51,6 +51,16 @@ RK_HOST_DEVICE WordLanes unpack_register(uint64_t packed, int v) {
   return unpack<kBits>(packed >> (kBits * kLanes * v) % 64);
 }
 
+// Whether rows are plain numbers, between which nothing lies.
+template <class Format>
+constexpr bool kIsFloats = false;
+template <>
+constexpr bool kIsFloats<Fp32> = true;
+template <>
+constexpr bool kIsFloats<Fp16> = true;
+template <>
+constexpr bool kIsFloats<Bf16> = true;
+
 template <class Format>
 struct RowReader {  // floats
   const uint8_t* row;

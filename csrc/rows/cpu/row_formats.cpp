@@ -31,7 +31,7 @@ class FloatRows {
   const float* rows(int64_t n, int64_t count, float* scratch) const {
     const uint8_t* at = data_ + n * D_ * bytes_;
     if (!decode_) return reinterpret_cast<const float*>(at);
-    for (int64_t i = 0; i < count; ++i) decode_(at + i * D_ * bytes_, D_, scratch + i * D_);
+    decode_(at, count, D_, scratch);
     return scratch;
   }
   // First element of row n that is not finite.
@@ -46,29 +46,37 @@ class FloatRows {
   const uint8_t* data_;
   int64_t D_;
   int64_t bytes_;
-  RowFormatKernels::Decode decode_ = nullptr;
+  RowFormatKernels::DecodeRows decode_ = nullptr;
 };
 
-// Decodes rows of bytes into rows of a float dtype.
+// Decodes rows of bytes into rows of a float dtype, by way of `scratch`, rows_in_scratch(D) rows, if it is narrow.
 class RowDecoder {
  public:
   RowDecoder(RowFormat format, int64_t D, const Tensor& out)
       : decode_(kernels<RowFormatKernels>().decode[static_cast<int>(format)]),
         out_(static_cast<uint8_t*>(out.mutable_data_ptr())),
         D_(D),
+        row_bytes_(row_bytes(format, D)),
         bytes_(out.element_size()) {
     if (bytes_ == 2) narrow_ = kernels<RowFormatKernels>().nearest[float_number(out.scalar_type())];
   }
-  void decode(const uint8_t* row, int64_t n, float* scratch) const {
+  // `count` rows from `rows` on: those of the output from number n on.
+  void decode(const uint8_t* rows, int64_t n, int64_t count, float* scratch) const {
     uint8_t* to = out_ + n * D_ * bytes_;
-    decode_(row, D_, narrow_ ? scratch : reinterpret_cast<float*>(to));
-    if (narrow_) narrow_(scratch, 1, D_, RowRounding{}, {to, 0, nullptr});
+    if (!narrow_) return decode_(rows, count, D_, reinterpret_cast<float*>(to));
+    for (const int64_t most = rows_in_scratch(D_); count > 0; count -= most, rows += most * row_bytes_) {
+      const int64_t here = count < most ? count : most;
+      decode_(rows, here, D_, scratch);
+      narrow_(scratch, here, D_, RowRounding{}, {to, 0, nullptr});
+      to += here * D_ * bytes_;
+    }
   }
 
  private:
-  RowFormatKernels::Decode decode_;
+  RowFormatKernels::DecodeRows decode_;
   uint8_t* out_;
   int64_t D_;
+  int64_t row_bytes_;
   int64_t bytes_;
   RowFormatKernels::EncodeRows narrow_ = nullptr;
 };
@@ -132,8 +140,8 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
   const RowDecoder decoder(f, D, out);
   const uint8_t* from = rows.const_data_ptr<uint8_t>();
   parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(D);
-    for (int64_t n = begin; n < end; ++n) decoder.decode(from + n * bytes, n, scratch.get());
+    const std::unique_ptr<float[]> scratch = new_scratch(dtype == ScalarType::Float ? 0 : rows_in_scratch(D) * D);
+    decoder.decode(from + begin * bytes, begin, end - begin, scratch.get());
   });
   return out;
 }
@@ -157,7 +165,7 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
       const int64_t count = end - n < at_once ? end - n : at_once;
       // A row that the format cannot hold reads as NaN.
       encode(from.rows(n, count, scratch.get()), count, D, how, {rows.get(), options.first_row + n, nullptr});
-      for (int64_t i = 0; i < count; ++i) decoder.decode(rows.get() + i * bytes, n + i, scratch.get());
+      decoder.decode(rows.get(), n, count, scratch.get());
     }
   });
   return out;

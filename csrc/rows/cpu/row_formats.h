@@ -26,11 +26,12 @@ struct RowFormatKernels {
   // Writes the rows of x [N, D]. Returns the first that the format has no code for, because of a NaN or Inf in it, or
   // N. Such a row reads as NaN.
   using EncodeRows = int64_t (*)(const float* x, int64_t N, int64_t D, const RowRounding&, const RowPlaces&);
-  using Decode = void (*)(const uint8_t* row, int64_t D, float* out);
+  // Reads N rows that lie one after the other into out [N, D].
+  using DecodeRows = void (*)(const uint8_t* rows, int64_t N, int64_t D, float* out);
 
   EncodeRows nearest[kNumRowFormats];
   EncodeRows stochastic[kNumRowFormats];
-  Decode decode[kNumRowFormats];
+  DecodeRows decode[kNumRowFormats];
 
   template <CpuIsa>
   static const RowFormatKernels table;

@@ -6,7 +6,7 @@ inline namespace RK_ISA {
 namespace {
 
 template <class Format>
-void decode_row(const uint8_t* row, int64_t D, float* out) {
+RK_HOST_DEVICE void decode_row(const uint8_t* row, int64_t D, float* out) {
   const RowReader<Format> reader(row, D);
   int64_t c = 0;
   for (; c + kStep <= D; c += kStep) {
@@ -18,11 +18,21 @@ void decode_row(const uint8_t* row, int64_t D, float* out) {
   memcpy(out + c, &x, static_cast<size_t>(D - c) * sizeof(float));
 }
 
+template <class Format>
+void decode_rows(const uint8_t* rows, int64_t N, int64_t D, float* out) {
+  if constexpr (kIsFloats<Format>) {
+    decode_row<Format>(rows, N * D, out);  // nothing lies between the rows
+  } else {
+    const int64_t bytes = Format::row_bytes(D);
+    for (int64_t n = 0; n < N; ++n) decode_row<Format>(rows + n * bytes, D, out + n * D);
+  }
+}
+
 // Constant, so that nothing of this instruction set runs when the library loads.
 template <class... Formats>
 struct Table {
   static constexpr RowFormatKernels kernels = {
-      {RowsWriter<Formats, false>::write...}, {RowsWriter<Formats, true>::write...}, {decode_row<Formats>...}};
+      {RowsWriter<Formats, false>::write...}, {RowsWriter<Formats, true>::write...}, {decode_rows<Formats>...}};
 };
 
 }  // namespace
