@@ -29,6 +29,7 @@ from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
+from rec_kernels.nn.tables.load_state import refuse_names
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
@@ -256,20 +257,32 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled."""
+        """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled.
+
+        A collective: what is wrong on one rank, all ranks raise before any of them has loaded anything.
+        """
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         given = {name: t for name, t in given.items() if not in_cache(name)}
         # Without a flush: cached rows would be written over those that were loaded in place.
         own = nn.Module.state_dict(self.shards)
         names = self._state.names(own)
-        missing = [name for name in names if name not in given]
-        if missing == ["step"]:
-            given["step"] = torch.zeros_like(own["step"])  # other packages' states have none
-        elif missing:
-            missing_keys += [prefix + name for name in missing]
+        missing = [prefix + name for name in names if name not in given]
+        if missing == [f"{prefix}step"]:  # other packages' states have none
+            given["step"], missing = torch.zeros_like(own["step"]), []
         formats = self._state.format_names
-        unexpected_keys += [prefix + name for name in given if name not in formats and name not in names]
-        self.shards.load_state_dict(self._state.local(given, own), strict=False)
+        unexpected = [prefix + name for name in given if name not in formats and name not in names]
+        local, error = {}, None
+        try:
+            if strict:
+                refuse_names(missing, unexpected)
+            local = self._state.local(given, own)
+            self.shards._check_state(local)
+        except Exception as refused:
+            error = refused
+        agreement.raise_together(error, self.group, "cannot load its state, and no rank has loaded any of its tables")
+        missing_keys += missing
+        unexpected_keys += unexpected
+        self.shards.load_state_dict(local, strict=False)
 
 
 def _described(module: TableCollection, shards: list[Shard], gradient: str, row_wise: str) -> dict[str, str]:
@@ -286,6 +299,7 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
         "the row cache": str(cache),
+        "whether the collection is on the meta device": str(module._weights.is_meta),
         "gradient": gradient,
         "row_wise": row_wise,
     }

@@ -156,11 +156,11 @@ class ShardedState:
                 "way: load it with torch.distributed.checkpoint into state_dict() first; nothing was changed"
             )
         split = columns != slice(0, shape[-1])
-        wrong = len(given.shape) != len(shape) or given.shape[0] != shape[0] or (split and given.shape[1] != shape[1])
-        if wrong:
+        found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        if len(found) != len(shape) or found[0] != shape[0] or (split and found[1] != shape[1]):
             raise RuntimeError(
-                f"size mismatch for {name}: the state has {list(given.shape)}, this collection has {shape}; none of "
-                "its tables was changed"
+                f"size mismatch for {name}: the state has {found}, this collection has {shape}; none of its tables was "
+                "changed"
             )
         rows = given[piece.first_row : piece.first_row + piece.rows]
         return rows[:, columns] if split else rows
