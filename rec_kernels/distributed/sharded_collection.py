@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rec_kernels.distributed import agreement, batches
+from rec_kernels.distributed import agreement, batches, reports
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
@@ -70,7 +70,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, reduces=reduces)
         self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
-        own = [p for p in pieces if p.shard.rank == rank]
+        self._pieces = own = [p for p in pieces if p.shard.rank == rank]
         collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
@@ -229,6 +229,19 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             ValueError: the collection has none (``optimizer=None``).
         """
         return self.shards.fused_optimizer
+
+    # Reports.
+
+    def memory_report(self) -> list[dict[str, Any]]:
+        """As ``memory_report()`` of the whole collection, with the sums of all ranks' shards; a collective.
+
+        Replicas count on every rank. A rank's own part is ``shards.memory_report()``.
+        """
+        return reports.memory_report(self._features, self._pieces, self.shards.memory_report(), self.group)
+
+    def tier_report(self) -> dict[str, int]:
+        """As ``tier_report()`` of the whole collection, with the sums of all ranks' shards; a collective."""
+        return reports.tier_report(self.shards.tier_report(), self.group)
 
     # State.
 
