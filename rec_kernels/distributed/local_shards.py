@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,13 +142,15 @@ def make_collection(
     pieces: Sequence[Piece],
     device: torch.device,
     salt: str,
+    *,
+    world: int = 1,
 ) -> TableCollection:
     """The collection of a rank's shards, whose features are ``entries``, in this order.
 
     Args:
         module: the whole collection, whose options, learning rate, GradScaler and frozen tables it has.
         pieces: those of this rank.
-        salt: names the collection in the model, for the numbers that its rows begin with.
+        salt: names the collection in the model, for the numbers that its rows begin with. world: the number of ranks.
     """
     shards = dict.fromkeys(entry.shard for entry in entries)
     configs = [_config(module, shard, entries, [p for p in pieces if p.shard is shard], salt) for shard in shards]
@@ -157,7 +161,7 @@ def make_collection(
         bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
-        cache=_cache(module, shards, configs),
+        cache=_cache(module, list(shards), configs, world),
     )
     made.process_local = True
     if made._update is not None:
@@ -169,13 +173,21 @@ def make_collection(
     return made
 
 
-def _cache(module: TableCollection, shards: Iterable[Shard], configs: Sequence[ShardConfig]) -> RowCache | None:
-    """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``."""
+def _cache(
+    module: TableCollection, shards: Sequence[Shard], configs: Sequence[ShardConfig], world: int
+) -> RowCache | None:
+    """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``.
+
+    With backing "disk", the rank's file has its number, and that of all ranks, behind the path.
+    """
     if module.row_cache is None or not configs:
         return None
     cache, tables = module.row_cache.cache, module.tables
     of = {config.name: cache.of(tables[s.table].name) for config, s in zip(configs, shards, strict=True)}
-    return dataclasses.replace(cache, fraction=of) if isinstance(cache.fraction, Mapping) else cache
+    own: dict[str, Any] = {"fraction": of} if isinstance(cache.fraction, Mapping) else {}
+    if cache.path is not None:
+        own["path"] = f"{os.fspath(cache.path)}.{shards[0].rank}-of-{world}"
+    return dataclasses.replace(cache, **own)
 
 
 def _config(

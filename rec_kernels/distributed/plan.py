@@ -8,7 +8,6 @@ from typing import Any
 
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.feature_map import FeatureMap
-from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.optimizers import LAMB, Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -80,17 +79,8 @@ def possible_types(table: EmbeddingConfig, optimizer: Optimizer | None) -> list[
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
 
 
-def check_collection(features: FeatureMap, cache: RowCache | None = None) -> None:
-    """Raises ValueError if no plan can shard a collection.
-
-    Args:
-        features: its tables. cache: its row cache, or None.
-    """
-    if cache is not None and cache.backing == "disk":
-        raise ValueError(
-            "a collection with backing 'disk' cannot be sharded: its file is one process's; use backing 'device' or "
-            "'host', or cache=None"
-        )
+def check_collection(features: FeatureMap) -> None:
+    """Raises ValueError if no plan can shard a collection with these tables."""
     for feature in features.features:
         table = feature.table
         if table.projection or feature.is_combined_later:

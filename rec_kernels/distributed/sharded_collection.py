@@ -17,14 +17,14 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rec_kernels.distributed import agreement, batches, reports
+from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
-from rec_kernels.distributed.state import ShardedState, in_cache
+from rec_kernels.distributed.state import ShardedState, is_of_rank
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
@@ -64,6 +64,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
+        self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
         reduces = row_wise == "reduce_scatter"
@@ -88,11 +89,33 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
         made, error = None, None
         try:
-            made = make_collection(module, self.routes.own, pieces, device, salt)
+            made = make_collection(module, self.routes.own, pieces, device, salt, world=self.routes.world_size)
         except Exception as raised:
             error = raised
-        agreement.raise_together(error, self.group, "could not make its shards")
+        try:
+            agreement.raise_together(error, self.group, "could not make its shards")
+        except BaseException:
+            shard_files.discard(made)
+            raise
         assert made is not None
+        if self._on_disk:
+            shard_files.check_files(made, self.group)
+            made._store.agree = self._agreed
+        return made
+
+    def _agreed(self, call: Callable[[], Any]) -> Any:
+        """Returns what a call returned that reads or writes this rank's file; if any rank's raised, all raise.
+
+        With tables in files a collective, else the call alone.
+        """
+        if not self._on_disk:
+            return call()
+        made, error = None, None
+        try:
+            made = call()
+        except Exception as raised:
+            error = raised
+        agreement.raise_together(error, self.group, "could not use its file of tables")
         return made
 
     def _shown(self, pieces: list[Piece]) -> dict[str, nn.Module]:
@@ -154,10 +177,15 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
         """
         if not self.routes.own:
-            return torch.zeros(rows, 0, device=self.shards._device)
-        trains, shards = self.training and torch.is_grad_enabled(), self.shards
+            return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards._device))
+        trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            if trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
+            return self._agreed(lambda: self._look_up(bags, starts, inserts=trains))
+
+    def _look_up(self, bags: SelectedKeys, starts: Tensor | None, *, inserts: bool) -> Tensor:
+        shards = self.shards
+        with shards._store.held():
+            if inserts and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
                 shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=True)
             return shards._lookup(bags, starts)
 
@@ -245,18 +273,30 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     # State.
 
+    def flush(self) -> None:
+        """Encodes cached rows into this rank's shards, as ``flush()`` of the whole collection.
+
+        Of tables in files a collective, after which they are durable: an error on one rank is raised on all.
+        """
+        self._agreed(self.shards.flush)
+
+    def close(self, *, apply: bool = False) -> None:
+        """Closes this rank's file of tables on disk, as ``close()`` of the whole collection; no collective."""
+        self.shards.close(apply=apply)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.shards._apply(fn)
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """One process's names, dtypes and shapes; see ``ShardedState.whole``. No collective.
+        """One process's names, dtypes and shapes; see ``ShardedState.whole``. A collective only of tables in files.
 
         Args:
             args, destination, prefix, keep_vars: ``torch.nn.Module``'s; tensors are never parameters.
         """
         out = {} if destination is None else destination
-        for name, tensor in self._state.whole(self.shards.state_dict()).items():
+        local = self._agreed(lambda: self.shards.state_dict() | shard_files.rows_of_state(self.shards))
+        for name, tensor in self._state.whole(local).items():
             out[prefix + name] = tensor
         return out
 
@@ -275,7 +315,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         A collective: what is wrong on one rank, all ranks raise before any of them has loaded anything.
         """
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        given = {name: t for name, t in given.items() if not in_cache(name)}
+        given = {name: t for name, t in given.items() if not is_of_rank(name)}
         # Without a flush: cached rows would be written over those that were loaded in place.
         own = nn.Module.state_dict(self.shards)
         names = self._state.names(own)
@@ -290,11 +330,13 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
                 refuse_names(missing, unexpected)
             local = self._state.local(given, own)
             self.shards._check_state(local)
+            shard_files.check_rows(self.shards, local)
         except Exception as refused:
             error = refused
         agreement.raise_together(error, self.group, "cannot load its state, and no rank has loaded any of its tables")
         missing_keys += missing
         unexpected_keys += unexpected
+        self._agreed(lambda: shard_files.write_rows(self.shards, local))
         self.shards.load_state_dict(local, strict=False)
 
 

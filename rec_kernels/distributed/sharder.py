@@ -19,6 +19,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.tables.store import FileStore
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
@@ -122,7 +123,12 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    check_collection(module._features, None if module.row_cache is None else module.row_cache.cache)
+    check_collection(module._features)
+    if isinstance(module._store, FileStore):
+        raise ValueError(
+            f"a collection whose tables are in {module._store.file.path} cannot be sharded, as each rank has a file of "
+            "its own: make it with device='meta', which opens none"
+        )
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):

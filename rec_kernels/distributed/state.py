@@ -79,7 +79,7 @@ class ShardedState:
 
     def _numbers(self, local: Mapping[str, Tensor]) -> list[str]:
         """Names of a state that are of no table and no cache: numbers that every rank has."""
-        return [name for name in local if not name.startswith(self._holder) and not in_cache(name)]
+        return [name for name in local if not name.startswith(self._holder) and not is_of_rank(name)]
 
     def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
         """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
@@ -166,6 +166,6 @@ class ShardedState:
         return rows[:, columns] if split else rows
 
 
-def in_cache(name: str) -> bool:
-    """True for what a state has of a row cache: slots, whose rows the tables have, too."""
-    return name.startswith("row_cache.")
+def is_of_rank(name: str) -> bool:
+    """True for what a collection's state has of slots and files: of rows that the tables have, too, and of one rank."""
+    return name.startswith("row_cache.") or name in ("file_identity", "file_generation")

@@ -402,8 +402,7 @@ class TableCollection(nn.Module):
     def _apply_update(self, lookup: Lookup, layout: dict[str, object], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
         options = self._update_options() | layout | scaling
-        if self.row_cache is not None:
-            options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
+        options |= self._store.found_for(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
         bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
         given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
         given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
