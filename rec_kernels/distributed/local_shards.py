@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,13 +89,19 @@ class ShardInit:
             whole = self._whole
             count = min(self._size, whole.num_embeddings - block * self._size)
             floats = torch.empty(count, whole.embedding_dim, dtype=torch.float32)
-            text = f"{self._salt}/{whole.name}/{block}"
-            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with _seeded(f"{self._salt}/{whole.name}/{block}"):
                 fill(floats, whole, block * self._size)
             self._drawn = block, floats
         return self._drawn[1]
+
+
+@contextlib.contextmanager
+def _seeded(text: str) -> Iterator[None]:
+    """Within it, torch's CPU generator has the state that a text stands for."""
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +174,12 @@ def make_collection(
     if made._update is not None:
         _take_rates(made, module)
     made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
+    for table in made._features.tables:
+        if table.projection:
+            matrix = made._projection(table)
+            with _seeded(f"{salt}/{table.name}/projection"), torch.no_grad():
+                matrix.copy_(torch.nn.init.xavier_uniform_(torch.empty(table.projection, dtype=torch.float32)))
+            matrix.requires_grad_(module._projection(table).requires_grad)
     for piece in pieces:
         weight = module._held[module._features.stored[piece.stored].name].weight
         made._held[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rec_kernels.nn.tables.config import EmbeddingConfig
-from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.training.optimizers import LAMB, Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -77,18 +76,6 @@ def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding
 def possible_types(table: EmbeddingConfig, optimizer: Optimizer | None) -> list[str]:
     """The sharding types that a table can have."""
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
-
-
-def check_collection(features: FeatureMap) -> None:
-    """Raises ValueError if no plan can shard a collection with these tables."""
-    for feature in features.features:
-        table = feature.table
-        if table.projection or feature.is_combined_later:
-            raise ValueError(
-                f"table {table.name!r}: {table.compression} combines rows after they are pooled, or multiplies them by "
-                "a matrix, and cannot be sharded yet: use rk.Hash, rk.QuotientRemainder or rk.Partitions with compose "
-                "'per_id', or None"
-            )
 
 
 def shards_of(

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
+from rec_kernels.distributed.compositions import Composition, is_composed
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
@@ -81,6 +82,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.backwards = Backwards(collection, trained_by_torch=module._trained_by_torch)
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
+        elif projected := [table.name for table in collection._features.tables if table.projection]:
+            self.add_module(module._holder, ShownTables({n: collection._held[n] for n in projected}, "projection"))
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
@@ -196,12 +199,26 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             counts: [entries of this rank, ranks] int64, how many rows each rank gets.
         """
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
-        return self._looked_up(ctx.bags, 0, ctx.starts)
+        return self._composed(ctx, self._looked_up(ctx.bags, 0, ctx.starts), counts)
+
+    def _composed(self, ctx: RowContext, pooled: Tensor, counts: Tensor | None = None) -> Tensor:
+        """The columns of this rank's tables: what it has looked up, or where they are made of that.
+
+        Args:
+            counts: as of ``_rows_looked_up``, where bags have rows.
+        """
+        if not is_composed(self.shards):
+            return pooled
+        each = None if counts is None else counts.sum(1).tolist()
+        ctx.composition = Composition(self.shards, pooled, each, keeps=torch.is_grad_enabled())
+        return ctx.composition.columns
 
     def _begin(self, ctx: RowContext) -> tuple[Tensor, Tensor | None]:
         """Begins a lookup's output: what autograd calls the backward for, and the weights that want a gradient."""
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
-        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
+        # All ranks run the backward that trains a projection of one.
+        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))
+        token = token if ctx.composition is None else ctx.composition.token(token)
         return token, None if ctx.fed is None else ctx.fed.weights
 
     # Updates.

@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from rec_kernels.distributed.agreement import raise_together
-from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
+from rec_kernels.distributed.plan import SHARDING_TYPES, possible_types, shards_of
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
@@ -123,7 +123,6 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    check_collection(module._features)
     if isinstance(module._store, FileStore):
         raise ValueError(
             f"a collection whose tables are in {module._store.file.path} cannot be sharded, as each rank has a file of "
