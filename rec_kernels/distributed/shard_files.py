@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +44,24 @@ def discard(shards: TableCollection | None) -> None:
     """Closes this rank's file, if it has one, and deletes it if it was made by this rank just now."""
     if shards is not None and isinstance(shards._store, FileStore):
         shards._store.file.discard()
+
+
+def flush(shards: TableCollection, group: dist.ProcessGroup, agreed: Callable[[Callable[[], Any]], Any]) -> None:
+    """Makes all ranks' files durable as one generation; a collective.
+
+    Args:
+        agreed: calls a function, and raises any rank's error on all.
+    """
+    agreed(shards.flush)
+    store, found = shards._store, [0] * dist.get_world_size(group)
+    file = store.file if isinstance(store, FileStore) else None
+    dist.all_gather_object(found, 0 if file is None else file.file.generation, group=group)
+
+    def catch_up() -> None:  # other ranks' flushes have been successful when this rank's was not
+        while file is not None and file.file.generation < max(found):
+            file.flush()
+
+    agreed(catch_up)
 
 
 def rows_of_state(shards: TableCollection) -> dict[str, Tensor]:

@@ -295,7 +295,10 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
         Of tables in files a collective, after which they are durable: an error on one rank is raised on all.
         """
-        self._agreed(self.shards.flush)
+        if self._on_disk:
+            shard_files.flush(self.shards, self.group, self._agreed)
+        else:
+            self.shards.flush()
 
     def close(self, *, apply: bool = False) -> None:
         """Closes this rank's file of tables on disk, as ``close()`` of the whole collection; no collective."""
@@ -312,6 +315,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             args, destination, prefix, keep_vars: ``torch.nn.Module``'s; tensors are never parameters.
         """
         out = {} if destination is None else destination
+        if self._on_disk:
+            self.flush()  # of all ranks, before the first applies its own
         local = self._agreed(lambda: self.shards.state_dict() | shard_files.rows_of_state(self.shards))
         for name, tensor in self._state.whole(local).items():
             out[prefix + name] = tensor
