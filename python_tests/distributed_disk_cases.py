@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_cache_cases import train_cached
-from distributed_cases import KEYS, Case, Model, blocks, collection, sharded, train
+from distributed_cases import KEYS, Case, Model, batch, blocks, coefficients, collection, sharded, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -76,6 +76,31 @@ def train_and_open(case: Case, other: Case, state: dict[str, Tensor], folder: st
     found["later"] = blocks(tables.state_dict())
     tables.close()
     return found
+
+
+def read_ahead(case: Case, state: dict[str, Tensor], folder: str) -> tuple[list[Tensor], dict[str, Any], list[int]]:
+    """Trains with every batch read ahead: outputs, blocks, and the rows that were asked for each time."""
+    rank, asked, outputs = dist.get_rank(), [], []
+    model, tables = made(on_disk(case, folder))
+    model.load_state_dict({f"ebc.{name}": t for name, t in state.items()}, strict=False)
+    prefetch = TableFile.prefetch
+
+    def noted(file: TableFile, rows: Tensor) -> None:
+        asked.append(len(rows))
+        prefetch(file, rows)
+
+    TableFile.prefetch = noted
+    try:
+        for step in range(case.steps):
+            out = model(batch(case, step, [rank]))
+            tables.prefetch(batch(case, step + 1, [rank]))
+            outputs.append(out.detach().clone())
+            (out * coefficients(case, step, [rank])).sum().backward()
+        found = blocks(tables.state_dict())
+    finally:
+        TableFile.prefetch = prefetch
+        tables.close()
+    return outputs, found, asked
 
 
 def told(call: Callable[[], object]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_cases import Case, collection, differences, same_bits
+from distributed_cases import Case, check_found, collection, differences, same_bits
+from distributed_cases import one_process as one_process_of
 from distributed_disk_cases import BUDGET, on_disk, one_process
 from distributed_pool import pool
 from row_cache_disk_cases import skip_without_host
@@ -40,6 +41,18 @@ def test_training(plan: str, other: str, tmp_path: Path) -> None:
     assert differences(state, [own["later"] for own in found]) != []
     names = ["rows.0-of-2"] if plan == "one_rank" else ["rows.0-of-2", "rows.1-of-2"]
     assert [name for name in found[0]["files"] if not name.endswith(".log")] == names
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
+def test_prefetch(plan: str, tmp_path: Path) -> None:
+    """Every rank that has a file reads ahead in it, and bits are those without."""
+    case = Case(plan, optimizer="adam", sizes=(8, 5), one_id=True)
+    begun = dict(collection(case).state_dict())
+    found = pool(2).run(HERE, "read_ahead", case, begun, str(tmp_path))
+    check_found([own[:2] for own in found], *one_process_of(case))
+    for rank, (*_, asked) in enumerate(found):
+        assert len(asked) == (0 if plan == "one_rank" and rank == 1 else case.steps)
+        assert all(count > 0 for count in asked)
 
 
 def test_reports(tmp_path: Path) -> None:

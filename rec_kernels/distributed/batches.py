@@ -33,12 +33,14 @@ class BatchContext(Multistreamable):
         begun: the lookup, from its output on.
         starts, row_counts: where rows are sent, and not the columns of samples, where those of this rank's entries
             begin, and [entries, ranks] how many each rank gets.
+        is_ahead: whether it is not looked up, only read from files.
         composition: how columns are made of what this rank looks up, or None where they are that.
     """
 
     begun: Begun
     starts: Tensor | None = None
     row_counts: Tensor | None = None
+    is_ahead: bool = False
     composition: Composition | None = None
 
     def __init__(self) -> None:

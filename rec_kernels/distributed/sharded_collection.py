@@ -173,17 +173,20 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
         """The ids of this rank's batch as they are sent."""
 
-    def _looked_up(self, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
+    def _looked_up(self, ctx: RowContext, rows: int, starts: Tensor | None = None) -> Tensor:
         """Looks up bags of all ranks in this rank's shards.
 
         Args:
             rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
         """
+        if ctx.is_ahead:
+            self._agreed(lambda: self._read_ahead(ctx.bags, starts))
+            return torch.zeros(0, 0)
         if not self.routes.own:
             return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards._device))
         trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            return self._agreed(lambda: self._look_up(bags, starts, inserts=trains))
+            return self._agreed(lambda: self._look_up(ctx.bags, starts, inserts=trains))
 
     def _look_up(self, bags: SelectedKeys, starts: Tensor | None, *, inserts: bool) -> Tensor:
         shards = self.shards
@@ -192,6 +195,28 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
                 shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=True)
             return shards._lookup(bags, starts)
 
+    def prefetch(self, features: Any) -> None:
+        """Begins to read what the next batch needs of tables in files, while this one is computed; a collective.
+
+        It is a hint, as ``prefetch()`` of the whole collection, and sends the ids, which the lookup sends again. With
+        tables in memory it does nothing.
+
+        Args:
+            features: of this rank's samples, as of ``forward``.
+
+        Raises:
+            As ``input_dist``. OSError: blocks that make room find no space; RuntimeError: on another rank.
+        """
+        if self._on_disk:
+            ctx = self.create_context()
+            ctx.is_ahead = True
+            self.compute(ctx, self.input_dist(ctx, features).wait().wait())
+
+    def _read_ahead(self, bags: SelectedKeys, starts: Tensor | None) -> None:
+        if self.routes.own:
+            shards = self.shards
+            shards._store.prefetch(shards._call(bags.values, bags.offsets, starts), training=self.training)
+
     def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
         """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].
 
@@ -199,7 +224,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             counts: [entries of this rank, ranks] int64, how many rows each rank gets.
         """
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
-        return self._composed(ctx, self._looked_up(ctx.bags, 0, ctx.starts), counts)
+        return self._composed(ctx, self._looked_up(ctx, 0, ctx.starts), counts)
 
     def _composed(self, ctx: RowContext, pooled: Tensor, counts: Tensor | None = None) -> Tensor:
         """The columns of this rank's tables: what it has looked up, or where they are made of that.
@@ -207,7 +232,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         Args:
             counts: as of ``_rows_looked_up``, where bags have rows.
         """
-        if not is_composed(self.shards):
+        if ctx.is_ahead or not is_composed(self.shards):
             return pooled
         each = None if counts is None else counts.sum(1).tolist()
         ctx.composition = Composition(self.shards, pooled, each, keeps=torch.is_grad_enabled())
