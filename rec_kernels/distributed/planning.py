@@ -141,11 +141,9 @@ class ShardCosts(ShardEstimator):
             input_dist_comms=8 * ids * wire,
         )
         step = math.ceil(8 * ids + 2 * 4 * columns * sent)
-        # The budget of rows in a file has the slots, too.
-        near, far = (
-            held.state + held.slots + step,
-            held.rows if kept == 1 else max(0, int(kept * held.rows) - held.slots),
-        )
+        near, far = held.state + held.slots + step, held.rows
+        if kept < 1:  # a budget of rows in a file has the slots, too
+            far = max(0, int(kept * held.rows) - held.slots)
         if not self._on_gpu:
             shard.storage = Storage(hbm=0, ddr=near + far)
         else:

@@ -56,14 +56,14 @@ def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> N
     """
     for name, tensor in own.items():
         given = state_dict.get(prefix + name, tensor)
-        if getattr(given, "shape", None) != tensor.shape:
-            found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
+        if not isinstance(given, Tensor) or given.shape != tensor.shape:
+            found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise RuntimeError(
                 f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(tensor.shape)}; "
                 "none of its tables was changed"
             )
-        floats = given.dtype.is_floating_point or not tensor.dtype.is_floating_point
-        if given.dtype.is_complex or not floats or given.layout != torch.strided or (given.is_meta > tensor.is_meta):
+        of_kind = given.dtype.is_floating_point or not (tensor.dtype.is_floating_point or given.dtype.is_complex)
+        if not of_kind or given.layout != torch.strided or (given.is_meta and not tensor.is_meta):
             where = "on the meta device" if given.is_meta else f"of layout {given.layout}"
             raise RuntimeError(
                 f"{prefix}{name}: the state has {given.dtype} {where}, this collection has {tensor.dtype}, which can "
