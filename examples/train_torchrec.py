@@ -18,21 +18,18 @@ import torch.distributed.checkpoint as dcp
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import Topology
 from train_dlrm import BATCH, DLRM, Purchases
 
 import rec_kernels as rk
 
 
 def sharded(model: DLRM) -> nn.Module:
-    """The model with its tables shared out as TorchRec's planner proposes, and its MLPs under DDP."""
+    """The model with its tables shared out as the planner proposes, by bytes, and its MLPs under DDP."""
     world = dist.get_world_size()
     sharder = rk.distributed.EmbeddingBagCollectionSharder()
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
-        batch_size=BATCH // world,
-        constraints=sharder.constraints(model.tables),
-    )
+    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    planner = rk.distributed.planner(model, [sharder], topology, batch_size=BATCH // world)
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
     return DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
 

@@ -96,12 +96,3 @@ def test_sequences(plan: str) -> None:
             assert same_bits(torch.cat([own[0][step][f][1] for own in found]), want)
     assert differences(state, [blocks for _, blocks, _ in found]) == []
     assert sum(cached for *_, cached in found) > 0
-
-
-def test_files_are_refused(tmp_path: Path) -> None:
-    """A table file is one process's."""
-    cache = rk.RowCache(0.1, backing="disk", path=tmp_path / "rows", memory_budget=1 << 22)
-    ebc = collection(Case(cache=cache))
-    with pytest.raises(ValueError, match="backing 'disk' cannot be sharded: its file is one process's"):
-        rk.distributed.EmbeddingBagCollectionSharder().constraints(ebc)
-    ebc.close()

@@ -142,6 +142,25 @@ def test_tables_in_host_memory() -> None:
     assert other.storage.hbm > 100_000 * 64
 
 
+def test_tables_in_files() -> None:
+    """Rows are their share of the ranks' budgets, which hold the slots, too; others are read in blocks."""
+    rows, budget = 100_000, 1 << 20
+    options = {"optimizer": rk.RowwiseAdagrad(), "types": ("row_wise",), "lengths": {"f0": 100}}
+    found = {}
+    for path in (None, "rows"):
+        own = {"backing": "disk", "path": path, "memory_budget": budget} if path else {}
+        cache = rk.RowCache(0.01, **own)
+        given = {name: value for name, value in options.items() if name != "optimizer"}
+        ((option,),) = planned(tables_of([rows], optimizer=options["optimizer"], cache=cache), **given)[1:]
+        found[path] = option.shards
+    for memory, file in zip(found[None], found["rows"], strict=True):
+        slots = 16 * 32 * (4 * 16 + 18)  # of 500 rows
+        assert memory.storage.ddr - file.storage.ddr == rows // 2 * 64 - (budget - slots)
+        ids = 64 * 100
+        more = (1 - 2 * budget / (rows * 64)) * ids * 4096 / 104857.6
+        assert file.perf.fwd_compute - memory.perf.fwd_compute == pytest.approx(more)
+
+
 def test_errors() -> None:
     """Lengths of features that are not there, two tables of one name, nothing to shard."""
     with pytest.raises(

@@ -375,16 +375,6 @@ def test_plans_of_torchrec() -> None:
     ]
 
 
-def test_refused_collections() -> None:
-    """Those that no plan can shard."""
-    from rec_kernels.distributed.plan import check_collection
-
-    table = rk.EmbeddingBagConfig(100, 16, name="t", feature_names=["f"])
-    narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
-    with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
-        check_collection(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD())._features)
-
-
 def test_sharder() -> None:
     """Its arguments, and the ways that it lets a planner choose from."""
     sharder = rk.distributed.EmbeddingBagCollectionSharder

@@ -17,11 +17,13 @@ import pytest
 import torch
 from distributed_pool import pool
 from dlrm_sharded_cases import DATA, options, run, scores
+from tiers import full
 
 from rec_kernels.dlrm import checkpoint
 from rec_kernels.dlrm.data import DataSet
 from rec_kernels.dlrm.model_factory import restored_model
 from rec_kernels.dlrm.reader import Reader
+from rec_kernels.dlrm.report import summary
 
 HERE = "dlrm_sharded_cases"
 ROOT = Path(__file__).parents[1]
@@ -82,6 +84,29 @@ def test_stopped_and_resumed(tmp_path: Path) -> None:
     assert scores(str(tmp_path)) == pool(2).run(HERE, "scores", str(tmp_path))[1]
 
 
+@pytest.mark.parametrize("policy", ["lfu", *full("lru")])
+def test_row_cache(tmp_path: Path, policy: str) -> None:
+    """Rows of fp32 are the same in slots: a run with a cache, stopped and resumed, scores as one without."""
+    more = {"epochs": 2, "cache": 0.5, "policy": policy, "backing": "host", "eval_every": 3, "dedup": "off"}
+    plain = on(2, str(tmp_path / "plain"), "bags", 0, False, more | {"cache": 0.0, "backing": "device"})
+    assert "interrupted after step 3 of 14" in on(2, str(tmp_path / "two"), "bags", 3, False, more)[1]
+    copy(tmp_path / "two", tmp_path / "one")
+    cached = on(2, str(tmp_path / "two"), "bags", 0, True)
+    assert cached[0]["auc"] == cached[1]["auc"] == plain[0]["auc"]
+    assert cached[0]["log_loss"] == plain[0]["log_loss"]
+    alone = on(1, str(tmp_path / "one"), "bags", 0, True)[0]
+    assert alone["log_loss"] == pytest.approx(plain[0]["log_loss"], abs=1e-5)
+    records = [json.loads(line) for line in (tmp_path / "two" / "run" / "metrics.jsonl").read_text().splitlines()]
+    test, sizes = records[-1], {"id": 20, "bag": 9}
+    assert {t["name"]: t["num_embeddings"] for t in test["tables"]} == sizes
+    for record in [r for r in records if r["kind"] == "train"]:
+        assert set(record["hit_rates"]) == set(sizes)
+    assert {t["name"]: t["hits"] for t in test["tables"]} == {t["name"]: t["hits"] for t in cached[1]["tables"]}
+    assert all(0 < t["cached_rows"] <= t["num_embeddings"] for t in test["tables"])
+    assert test["tiers"]["cache_bytes"] == sum(t["cache_bytes"] for t in test["tables"]) > 0
+    assert "hit rate" in summary(test)
+
+
 def test_loss_that_is_not_finite(tmp_path: Path) -> None:
     """Every process stops, before anything is changed; the one whose rows they are writes the batch."""
     first, second = on(2, str(tmp_path), "broken")
@@ -91,9 +116,7 @@ def test_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert last_record(tmp_path)["kind"] == "failed"
 
 
-@pytest.mark.parametrize(
-    "option", [{"cache": 0.5}, {"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str
-)
+@pytest.mark.parametrize("option", [{"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str)
 def test_refused(tmp_path: Path, option: dict) -> None:
     """Options that sharded tables cannot have are refused by name before there is a run."""
     (name, value), told = next(iter(option.items())), on(2, str(tmp_path), "tiny", 0, False, option)

@@ -143,7 +143,7 @@ def test_arguments(tmp_path) -> None:
     assert not (tmp_path / "x").exists()
     least = int(re.search(r"must be (\d+)", str(caught.value))[1])
     step(make(on_disk(LRU, tmp_path / "x", least)), 0)
-    for device in ["meta", *["cuda"] * torch.cuda.is_available()]:
+    for device in ["cuda", "xpu"]:
         with pytest.raises(ValueError, match=f"backing 'disk' is for collections on the CPU, got device '{device}'"):
             make(on_disk(LRU, tmp_path / "y"), device=device)
 

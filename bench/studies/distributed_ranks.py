@@ -97,13 +97,14 @@ def sent_bytes(weeks: int, seeds: int) -> dict:
     """Bytes that a process sends in a step of the example's model, in the mean over processes and steps."""
     data, found = Purchases(weeks), {}
     planned = {kind: {"sharding_types": (kind,)} for kind in ("table_wise", "row_wise", "column_wise", "data_parallel")}
-    for name, options in {"planner": {}, **planned}.items():
+    for name, options in {"planner": {}, "torchrec_planner": {}, **planned}.items():
         torch.manual_seed(0)
         model = train_torchrec.DLRM(data.sizes, "fp32")
         if name == "column_wise":  # row-wise Adagrad needs all columns of a row
             model.tables = rk.EmbeddingBagCollection(model.tables.tables, optimizer=rk.Adagrad(lr=0.05))
         sharder = rk.distributed.EmbeddingBagCollectionSharder(**options)
-        parallel = _parallel(model, sharder, sharder.constraints(model.tables), BATCH)
+        constraints = sharder.constraints(model.tables) if name == "torchrec_planner" else None
+        parallel = _parallel(model, sharder, BATCH, constraints)
         counted = Counted()
         with counted.patched():
             for step in range(STEPS):
@@ -115,10 +116,17 @@ def sent_bytes(weeks: int, seeds: int) -> dict:
     return found
 
 
-def _parallel(model: nn.Module, sharder: Any, constraints: dict, batch: int, promised: dict | None = None) -> nn.Module:
+def _parallel(
+    model: nn.Module, sharder: Any, batch: int, constraints: dict | None = None, promised: dict | None = None
+) -> nn.Module:
+    """The model by the plan of this package's planner, or with ``constraints`` of TorchRec's."""
     world = dist.get_world_size()
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch // world, constraints=constraints)
+    if constraints is None:
+        lengths = {f"f{i}": IDS for i in range(len(ROWS))} if isinstance(model, Tables) else None
+        planner = rk.distributed.planner(model, [sharder], topology, batch_size=batch // world, lengths=lengths)
+    else:
+        planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch // world, constraints=constraints)
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
     if promised is not None and dist.get_rank() == 0:
         for option in planner._best_plan:
@@ -171,8 +179,8 @@ def step_times(weeks: int, seeds: int) -> dict:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(len(ROWS))}
     model = Tables(EmbeddingBagCollection(tables=theirs, device=torch.device("meta")))
     models = {
-        "rec_kernels": _parallel(Tables(_ours()), sharder, whole, BATCH),
-        "torchrec": _parallel(model, TorchRecSharder(fused_params=fused), whole, BATCH),
+        "rec_kernels": _parallel(Tables(_ours()), sharder, BATCH, whole),
+        "torchrec": _parallel(model, TorchRecSharder(fused_params=fused), BATCH, whole),
     }
     found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in models}
     for step in range(ROUNDS + 3):
@@ -201,8 +209,7 @@ def memory(weeks: int, seeds: int) -> dict:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, promised = _resident("VmRSS"), dict[int, int]()
     sharder = rk.distributed.EmbeddingBagCollectionSharder()
-    tables = _ours()
-    model = _parallel(Tables(tables), sharder, sharder.constraints(tables), BATCH, promised)
+    model = _parallel(Tables(_ours()), sharder, BATCH, promised=promised)
     for step in range(STEPS):
         model(_batch(step)).sum().backward()
     report = model.module.tables.shards.memory_report()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_wei
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
+
+if TYPE_CHECKING:
+    from rec_kernels.distributed.compositions import Composition
 
 _Part = tuple[Tensor, Tensor, Tensor | None, Tensor]  # ids, lengths of bags, weights, places among the feature's ids
 
@@ -30,11 +33,15 @@ class BatchContext(Multistreamable):
         begun: the lookup, from its output on.
         starts, row_counts: where rows are sent, and not the columns of samples, where those of this rank's entries
             begin, and [entries, ranks] how many each rank gets.
+        is_ahead: whether it is not looked up, only read from files.
+        composition: how columns are made of what this rank looks up, or None where they are that.
     """
 
     begun: Begun
     starts: Tensor | None = None
     row_counts: Tensor | None = None
+    is_ahead: bool = False
+    composition: Composition | None = None
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -42,6 +49,10 @@ class BatchContext(Multistreamable):
         self.fed: SelectedKeys | None = None
         self.counts: Tensor | None = None
         self.bags: SelectedKeys | None = None
+
+    def looked_up(self, grad: Tensor, *, trains: bool = False) -> Tensor:
+        """The gradients of what this rank has looked up, of those of its columns; ``trains`` is ``Composition``'s."""
+        return grad if self.composition is None else self.composition.backward(grad, trains=trains)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the tensors."""

@@ -67,10 +67,11 @@ class Exchange(torch.autograd.Function):
         columns, factors = whole[:, :wide].contiguous(), _by_id(whole[:, wide:], routes, batch)
         grad_weights = None
         if any(batch.wants):
-            grad_weights = weight_gradients(columns, factors, module, batch)
+            grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch)
         for block, scale in zip(columns.split(sizes), module.gradient_scales(sizes), strict=True):
             if scale != 1:
                 block *= scale
+        columns = batch.looked_up(columns, trains=True)
         module.backwards.take(batch.begun, lookup_of(columns if routes.own else columns[:0], factors, batch), facts)
         return None, None, grad_weights, None, None
 

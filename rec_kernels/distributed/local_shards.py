@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,13 +89,19 @@ class ShardInit:
             whole = self._whole
             count = min(self._size, whole.num_embeddings - block * self._size)
             floats = torch.empty(count, whole.embedding_dim, dtype=torch.float32)
-            text = f"{self._salt}/{whole.name}/{block}"
-            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with _seeded(f"{self._salt}/{whole.name}/{block}"):
                 fill(floats, whole, block * self._size)
             self._drawn = block, floats
         return self._drawn[1]
+
+
+@contextlib.contextmanager
+def _seeded(text: str) -> Iterator[None]:
+    """Within it, torch's CPU generator has the state that a text stands for."""
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +149,15 @@ def make_collection(
     pieces: Sequence[Piece],
     device: torch.device,
     salt: str,
+    *,
+    world: int = 1,
 ) -> TableCollection:
     """The collection of a rank's shards, whose features are ``entries``, in this order.
 
     Args:
         module: the whole collection, whose options, learning rate, GradScaler and frozen tables it has.
         pieces: those of this rank.
-        salt: names the collection in the model, for the numbers that its rows begin with.
+        salt: names the collection in the model, for the numbers that its rows begin with. world: the number of ranks.
     """
     shards = dict.fromkeys(entry.shard for entry in entries)
     configs = [_config(module, shard, entries, [p for p in pieces if p.shard is shard], salt) for shard in shards]
@@ -157,25 +168,39 @@ def make_collection(
         bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
-        cache=_cache(module, shards, configs),
+        cache=_cache(module, list(shards), configs, world),
     )
     made.process_local = True
     if made._update is not None:
         _take_rates(made, module)
     made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
+    for table in made._features.tables:
+        if table.projection:
+            matrix = made._projection(table)
+            with _seeded(f"{salt}/{table.name}/projection"), torch.no_grad():
+                matrix.copy_(torch.nn.init.xavier_uniform_(torch.empty(table.projection, dtype=torch.float32)))
+            matrix.requires_grad_(module._projection(table).requires_grad)
     for piece in pieces:
         weight = module._held[module._features.stored[piece.stored].name].weight
         made._held[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
 
 
-def _cache(module: TableCollection, shards: Iterable[Shard], configs: Sequence[ShardConfig]) -> RowCache | None:
-    """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``."""
+def _cache(
+    module: TableCollection, shards: Sequence[Shard], configs: Sequence[ShardConfig], world: int
+) -> RowCache | None:
+    """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``.
+
+    With backing "disk", the rank's file has its number, and that of all ranks, behind the path.
+    """
     if module.row_cache is None or not configs:
         return None
     cache, tables = module.row_cache.cache, module.tables
     of = {config.name: cache.of(tables[s.table].name) for config, s in zip(configs, shards, strict=True)}
-    return dataclasses.replace(cache, fraction=of) if isinstance(cache.fraction, Mapping) else cache
+    own: dict[str, Any] = {"fraction": of} if isinstance(cache.fraction, Mapping) else {}
+    if cache.path is not None:
+        own["path"] = f"{os.fspath(cache.path)}.{shards[0].rank}-of-{world}"
+    return dataclasses.replace(cache, **own)
 
 
 def _config(

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rec_kernels.nn.tables.config import EmbeddingConfig
-from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.optimizers import LAMB, Optimizer
-from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: TorchRec's names of the ways in which a table can be sharded, in the order in which messages propose them.
@@ -78,27 +76,6 @@ def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding
 def possible_types(table: EmbeddingConfig, optimizer: Optimizer | None) -> list[str]:
     """The sharding types that a table can have."""
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
-
-
-def check_collection(features: FeatureMap, cache: RowCache | None = None) -> None:
-    """Raises ValueError if no plan can shard a collection.
-
-    Args:
-        features: its tables. cache: its row cache, or None.
-    """
-    if cache is not None and cache.backing == "disk":
-        raise ValueError(
-            "a collection with backing 'disk' cannot be sharded: its file is one process's; use backing 'device' or "
-            "'host', or cache=None"
-        )
-    for feature in features.features:
-        table = feature.table
-        if table.projection or feature.is_combined_later:
-            raise ValueError(
-                f"table {table.name!r}: {table.compression} combines rows after they are pooled, or multiplies them by "
-                "a matrix, and cannot be sharded yet: use rk.Hash, rk.QuotientRemainder or rk.Partitions with compose "
-                "'per_id', or None"
-            )
 
 
 def shards_of(

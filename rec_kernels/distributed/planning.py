@@ -25,6 +25,9 @@ from rec_kernels.nn.tables.optimizer_state import StatePlaces
 from rec_kernels.nn.tables.row_cache import RowCache, slot_bytes
 from rec_kernels.ops.row_formats import row_bytes
 
+#: Bytes that are read at once of tables in a file.
+_BLOCK = 4096
+
 
 class ShardBytes(NamedTuple):
     """Bytes of a shard.
@@ -70,7 +73,8 @@ def _slots(cache: RowCache, name: str, rows: int, columns: int) -> int:
 class ShardCosts(ShardEstimator):
     """Memory and time of shards, by the bytes that lookups and updates read, write and send.
 
-    Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step. Time is bytes over
+    Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step; of rows in a file
+    their share of the ranks' budgets. Time is bytes over
     the topology's bandwidths. A rank that has a table looks up all ranks' samples, sends a row of float32 for each
     bag, or id, and gets as many gradients: of row shards, each does so.
 
@@ -92,8 +96,11 @@ class ShardCosts(ShardEstimator):
         Args:
             sharding_options: of tables of collections of this package. sharder_data_map: not used.
         """
+        kept: dict[int, float] = {}
         for option in sharding_options:
             module: Any = option.module[1]
+            if id(module) not in kept:
+                kept[id(module)] = self._kept(module)
             table = next(t for t in module.tables if t.name == option.name)
             for shard in option.shards:
                 rows, columns = shard.size
@@ -102,10 +109,17 @@ class ShardCosts(ShardEstimator):
                     parts = 0
                 elif option.sharding_type == "data_parallel":
                     parts = 1
-                self._estimate(option, shard, table, parts)
+                self._estimate(option, shard, table, parts, kept[id(module)])
 
-    def _estimate(self, option: ShardingOption, shard: Any, table: EmbeddingConfig, parts: int) -> None:
-        """One shard's; ``parts``: of how many row shards of its columns, 0: it is empty."""
+    def _kept(self, module: TableCollection) -> float:
+        """The part of the rows of a collection that ranks have in memory: with backing "disk", by their budgets."""
+        if module.row_cache is None or module.row_cache.cache.memory_budget is None:
+            return 1.0
+        rows = sum(t.num_embeddings * row_bytes(t.format, t.embedding_dim) for t in module._features.stored)
+        return min(1.0, module.row_cache.cache.memory_budget * self._topology.world_size / max(rows, 1))
+
+    def _estimate(self, option: ShardingOption, shard: Any, table: EmbeddingConfig, parts: int, kept: float) -> None:
+        """One shard's; ``parts``: of how many row shards of its columns, 0: it is empty; ``kept``: ``_kept``."""
         module: Any = option.module[1]
         world, (rows, columns) = self._topology.world_size, shard.size
         bags = option.batch_size * len(option.input_lengths) * world if parts else 0
@@ -116,6 +130,8 @@ class ShardCosts(ShardEstimator):
         dims = [t.embedding_dim for t in table.stored] if table.compression else [columns]
         row, state = (sum(own) for own in zip(*(_row(module, table, d) for d in dims), strict=True))
         reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
+        if kept < 1:
+            reading += (1 - kept) * ids * max(row, _BLOCK) / self._topology.ssd_mem_bw
         wire = (world - 1) / world / self._network
         shard.perf = Perf(
             fwd_compute=reading,
@@ -126,6 +142,8 @@ class ShardCosts(ShardEstimator):
         )
         step = math.ceil(8 * ids + 2 * 4 * columns * sent)
         near, far = held.state + held.slots + step, held.rows
+        if kept < 1:  # a budget of rows in a file has the slots, too
+            far = max(0, int(kept * held.rows) - held.slots)
         if not self._on_gpu:
             shard.storage = Storage(hbm=0, ddr=near + far)
         else:

@@ -244,12 +244,12 @@ def send_gradients(
     factors, columns = None, own[:, :width].contiguous()
     if pooled and module.routes.coefficients[module.routes.rank]:
         factors = own[:, -1].repeat_interleave(bags.offsets.diff())
-    grad_weights = weight_gradients(columns, factors, module, batch) if any(batch.wants) else None
+    grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch) if any(batch.wants) else None
     scales = module.gradient_scales(batch.batch_sizes)
     if set(scales) != {1.0}:
         each = columns.new_tensor(scales).repeat(len(batch.row_counts))
         columns *= each.repeat_interleave(batch.row_counts.flatten())[:, None]
-    module.backwards.take(batch.begun, lookup_of(columns, factors, batch), told)
+    module.backwards.take(batch.begun, lookup_of(batch.looked_up(columns, trains=True), factors, batch), told)
     return grad_weights
 
 

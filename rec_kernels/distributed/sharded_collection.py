@@ -17,18 +17,20 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from rec_kernels.distributed import agreement, batches
+from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
+from rec_kernels.distributed.compositions import Composition, is_composed
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
-from rec_kernels.distributed.state import ShardedState, in_cache
+from rec_kernels.distributed.state import ShardedState, is_of_rank
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
+from rec_kernels.nn.tables.load_state import refuse_names
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 
@@ -63,13 +65,14 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
+        self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
         reduces = row_wise == "reduce_scatter"
         self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, reduces=reduces)
         self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
-        own = [p for p in pieces if p.shard.rank == rank]
+        self._pieces = own = [p for p in pieces if p.shard.rank == rank]
         collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
@@ -79,6 +82,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.backwards = Backwards(collection, trained_by_torch=module._trained_by_torch)
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
+        elif projected := [table.name for table in collection._features.tables if table.projection]:
+            self.add_module(module._holder, ShownTables({n: collection._held[n] for n in projected}, "projection"))
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
@@ -87,11 +92,33 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
         made, error = None, None
         try:
-            made = make_collection(module, self.routes.own, pieces, device, salt)
+            made = make_collection(module, self.routes.own, pieces, device, salt, world=self.routes.world_size)
         except Exception as raised:
             error = raised
-        agreement.raise_together(error, self.group, "could not make its shards")
+        try:
+            agreement.raise_together(error, self.group, "could not make its shards")
+        except BaseException:
+            shard_files.discard(made)
+            raise
         assert made is not None
+        if self._on_disk:
+            shard_files.check_files(made, self.group)
+            made._store.agree = self._agreed
+        return made
+
+    def _agreed(self, call: Callable[[], Any]) -> Any:
+        """Returns what a call returned that reads or writes this rank's file; if any rank's raised, all raise.
+
+        With tables in files a collective, else the call alone.
+        """
+        if not self._on_disk:
+            return call()
+        made, error = None, None
+        try:
+            made = call()
+        except Exception as raised:
+            error = raised
+        agreement.raise_together(error, self.group, "could not use its file of tables")
         return made
 
     def _shown(self, pieces: list[Piece]) -> dict[str, nn.Module]:
@@ -146,19 +173,49 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
         """The ids of this rank's batch as they are sent."""
 
-    def _looked_up(self, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
+    def _looked_up(self, ctx: RowContext, rows: int, starts: Tensor | None = None) -> Tensor:
         """Looks up bags of all ranks in this rank's shards.
 
         Args:
             rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
         """
+        if ctx.is_ahead:
+            self._agreed(lambda: self._read_ahead(ctx.bags, starts))
+            return torch.zeros(0, 0)
         if not self.routes.own:
-            return torch.zeros(rows, 0, device=self.shards._device)
-        trains, shards = self.training and torch.is_grad_enabled(), self.shards
+            return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards._device))
+        trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            if trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
+            return self._agreed(lambda: self._look_up(ctx.bags, starts, inserts=trains))
+
+    def _look_up(self, bags: SelectedKeys, starts: Tensor | None, *, inserts: bool) -> Tensor:
+        shards = self.shards
+        with shards._store.held():
+            if inserts and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
                 shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=True)
             return shards._lookup(bags, starts)
+
+    def prefetch(self, features: Any) -> None:
+        """Begins to read what the next batch needs of tables in files, while this one is computed; a collective.
+
+        It is a hint, as ``prefetch()`` of the whole collection, and sends the ids, which the lookup sends again. With
+        tables in memory it does nothing.
+
+        Args:
+            features: of this rank's samples, as of ``forward``.
+
+        Raises:
+            As ``input_dist``. OSError: blocks that make room find no space; RuntimeError: on another rank.
+        """
+        if self._on_disk:
+            ctx = self.create_context()
+            ctx.is_ahead = True
+            self.compute(ctx, self.input_dist(ctx, features).wait().wait())
+
+    def _read_ahead(self, bags: SelectedKeys, starts: Tensor | None) -> None:
+        if self.routes.own:
+            shards = self.shards
+            shards._store.prefetch(shards._call(bags.values, bags.offsets, starts), training=self.training)
 
     def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
         """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].
@@ -167,12 +224,26 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             counts: [entries of this rank, ranks] int64, how many rows each rank gets.
         """
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
-        return self._looked_up(ctx.bags, 0, ctx.starts)
+        return self._composed(ctx, self._looked_up(ctx, 0, ctx.starts), counts)
+
+    def _composed(self, ctx: RowContext, pooled: Tensor, counts: Tensor | None = None) -> Tensor:
+        """The columns of this rank's tables: what it has looked up, or where they are made of that.
+
+        Args:
+            counts: as of ``_rows_looked_up``, where bags have rows.
+        """
+        if ctx.is_ahead or not is_composed(self.shards):
+            return pooled
+        each = None if counts is None else counts.sum(1).tolist()
+        ctx.composition = Composition(self.shards, pooled, each, keeps=torch.is_grad_enabled())
+        return ctx.composition.columns
 
     def _begin(self, ctx: RowContext) -> tuple[Tensor, Tensor | None]:
         """Begins a lookup's output: what autograd calls the backward for, and the weights that want a gradient."""
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
-        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
+        # All ranks run the backward that trains a projection of one.
+        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))
+        token = token if ctx.composition is None else ctx.composition.token(token)
         return token, None if ctx.fed is None else ctx.fed.weights
 
     # Updates.
@@ -229,20 +300,50 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
         return self.shards.fused_optimizer
 
+    # Reports.
+
+    def memory_report(self) -> list[dict[str, Any]]:
+        """As ``memory_report()`` of the whole collection, with the sums of all ranks' shards; a collective.
+
+        Replicas count on every rank. A rank's own part is ``shards.memory_report()``.
+        """
+        return reports.memory_report(self._features, self._pieces, self.shards.memory_report(), self.group)
+
+    def tier_report(self) -> dict[str, int]:
+        """As ``tier_report()`` of the whole collection, with the sums of all ranks' shards; a collective."""
+        return reports.tier_report(self.shards.tier_report(), self.group)
+
     # State.
+
+    def flush(self) -> None:
+        """Encodes cached rows into this rank's shards, as ``flush()`` of the whole collection.
+
+        Of tables in files a collective, after which they are durable: an error on one rank is raised on all.
+        """
+        if self._on_disk:
+            shard_files.flush(self.shards, self.group, self._agreed)
+        else:
+            self.shards.flush()
+
+    def close(self, *, apply: bool = False) -> None:
+        """Closes this rank's file of tables on disk, as ``close()`` of the whole collection; no collective."""
+        self.shards.close(apply=apply)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.shards._apply(fn)
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """One process's names, dtypes and shapes; see ``ShardedState.whole``. No collective.
+        """One process's names, dtypes and shapes; see ``ShardedState.whole``. A collective only of tables in files.
 
         Args:
             args, destination, prefix, keep_vars: ``torch.nn.Module``'s; tensors are never parameters.
         """
         out = {} if destination is None else destination
-        for name, tensor in self._state.whole(self.shards.state_dict()).items():
+        if self._on_disk:
+            self.flush()  # of all ranks, before the first applies its own
+        local = self._agreed(lambda: self.shards.state_dict() | shard_files.rows_of_state(self.shards))
+        for name, tensor in self._state.whole(local).items():
             out[prefix + name] = tensor
         return out
 
@@ -256,20 +357,34 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled."""
+        """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled.
+
+        A collective: what is wrong on one rank, all ranks raise before any of them has loaded anything.
+        """
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        given = {name: t for name, t in given.items() if not in_cache(name)}
+        given = {name: t for name, t in given.items() if not is_of_rank(name)}
         # Without a flush: cached rows would be written over those that were loaded in place.
         own = nn.Module.state_dict(self.shards)
         names = self._state.names(own)
-        missing = [name for name in names if name not in given]
-        if missing == ["step"]:
-            given["step"] = torch.zeros_like(own["step"])  # other packages' states have none
-        elif missing:
-            missing_keys += [prefix + name for name in missing]
+        missing = [prefix + name for name in names if name not in given]
+        if missing == [f"{prefix}step"]:  # other packages' states have none
+            given["step"], missing = torch.zeros_like(own["step"]), []
         formats = self._state.format_names
-        unexpected_keys += [prefix + name for name in given if name not in formats and name not in names]
-        self.shards.load_state_dict(self._state.local(given, own), strict=False)
+        unexpected = [prefix + name for name in given if name not in formats and name not in names]
+        local, error = {}, None
+        try:
+            if strict:
+                refuse_names(missing, unexpected)
+            local = self._state.local(given, own)
+            self.shards._check_state(local)
+            shard_files.check_rows(self.shards, local)
+        except Exception as refused:
+            error = refused
+        agreement.raise_together(error, self.group, "cannot load its state, and no rank has loaded any of its tables")
+        missing_keys += missing
+        unexpected_keys += unexpected
+        self._agreed(lambda: shard_files.write_rows(self.shards, local))
+        self.shards.load_state_dict(local, strict=False)
 
 
 def _described(module: TableCollection, shards: list[Shard], gradient: str, row_wise: str) -> dict[str, str]:
@@ -286,6 +401,7 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
         "the row cache": str(cache),
+        "whether the collection is on the meta device": str(module._weights.is_meta),
         "gradient": gradient,
         "row_wise": row_wise,
     }

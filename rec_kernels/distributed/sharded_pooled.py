@@ -84,7 +84,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         kjt, own, total = dist_input[0], self.routes.own, sum(ctx.batch_sizes)
         if ctx.asked is None:
             ctx.bags = batches.looked_up(kjt, len(own), total)
-            return self._looked_up(ctx.bags, total)
+            return self._composed(ctx, self._looked_up(ctx, total))
         ctx.bags = batches.looked_up(kjt, len(own))
         counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
         return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards._device))

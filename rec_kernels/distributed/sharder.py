@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from rec_kernels.distributed.agreement import raise_together
-from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
+from rec_kernels.distributed.plan import SHARDING_TYPES, possible_types, shards_of
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
@@ -19,6 +19,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.tables.store import FileStore
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
@@ -122,7 +123,11 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    check_collection(module._features, None if module.row_cache is None else module.row_cache.cache)
+    if isinstance(module._store, FileStore):
+        raise ValueError(
+            f"a collection whose tables are in {module._store.file.path} cannot be sharded, as each rank has a file of "
+            "its own: make it with device='meta', which opens none"
+        )
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):

@@ -38,6 +38,7 @@ class ShardedState:
     ) -> None:
         self._features, self._rank, self._group, self._device = features, rank, group, device
         self._holder = f"{holder}."
+        self._projections = {table.name: [*table.projection] for table in features.tables if table.projection}
         self._pieces: list[list[Piece]] = [[] for _ in features.stored]
         for piece in pieces:
             self._pieces[piece.stored].append(piece)
@@ -52,6 +53,8 @@ class ShardedState:
             for kind, each in state.kinds.items():
                 shape = [table.num_embeddings, table.embedding_dim] if each else [table.num_embeddings]
                 yield i, kind, shape, state.dtype(kind)
+            if (shape := self._projections.get(table.name)) is not None:
+                yield i, "projection", shape, torch.float32
 
     def whole(self, local: Mapping[str, Tensor]) -> dict[str, Any]:
         """One process's names, with what this rank has of each.
@@ -79,7 +82,7 @@ class ShardedState:
 
     def _numbers(self, local: Mapping[str, Tensor]) -> list[str]:
         """Names of a state that are of no table and no cache: numbers that every rank has."""
-        return [name for name in local if not name.startswith(self._holder) and not in_cache(name)]
+        return [name for name in local if not name.startswith(self._holder) and not is_of_rank(name)]
 
     def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
         """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
@@ -99,16 +102,19 @@ class ShardedState:
         return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=self._group)
 
     def _metadata(self, piece: Piece, shape: list[int]) -> ShardMetadata:
-        (first_row, rows), columns = (piece.first_row, piece.rows), self._columns(piece, shape)
-        offsets, sizes = [first_row, columns.start], [rows, columns.stop - columns.start]
-        placement = f"rank:{piece.shard.rank}/{self._device}"
-        return ShardMetadata(offsets[: len(shape)], sizes[: len(shape)], placement)
+        place = self._place(piece, shape)
+        offsets, sizes = [part.start for part in place], [part.stop - part.start for part in place]
+        return ShardMetadata(offsets, sizes, f"rank:{piece.shard.rank}/{self._device}")
 
-    def _columns(self, piece: Piece, shape: list[int]) -> slice:
-        """A piece's columns of a whole tensor: all bytes of a row, or those that the piece has."""
-        if len(shape) == 1 or piece.columns == self._features.stored[piece.stored].embedding_dim:
-            return slice(0, shape[-1])
-        return slice(piece.first_column, piece.first_column + piece.columns)
+    def _place(self, piece: Piece, shape: list[int]) -> list[slice]:
+        """A piece's rows of a whole tensor and, if it has any, columns; all of a matrix that is no rows."""
+        table = self._features.stored[piece.stored]
+        rows, columns = slice(0, shape[0]), slice(0, shape[-1])
+        if piece.rows != table.num_embeddings:
+            rows = slice(piece.first_row, piece.first_row + piece.rows)
+        if piece.columns != table.embedding_dim:
+            columns = slice(piece.first_column, piece.first_column + piece.columns)
+        return [rows, columns][: len(shape)]
 
     @property
     def format_names(self) -> set[str]:
@@ -145,27 +151,27 @@ class ShardedState:
         return out
 
     def _block(self, given: Any, name: str, piece: Piece, shape: list[int]) -> Tensor:
-        columns = self._columns(piece, shape)
+        place = self._place(piece, shape)
         if isinstance(given, ShardedTensor):
-            at = [piece.first_row, columns.start][: len(shape)]
+            at, rows = [part.start for part in place], place[0].stop - place[0].start
             for shard in given.local_shards():
-                if list(shard.metadata.shard_offsets) == at and shard.tensor.shape[0] == piece.rows:
+                if list(shard.metadata.shard_offsets) == at and shard.tensor.shape[0] == rows:
                     return shard.tensor
             raise RuntimeError(
                 f"{name}: this rank has no block of it that begins at {at} in the state, which was sharded in another "
                 "way: load it with torch.distributed.checkpoint into state_dict() first; nothing was changed"
             )
-        split = columns != slice(0, shape[-1])
-        wrong = len(given.shape) != len(shape) or given.shape[0] != shape[0] or (split and given.shape[1] != shape[1])
-        if wrong:
+        found = list(given.shape) if isinstance(given, Tensor) else None
+        split = place[-1] != slice(0, shape[-1])  # other columns of a row may be those of another format
+        if found is None or found[:1] != shape[:1] or len(found) != len(shape) or (split and found != shape):
+            told = type(given).__name__ if found is None else found
             raise RuntimeError(
-                f"size mismatch for {name}: the state has {list(given.shape)}, this collection has {shape}; none of "
-                "its tables was changed"
+                f"size mismatch for {name}: the state has {told}, this collection has {shape}; none of its tables was "
+                "changed"
             )
-        rows = given[piece.first_row : piece.first_row + piece.rows]
-        return rows[:, columns] if split else rows
+        return given[(place[0], place[-1]) if split and len(shape) > 1 else place[0]]
 
 
-def in_cache(name: str) -> bool:
-    """True for what a state has of a row cache: slots, whose rows the tables have, too."""
-    return name.startswith("row_cache.")
+def is_of_rank(name: str) -> bool:
+    """True for what a collection's state has of slots and files: of rows that the tables have, too, and of one rank."""
+    return name.startswith("row_cache.") or name in ("file_identity", "file_generation")

@@ -20,14 +20,18 @@ class ShownTables(nn.Module):
     """Parameters of a rank's shards under their tables' names. The collection that has them moves and loads them.
 
     Args:
-        tables: name -> the module that holds the table's weight.
+        tables: name -> the module that holds the table's weight. only: the name of the parameters that are shown; None:
+            all.
     """
 
-    def __init__(self, tables: Mapping[str, nn.Module]) -> None:
+    def __init__(self, tables: Mapping[str, nn.Module], only: str | None = None) -> None:
         super().__init__()
         for name, table in tables.items():
             shown = ShownTables({})
-            shown.__dict__["_parameters"] = table._parameters  # one dict: moves replace what is in it
+            if only is None:
+                shown.__dict__["_parameters"] = table._parameters  # one dict: moves replace what is in it
+            else:
+                shown.register_parameter(only, table._parameters[only])
             self.add_module(name, shown)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShownTables:

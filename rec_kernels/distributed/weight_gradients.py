@@ -33,7 +33,7 @@ def weight_gradients(
         factors: for each id that this rank looks up, what its bag's gradient is divided by, inverted; None: nothing.
     """
     routes, world = module.routes, module.routes.world_size
-    products = _products(module.shards, grad, batch.bags, batch.starts)
+    products = module._agreed(lambda: _products(module.shards, grad, batch.bags, batch.starts))
     if factors is not None:
         products = products * factors
     counts = batch.batch_sizes * len(routes.own) if batch.row_counts is None else batch.row_counts.flatten().tolist()

@@ -78,7 +78,8 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
         with checkpoint.fitting(directory):
             shards = {}
             if "shards" in state:
-                shards = {name: t for name, t in model.state_dict().items() if name not in state["model"]}
+                own = model.state_dict().items()
+                shards = {n: t for n, t in own if n not in state["model"] and not n.startswith("embeddings.row_cache.")}
                 checkpoint.load_shards(directory / state["shards"], shards)
             model.load_state_dict(state["model"] | shards)
             if (step := int(getattr(model.embeddings, "step", 0))) < 0:

@@ -138,11 +138,9 @@ class ShardedRun(Run):
         report: list[dict] = self.model.own_tables.memory_report()
         own = sum(t["weight_bytes"] + t["state_bytes"] for t in report)
         found: list[dict] = self.data.ranks.all({"table_bytes": own, "peak_memory_bytes": runs.peak_memory_bytes()})
-        tables, optimizer = self.model.embeddings.tables, self.config.table_optimizer()
-        whole = rk.EmbeddingBagCollection(tables, device="meta", optimizer=optimizer).memory_report()
         return {
-            "tables": whole,
-            "tiers": {},
+            "tables": self.model.embeddings.memory_report(),
+            "tiers": self.model.embeddings.tier_report(),
             "ranks": found,
             "peak_memory_bytes": max(f["peak_memory_bytes"] for f in found),
         }

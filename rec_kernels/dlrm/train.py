@@ -119,8 +119,7 @@ def _sharded_run() -> type[Run]:
 
 #: Options that several processes cannot have, with what they can.
 UNSHARDED: dict[str, tuple] = {
-    "cache": (0,),
-    "backing": ("device",),
+    "backing": ("device", "host"),
     "embedding": ("full", "hash", "qr", "qr_add", "qr_concat"),
     "dedup": ("auto", "off"),
 }
@@ -226,7 +225,7 @@ class Run:
         self.model = (
             build_model(config, data, directory) if state is None else restored_model(config, data, directory, state)
         )
-        self.hit_rates = HitRates(self.model.own_tables)
+        self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)

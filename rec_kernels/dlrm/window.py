@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-import rec_kernels as rk
 from rec_kernels.dlrm.dedup import Tally
 from rec_kernels.dlrm.ranks import ALONE, Ranks
 from rec_kernels.dlrm.runs import PARTS
@@ -93,14 +93,18 @@ class Window:
 
 
 class HitRates:
-    """Counts the ids that a collection has looked up since the last call, and those whose row was in the cache."""
+    """Counts the ids that a collection has looked up since the last call, and those whose row was in the cache.
 
-    def __init__(self, collection: rk.EmbeddingBagCollection) -> None:
-        self._cache, self._before = collection.row_cache, dict[str, dict[str, int]]()
+    Args:
+        collection: with ``memory_report()``, sharded or not.
+    """
+
+    def __init__(self, collection: Any) -> None:
+        self._collection, self._before = collection, dict[str, dict[str, int]]()
 
     def take(self) -> dict[str, float]:
-        """Table -> rate, of the tables that were looked up."""
-        now, rates = {} if self._cache is None else self._cache.counters(), {}
+        """Table -> rate, of the tables that were looked up; where several processes share them out, a collective."""
+        now, rates = {t["name"]: t for t in self._collection.memory_report() if "hits" in t}, {}
         for name, numbers in now.items():
             lookups, hits = (numbers[key] - self._before.get(name, {}).get(key, 0) for key in ("lookups", "hits"))
             if lookups:

@@ -23,7 +23,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, describe
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
-from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_shapes, copied, fit_formats
+from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
@@ -232,21 +232,31 @@ class TableCollection(nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # ``state_dict`` is torch's own copy of what the caller gave.
-        stored = self._features.stored
-        holder = f"{prefix}{self._holder}."
-        fit_formats(state_dict, holder, stored, convert=self._convert)
-        own = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
-        check_shapes(state_dict, prefix, own)
+        own = self._check_state(state_dict, prefix)
         begin_without_step(state_dict, prefix, own)
         if assigns(local_metadata) and self._weights.is_meta:
             allocate(self, {name: state_dict.get(prefix + name) for name in own}, prefix)
-        weights = [f"{holder}{t.name}.weight" for t in stored]
+        weights = [f"{prefix}{self._holder}.{t.name}.weight" for t in self._features.stored]
         if self._store.fit_state(state_dict, prefix, weights):
             self.flush()
         if any(name in state_dict for name in weights):
             self._store.forget_prefetched()  # the cache is another one then, too
         self._store.wait(self._device)
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
+
+    def _check_state(self, state_dict: dict, prefix: str = "") -> dict[str, Tensor]:
+        """Converts tables of a state to their formats, if that is wanted; raises RuntimeError if it cannot be loaded.
+
+        Args:
+            prefix: of the collection's names in it; other names are not looked at.
+
+        Returns:
+            The collection's own state, without its cache's.
+        """
+        fit_formats(state_dict, f"{prefix}{self._holder}.", self._features.stored, convert=self._convert)
+        own = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
+        check_tensors(state_dict, prefix, own)
+        return own
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
         """Loads a state as ``torch.nn.Module`` does. One that lacks nothing but its ``step`` begins at step 0.
@@ -397,8 +407,7 @@ class TableCollection(nn.Module):
     def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
         options = self._update_options() | scaling
-        if self.row_cache is not None:
-            options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
+        options |= self._store.found_for(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
         layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
         update_tables(lookup, self._state(), options, self._update.of_each(self._buffers, layouts))
 

@@ -39,7 +39,7 @@ def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
 
 def look_up_bags(tables: TableCollection | ServedTables, given: SelectedKeys) -> Tensor:
     """[B, sum of D] of ``output_dtype``, of as many bags of every feature."""
-    return _finish(tables, tables._lookup(given))
+    return finish(tables, tables._lookup(given))
 
 
 def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict[str, Tensor]:
@@ -50,8 +50,8 @@ def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict
     given, starts = bags_of(tables, features)
     pooled = tables._lookup(given, starts)
     if starts is None:
-        return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, _finish(tables, pooled)).to_dict()
-    return dict(zip(feature_map.output_keys, _finish_each(tables, pooled, given.strides), strict=True))
+        return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, finish(tables, pooled)).to_dict()
+    return dict(zip(feature_map.output_keys, finish_each(tables, pooled, given.strides), strict=True))
 
 
 def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor | None]:
@@ -80,7 +80,7 @@ def _hands_out_later(tables: TableCollection | ServedTables, device: torch.devic
     return bool(tables._features.combines_later or tables._features.projected) or not compiled
 
 
-def _finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
+def finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
     """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
     feature_map = tables._features
     if feature_map.combines_later:
@@ -92,14 +92,14 @@ def _finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
     return grouped_projection(pooled, flat, feature_map.combined_dims, feature_map.output_dims).to(tables.output_dtype)
 
 
-def _finish_each(tables: TableCollection | ServedTables, rows: Tensor, strides: list[int]) -> list[Tensor]:
-    """``_finish`` for rows that are bags of all features, one after the other: [bags, D] for each feature."""
+def finish_each(tables: TableCollection | ServedTables, rows: Tensor, strides: list[int]) -> list[Tensor]:
+    """``finish`` for rows that are bags of all features, one after the other: [bags, D] for each feature."""
     blocks = zip(tables._features.features, rows.split(strides), strict=True)
     return [_finish_feature(tables, feature, block) for feature, block in blocks]
 
 
 def _finish_feature(tables: TableCollection | ServedTables, feature: FeatureLookup, block: Tensor) -> Tensor:
-    """``_finish`` for the columns of one feature."""
+    """``finish`` for the columns of one feature."""
     block = feature.combined(block[:, : feature.width])
     if not feature.table.projection:
         return block.to(tables.output_dtype)
@@ -115,8 +115,8 @@ def _of_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shar
         return tables._lookup(given, starts, shared)
     pooled = tables._lookup(given, starts)
     if starts is not None:
-        return _hand_out(tables, _finish_each(tables, pooled, shared.sizes), shared)
-    pooled = _finish(tables, pooled)
+        return _hand_out(tables, finish_each(tables, pooled, shared.sizes), shared)
+    pooled = finish(tables, pooled)
     if shared.is_one_group():
         return _expand(tables, pooled, shared.of_group(shared.groups[0]))
     return _hand_out(tables, list(pooled.split(tables._features.output_dims, dim=1)), shared)

@@ -49,16 +49,33 @@ def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) ->
     module.to_empty(device=real.get("step", next(iter(real.values()))).device)
 
 
-def check_shapes(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeError if a tensor of a state has not the shape of the collection's, ``own``."""
+def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError if a tensor of a state cannot be copied into the collection's, ``own``.
+
+    A shape must be the collection's. Floats must be given as real floats, of any precision, and tensors have numbers.
+    """
     for name, tensor in own.items():
         given = state_dict.get(prefix + name, tensor)
-        if getattr(given, "shape", None) != tensor.shape:
-            found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
+        if not isinstance(given, Tensor) or given.shape != tensor.shape:
+            found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise RuntimeError(
                 f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(tensor.shape)}; "
                 "none of its tables was changed"
             )
+        of_kind = given.dtype.is_floating_point or not (tensor.dtype.is_floating_point or given.dtype.is_complex)
+        if not of_kind or given.layout != torch.strided or (given.is_meta and not tensor.is_meta):
+            where = "on the meta device" if given.is_meta else f"of layout {given.layout}"
+            raise RuntimeError(
+                f"{prefix}{name}: the state has {given.dtype} {where}, this collection has {tensor.dtype}, which can "
+                "be copied from strided numbers of its kind; none of its tables was changed"
+            )
+
+
+def refuse_names(missing: list[str], unexpected: list[str]) -> None:
+    """Raises RuntimeError, as a strict ``torch.nn.Module.load_state_dict`` does, if a list has names of a state."""
+    kinds = {"Missing": missing, "Unexpected": unexpected}
+    if told := [f"{kind} key(s) in state_dict: {', '.join(names)}" for kind, names in kinds.items() if names]:
+        raise RuntimeError("; ".join([*told, "none of the collection's tables was changed"]))
 
 
 def rename(state_dict: dict, before: str, after: str) -> None:

@@ -49,9 +49,10 @@ class RowCache:
         backing: where the encoded tables are: "device", in the memory of the collection's device; "host", in host
             memory, which is page-locked when the collection is on a GPU, whose kernels read and write there what is in
             no slot; "disk", in a file, of which blocks come into host memory as batches need them (the collection is on
-            the CPU then).
+            the CPU then; on the meta device it has no file, and is for ``rk.distributed``).
         path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'. It belongs
-            together with ``<path>.log``, which lies beside it: the two are copied and moved together.
+            together with ``<path>.log``, which lies beside it: the two are copied and moved together. Ranks that share
+            tables out (``rk.distributed``) have a file each, ``<path>.<rank>-of-<ranks>``.
         memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
             tags and counts, and encoded ones. State of the optimizer comes on top.
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:

@@ -35,7 +35,7 @@ def initialize(
         floats = chunk[: rows - first]
         fill(floats, table, first)
         if not weight.is_meta:
-            _write(weight, encode(floats, table.format), first, most, begin)
+            write(weight, encode(floats, table.format), first, most, begin)
 
 
 def fill(floats: Tensor, table: StoredTable, first: int) -> None:
@@ -48,9 +48,10 @@ def fill(floats: Tensor, table: StoredTable, first: int) -> None:
         floats[table.padding_row - first] = 0
 
 
-def _write(
+def write(
     weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None
 ) -> None:
+    """Writes encoded rows to a table from row ``first`` on; ``most`` and ``begin`` are those of ``initialize``."""
     for chunk in rows.split(most or len(rows)):
         if begin is not None:
             begin(first, len(chunk))

@@ -19,7 +19,7 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.host_memory import host_zeros, pinned, staying
 from rec_kernels.nn.tables.prefetch import Bags, PrefetchedBatch
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache, choose_cache
-from rec_kernels.nn.tables.rows import initialize
+from rec_kernels.nn.tables.rows import initialize, write
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.tables.table_file import TableFile
 
@@ -52,6 +52,8 @@ class TableStore:
         self.cache = cache
         self._features = features
         self._flushed_step: Tensor | None = None  # at the last flush()
+        #: Calls what may fail on one rank of several, and raises its error on all: of ranks with tables in files.
+        self.agree: Callable[[Callable[[], Any]], Any] | None = None
 
     def shared(self) -> TableStore:
         """Shares the rows with a module that only reads them, and can be moved by itself."""
@@ -113,6 +115,12 @@ class TableStore:
     @torch.no_grad()
     def _insert(self, call: TableCall) -> Tensor:
         return self.cache.insert(call.weights, call.bags[:2], call.layout, call.rounding)
+
+    def found_for(self, update: Callable[[], TableCall]) -> dict[str, Tensor]:
+        """``update_arguments`` of a call, which is made if it is needed; what one rank cannot load, all ranks raise."""
+        if self.agree is not None:
+            return self.agree(lambda: self.update_arguments(update()))
+        return {} if self.cache is None else self.update_arguments(update())
 
     def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
         """The arguments of an update that say which rows are cached."""
@@ -372,7 +380,7 @@ class FileStore(TableStore):
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
         self.file.is_behind |= inserts
         rows, written = self._plan(call, inserts=inserts)
-        self.file.load(rows, written if torch.is_grad_enabled() else written[:0])
+        self.file.load(rows, written if inserts or torch.is_grad_enabled() else written[:0])
         self.file.forget_prefetched()
         return super()._slots(call, inserts=inserts)
 
@@ -431,6 +439,17 @@ class FileStore(TableStore):
             )
         self.file.is_behind = True  # slots are to be loaded
 
+    def write_tables(self, tables: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Overwrites tables, and empties the cache, whose rows they are no more.
+
+        Args:
+            tables: the number of each, the view of its weight, and rows as ``check_tensors`` takes them.
+        """
+        with self.file.held(), torch.no_grad():
+            for i, weight, rows in tables:
+                write(weight.detach(), rows, 0, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
+            self.cache.clear()
+
     def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
         if not self.file.is_behind and not self.file.has_changed:
             return  # states that name the file's generation stay good
@@ -451,6 +470,18 @@ class FileStore(TableStore):
         }
 
 
+class UnopenedStore(TableStore):
+    """Tables of backing "disk" on the meta device, without a file: what ``rk.distributed`` makes shards of."""
+
+    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        if not fn(torch.empty(0, device="meta")).is_meta:
+            raise NotImplementedError(
+                f"tables on disk ({self.cache.cache.path}) that are on the meta device have no file, and cannot be "
+                "given memory: make the collection on the CPU, or have rk.distributed shard it"
+            )
+        return fn
+
+
 def make_store(features: FeatureMap, cache: RowCache | None, device: torch.device | str | None) -> TableStore:
     """The store that a cache's ``backing`` asks for, with its slots on ``device``.
 
@@ -459,6 +490,8 @@ def make_store(features: FeatureMap, cache: RowCache | None, device: torch.devic
     """
     if cache is None:
         return TableStore(features, None)
+    if cache.backing == "disk" and _device_of(device).type == "meta":
+        return UnopenedStore(features, CacheState(cache, features, device=device))
     if cache.backing == "disk":
         file = _open_file(features, cache, device)
         try:

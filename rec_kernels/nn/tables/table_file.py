@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,6 +47,8 @@ class TableFile:
     ) -> None:
         self.path = Path(path)
         exists = self.path.exists()
+        #: True if this object has made the file.
+        self.is_made = not exists
         unit = storage.dtype.itemsize
         self._starts = np.array([start * unit for start in storage.starts[:-1]], dtype=np.int64)
         self._sizes = np.array([t.row_bytes for t in stored], dtype=np.int64)
@@ -86,12 +88,34 @@ class TableFile:
         names = ("name", "num_embeddings", "embedding_dim", "format")
         starts = zip(stored, storage.starts[:-1], strict=True)
         tables = [{name: getattr(table, name) for name in names} | {"start": start} for table, start in starts]
+        for told, table in zip(tables, stored, strict=True):
+            if table.place is not None:  # a shard: another block of the table may have as many rows
+                told |= {"first_row": table.place.first_row, "first_column": table.place.first_column}
         return json.dumps({"dtype": str(storage.dtype), "tables": tables})
 
     def weights(self, storage: Storage) -> Tensor:
         """The flat tensor: addresses for all rows, memory for those that were loaded."""
         size = storage.starts[-1]
         return torch.from_numpy(self.file.window)[: size * storage.dtype.itemsize].view(storage.dtype)
+
+    def mapped(self, tables: Sequence[Tensor]) -> list[Tensor]:
+        """The tables as the last flush has left them, mapped from the file, which is read as they are.
+
+        The mapping is private: numbers that are written to it take memory, and are neither in the file nor looked up.
+
+        Args:
+            tables: views of ``weights``, all of them.
+
+        Raises:
+            OSError: the last flush could not be applied, or the file not be mapped.
+        """
+        self.file.apply()
+        block, size = self.file.block_bytes, self.file.num_bytes
+        start = os.path.getsize(self.path) - -(-size // block) * block  # the blocks are the end of the file
+        mapped = np.memmap(self.path, np.uint8, "c", start, (size,))
+        own = zip(self._starts, tables, strict=True)
+        each = [(torch.from_numpy(mapped[first : first + table.nbytes]), table) for first, table in own]
+        return [rows.view(table.dtype).view(table.shape) for rows, table in each]
 
     def load(self, rows: Tensor, written: Tensor) -> None:
         """Has the linear rows in memory until the next load; ``written``: those of them that may change.
@@ -150,6 +174,13 @@ class TableFile:
         self.loads += 1  # also if it fails: blocks may count as unchanged all the same
         self.file.flush(apply=apply)
         self.has_changed = self.is_behind = False
+
+    def discard(self) -> None:
+        """Closes the file, and deletes it if this object has made it."""
+        self.file.close()
+        if self.is_made:
+            for path in (self.path, Path(f"{self.path}.log")):
+                path.unlink(missing_ok=True)
 
     def refuse_copies(self) -> NoReturn:
         """Raises TypeError: two collections may not have the same file."""

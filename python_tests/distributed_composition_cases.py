@@ -1,0 +1,87 @@
+"""Sharded tables of parts that are combined once pooled, or of narrow rows: what ranks and one process do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed_backward_cases import train_together, train_weighted
+from distributed_cases import Case, Model, batch, blocks, coefficients, collection, sharded
+from torch import Tensor, nn
+
+import rec_kernels as rk
+
+#: Compressions, by name.
+COMPRESSIONS = {
+    "narrow": rk.MixedDimension(6),
+    "mult": rk.QuotientRemainder(10, compose="pooled"),
+    "add": rk.QuotientRemainder(10, combine="add", compose="pooled"),
+    "concat": rk.QuotientRemainder(10, combine="concat", compose="pooled"),
+}
+
+
+def train(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Steps of the tables and of torch's SGD, which has what no fused optimizer trains; outputs, and its gradients.
+
+    Then steps of several lookups, a lookup in eval(), and steps of weights that want gradients, in blocks, too.
+    """
+    fused = case.optimizer != "torch"
+    named = {n: p for n, p in tables.named_parameters() if not fused or n.endswith("projection")}
+    optimizer = torch.optim.SGD(named.values(), lr=0.1) if named else None
+    outputs: list[Tensor] = []
+    grads: dict[str, list[Tensor]] = {name: [] for name in named}
+    for step in range(case.steps):
+        out = model(batch(case, step, ranks))
+        outputs.append(out.detach().clone())
+        (out.float() * coefficients(case, step, ranks)).sum().backward()
+        for name, matrix in named.items():
+            grads[name].append(matrix.grad.clone())
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    outputs += train_together(replace(case, steps=1), model, ranks)
+    with torch.no_grad():
+        outputs.append(model.eval()(batch(case, 7, ranks)))
+    model.train()
+    if fused:
+        outputs += train_weighted(replace(case, steps=3), model, tables, ranks)
+    return outputs, grads
+
+
+def run(case: Case, other: str, folder: str) -> dict[str, Any]:
+    """Trains, saves, and loads into another plan whose tables have begun with other numbers.
+
+    Returns:
+        "outputs" and "grads" of ``train`` on this rank, "state", and that which was "loaded"; the "names" of parameters
+        and of those that DistributedDataParallel has.
+    """
+    model = sharded(case, collection(case))
+    outputs, grads = train(case, model, model.module.ebc, [dist.get_rank()])
+    found: dict[str, Any] = {"outputs": outputs, "grads": grads, "state": blocks(model.module.ebc.state_dict())}
+    found["names"] = [name for name, _ in model.module.ebc.named_parameters()]
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
+    found["begun"] = blocks(loaded.module.ebc.state_dict())
+    state = {"model": loaded.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state["model"])
+    found["loaded"] = blocks(loaded.module.ebc.state_dict())
+    return found
+
+
+def one_process(case: Case) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Outputs, gradients of projections, and the state of one process with the samples of all ranks."""
+    model = Model(collection(case))
+    outputs, grads = train(case, model, model.ebc, [0, 1])
+    return outputs, grads, dict(model.ebc.state_dict())
+
+
+def averaged(case: Case) -> list[Tensor]:
+    """Gradients of this rank's projections where losses are means over a rank's samples."""
+    model = sharded(case, collection(case))
+    out, step = model(batch(case, 0, [dist.get_rank()])), 0
+    ((out * coefficients(case, step, [dist.get_rank()])).sum() / len(out)).backward()
+    return [p.grad.clone() for n, p in model.module.ebc.named_parameters() if n.endswith("projection")]

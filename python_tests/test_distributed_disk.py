@@ -1,0 +1,114 @@
+"""rk.distributed with the tables of each rank in a file, on two gloo processes against one process."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_cases import Case, check_found, collection, differences, same_bits
+from distributed_cases import one_process as one_process_of
+from distributed_disk_cases import BUDGET, on_disk, one_process
+from distributed_pool import pool
+from row_cache_disk_cases import skip_without_host
+from tiers import full
+
+import rec_kernels as rk
+
+HERE = "distributed_disk_cases"
+pytest.importorskip("torchrec.distributed")
+skip_without_host()
+
+
+@pytest.mark.parametrize(("plan", "other"), [("mixed", "row_wise"), *full(("table_wise", "mixed"), ("one_rank",) * 2)])
+def test_training(plan: str, other: str, tmp_path: Path) -> None:
+    """Bits of one process without a cache; the files and a checkpoint have them, too, the latter in any plan."""
+    case = Case(plan, optimizer="adam", sizes=(8, 5), one_id=True)
+    begun = dict(collection(case).state_dict())
+    (tmp_path / "other").mkdir()
+    found = pool(2).run(HERE, "train_and_open", case, replace(case, plan=other), begun, str(tmp_path))
+    outputs, state = one_process(case, begun)
+    for i, want in enumerate(outputs[:7]):
+        assert same_bits(torch.cat([own["outputs"][i] for own in found]), want)
+    for name in ("state", "loaded"):
+        assert differences(state, [own[name] for own in found]) == []
+    weights = {name: t for name, t in state.items() if name.endswith(".weight")}
+    read = [{name: own["read"][name] for name in weights} for own in found]
+    assert differences(weights, read) == []
+    assert int(found[0]["later"]["step"][0][1]) == int(state["step"]) + 1
+    assert differences(state, [own["later"] for own in found]) != []
+    names = ["rows.0-of-2"] if plan == "one_rank" else ["rows.0-of-2", "rows.1-of-2"]
+    assert [name for name in found[0]["files"] if not name.endswith(".log")] == names
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
+def test_prefetch(plan: str, tmp_path: Path) -> None:
+    """Every rank that has a file reads ahead in it, and bits are those without."""
+    case = Case(plan, optimizer="adam", sizes=(8, 5), one_id=True)
+    begun = dict(collection(case).state_dict())
+    found = pool(2).run(HERE, "read_ahead", case, begun, str(tmp_path))
+    check_found([own[:2] for own in found], *one_process_of(case))
+    for rank, (*_, asked) in enumerate(found):
+        assert len(asked) == (0 if plan == "one_rank" and rank == 1 else case.steps)
+        assert all(count > 0 for count in asked)
+
+
+def test_reports(tmp_path: Path) -> None:
+    """Sums of all ranks; rows in memory are within each rank's budget, and the files have all of them."""
+    case = Case("row_wise", "int8", "rowwise_adagrad", sizes=(8, 5))
+    begun = dict(collection(case).state_dict())
+    (tmp_path / "other").mkdir()
+    found = pool(2).run(HERE, "train_and_open", case, case, begun, str(tmp_path))
+    assert found[0]["report"] == found[1]["report"]
+    owns, tiers = zip(*(own["own"] for own in found), strict=True)
+    for i, table in enumerate(found[0]["report"]):
+        assert table["name"] == f"t{i}"
+        for key in ("weight_bytes", "state_bytes", "cached_rows", "cache_bytes", "lookups", "hits", "inserted"):
+            assert table[key] == sum(report[i][key] for report in owns), key
+        assert table["hit_rate"] == table["hits"] / table["lookups"]
+    assert found[0]["tiers"] == {key: sum(own[key] for own in tiers) for key in tiers[0]}
+    assert found[0]["tiers"]["file_bytes"] >= sum(table["weight_bytes"] for table in found[0]["report"])
+    assert all(0 < own["cache_bytes"] + own["row_bytes"] <= BUDGET for own in tiers)
+
+
+def test_no_space(tmp_path: Path) -> None:
+    """An error of one rank's file is told to all ranks, in every use; made files of other ranks are deleted."""
+    (other, left, kept), (own, _, kept_too) = pool(2).run(HERE, "fail", Case("row_wise", sizes=(8, 5)), str(tmp_path))
+    assert left == ["rows.1-of-2", "rows.1-of-2.log"]  # without rows: taken for a new file the next time
+    assert kept == kept_too == [True, False]
+    assert len(own) == len(other) == 5
+    for told, told_other in zip(own, other, strict=True):
+        assert told == "OSError: [Errno 28] No space left on device"
+        what = "could not (make its shards|use its file of tables)"
+        assert re.fullmatch(rf"RuntimeError: another rank {what}: rank 1: {re.escape(told)}", told_other)
+
+
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    """A file that is missing, of another plan, of another generation; a folder that is not there; a small budget."""
+    own = pool(2).run(HERE, "refuse", Case("row_wise", sizes=(8, 5)), str(tmp_path))
+    for missing, plan, generation, nowhere, _, small in own:
+        assert re.search("rows.0-of-2 has rows of generation 1 and .*rows.1-of-2 is new", missing)
+        assert re.match("(ValueError|RuntimeError: another rank could not make its shards: rank .: ValueError): ", plan)
+        assert "rows." in plan
+        assert re.search("0-of-2 has rows of generation 2 and .*1-of-2 has rows of generation 1: RowCache", generation)
+        assert nowhere.startswith("FileNotFoundError: ")
+        assert re.match(r"ValueError: memory_budget = 1000 must be \d+ or more", small)
+    assert own[1][4].startswith("IsADirectoryError: ")
+    assert own[0][4] == f"RuntimeError: another rank could not make its shards: rank 1: {own[1][4]}"
+
+
+def test_collections(tmp_path: Path) -> None:
+    """One that has a file is one process's; one on the meta device opens none, and cannot be given memory."""
+    case = on_disk(Case(), str(tmp_path))
+    ebc = collection(case)
+    with pytest.raises(ValueError, match=r"whose tables are in .*rows cannot be sharded, as each rank has a file"):
+        rk.distributed.EmbeddingBagCollectionSharder().constraints(ebc)
+    ebc.close()
+    before = sorted(tmp_path.iterdir())
+    whole = collection(case, device="meta")
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(NotImplementedError, match=r"tables on disk .* on the meta device have no file"):
+        whole.to_empty(device="cpu")
+    assert set(rk.distributed.EmbeddingBagCollectionSharder().constraints(whole)) == {"t0", "t1", "t2"}
