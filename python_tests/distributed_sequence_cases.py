@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_rows, loop_and_pipeline, plan_of
+from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_bytes, loop_and_pipeline, plan_of
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -345,6 +345,6 @@ def pipelined(case: Sequences) -> list[bool]:
 def numbers_sent(case: Sequences) -> list[int]:
     """Numbers of float32 that this rank sends to others in a step's forward and backward: rows, gradients, facts."""
     model = sharded(case, collection(case))
-    with counted_rows() as sent:
+    with counted_bytes() as sent:
         train(replace(case, steps=1), model, [dist.get_rank()])
-    return sent
+    return [count // 4 for count in sent]

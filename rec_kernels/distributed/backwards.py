@@ -46,12 +46,14 @@ class Begun(NamedTuple):
         pending: the ``accumulate()`` block that it is in, or None.
         rows: numbers that change with the tables, if its backward needs the rows as they were, else None.
         arrived: where its gradients are put, of tables that torch's optimizers train.
+        step: of the model, int64 [], for random numbers of the lookup; None: it draws none.
     """
 
     number: int
     pending: Pending | None
     rows: list[int] | None
     arrived: list[Lookup]
+    step: Tensor | None = None
 
 
 class Backwards:

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rec_kernels.distributed.row_exchange import RowContext, fetch_rows, send_gradients
+from rec_kernels.distributed.row_exchange import RowContext, RowTrip
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-
-if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 
 _ops = torch.ops.rec_kernels
 
 
-class DistinctExchange(torch.autograd.Function):
-    """The collection's output from distinct bags that all ranks have pooled; its backward is the update.
+class DistinctTrip(RowTrip):
+    """The collection's output from distinct bags that all ranks have pooled.
 
-    Features may have batch sizes of their own on some ranks only. Every rank runs the backward, also one without tables
-    or samples. Gradients of bags are float32 sums over samples, whatever the output dtype.
+    Features may have batch sizes of their own on some ranks only. Gradients of bags are float32 sums over samples,
+    whatever the output dtype.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        token: Tensor,
-        rows: Tensor,
-        weights: Tensor | None,
-        module: ShardedEmbeddingBagCollection,
-        batch: RowContext,
-    ) -> Tensor:
-        """[B, dim] of the output dtype; by feature, the numbers of each feature's [bags, D], one after the other.
+    _is_pooled = True
 
-        Args:
-            token: what autograd calls the backward for.
-            rows: [bags of all ranks, columns of this rank's entries], float32.
-            weights: this rank's per-sample weights, if they want a gradient.
-        """
+    def receive(self) -> Tensor:
+        """[B, dim]; by feature, the numbers of each feature's [bags, D], one after the other."""
+        module, batch = self.module, self.batch
         sizes = batch.given.strides
-        out = rows.new_zeros(sum(sizes), max(module.output_dims, default=0))
-        fetch_rows(rows, batch, out, module.group)
+        out = self._fetched(sum(sizes))
         blocks = [own[:, :dim] for own, dim in zip(out.split(sizes), module.output_dims, strict=True)]
         if batch.counts is not None:
             counts = batch.counts.clamp(min=1).to(out.dtype)[:, None].split(sizes)
@@ -52,15 +34,11 @@ class DistinctExchange(torch.autograd.Function):
             wide = _ops.expand(torch.cat([blocks[f] for f in members], dim=1), inverse)[0]
             for f, block in zip(members, wide.split([module.output_dims[f] for f in members], dim=1), strict=True):
                 blocks[f] = block
-        ctx.module, ctx.batch = module, batch
-        joined = torch.cat([b.reshape(-1) for b in blocks]) if batch.by_feature else torch.cat(blocks, dim=1)
-        return joined.to(module.output_dtype)
+        return torch.cat([b.reshape(-1) for b in blocks]) if batch.by_feature else torch.cat(blocks, dim=1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sends each rank the gradients of its bags, each summed over the samples that have it."""
-        module, batch, grad = ctx.module, ctx.batch, grad.float()
+    def send_gradients(self, grad: Tensor) -> None:
+        """Begins to send each rank the gradients of its bags, each summed over the samples that have it."""
+        module, batch = self.module, self.batch
         facts = module.backwards.facts(batch.begun, grad)
         sizes, dims = batch.given.strides, module.output_dims
         blocks = by_feature(grad, batch, dims) if batch.by_feature else list(grad.split(dims, dim=1))
@@ -75,7 +53,7 @@ class DistinctExchange(torch.autograd.Function):
             rows[:, : block.shape[1]] = block
         if batch.counts is not None:
             own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
-        return None, None, send_gradients(own, module, facts, batch, pooled=True), None, None
+        self._return(own, facts)
 
 
 def by_feature(flat: Tensor, batch: RowContext, dims: list[int]) -> list[Tensor]:

@@ -20,12 +20,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rec_kernels.distributed import agreement, batches
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
+from rec_kernels.distributed.messages import Post
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
 from rec_kernels.distributed.state import ShardedState, in_cache
 from rec_kernels.distributed.torch_tables import ShownTables
+from rec_kernels.distributed.trips import Trip, leave
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
@@ -76,6 +78,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         fused = module.optimizer is not None
         self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
+        self.forward_post, self.backward_post = Post(group, device), Post(group, device)
         self.backwards = Backwards(collection, trained_by_torch=module._trained_by_torch)
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
@@ -169,11 +172,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
         return self._looked_up(ctx.bags, 0, ctx.starts)
 
-    def _begin(self, ctx: RowContext) -> tuple[Tensor, Tensor | None]:
-        """Begins a lookup's output: what autograd calls the backward for, and the weights that want a gradient."""
+    def _leave(self, trip: Trip, rows: Tensor) -> Callable[[], Tensor]:
+        """Sends what this rank has looked up; the function that is returned waits for its output."""
+        ctx = trip.batch
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
         token = self.backwards.token(ctx.begun, wanted=any(ctx.wants))
-        return token, None if ctx.fed is None else ctx.fed.weights
+        return leave(trip, token, rows, None if ctx.fed is None else ctx.fed.weights)
 
     # Updates.
 

@@ -12,10 +12,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
 from rec_kernels.distributed.batches import CheckedBatch
-from rec_kernels.distributed.distinct_exchange import DistinctExchange, by_feature
-from rec_kernels.distributed.exchange import Exchange
+from rec_kernels.distributed.distinct_exchange import DistinctTrip, by_feature
+from rec_kernels.distributed.exchange import PooledTrip
 from rec_kernels.distributed.row_exchange import Parcels, RowContext
 from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.distributed.trips import ArrivingColumns
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
@@ -92,13 +93,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor | dict[str, Tensor]:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``, or its bags as ``by_feature``."""
         keys, dims = self._features.output_keys, self._features.output_dims
-        token, weights = self._begin(ctx)
-        exchange = Exchange if ctx.asked is None else DistinctExchange
-        values = exchange.apply(token, output, weights, self, ctx)
-        self.backwards.watch(ctx.begun, values)
+        arrived = self._leave(PooledTrip(self, ctx) if ctx.asked is None else DistinctTrip(self, ctx), output)
         if ctx.asked is not None and ctx.by_feature:
-            return dict(zip(keys, by_feature(values, ctx, dims), strict=True))
-        samples = KeyedTensor._of(keys, dims, values)
+            return dict(zip(keys, by_feature(arrived(), ctx, dims), strict=True))
+        samples = ArrivingColumns(keys, dims, arrived)
         return samples.to_dict() if ctx.by_feature else samples
 
     def by_feature(self, features: Any) -> dict[str, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
 from rec_kernels.distributed.batches import CheckedBatch
-from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowExchange
+from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowTrip
 from rec_kernels.distributed.sharded_collection import ShardedCollection
-from rec_kernels.nn import sequence_lookups
+from rec_kernels.distributed.trips import ArrivingRows
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
@@ -77,9 +80,17 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
-        token, weights = self._begin(ctx)
-        rows = RowExchange.apply(token, output, weights, self, ctx)
-        self.backwards.watch(ctx.begun, rows)
+        arrived = self._leave(RowTrip(self, ctx), output)
         bags = ctx.given.bag_starts(len(self.feature_names))
         bounds = ctx.given.offsets[bags].tolist()
-        return sequence_lookups.by_feature(self._features, rows, ctx.given.offsets, bags, bounds)
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        blocks = functools.cache(lambda: arrived().split(sizes))
+        found: dict[str, JaggedTensor] = {}
+        for f, (key, dim) in enumerate(zip(self._features.output_keys, self.output_dims, strict=True)):
+            own = ctx.given.offsets[bags[f] : bags[f + 1] + 1]
+            found[key] = ArrivingRows(functools.partial(_rows_of, blocks, f, dim), own - own[:1])
+        return found
+
+
+def _rows_of(blocks: Callable[[], Sequence[Tensor]], feature: int, dim: int) -> Tensor:
+    return blocks()[feature][:, :dim]
