@@ -49,7 +49,7 @@ class Case:
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores. row_wise: the sharder's.
-        rates: each table's ``lr``. cache: the collection's.
+        rates: each table's ``lr``. cache: the collection's. wire: the sharder's.
     """
 
     plan: str = "table_wise"
@@ -69,6 +69,7 @@ class Case:
     row_wise: str = "ordered"
     rates: tuple[float | None, ...] = (None, None, None)
     cache: Any = None
+    wire: Any = None
 
 
 class Model(nn.Module):
@@ -191,7 +192,7 @@ def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = 
         kind(ebc),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
-        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise)],
+        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise, wire=case.wire)],
         device=torch.device("cpu"),
     )
 

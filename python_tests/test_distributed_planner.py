@@ -40,7 +40,7 @@ def planned(
     topology = Topology(world, **{"compute_device": "cpu", "local_world_size": world, **memory})
     model, pools = Model(tables), not isinstance(tables, rk.EmbeddingCollection)
     kind = rk.distributed.EmbeddingBagCollectionSharder if pools else rk.distributed.EmbeddingCollectionSharder
-    sharder = kind(sharding_types=types)
+    sharder = kind(sharding_types=types, wire=given.pop("wire", None))
     reservation = FixedPercentageStorageReservation(0)
     planner = rk.distributed.planner(
         model, [sharder], topology, storage_reservation=reservation, debug=False, **{"batch_size": 64, **given}

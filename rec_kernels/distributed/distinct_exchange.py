@@ -39,7 +39,6 @@ class DistinctTrip(RowTrip):
     def send_gradients(self, grad: Tensor) -> None:
         """Begins to send each rank the gradients of its bags, each summed over the samples that have it."""
         module, batch = self.module, self.batch
-        facts = module.backwards.facts(batch.begun, grad)
         sizes, dims = batch.given.strides, module.output_dims
         blocks = by_feature(grad, batch, dims) if batch.by_feature else list(grad.split(dims, dim=1))
         for members, inverse in _groups(batch.shared):
@@ -53,7 +52,7 @@ class DistinctTrip(RowTrip):
             rows[:, : block.shape[1]] = block
         if batch.counts is not None:
             own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
-        self._return(own, facts)
+        self._return(own)
 
 
 def by_feature(flat: Tensor, batch: RowContext, dims: list[int]) -> list[Tensor]:

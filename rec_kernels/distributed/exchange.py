@@ -43,7 +43,7 @@ class PooledTrip(Trip):
                     Message([], [([part], width) for part, (_, width) in zip(parts, blocks, strict=True)])
                     for parts in (samples.split(widths, dim=1) for samples in rows[:, : sum(widths)].split(sizes))
                 ]
-                self._columns = post.send(messages, due, self.batch.begun.step)
+                self._columns = post.send(messages, due, self.batch.begun.draw)
         if routes.reduced:
             self._reduced = reduce_scatter(routes.parts(rows), sizes, self.module.group)
 
@@ -70,7 +70,7 @@ class PooledTrip(Trip):
             Due(FACTS + size * numbers, [Block(size, *block) for block in routes.blocks[routes.rank]])
             for size in batch.batch_sizes
         ]
-        self._gradients = module.backward_post.send(messages, due, batch.begun.step)
+        self._gradients = module.backward_post.send(messages, due, batch.begun.draw)
 
     def receive_gradients(self) -> Tensor | None:
         """Updates this rank's tables with the gradients of all samples; see ``Trip``."""

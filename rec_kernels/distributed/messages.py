@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rec_kernels.distributed.collectives import UnderWay, all_to_all
-from rec_kernels.distributed.wire import Block, Noise, block_bytes, read_block, write_block
+from rec_kernels.distributed.wire import Block, Draw, Noise, block_bytes, read_block, write_block
 
 
 class Due(NamedTuple):
@@ -56,27 +56,25 @@ class Post:
 
     Args:
         group: the ranks. device: of this one's tensors.
-        format: of rows; None: float32. is_stochastic: whether they are rounded so.
-        seed: of the noise; forward and backward have one each.
+        format: of rows; None: float32. seed: of stochastic rounding.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     format: str | None = None
-    is_stochastic: bool = False
     seed: int = 0
 
-    def send(self, messages: Sequence[Message], due: Sequence[Due], step: Tensor | None = None) -> Mail:
+    def send(self, messages: Sequence[Message], due: Sequence[Due], draw: Draw | None = None) -> Mail:
         """Begins to send a message to each rank.
 
         Args:
-            due: what comes from each. step: of the noise.
+            due: what comes from each. draw: the lookup, if rows are rounded stochastically.
         """
         shapes = [message.shape for message in messages]
         sizes = [shape.size(self.format) for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         for rank, (out, message, shape) in enumerate(zip(flat.split(sizes), messages, shapes, strict=True)):
-            self._write(out, message, shape, self._seed(rank), step)
+            self._write(out, message, shape, rank, draw)
         return self.send_bytes(flat, sizes, due)
 
     def send_bytes(self, flat: Tensor, sizes: list[int], due: Sequence[Due]) -> Mail:
@@ -88,18 +86,21 @@ class Post:
         received = [message.size(self.format) for message in due]
         return Mail(all_to_all(flat, sizes, received, self.group), received, due, self.format)
 
-    def _seed(self, rank: int) -> int:
-        """The seed of the message from this rank to ``rank``: every pair's is another."""
-        return self.seed + (dist.get_rank(self.group) * dist.get_world_size(self.group) + rank << 32)
+    def _seed(self, rank: int, draw: Draw) -> int:
+        """The seed of a message from this rank to ``rank``: no other message of a step has it."""
+        pair = dist.get_rank(self.group) * dist.get_world_size(self.group) + rank
+        return self.seed + (pair << 32) + (draw.lookup << 52)
 
-    def _write(self, out: Tensor, message: Message, shape: Due, seed: int, step: Tensor | None) -> None:
+    def _write(self, out: Tensor, message: Message, shape: Due, rank: int, draw: Draw | None) -> None:
         sizes = [4 * t.numel() for t in message.numbers] + [block_bytes(self.format, b) for b in shape.blocks]
         places = out.split(sizes)
         count = len(message.numbers)
         for place, numbers in zip(places[:count], message.numbers, strict=True):
             place.view(torch.float32).copy_(numbers.reshape(-1))
+        seed = 0 if draw is None else self._seed(rank, draw)
         for k, (place, (pieces, _), block) in enumerate(zip(places[count:], message.blocks, shape.blocks, strict=True)):
-            write_block(place, pieces, block, self.format, Noise(seed, step, k) if self.is_stochastic else None)
+            noise = None if draw is None else Noise(seed, draw.step, k)
+            write_block(place, pieces, block, self.format, noise)
 
 
 class Mail:

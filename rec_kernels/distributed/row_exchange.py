@@ -223,7 +223,7 @@ class RowTrip(Trip):
         """
         batch = self.batch
         messages, due = batch.held.messages(rows, back=False), batch.asked.due(back=False)
-        self._rows = self.module.forward_post.send(messages, due, batch.begun.step)
+        self._rows = self.module.forward_post.send(messages, due, batch.begun.draw)
 
     def receive(self) -> Tensor:
         """[N, largest D]: zeros behind a D, and where no rank has a row: an id is out of range of its shards."""
@@ -238,18 +238,19 @@ class RowTrip(Trip):
 
     def send_gradients(self, grad: Tensor) -> None:
         """Begins to send each rank the gradients of the rows that it has looked up."""
-        self._return(grad, self.module.backwards.facts(self.batch.begun, grad))
+        self._return(grad)
 
-    def _return(self, grad: Tensor, facts: Tensor) -> None:
+    def _return(self, grad: Tensor) -> None:
         """Sends gradients behind what ranks tell one another.
 
         Args:
             grad: float32, of the rows that this rank has asked for; where they are pooled, its last column has the
-                coefficients of bags. facts: ``Backwards.facts``.
+                coefficients of bags.
         """
+        facts = self.module.backwards.facts(self.batch.begun, grad)
         messages = self.batch.asked.messages(grad, back=True, facts=[facts])
         due = self.batch.held.due(back=True, facts=FACTS)
-        self._gradients = self.module.backward_post.send(messages, due, self.batch.begun.step)
+        self._gradients = self.module.backward_post.send(messages, due, self.batch.begun.draw)
 
     def receive_gradients(self) -> Tensor | None:
         """Updates this rank's tables with the gradients of all samples; see ``Trip``."""

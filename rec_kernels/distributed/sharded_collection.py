@@ -28,6 +28,7 @@ from rec_kernels.distributed.row_exchange import RowContext, runs_of
 from rec_kernels.distributed.state import ShardedState, in_cache
 from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.distributed.trips import Trip, leave
+from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
@@ -37,6 +38,8 @@ from rec_kernels.nn.training.optimizers import FusedOptimizer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_FLOATS = Wire()
+
 
 class ShardedCollection(ShardedModule, FusedOptimizerModule):
     """A collection whose tables are shared out among ranks. What travels is the subclasses' business.
@@ -45,7 +48,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     Attributes:
         routes: which rank looks up what. group: the ranks. output_dtype, output_dims: of the outputs.
-        backwards: when its lookups are updates.
+        backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         *,
         gradient: str = "global_mean",
         row_wise: str = "ordered",
+        wire: Wire = _FLOATS,
         name: str = "",
     ) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        agreement.check_same(_described(module, shards, gradient, row_wise), group)
+        choices = {"gradient": gradient, "row_wise": row_wise, "wire": str(wire)}
+        agreement.check_same(_described(module, shards) | choices, group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
@@ -78,8 +83,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         fused = module.optimizer is not None
         self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
-        self.forward_post, self.backward_post = Post(group, device), Post(group, device)
-        self.backwards = Backwards(collection, trained_by_torch=module._trained_by_torch)
+        self.forward_post = Post(group, device, wire.forward, 2 * module.seed)
+        self.backward_post = Post(group, device, wire.backward, 2 * module.seed + 1)
+        self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch)
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
         if not module._weights.is_meta:
@@ -276,7 +282,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.shards.load_state_dict(self._state.local(given, own), strict=False)
 
 
-def _described(module: TableCollection, shards: list[Shard], gradient: str, row_wise: str) -> dict[str, str]:
+def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
@@ -290,6 +296,4 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
         "the row cache": str(cache),
-        "gradient": gradient,
-        "row_wise": row_wise,
     }

@@ -36,7 +36,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient, row_wise: ``EmbeddingBagCollectionSharder``'s.
+        gradient, row_wise, wire: ``EmbeddingBagCollectionSharder``'s.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Attributes:

@@ -38,7 +38,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingCollectionSharder``'s. row_wise: not used: rows of ids are not summed.
+        gradient, wire: ``EmbeddingCollectionSharder``'s. row_wise: not used: rows of ids are not summed.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Raises:

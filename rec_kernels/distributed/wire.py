@@ -13,6 +13,8 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.ops.row_formats import ROW_FORMATS, as_scalar, dequantize_rows, row_bytes
 
 _ops = torch.ops.rec_kernels
+#: Formats with numbers, or scales, in float16, and the largest number that they have.
+_HALVES, _LARGEST_HALF = ("fp16", "int4", "int2"), 65504.0
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,22 @@ class Block(NamedTuple):
     width: int
 
 
-class Noise(NamedTuple):
-    """Random numbers of stochastic rounding; every block of every message has its own.
+class Draw(NamedTuple):
+    """A lookup that rounds stochastically, by which its random numbers are found again.
 
     Args:
-        seed: of the message. step: of the model, an int64 tensor []. block: number of the block in the message.
+        step: of the model, int64 []. lookup: how many lookups were between the last update and this one.
+    """
+
+    step: Tensor
+    lookup: int
+
+
+class Noise(NamedTuple):
+    """Random numbers of a block.
+
+    Args:
+        seed: of its message. step: of the model, int64 []. block: its number in the message.
     """
 
     seed: int
@@ -71,6 +84,11 @@ def travelling_bytes(format: str | None, width: int) -> int:
     """Bytes of such a row."""
     own = travelling_format(format, width)
     return 4 * width if own is None else row_bytes(own, width)
+
+
+def as_travelled(grad: Tensor, format: str | None) -> Tensor:
+    """Gradients, infinite where they are too large for the format in which they travel."""
+    return torch.where(grad.abs() <= _LARGEST_HALF, grad, torch.inf) if format in _HALVES else grad
 
 
 def block_bytes(format: str | None, block: Block) -> int:
