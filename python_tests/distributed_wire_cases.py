@@ -145,7 +145,7 @@ class Between(nn.Module):
 
 
 def order(case: Case) -> tuple[list[str], bool]:
-    """What happens in a step, one after the other, and whether the lookup has trained though it was read late."""
+    """Events of a step, one after the other, and whether a lookup has trained that was read under no_grad()."""
     from rec_kernels.distributed import messages
 
     noted, all_to_all = [], messages.all_to_all

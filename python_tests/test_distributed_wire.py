@@ -49,7 +49,7 @@ def test_float32(plan: str, pooling: str) -> None:
 @pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_error_of_outputs(plan: str, format: str) -> None:
-    """What is looked up is rounded once for each row shard: as quantize_rows does with the bags of one process."""
+    """Sums are rounded once for each row shard: as quantize_rows does with the bags of one process."""
     case = Case(plan, optimizer="sgd", sizes=(8, 5), steps=1, wire=Wire(format))
     found = pool(2).run("distributed_cases", "run", case)
     (whole,), _ = one_process(case)

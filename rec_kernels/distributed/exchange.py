@@ -34,7 +34,7 @@ class PooledTrip(Trip):
             due = [Due(0, [Block(own, *block) for block in blocks]) for blocks in routes.sent_blocks]
             blocks = routes.sent_blocks[routes.rank]
             if post.format is None and len(blocks) == 1 and routes.sent[routes.rank] == rows.shape[1]:
-                # What was pooled is what is sent, in its order.
+                # No copy: what was pooled is what is sent, in its order.
                 row = 4 * rows.shape[1]
                 self._columns = post.send_bytes(rows.view(-1).view(torch.uint8), [row * size for size in sizes], due)
             else:
