@@ -129,15 +129,18 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
 def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
     values, offsets, starts = given.values, given.offsets, given.bag_starts(len(names))
     bounds = offsets[starts].tolist()
-    for f, (name, limit) in enumerate(zip(names, limits, strict=True)):
-        ids = values[bounds[f] : bounds[f + 1]]
-        bad = (ids < 0) | (ids >= limit)
-        if bool(bad.any()):
-            at = bounds[f] + int(bad.nonzero()[0])
+    held = [f for f in range(len(names)) if bounds[f] < bounds[f + 1]]
+    if not held:
+        return
+    spans = [t for f in held for t in values[bounds[f] : bounds[f + 1]].aminmax()]
+    numbers = torch.stack(spans).tolist()  # one wait for a GPU
+    for f, low, high in zip(held, numbers[::2], numbers[1::2], strict=True):
+        if low < 0 or high >= limits[f]:
+            ids = values[bounds[f] : bounds[f + 1]]
+            at = bounds[f] + int(((ids < 0) | (ids >= limits[f])).nonzero()[0])
             bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
-            raise IndexError(
-                f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
-            )
+            told = f"feature {names[f]!r}, bag {bag}: id {int(values[at])} must be in [0, {limits[f]})"
+            raise IndexError(f"{told}; nothing was looked up")
 
 
 def check_device(given: SelectedKeys, device: torch.device) -> None:
