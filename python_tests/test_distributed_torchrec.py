@@ -375,7 +375,7 @@ def test_sharder() -> None:
     with pytest.raises(ValueError, match="gradient must be"):
         sharder(gradient="mean")
     with pytest.raises(ValueError, match="row_wise must be"):
-        sharder(row_wise="exact")
+        sharder(row_wise="any")
     with pytest.raises(ValueError, match="sharding_types must be"):
         sharder(sharding_types=["rows"])
     ebc = collection(Case(optimizer="rowwise_adagrad"), device="meta")

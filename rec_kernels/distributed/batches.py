@@ -165,7 +165,7 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
 def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
     """The batch as TorchRec's all-to-all sends it, and for each of its keys where its ids are in ``given.values``.
 
-    It has a key for each entry of each rank, in this order.
+    It has a key for each entry of each rank, in this order. Each id of ``routes.by_id`` is a bag of its own.
     Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
     """
     starts = given.bag_starts(routes.num_features)
@@ -188,6 +188,8 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[
                 sorted_out[key] = _by_rows(values, counts, own, entry.bounds)
             values, counts, own, order = sorted_out[key][shard.first_row]
             at = at[order]
+        if f in routes.by_id:
+            counts = torch.ones_like(values)
         ids.append(values)
         sizes.append(counts)
         factors.append(own)

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.row_exchange import RowContext, RowTrip
+from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.ops.embedding_bag import embedding_bag
 
 _ops = torch.ops.rec_kernels
 
 
 class DistinctTrip(RowTrip):
-    """The collection's output from distinct bags that all ranks have pooled.
+    """The collection's output from rows of distinct bags, which all ranks have pooled, or of ids, pooled here.
 
     Features may have batch sizes of their own on some ranks only. Gradients of bags are float32 sums over samples,
     whatever the output dtype.
@@ -23,9 +25,10 @@ class DistinctTrip(RowTrip):
     def receive(self) -> Tensor:
         """[B, dim]; by feature, the numbers of each feature's [bags, D], one after the other."""
         module, batch = self.module, self.batch
-        sizes = batch.given.strides
-        out = self._fetched(sum(sizes))
-        blocks = [own[:, :dim] for own, dim in zip(out.split(sizes), module.output_dims, strict=True)]
+        sizes, out = batch.given.strides, self._fetched(sum(batch.sizes))
+        blocks = [own[:, :dim] for own, dim in zip(out.split(batch.sizes), module.output_dims, strict=True)]
+        for f in module.routes.by_id:
+            blocks[f] = _pooled(blocks[f], batch.given, f)
         if batch.counts is not None:
             counts = batch.counts.clamp(min=1).to(out.dtype)[:, None].split(sizes)
             for f in module.routes.means:
@@ -52,7 +55,18 @@ class DistinctTrip(RowTrip):
             rows[:, : block.shape[1]] = block
         if batch.counts is not None:
             own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
-        self._return(own)
+        self._return(own if batch.bag_of_row is None else own.index_select(0, batch.bag_of_row))
+
+
+def _pooled(rows: Tensor, given: SelectedKeys, feature: int) -> Tensor:
+    """[bags, D]: sums of the rows of a feature's ids, [N, D], by the order of sums of one process."""
+    starts = given.bag_starts(len(given.strides))
+    offsets = given.offsets[starts[feature] : starts[feature + 1] + 1]
+    weights = None if given.weights is None else given.weights.detach()[int(offsets[0]) : int(offsets[-1])]
+    each = torch.arange(len(rows), device=rows.device)
+    offsets = offsets - offsets[0]
+    rows = rows.contiguous()
+    return embedding_bag(each, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
 def by_feature(flat: Tensor, batch: RowContext, dims: list[int]) -> list[Tensor]:

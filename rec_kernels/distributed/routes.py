@@ -45,7 +45,7 @@ class Routes:
     Args:
         tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
         world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
-        reduces: whether a collective adds the parts of bags that are split by rows, and not their sample.
+        row_wise: ``EmbeddingBagCollectionSharder``'s, of pooled lookups.
 
     Attributes:
         entries: for each rank, what it looks up, in this order; parts that are reduced and then replicas come last.
@@ -54,6 +54,7 @@ class Routes:
         sent: for each rank, columns that it sends back of each sample: those of its entries that are neither reduced
             nor replicas. reduced: columns of the output whose parts are reduced. replicated: columns of replicas.
         columns: for each rank, those of its entries. coefficients: for each rank, its entries that need a coefficient.
+        means: the features that do. by_id: those whose rows are sent one by one and pooled where their samples are.
         sent_blocks, blocks: for each rank, what it sends of a sample, and the gradients that it gets: columns that lie
             side by side of entries of one width, and this width.
     """
@@ -66,7 +67,7 @@ class Routes:
         world_size: int,
         *,
         pooled: bool = True,
-        reduces: bool = False,
+        row_wise: str = "ordered",
     ) -> None:
         owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
@@ -74,19 +75,25 @@ class Routes:
         dims = [tables[i].embedding_dim for i in owners]
         self._starts = [0, *itertools.accumulate(dims)]
         self.dim = self._starts[-1]
-        self.rank, self.world_size, self.pooled, self._reduces = rank, world_size, pooled, reduces and pooled
+        self.rank, self.world_size, self.pooled = rank, world_size, pooled
+        self._reduces = pooled and row_wise == "reduce_scatter"
         self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
         firsts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
             firsts.setdefault((shard.table, shard.first_column), set()).add(shard.first_row)
         ends = {place: (*sorted(rows), tables[place[0]].num_embeddings) for place, rows in firsts.items()}
 
+        split = {table for (table, _), bounds in ends.items() if len(bounds) > 2}
+        by_id = split if pooled and row_wise == "exact" else set()
+        self.by_id = [f for f, owner in enumerate(owners) if owner in by_id]
+
         def place_of(shard: Shard) -> int:
             return 2 if shard.replica else int(self._reduces and len(ends[shard.table, shard.first_column]) > 2)
 
         for shard in sorted(shards, key=place_of):  # stable
             table, bounds = tables[shard.table], ends[shard.table, shard.first_column]
-            mean = pooled and len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
+            is_part = pooled and (len(bounds) > 2 or shard.table in by_id)
+            mean = is_part and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
                 self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
         self.blocks = [_blocks(own) for own in self.entries]

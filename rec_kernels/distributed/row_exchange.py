@@ -44,12 +44,12 @@ class Run:
         return self.columns.stop - self.columns.start
 
 
-def runs_of(entries: Sequence[Entry], *, pooled: bool) -> list[Run]:
-    """The entries of a rank in as few runs as their order allows; ``pooled``: whether they have rows of bags."""
+def runs_of(entries: Sequence[Entry], *, has_parts: bool) -> list[Run]:
+    """The entries of a rank in as few runs as their order allows; ``has_parts``: whether shards have parts of bags."""
 
     def kind(entry: Entry) -> tuple[int, int, bool, int, bool]:
         shard = entry.shard
-        part = entry.bounds.index(shard.first_row) if pooled else 0
+        part = entry.bounds.index(shard.first_row) if has_parts else 0
         return shard.first_column, shard.columns, shard.replica, part, entry.coefficient
 
     runs, first = [], 0
@@ -169,6 +169,8 @@ class RowContext(BatchContext):
     Attributes:
         given: this rank's batch. shared: which of its bags samples have, or None.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
+        sizes: how many rows each feature gets, in place of ``given.strides``, the numbers of its bags.
+        bag_of_row: where some features' rows are those of ids, the bag of each row; else None.
         held: where all ranks' rows are among those of this rank's entries.
         by_feature: whether this rank wants the bags of each feature, and not samples.
     """
@@ -176,6 +178,8 @@ class RowContext(BatchContext):
     given: SelectedKeys
     shared: SharedBags | None = None
     asked: Parcels | None = None
+    sizes: list[int]
+    bag_of_row: Tensor | None = None
     held: Parcels
     by_feature: bool = False
 

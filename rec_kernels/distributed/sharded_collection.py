@@ -72,9 +72,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._features, self.output_dims = module._features, module._features.output_dims
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
-        reduces = row_wise == "reduce_scatter"
-        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, reduces=reduces)
-        self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
+        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, row_wise=row_wise)
+        has_parts = module._pools and not self.routes.by_id
+        self._runs = [runs_of(entries, has_parts=has_parts) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
         collection = self._made(module, own, device, f"{name}/{module.seed}")
@@ -176,7 +176,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             counts: [entries of this rank, ranks] int64, how many rows each rank gets.
         """
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
-        return self._looked_up(ctx.bags, 0, ctx.starts)
+        bags = ctx.bags
+        if self.routes.by_id and bags.weights is not None:  # their samples multiply rows by weights
+            plain = torch.tensor([e.feature in self.routes.by_id for e in self.routes.own], device=counts.device)
+            ids = bags.offsets[ctx.starts].diff()
+            bags = bags._replace(weights=torch.where(plain.repeat_interleave(ids), 1, bags.weights))
+        return self._looked_up(bags, 0, ctx.starts)
 
     def _leave(self, trip: Trip, rows: Tensor) -> Callable[[], Tensor]:
         """Sends what this rank has looked up; the function that is returned waits for its output."""

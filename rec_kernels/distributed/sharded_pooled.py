@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -54,26 +55,43 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
         bags = given.bags
-        if agreed.own_sizes and bags.strides is None:
+        sends_rows = agreed.own_sizes or bool(self.routes.by_id)
+        if sends_rows and bags.strides is None:
             bags = bags._replace(strides=[given.samples] * len(self.feature_names))
         ctx.counts = batches.counts_of(bags, self.routes)
-        sent, _ = batches.sent_batch(bags, self.routes, weighted=agreed.weighted)
-        if agreed.own_sizes:
+        sent, places = batches.sent_batch(bags, self.routes, weighted=agreed.weighted)
+        if sends_rows:
             ctx.given, ctx.shared = bags, given.shared
-            ctx.asked = self._asked(bags.strides, bags.offsets.device)
+            self._ask(ctx, places)
         return sent
 
-    def _asked(self, sizes: list[int], device: torch.device) -> Parcels:
-        """The rows that this rank gets of bags, of which each feature has a number."""
-        places = torch.arange(sum(sizes), device=device).split(sizes)
-        entries = self.routes.entries
-        return Parcels(
-            self.routes.rank,
-            torch.cat([places[entry.feature] for own in entries for entry in own]),
-            [[sizes[entry.feature] for entry in own] for own in entries],
-            self._runs,
-            at_front=False,
-        )
+    def _ask(self, ctx: RowContext, places: list[Tensor]) -> None:
+        """Takes note of the rows that this rank gets: of each bag, or of each id of ``routes.by_id``.
+
+        Args:
+            places: for each entry of each rank, which ids it was sent.
+        """
+        bags, routes, device = ctx.given, self.routes, ctx.given.offsets.device
+        starts = bags.bag_starts(routes.num_features)
+        ids = bags.offsets[starts].tolist()
+        ctx.sizes = [ids[f + 1] - ids[f] if f in routes.by_id else count for f, count in enumerate(bags.strides)]
+        rows = torch.arange(sum(ctx.sizes), device=device).split(ctx.sizes)
+        wanted, sent = [], iter(places)
+        for entry in itertools.chain(*routes.entries):
+            own, f = next(sent), entry.feature
+            wanted.append(rows[f][own - ids[f]] if f in routes.by_id else rows[f])
+        numbers = iter(len(own) for own in wanted)
+        counts = [[next(numbers) for _ in own] for own in routes.entries]
+        ctx.asked = Parcels(routes.rank, torch.cat(wanted), counts, self._runs, at_front=False)
+        if routes.by_id:
+            bag = torch.arange(starts[-1], device=device)
+            lengths = [own.diff() for own in (bags.offsets[a : b + 1] for a, b in itertools.pairwise(starts))]
+            ctx.bag_of_row = torch.cat(
+                [
+                    own.repeat_interleave(lengths[f]) if f in routes.by_id else own
+                    for f, own in enumerate(bag.split(bags.strides))
+                ]
+            )
 
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """Looks up bags of all ranks' samples in this rank's shards, pooled.

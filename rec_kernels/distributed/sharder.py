@@ -30,9 +30,10 @@ class CollectionSharder(ModuleSharder):
         gradient, wire, sharding_types: ``EmbeddingBagCollectionSharder``'s.
 
     Attributes:
-        wire: as given; without formats, if None was.
+        wire: as given; without formats, if None was. row_wise: ``EmbeddingBagCollectionSharder``'s.
     """
 
+    row_wise = "ordered"
     _kind: type[TableCollection]
     _sharded_kind: type[ShardedCollection]
 
@@ -150,7 +151,9 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
             ranks, which is "torchrec", and "global_mean" where batches are even.
         row_wise: how the parts of a bag in several row shards become one. "ordered": its sample gets them all and adds
             them in the order of the rows. "reduce_scatter": a collective of the process group adds them, in an order of
-            its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes.
+            its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes. "exact":
+            there are no parts: its sample gets the row of each of its ids, and sums them as one process does, whose
+            bits outputs and updates have; ranks send a row, and a gradient, for each id.
         wire: the row formats in which pooled columns and gradients travel; None: float32.
         sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
 
@@ -170,13 +173,13 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
         sharding_types: Sequence[str] = ("table_wise", "row_wise"),
     ) -> None:
         super().__init__(gradient=gradient, wire=wire, sharding_types=sharding_types)
-        check_choice("row_wise", row_wise, ("ordered", "reduce_scatter"))
+        check_choice("row_wise", row_wise, ("ordered", "reduce_scatter", "exact"))
         if row_wise == "reduce_scatter" and self.wire.forward is not None:
             raise ValueError(
                 f'wire.forward = "{self.wire.forward}" cannot be with row_wise="reduce_scatter", whose collective adds '
                 'float32: use row_wise="ordered", which adds what the rows are decoded to, or wire.forward = None'
             )
-        self._options["row_wise"] = row_wise
+        self._options["row_wise"] = self.row_wise = row_wise
 
 
 class EmbeddingCollectionSharder(CollectionSharder):
