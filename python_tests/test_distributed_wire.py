@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from distributed_backward_cases import scaled_alone
-from distributed_cases import DIM, Case, differences, one_process, same_bits
+from distributed_cases import DIM, KEYS, ROWS, Case, batch, differences, one_process, same_bits
 from distributed_pool import pool
 from distributed_sequence_cases import Sequences
 from distributed_wire_cases import alone, sequences_alone
@@ -89,6 +89,21 @@ def test_bytes(formats: tuple[str | None, str | None]) -> None:
     assert pool(2).run(HERE, "bytes_sent", case) == [
         [padded(5 * 1, 0), padded(8 * 3, 1) + 16],
         [padded(8 * 3, 0), padded(5 * 1, 1) + 16],
+    ]
+
+
+def test_bytes_of_ids() -> None:
+    """With row_wise="exact", each id's row goes once to the rank that asked for it, and its gradient back."""
+    case = Case("row_wise", sizes=(8, 5), row_wise="exact", wire=Wire("int8"))
+    away = []
+    for rank in range(2):
+        given = batch(case, 0, [rank])
+        owners = [given[key].values() // -(-ROWS[min(f, 2)] // 2) for f, key in enumerate(KEYS)]
+        away.append(int((torch.cat(owners) != rank).sum()))
+    # Whole multiples of 4 bytes.
+    assert pool(2).run(HERE, "bytes_sent", case) == [
+        [away[1] * 24, away[0] * 4 * DIM + 16],
+        [away[0] * 24, away[1] * 4 * DIM + 16],
     ]
 
 

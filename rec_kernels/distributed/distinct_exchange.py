@@ -62,7 +62,7 @@ def _pooled(rows: Tensor, given: SelectedKeys, feature: int) -> Tensor:
     """[bags, D]: sums of the rows of a feature's ids, [N, D], by the order of sums of one process."""
     starts = given.bag_starts(len(given.strides))
     offsets = given.offsets[starts[feature] : starts[feature + 1] + 1]
-    weights = None if given.weights is None else given.weights.detach()[int(offsets[0]) : int(offsets[-1])]
+    weights = None if given.weights is None else given.weights[int(offsets[0]) : int(offsets[-1])]
     each = torch.arange(len(rows), device=rows.device)
     offsets = offsets - offsets[0]
     rows = rows.contiguous()
