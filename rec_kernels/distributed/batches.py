@@ -162,20 +162,51 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
     return counts.view(routes.num_features, -1) if given.strides is None else counts
 
 
-def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
-    """The batch as TorchRec's all-to-all sends it, and for each of its keys where its ids are in ``given.values``.
+class SortedIds(NamedTuple):
+    """A batch as it is sent, with a key for each entry of each rank, in this order.
 
-    It has a key for each entry of each rank, in this order. Each id of ``routes.by_id`` is a bag of its own.
+    Args:
+        ids, lengths, weights: of each key. places: which ids of the batch they are.
+    """
+
+    ids: list[Tensor]
+    lengths: list[Tensor]
+    weights: list[Tensor] | None
+    places: list[Tensor]
+    device: torch.device
+
+    def to_kjt(self, *, weighted: bool, own_sizes: bool) -> KeyedJaggedTensor:
+        """The batch in TorchRec's container.
+
+        Args:
+            weighted: whether any rank's has weights. own_sizes: whether keys of any have batch sizes of their own.
+        """
+        empty, weights = torch.zeros(0, dtype=torch.int64, device=self.device), None
+        if weighted:
+            given = self.weights or [torch.ones(len(own), device=self.device) for own in self.ids]
+            weights = torch.cat([empty.float(), *given])
+        return KeyedJaggedTensor(
+            keys=[str(i) for i in range(len(self.ids))],
+            values=torch.cat([empty, *self.ids]),
+            lengths=torch.cat([empty, *self.lengths]),
+            weights=weights,
+            stride=None if own_sizes else len(self.lengths[0]) if self.lengths else 0,
+            stride_per_key_per_rank=[[len(own)] for own in self.lengths] if own_sizes else None,
+        )
+
+
+def sort_ids(given: SelectedKeys, routes: Routes) -> SortedIds:
+    """Sorts the ids of a batch by who looks them up.
+
     Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
+    Each id of ``routes.by_id`` is a bag of its own.
     """
     starts = given.bag_starts(routes.num_features)
     bounds = given.offsets[starts].tolist()
     lengths = given.offsets.diff().split([stop - start for start, stop in itertools.pairwise(starts)])
     weights = given.weights
-    if weighted and weights is None:
-        weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
     every = torch.arange(len(given.values), device=given.values.device)
-    ids, sizes, factors, places = [], [], [], []
+    found: list[_Part] = []
     sorted_out: dict[tuple[int, tuple[int, ...]], dict[int, _Part]] = {}
     for entry in itertools.chain(*routes.entries):
         f, shard = entry.feature, entry.shard
@@ -190,19 +221,9 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[
             at = at[order]
         if f in routes.by_id:
             counts = torch.ones_like(values)
-        ids.append(values)
-        sizes.append(counts)
-        factors.append(own)
-        places.append(at)
-    sent = KeyedJaggedTensor(
-        keys=[str(i) for i in range(len(ids))],
-        values=torch.cat(ids) if ids else given.values[:0],
-        lengths=torch.cat([given.offsets.new_empty(0), *sizes]),
-        weights=None if weights is None else torch.cat(factors),
-        stride=None if given.strides else len(lengths[0]) if lengths else 0,
-        stride_per_key_per_rank=[[len(own)] for own in sizes] if given.strides else None,
-    )
-    return sent, places
+        found.append((values, counts, own, at))
+    ids, sizes, factors, places = ([part[k] for part in found] for k in range(4))
+    return SortedIds(ids, sizes, None if weights is None else factors, places, given.values.device)
 
 
 def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tuple[int, ...]) -> dict[int, _Part]:

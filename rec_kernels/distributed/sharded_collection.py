@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches
 from rec_kernels.distributed.backwards import Backwards
+from rec_kernels.distributed.id_splits import IdSplits
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.messages import Post
 from rec_kernels.distributed.optimizer_face import TorchRecFace
@@ -80,7 +79,6 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
-        self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         fused = module.optimizer is not None
         self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
         self.forward_post = Post(group, device, wire.forward, 2 * module.seed)
@@ -134,8 +132,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             features: as of the whole collection's ``forward``, of this rank's samples.
 
         Raises:
-            IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
-            looks anything up. RuntimeError: another rank's was, which is named.
+            IndexError, KeyError, TypeError, ValueError: in the first wait: the batch is refused, on the rank that fed
+            it, before any rank looks anything up. RuntimeError: another rank's was, which is named.
         """
         given, error, device = batches.CheckedBatch(), None, self.shards._device
         names, limits = self.feature_names, self.routes.limits
@@ -145,15 +143,17 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        agreed = agreement.agree(given, error, self.group, device)
-        ctx.batch_sizes, ctx.wants = agreed.batch_sizes, agreed.wants
-        ctx.fed = given.bags if ctx.wants[self.routes.rank] else None
-        with torch.no_grad():
-            return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, agreed))], ctx)
+        return KJTListSplitsAwaitable([IdSplits(self, ctx, given, error)], ctx)
 
     @abstractmethod
-    def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
+    def _sorted(self, ctx: Any, given: batches.CheckedBatch) -> batches.SortedIds:
         """The ids of this rank's batch as they are sent."""
+
+    @abstractmethod
+    def _take_agreed(
+        self, ctx: Any, given: batches.CheckedBatch, sent: batches.SortedIds, agreed: agreement.Agreed
+    ) -> bool:
+        """Takes note of what all ranks have told; whether keys have batch sizes of their own."""
 
     def _looked_up(self, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
         """Looks up bags of all ranks in this rank's shards.

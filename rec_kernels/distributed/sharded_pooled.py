@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
-from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.batches import CheckedBatch, SortedIds
 from rec_kernels.distributed.distinct_exchange import DistinctTrip, by_feature
 from rec_kernels.distributed.exchange import PooledTrip
 from rec_kernels.distributed.row_exchange import Parcels, RowContext
@@ -53,17 +52,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The type of the module that it takes the place of."""
         return EmbeddingBagCollection
 
-    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
-        bags = given.bags
-        sends_rows = agreed.own_sizes or bool(self.routes.by_id)
-        if sends_rows and bags.strides is None:
-            bags = bags._replace(strides=[given.samples] * len(self.feature_names))
-        ctx.counts = batches.counts_of(bags, self.routes)
-        sent, places = batches.sent_batch(bags, self.routes, weighted=agreed.weighted)
-        if sends_rows:
-            ctx.given, ctx.shared = bags, given.shared
-            self._ask(ctx, places)
-        return sent
+    def _sorted(self, ctx: RowContext, given: CheckedBatch) -> SortedIds:
+        ctx.counts = batches.counts_of(given.bags, self.routes)
+        return batches.sort_ids(given.bags, self.routes)
+
+    def _take_agreed(self, ctx: RowContext, given: CheckedBatch, sent: SortedIds, agreed: Agreed) -> bool:
+        if not agreed.own_sizes and not self.routes.by_id:
+            return False
+        ctx.given, ctx.shared = given.bags, given.shared
+        if ctx.given.strides is None:
+            ctx.given = ctx.given._replace(strides=[given.samples] * len(self.feature_names))
+            ctx.counts = None if ctx.counts is None else ctx.counts.view(-1)
+        self._ask(ctx, sent.places)
+        return True
 
     def _ask(self, ctx: RowContext, places: list[Tensor]) -> None:
         """Takes note of the rows that this rank gets: of each bag, or of each id of ``routes.by_id``.

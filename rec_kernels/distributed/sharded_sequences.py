@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
-from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.batches import CheckedBatch, SortedIds
 from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowTrip
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.trips import ArrivingRows
@@ -54,21 +53,22 @@ class ShardedEmbeddingCollection(ShardedCollection):
         rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
         super()._load_from_state_dict(state_dict, prefix, *args, **named)
 
-    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
+    def _sorted(self, ctx: RowContext, given: CheckedBatch) -> SortedIds:
         ctx.given = bags = given.bags
         starts = bags.offsets[bags.bag_starts(len(self.feature_names))]
         # One bag for each feature: where samples begin is nobody else's business.
-        whole = SelectedKeys(bags.values, starts, bags.weights, None)
-        sent, places = batches.sent_batch(whole, self.routes, weighted=agreed.weighted)
-        counts = iter(sent.lengths().tolist())
+        return batches.sort_ids(SelectedKeys(bags.values, starts, bags.weights, None), self.routes)
+
+    def _take_agreed(self, ctx: RowContext, given: CheckedBatch, sent: SortedIds, agreed: Agreed) -> bool:
+        counts = iter(map(len, sent.ids))
         ctx.asked = Parcels(
             self.routes.rank,
-            torch.cat([starts.new_empty(0), *places]),
+            torch.cat([ctx.given.offsets.new_empty(0), *sent.places]),
             [[next(counts) for _ in entries] for entries in self.routes.entries],
             self._runs,
             at_front=False,
         )
-        return sent
+        return False
 
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
