@@ -45,32 +45,40 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
         self._sizes = [numbers[FACTS:] for numbers in told]
         flat = torch.tensor([n for numbers in told for n in numbers], dtype=torch.int64, device=module.shards._device)
         due = [FACTS + 1 + len(module.routes.own)] * len(entries)
+        self._agreed: Agreed | None = None
         self._told = all_to_all(flat, [len(numbers) for numbers in told], due, module.group)
 
-    def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
-        """Begins to send the ids.
+    def agree(self) -> Agreed:
+        """Waits for what all ranks tell, of which the batch's context takes note.
 
         Raises:
             The error that refused the batch; RuntimeError: another rank's was refused, with its message.
         """
-        module, ctx = self._module, self._ctx
-        told = self._told.wait().view(len(self._sizes), -1).tolist()
-        agreed = Agreed.of([numbers[:FACTS] for numbers in told])
-        if agreed is None:
-            raise_together(self._error, module.group, "refused its batch, and no rank has looked anything up")
-        ctx.batch_sizes, ctx.wants = agreed.batch_sizes, agreed.wants
-        ctx.fed = self._given.bags if ctx.wants[module.routes.rank] else None
+        if self._agreed is None:
+            module, ctx = self._module, self._ctx
+            self._numbers = self._told.wait().view(len(self._sizes), -1).tolist()
+            self._agreed = Agreed.of([numbers[:FACTS] for numbers in self._numbers])
+            if self._agreed is None:
+                raise_together(self._error, module.group, "refused its batch, and no rank has looked anything up")
+            ctx.batch_sizes, ctx.wants = self._agreed.batch_sizes, self._agreed.wants
+            ctx.fed = self._given.bags if ctx.wants[module.routes.rank] else None
+            with torch.no_grad():
+                self._own_sizes = module._take_agreed(ctx, self._given, self._sorted, self._agreed)
+        return self._agreed
+
+    def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
+        """Begins to send the ids; raises what ``agree`` does."""
+        module, weighted = self._module, self.agree().weighted
+        splits, count, own_sizes = [len(own) for own in module.routes.entries], len(module.routes.own), self._own_sizes
+        due = [numbers[FACTS:] for numbers in self._numbers]
         with torch.no_grad():
-            own_sizes = module._take_agreed(ctx, self._given, self._sorted, agreed)
-            kjt = self._sorted.to_kjt(weighted=agreed.weighted, own_sizes=own_sizes)
-            splits, count = [len(own) for own in module.routes.entries], len(module.routes.own)
-            sent, due = self._sizes, [numbers[FACTS:] for numbers in told]
+            kjt = self._sorted.to_kjt(weighted=weighted, own_sizes=own_sizes)
             return KJTAllToAllTensorsAwaitable(
                 pg=module.group,
                 input=kjt,
                 splits=splits,
-                input_splits=_splits(sent, splits, weighted=agreed.weighted, own_sizes=own_sizes),
-                output_splits=_splits(due, [count] * len(due), weighted=agreed.weighted, own_sizes=own_sizes),
+                input_splits=_splits(self._sizes, splits, weighted=weighted, own_sizes=own_sizes),
+                output_splits=_splits(due, [count] * len(due), weighted=weighted, own_sizes=own_sizes),
                 input_tensors=kjt.dist_tensors(),
                 labels=kjt.dist_labels(),
                 keys=[str(i) for i in range(count)],

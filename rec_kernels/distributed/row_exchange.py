@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from rec_kernels.distributed.wire import Block
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
+
+if TYPE_CHECKING:
+    from rec_kernels.distributed.id_splits import IdSplits
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class RowContext(BatchContext):
     """One batch of all ranks, of which this rank gets rows of ids or of bags.
 
     Attributes:
+        splits: what ranks tell one another of it, until it is looked up.
         given: this rank's batch. shared: which of its bags samples have, or None.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
         sizes: how many rows each feature gets, in place of ``given.strides``, the numbers of its bags.
@@ -175,6 +179,7 @@ class RowContext(BatchContext):
         by_feature: whether this rank wants the bags of each feature, and not samples.
     """
 
+    splits: IdSplits
     given: SelectedKeys
     shared: SharedBags | None = None
     asked: Parcels | None = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
@@ -143,7 +144,18 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        return KJTListSplitsAwaitable([IdSplits(self, ctx, given, error)], ctx)
+        ctx.splits = IdSplits(self, ctx, given, error)
+        return KJTListSplitsAwaitable([ctx.splits], ctx)
+
+    def compute_and_output_dist(self, ctx: RowContext, input: KJTList) -> Any:
+        """Looks up what all ranks have sent, and sends it to its samples.
+
+        Args:
+            ctx: of the batch. input: the ids of all ranks that this rank looks up.
+        """
+        ctx.splits.agree()  # a pipeline that goes on after detach() makes a context whose ids it does not wait for
+        del ctx.splits  # which has the context, too
+        return super().compute_and_output_dist(ctx, input)
 
     @abstractmethod
     def _sorted(self, ctx: Any, given: batches.CheckedBatch) -> batches.SortedIds:
