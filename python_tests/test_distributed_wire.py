@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -174,6 +176,30 @@ def test_when_it_is_waited_for() -> None:
     for noted, trained in pool(2).run(HERE, "order", Case()):
         assert noted == ["sent", "looked up", "waited", "sent", "layer's backward", "waited"]
         assert trained
+
+
+def test_arriving_containers() -> None:
+    """They are what one process returns: copies, pickles and moves have the numbers, which are waited for once."""
+    from rec_kernels.distributed.trips import ArrivingColumns, ArrivingRows
+
+    calls: list[int] = []
+
+    def arrived() -> torch.Tensor:
+        calls.append(1)
+        return torch.arange(6.0).view(2, 3)
+
+    columns = ArrivingColumns(["a", "b"], [1, 2], arrived)
+    rows = ArrivingRows(arrived, torch.tensor([0, 0, 2]))
+    assert (columns.keys(), rows.lengths().tolist(), calls) == (["a", "b"], [0, 2], [])
+    assert isinstance(columns, rk.KeyedTensor)
+    assert isinstance(rows, rk.JaggedTensor)
+    for container, kind in ((columns, rk.KeyedTensor), (rows, rk.JaggedTensor)):
+        for other in (pickle.loads(pickle.dumps(container)), copy.copy(container), container.to("cpu")):
+            assert torch.equal(other.values(), torch.arange(6.0).view(2, 3))
+            assert isinstance(other, kind)
+        assert type(pickle.loads(pickle.dumps(container))) is kind
+    assert torch.equal(columns["b"], torch.tensor([[1.0, 2.0], [4.0, 5.0]]))
+    assert len(calls) == 2
 
 
 def test_refused() -> None:

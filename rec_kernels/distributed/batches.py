@@ -166,7 +166,7 @@ class SortedIds(NamedTuple):
     """A batch as it is sent, with a key for each entry of each rank, in this order.
 
     Args:
-        ids, lengths, weights: of each key. places: which ids of the batch they are.
+        ids, lengths, weights: of each key. places: which ids of the batch they are. device: of all.
     """
 
     ids: list[Tensor]

@@ -77,6 +77,7 @@ class PooledTrip(Trip):
         module, batch = self.module, self.batch
         routes, sizes = module.routes, batch.batch_sizes
         arrived = self._gradients.wait()
+        del self._gradients  # the graph may be kept for long
         told = torch.stack([message.numbers[:FACTS] for message in arrived])
         module.backwards.check(told)
         columns = told.new_empty(sum(sizes), routes.columns[routes.rank])

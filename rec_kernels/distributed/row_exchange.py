@@ -243,6 +243,7 @@ class RowTrip(Trip):
         module = self.module
         out = torch.zeros(count, max(module.output_dims, default=0), device=module.shards._device)
         self.batch.asked.unpack(self._rows.wait(), out, back=False)
+        del self._rows
         return out
 
     def send_gradients(self, grad: Tensor) -> None:
@@ -265,6 +266,7 @@ class RowTrip(Trip):
         """Updates this rank's tables with the gradients of all samples; see ``Trip``."""
         module, batch, pooled = self.module, self.batch, self._is_pooled
         arrived = self._gradients.wait()
+        del self._gradients  # the graph may be kept for long
         told = torch.stack([message.numbers[:FACTS] for message in arrived])
         module.backwards.check(told)
         bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)

@@ -120,6 +120,9 @@ class ArrivingColumns(KeyedTensor):
     def _values(self) -> Tensor:  # type: ignore[override]
         return self._arrived()
 
+    def __reduce__(self) -> tuple:
+        return KeyedTensor, (self._keys, self._lengths, self._values)
+
 
 class ArrivingRows(JaggedTensor):
     """An ``rk.JaggedTensor`` whose rows are on their way: who reads them first waits.
@@ -134,3 +137,6 @@ class ArrivingRows(JaggedTensor):
     @functools.cached_property
     def _values(self) -> Tensor:  # type: ignore[override]
         return self._arrived()
+
+    def __reduce__(self) -> tuple:
+        return JaggedTensor, (self._values, None, None, self._offsets)
