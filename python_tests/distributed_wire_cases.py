@@ -45,6 +45,25 @@ def bytes_sent(case: Case | Sequences) -> list[int]:
     return sent
 
 
+def collectives(case: Case) -> list[str]:
+    """Names of the collectives of a step, in the order in which they begin."""
+    model, noted = sharded(case, collection(case)), []
+    names = ("all_to_all_single", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_gather_object")
+    own = {name: getattr(dist, name) for name in names}
+
+    def noting(name: str) -> Any:
+        return lambda *args, **options: (noted.append(name), own[name](*args, **options))[1]
+
+    try:
+        for name in names:
+            setattr(dist, name, noting(name))
+        train(replace(case, steps=1), model, [dist.get_rank()])
+    finally:
+        for name, function in own.items():
+            setattr(dist, name, function)
+    return noted
+
+
 def losses(case: Case, steps: int) -> list[float]:
     """Losses of a regression that this rank's part of 64 samples a step trains."""
     model, rank = sharded(case, collection(case)), dist.get_rank()

@@ -178,6 +178,15 @@ def test_when_it_is_waited_for() -> None:
         assert trained
 
 
+@pytest.mark.parametrize("row_wise", ["ordered", "exact", "reduce_scatter"])
+def test_collectives(row_wise: str) -> None:
+    """A step has five: what ranks tell of their batches, lengths, ids, columns, gradients; sizes of bags are a sixth."""
+    columns = ["reduce_scatter"] if row_wise == "reduce_scatter" else ["all_to_all_single"]
+    lengths_and_sizes = ["all_to_all_single"] * (3 if row_wise == "exact" else 2)
+    wanted = [*lengths_and_sizes, "all_to_all_single", *columns, "all_to_all_single"]
+    assert pool(2).run(HERE, "collectives", Case("row_wise", row_wise=row_wise)) == [wanted] * 2
+
+
 def test_arriving_containers() -> None:
     """They are what one process returns: copies, pickles and moves have the numbers, which are waited for once."""
     from rec_kernels.distributed.trips import ArrivingColumns, ArrivingRows
