@@ -180,7 +180,7 @@ def test_when_it_is_waited_for() -> None:
 
 @pytest.mark.parametrize("row_wise", ["ordered", "exact", "reduce_scatter"])
 def test_collectives(row_wise: str) -> None:
-    """A step has five: what ranks tell of their batches, lengths, ids, columns, gradients; sizes of bags are a sixth."""
+    """A step has five: what ranks tell of their batches, lengths, ids, columns, gradients; sizes of bags make six."""
     columns = ["reduce_scatter"] if row_wise == "reduce_scatter" else ["all_to_all_single"]
     lengths_and_sizes = ["all_to_all_single"] * (3 if row_wise == "exact" else 2)
     wanted = [*lengths_and_sizes, "all_to_all_single", *columns, "all_to_all_single"]
