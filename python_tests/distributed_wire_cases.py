@@ -8,7 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed_backward_cases import train_scaled
-from distributed_cases import KEYS, Case, Model, batch, blocks, coefficients, collection, counted_bytes, sharded, train
+from distributed_cases import (
+    DIM,
+    KEYS,
+    Case,
+    Model,
+    batch,
+    blocks,
+    coefficients,
+    collection,
+    counted_bytes,
+    sharded,
+    train,
+)
 from distributed_sequence_cases import Sequences
 from distributed_sequence_cases import collection as sequence_collection
 from distributed_sequence_cases import sharded as sharded_sequences
@@ -123,6 +135,22 @@ def scaled(case: Case) -> tuple[list[float], dict[str, Any]]:
     model = sharded(case, collection(case))
     tables = model.module.ebc
     return train_scaled(case, model, tables, tables.optimizer, [dist.get_rank()]), blocks(tables.state_dict())
+
+
+def too_large(case: Case) -> tuple[float, bool]:
+    """The last rank's scaled gradient has 102,400: the scale after the step, and whether tables are as before."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    tables, scaler = model.module.ebc, torch.amp.GradScaler("cpu", init_scale=1024.0)
+    tables.set_grad_scaler(scaler)
+    before = blocks(tables.state_dict())
+    given = torch.ones(case.sizes[rank], len(KEYS) * DIM)
+    given[-1, 3] = 100.0 if rank == len(case.sizes) - 1 else 1.0
+    scaler.scale((model(batch(case, 0, [rank])) * given).sum()).backward()
+    scaler.step(tables.optimizer)
+    scaler.update()
+    after = blocks(tables.state_dict())
+    same = all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+    return scaler.get_scale(), same
 
 
 def infinite(case: Case) -> list[bool]:

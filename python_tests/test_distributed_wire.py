@@ -154,12 +154,29 @@ def test_training(wire: rk.distributed.Wire) -> None:
 
 @pytest.mark.parametrize("format", ["int8", "fp16", *full("int4", "bf16", "mx6")])
 def test_overflows(format: str) -> None:
-    """An infinite gradient skips the update on all ranks, also one that is infinite in the format only."""
+    """An infinite gradient skips the update on all ranks."""
     case = Case("row_wise", "bf16", "adam", steps=4, wire=Wire(None, format))
     found = pool(2).run(HERE, "scaled", case)
     scales, _ = scaled_alone(case)
     assert all(own == scales for own, _ in found)
     assert all(bool(block.isfinite().all()) for _, own in found for name in own for _, block in own[name])
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16", *full("int4", "int2", "int8", None)])
+def test_gradients_beyond_the_format(format: str | None) -> None:
+    """A scaled gradient that is infinite in its format only skips the update on all ranks, too."""
+    found = pool(2).run(HERE, "too_large", Case(optimizer="sgd", wire=Wire(None, format)))
+    is_beyond = format in ("fp16", "int4", "int2")
+    assert found == [(512.0, True) if is_beyond else (1024.0, False)] * 2
+
+
+def test_replicas() -> None:
+    """Replicas stay alike: all get the same rounded gradients."""
+    case = Case("data_parallel", optimizer="sgd", wire=Wire("int8", "int8"))
+    (_, first), (_, second) = pool(2).run("distributed_cases", "run", case)
+    assert all(same_bits(first[name][0][1], second[name][0][1]) for name in first)
+    exact = pool(2).run("distributed_cases", "run", dataclasses.replace(case, wire=None))[0][1]
+    assert not torch.equal(exact["embedding_bags.t0.weight"][0][1], first["embedding_bags.t0.weight"][0][1])
 
 
 def test_infinite_rows() -> None:
