@@ -84,7 +84,8 @@ class ShardCosts(ShardEstimator):
         self,
         topology: Topology,
         constraints: dict[str, ParameterConstraints] | None = None,
-        sharders: Sequence[CollectionSharder] = (),
+        *,
+        sharders: Sequence[CollectionSharder],
     ) -> None:
         self._topology, self._sharders = topology, {sharder.module_type: sharder for sharder in sharders}
         self._on_gpu = topology.compute_device != "cpu"
