@@ -64,6 +64,7 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
             ctx.fed = self._given.bags if ctx.wants[module.routes.rank] else None
             with torch.no_grad():
                 self._own_sizes = module._take_agreed(ctx, self._given, self._sorted, self._agreed)
+            self._ctx = None  # which has this
         return self._agreed
 
     def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:

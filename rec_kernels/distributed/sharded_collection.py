@@ -154,7 +154,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             ctx: of the batch. input: the ids of all ranks that this rank looks up.
         """
         ctx.splits.agree()  # a pipeline that goes on after detach() makes a context whose ids it does not wait for
-        del ctx.splits  # which has the context, too
+        del ctx.splits  # and the ids that were sent
         return super().compute_and_output_dist(ctx, input)
 
     @abstractmethod
