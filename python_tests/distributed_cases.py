@@ -49,7 +49,8 @@ class Case:
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores. row_wise: the sharder's.
-        rates, optimizers: each table's ``lr``, and its optimizer, of ``OPTIMIZERS``. cache: the collection's.
+        rates, optimizers: each table's ``lr``, and its optimizer, of ``OPTIMIZERS``. cache: the collection's. wire: the
+            sharder's.
     """
 
     plan: str = "table_wise"
@@ -70,6 +71,7 @@ class Case:
     rates: tuple[float | None, ...] = (None, None, None)
     optimizers: tuple[str | None, ...] = (None, None, None)
     cache: Any = None
+    wire: Any = None
 
 
 class Model(nn.Module):
@@ -193,7 +195,7 @@ def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = 
         kind(ebc),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
-        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise)],
+        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise, wire=case.wire)],
         device=torch.device("cpu"),
     )
 
@@ -222,10 +224,10 @@ def run_reduced(case: Case) -> tuple[list[Tensor], dict[str, Any], list[list[int
 
     shapes, reduce_scatter = [], exchange.reduce_scatter
 
-    def noted(*arguments: Any) -> Tensor:
-        out = reduce_scatter(*arguments)
-        shapes.append(list(out.shape))
-        return out
+    def noted(*arguments: Any) -> Any:
+        under_way = reduce_scatter(*arguments)
+        shapes.append(list(under_way.wait().shape))
+        return under_way
 
     exchange.reduce_scatter = noted
     try:
@@ -285,21 +287,21 @@ def loop_and_pipeline(made: Callable[[], tuple[nn.Module, Any]], data: list) -> 
 
 
 @contextlib.contextmanager
-def counted_rows() -> Iterator[list[int]]:
-    """Within the block, the list gets how many float32 this rank sends to others in each exchange of rows."""
-    from rec_kernels.distributed import row_exchange
+def counted_bytes() -> Iterator[list[int]]:
+    """Within the block, the list gets how many bytes of rows this rank sends to others in each exchange."""
+    from rec_kernels.distributed import messages
 
-    rank, sent, exchanged = dist.get_rank(), [], row_exchange.exchanged
+    rank, sent, all_to_all = dist.get_rank(), [], messages.all_to_all
 
-    def counted(blocks: list[Tensor], received: list[int], group: Any) -> Any:
-        sent.append(sum(len(block) for to, block in enumerate(blocks) if to != rank))
-        return exchanged(blocks, received, group)
+    def counted(flat: Tensor, sizes: list[int], received: list[int], group: Any) -> Any:
+        sent.append(sum(size for to, size in enumerate(sizes) if to != rank))
+        return all_to_all(flat, sizes, received, group)
 
-    row_exchange.exchanged = counted
+    messages.all_to_all = counted
     try:
         yield sent
     finally:
-        row_exchange.exchanged = exchanged
+        messages.all_to_all = all_to_all
 
 
 def differences(whole: dict[str, Tensor], ranks: list[dict[str, Any]]) -> list[str]:

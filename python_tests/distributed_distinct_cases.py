@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import KEYS, ROWS, Case, Model, blocks, coefficients, collection, counted_rows, sharded
+from distributed_cases import KEYS, ROWS, Case, Model, blocks, coefficients, collection, counted_bytes, sharded
 from torch import Tensor
 
 import rec_kernels as rk
@@ -214,9 +214,9 @@ def weighted_alone(given: Distinct) -> tuple[list[list[Tensor]], dict[str, Tenso
 def numbers_sent(given: Distinct) -> list[int]:
     """Numbers of float32 that this rank sends to others in a step: pooled rows, then gradients behind four facts."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
-    with counted_rows() as sent:
+    with counted_bytes() as sent:
         _train(given, model, [own_batch(given, 0, rank)], [rank])
-    return sent
+    return [count // 4 for count in sent]
 
 
 def without_inverse(given: Distinct) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_rows, loop_and_pipeline, plan_of
+from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_bytes, loop_and_pipeline, plan_of
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -29,6 +29,7 @@ class Sequences:
         output_dtype: the collection's. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores.
         own_sizes: whether feature f of a rank has f samples more than the first. cache: the collection's.
+        wire: the sharder's.
     """
 
     plan: str = "table_wise"
@@ -44,6 +45,7 @@ class Sequences:
     bad_ids: bool = False
     own_sizes: bool = False
     cache: Any = None
+    wire: Any = None
 
 
 class Model(nn.Module):
@@ -97,7 +99,7 @@ def sharded(case: Sequences, sequences: rk.EmbeddingCollection, kind: type[nn.Mo
         kind(sequences),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=ShardingPlan(plan={"sequences": plan_of(case, dist.get_world_size(), DIMS)}),
-        sharders=[EmbeddingCollectionSharder(gradient=case.gradient)],
+        sharders=[EmbeddingCollectionSharder(gradient=case.gradient, wire=case.wire)],
         device=torch.device("cpu"),
     )
 
@@ -345,6 +347,6 @@ def pipelined(case: Sequences) -> list[bool]:
 def numbers_sent(case: Sequences) -> list[int]:
     """Numbers of float32 that this rank sends to others in a step's forward and backward: rows, gradients, facts."""
     model = sharded(case, collection(case))
-    with counted_rows() as sent:
+    with counted_bytes() as sent:
         train(replace(case, steps=1), model, [dist.get_rank()])
-    return sent
+    return [count // 4 for count in sent]

@@ -110,6 +110,23 @@ def test_optimizers_of_tables(plan: str) -> None:
     check(case, same_outputs=plan not in ("mixed", "row_wise"))
 
 
+@pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("grid_shard")])
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, *full(True)])
+@pytest.mark.parametrize("sizes", [(8, 5), *full(((0, 6),), ((5, 0, 4, 8),))])
+def test_exact(plan: str, pooling: str, weighted: bool, sizes: tuple[int, ...]) -> None:
+    """Rows of ids that are pooled where their samples are: one process's outputs, bit by bit, and rows and state."""
+    check(Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=sizes, weighted=weighted, row_wise="exact"))
+
+
+@pytest.mark.parametrize("case", [Case(format="int8", optimizer="rowwise_adagrad"), *full(Case(format="mx9"))])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_exact_of_ids_that_do_not_count(case: Case, pooling: str) -> None:
+    """Padding, and ids out of range, are in no sum."""
+    own = {"plan": "row_wise", "row_wise": "exact", "pooling": pooling, "padding": (3, None, ROWS[2] - 1)}
+    check(replace(case, **own, bad_ids=True, sizes=(8, 5)))
+
+
 def test_more_ranks_than_tables() -> None:
     """A rank without any table counts steps, and gets its outputs."""
     check(Case("one_rank", optimizer="adam", sizes=(3, 8)))

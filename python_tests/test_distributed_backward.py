@@ -82,7 +82,7 @@ def test_unlike_backwards() -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
-@pytest.mark.parametrize("row_wise", ["ordered", *full("reduce_scatter")])
+@pytest.mark.parametrize("row_wise", ["ordered", "exact", *full("reduce_scatter")])
 def test_gradients_of_weights(plan: str, pooling: str, row_wise: str) -> None:
     """They come back to the rank that fed the sample: bits of one process, but for rows that are split by columns."""
     padding = (3, None, None)

@@ -30,9 +30,11 @@ def test_whole_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 @pytest.mark.parametrize("plan", ["row_wise", "mixed", *full("grid_shard")])
 @pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("plain", "torchrec"),))])
-def test_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
+@pytest.mark.parametrize("row_wise", ["ordered", "exact"])
+def test_rows(kinds: tuple[str, ...], plan: str, pooling: str, row_wise: str) -> None:
     """Tables that are split by rows: parts of bags are added in the order of the rows, updates are one process's."""
-    check(Distinct(Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=(8, 5)), kinds), same_outputs=False)
+    case = Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=(8, 5), row_wise=row_wise)
+    check(Distinct(case, kinds), same_outputs=row_wise == "exact")
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "table_wise")])

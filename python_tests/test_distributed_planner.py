@@ -40,7 +40,7 @@ def planned(
     topology = Topology(world, **{"compute_device": "cpu", "local_world_size": world, **memory})
     model, pools = Model(tables), not isinstance(tables, rk.EmbeddingCollection)
     kind = rk.distributed.EmbeddingBagCollectionSharder if pools else rk.distributed.EmbeddingCollectionSharder
-    sharder = kind(sharding_types=types)
+    sharder = kind(sharding_types=types, **{key: given.pop(key) for key in ("wire", "row_wise") if key in given})
     reservation = FixedPercentageStorageReservation(0)
     planner = rk.distributed.planner(
         model, [sharder], topology, storage_reservation=reservation, debug=False, **{"batch_size": 64, **given}
@@ -98,7 +98,7 @@ def test_bytes_of_parts() -> None:
 
 
 def test_bytes_sent() -> None:
-    """Row shards send a row of every bag each, tables of one rank once; sequences send a row of each id either way."""
+    """Row shards send a row of every bag each, or of each id, tables of one rank once; sequences send each id's."""
     sent = {}
     for kind in ("table_wise", "row_wise", "data_parallel"):
         _, options = planned(tables_of([1000]), types=(kind,), lengths={"f0": 3})
@@ -108,6 +108,8 @@ def test_bytes_sent() -> None:
     assert sent["row_wise"] == sent["data_parallel"] == 2 * sent["table_wise"] > 0
     _, ((option,)) = planned(tables_of([2]), world=4, types=("row_wise",))
     assert [shard.perf.total > 0 for shard in option.shards] == [True, True, False, False]
+    _, ((option,)) = planned(tables_of([1000]), types=("row_wise",), lengths={"f0": 3}, row_wise="exact")
+    assert sum(shard.perf.bwd_comms for shard in option.shards) == pytest.approx(3 * sent["table_wise"])
     table = rk.EmbeddingConfig(1000, 16, name="t0", feature_names=["f0"])
     for kind in ("table_wise", "row_wise"):
         sequences = rk.EmbeddingCollection([table], device="meta", optimizer=rk.SGD())

@@ -381,7 +381,7 @@ def test_sharder() -> None:
     with pytest.raises(ValueError, match="gradient must be"):
         sharder(gradient="mean")
     with pytest.raises(ValueError, match="row_wise must be"):
-        sharder(row_wise="exact")
+        sharder(row_wise="any")
     with pytest.raises(ValueError, match="sharding_types must be"):
         sharder(sharding_types=["rows"])
     ebc = collection(Case(optimizer="rowwise_adagrad"), device="meta")
@@ -400,7 +400,7 @@ def parameters(function: object) -> list[str]:
 def test_what_is_relied_on() -> None:
     """The signatures of TorchRec 1.8 and torch that are overridden or called, and not all of which are documented."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torchrec.distributed.dist_data import KJTAllToAll
+    from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
     from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSplitsAwaitable
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -424,10 +424,15 @@ def test_what_is_relied_on() -> None:
     assert FusedOptimizerModule.__abstractmethods__ == {"fused_optimizer"}
     assert FusedOptimizer.__abstractmethods__ == {"step", "zero_grad"}
     assert Multistreamable.__abstractmethods__ == {"record_stream"}
-    assert parameters(KJTAllToAll.__init__) == ["pg", "splits", "stagger"]
-    assert parameters(KJTAllToAll.forward) == ["input"]
+    assert parameters(KJTAllToAllTensorsAwaitable.__init__) == [
+        *("pg", "input", "splits", "input_splits", "output_splits", "input_tensors", "labels", "keys", "device"),
+        *("stagger", "stride_per_rank"),
+    ]
     assert {"stride", "stride_per_key_per_rank"} <= set(parameters(KeyedJaggedTensor.__init__))
     assert parameters(KeyedJaggedTensor.stride_per_key_per_rank) == []
+    ids = KeyedJaggedTensor(["f"], torch.ones(3), torch.ones(3), torch.tensor([3]), stride_per_key_per_rank=[[1]])
+    assert ids.dist_labels() == ["lengths", "values", "strides", "weights"]
+    assert [len(part) for part in ids.dist_tensors()] == [1, 3, 1, 3]
     assert parameters(KJTListSplitsAwaitable.__init__)[:2] == ["awaitables", "ctx"]
     assert parameters(KJTListAwaitable.__init__) == ["awaitables", "ctx"]
     assert {"sharding_type", "compute_kernel", "ranks", "sharding_spec"} <= set(parameters(ParameterSharding))

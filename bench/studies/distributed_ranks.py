@@ -40,6 +40,7 @@ class Counted:
     def __init__(self) -> None:
         self.bytes: dict[str, int] = defaultdict(int)
         self.seconds = 0.0
+        self._is_inside = False  # a collective, which may wait for itself
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -66,25 +67,23 @@ class Counted:
                 splits = options.get("input_split_sizes", args[3] if len(args) > 3 else None)
                 row = count // max(sent.shape[0], 1) if sent.dim() else 1
                 count -= splits[rank] * row if splits else count // world
-                kind = "columns and gradients" if sent.is_floating_point() else "ids and lengths"
+                kind = "ids and lengths" if sent.dtype == torch.int64 else "columns and gradients"
             else:
                 count, kind = count * (world - 1), "agreement"
             self.bytes[kind] += count * sent.element_size()
-            began = time.perf_counter()
-            work = function(*args, **options)
-            self.seconds += time.perf_counter() - began
-            return work
+            return self._timed(function, *args, **options)
 
         return call
 
     def _waited(self, wait: Callable) -> Callable:
-        def call(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = wait(*args)
-            self.seconds += time.perf_counter() - began
-            return result
+        return lambda *args: wait(*args) if self._is_inside else self._timed(wait, *args)
 
-        return call
+    def _timed(self, function: Callable, *args: Any, **options: Any) -> Any:
+        self._is_inside, began = True, time.perf_counter()
+        result = function(*args, **options)
+        self.seconds += time.perf_counter() - began
+        self._is_inside = False
+        return result
 
 
 def auc(weeks: int, seeds: int) -> dict:
@@ -97,7 +96,13 @@ def sent_bytes(weeks: int, seeds: int) -> dict:
     """Bytes that a process sends in a step of the example's model, in the mean over processes and steps."""
     data, found = Purchases(weeks), {}
     planned = {kind: {"sharding_types": (kind,)} for kind in ("table_wise", "row_wise", "column_wise", "data_parallel")}
-    for name, options in {"planner": {}, "torchrec_planner": {}, **planned}.items():
+    wires = {
+        "table_wise, bf16": ("bf16", "bf16"),
+        "table_wise, int8": ("int8", "int8"),
+        "table_wise, mx6": ("mx6", "mx6"),
+    }
+    coded = {n: planned["table_wise"] | {"wire": rk.distributed.Wire(*formats)} for n, formats in wires.items()}
+    for name, options in {"planner": {}, "torchrec_planner": {}, **planned, **coded}.items():
         torch.manual_seed(0)
         model = train_torchrec.DLRM(data.sizes, "fp32")
         if name == "column_wise":  # row-wise Adagrad needs all columns of a row

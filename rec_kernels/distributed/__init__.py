@@ -18,6 +18,7 @@ from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
 from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from rec_kernels.distributed.torchrec_state import TorchRecState, torchrec_state
+from rec_kernels.distributed.wire import Wire
 
 __all__ = [
     "EmbeddingBagCollectionSharder",
@@ -25,6 +26,7 @@ __all__ = [
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
     "TorchRecState",
+    "Wire",
     "planner",
     "torchrec_state",
     "until_all_end",

@@ -65,6 +65,10 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
+#: Numbers that a rank tells of its batch: see ``facts_of``.
+FACTS = 5
+
+
 class Agreed(NamedTuple):
     """A batch of all ranks.
 
@@ -79,27 +83,23 @@ class Agreed(NamedTuple):
     wants: list[bool]
     own_sizes: bool
 
+    @classmethod
+    def of(cls, told: list[list[int]]) -> Agreed | None:
+        """The batch by the ``facts_of`` all ranks; None: a rank's was refused."""
+        sizes, weighted, wanted, own_sizes, failed = zip(*told, strict=True)
+        return None if any(failed) else cls(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
 
-def agree(given: CheckedBatch, error: Exception | None, group: dist.ProcessGroup, device: torch.device) -> Agreed:
-    """Tells all ranks of this rank's batch; a collective.
+
+def facts_of(given: CheckedBatch, error: Exception | None) -> list[int]:
+    """[FACTS] numbers that a rank tells all others of its batch.
 
     Args:
         given: the batch. error: what refused it, or None.
-
-    Raises:
-        ``error``; RuntimeError: another rank's batch was refused, with its message.
     """
     bags = given.bags
     wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
-    own_facts = [given.samples, bags.weights is not None, wants, bags.strides is not None, error is not None]
-    own = torch.tensor(own_facts, dtype=torch.int64, device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    numbers = torch.stack(found).tolist()
-    if any(failed for *_, failed in numbers):
-        raise_together(error, group, "refused its batch, and no rank has looked anything up")
-    sizes, weighted, wanted, own_sizes, _ = zip(*numbers, strict=True)
-    return Agreed(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
+    told = given.samples, bags.weights is not None, wants, bags.strides is not None, error is not None
+    return list(map(int, told))
 
 
 def until_all_end(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.torch_tables import TorchTables
+from rec_kernels.distributed.wire import Draw, Wire, as_travelled
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
@@ -46,12 +47,14 @@ class Begun(NamedTuple):
         pending: the ``accumulate()`` block that it is in, or None.
         rows: numbers that change with the tables, if its backward needs the rows as they were, else None.
         arrived: where its gradients are put, of tables that torch's optimizers train.
+        draw: how its random numbers are found, if what it sends is rounded stochastically, else None.
     """
 
     number: int
     pending: Pending | None
     rows: list[int] | None
     arrived: list[Lookup]
+    draw: Draw | None = None
 
 
 class Backwards:
@@ -62,10 +65,13 @@ class Backwards:
 
     Args:
         shards: this rank's. trained_by_torch: whether the whole collection has gradients of torch.
+        wire: how lookups and gradients travel.
     """
 
-    def __init__(self, shards: TableCollection, *, trained_by_torch: bool) -> None:
+    def __init__(self, shards: TableCollection, wire: Wire, *, trained_by_torch: bool) -> None:
         self._shards, self._trained_by_torch, self._number = shards, trained_by_torch, 0
+        self._draws, self._format = wire.rounding == "stochastic", wire.backward
+        self._version, self._first = -1, 0  # of the tables' step, and the first lookup since
 
     def begin(self, *, needs_rows: bool = False) -> Begun:
         """Takes note of a lookup, before its output is there.
@@ -75,7 +81,17 @@ class Backwards:
         """
         self._number += 1
         update, rows = self._shards._update, self._versions() if needs_rows else None
-        return Begun(self._number - 1, None if update is None else update.pending, rows, [])
+        draw = self._draw() if self._draws else None
+        return Begun(self._number - 1, None if update is None else update.pending, rows, [], draw)
+
+    def _draw(self) -> Draw:
+        """Where random numbers begin: a run that was resumed draws those of one that was not stopped."""
+        if self._shards._update is None:
+            return Draw(torch.full((), self._number, dtype=torch.int64, device=self._shards._device), 0)
+        step = self._shards.step
+        if step._version != self._version:  # updated or loaded
+            self._version, self._first = step._version, self._number
+        return Draw(step.clone(), self._number - self._first)
 
     def token(self, begun: Begun, *, wanted: bool) -> Tensor:
         """A tensor without elements, for whose sake autograd runs the backward of the lookup's output, on every rank.
@@ -105,7 +121,7 @@ class Backwards:
         """[FACTS] float32: the lookup's number, when the update is to be, the scale, inf after an overflow, else 0.
 
         Args:
-            grad: of this rank's samples, float32.
+            grad: of this rank's samples, float32, as it is sent.
         """
         update = self._shards._update
         if update is None:
@@ -121,7 +137,7 @@ class Backwards:
             when = _CHANGED
         facts = torch.tensor([begun.number % (1 << 24), when, 0, 0], dtype=torch.float32).to(grad.device)
         if update is not None and (scaling := update.scaling()):
-            facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(grad)
+            facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
         return facts
 
     def take(self, begun: Begun, lookup: Lookup, facts: Tensor) -> None:

@@ -140,15 +140,18 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
 def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
     values, offsets, starts = given.values, given.offsets, given.bag_starts(len(names))
     bounds = offsets[starts].tolist()
-    for f, (name, limit) in enumerate(zip(names, limits, strict=True)):
-        ids = values[bounds[f] : bounds[f + 1]]
-        bad = (ids < 0) | (ids >= limit)
-        if bool(bad.any()):
-            at = bounds[f] + int(bad.nonzero()[0])
+    held = [f for f in range(len(names)) if bounds[f] < bounds[f + 1]]
+    if not held:
+        return
+    spans = [t for f in held for t in values[bounds[f] : bounds[f + 1]].aminmax()]
+    numbers = torch.stack(spans).tolist()  # one wait for a GPU
+    for f, low, high in zip(held, numbers[::2], numbers[1::2], strict=True):
+        if low < 0 or high >= limits[f]:
+            ids = values[bounds[f] : bounds[f + 1]]
+            at = bounds[f] + int(((ids < 0) | (ids >= limits[f])).nonzero()[0])
             bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
-            raise IndexError(
-                f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
-            )
+            told = f"feature {names[f]!r}, bag {bag}: id {int(values[at])} must be in [0, {limits[f]})"
+            raise IndexError(f"{told}; nothing was looked up")
 
 
 def check_device(given: SelectedKeys, device: torch.device) -> None:
@@ -170,20 +173,51 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
     return counts.view(routes.num_features, -1) if given.strides is None else counts
 
 
-def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[KeyedJaggedTensor, list[Tensor]]:
-    """The batch as TorchRec's all-to-all sends it, and for each of its keys where its ids are in ``given.values``.
+class SortedIds(NamedTuple):
+    """A batch as it is sent, with a key for each entry of each rank, in this order.
 
-    It has a key for each entry of each rank, in this order.
+    Args:
+        ids, lengths, weights: of each key. places: which ids of the batch they are. device: of all.
+    """
+
+    ids: list[Tensor]
+    lengths: list[Tensor]
+    weights: list[Tensor] | None
+    places: list[Tensor]
+    device: torch.device
+
+    def to_kjt(self, *, weighted: bool, own_sizes: bool) -> KeyedJaggedTensor:
+        """The batch in TorchRec's container.
+
+        Args:
+            weighted: whether any rank's has weights. own_sizes: whether keys of any have batch sizes of their own.
+        """
+        empty, weights = torch.zeros(0, dtype=torch.int64, device=self.device), None
+        if weighted:
+            given = self.weights or [torch.ones(len(own), device=self.device) for own in self.ids]
+            weights = torch.cat([empty.float(), *given])
+        return KeyedJaggedTensor(
+            keys=[str(i) for i in range(len(self.ids))],
+            values=torch.cat([empty, *self.ids]),
+            lengths=torch.cat([empty, *self.lengths]),
+            weights=weights,
+            stride=None if own_sizes else len(self.lengths[0]) if self.lengths else 0,
+            stride_per_key_per_rank=[[len(own)] for own in self.lengths] if own_sizes else None,
+        )
+
+
+def sort_ids(given: SelectedKeys, routes: Routes) -> SortedIds:
+    """Sorts the ids of a batch by who looks them up.
+
     Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
+    Each id of ``routes.by_id`` is a bag of its own.
     """
     starts = given.bag_starts(routes.num_features)
     bounds = given.offsets[starts].tolist()
     lengths = given.offsets.diff().split([stop - start for start, stop in itertools.pairwise(starts)])
     weights = given.weights
-    if weighted and weights is None:
-        weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
     every = torch.arange(len(given.values), device=given.values.device)
-    ids, sizes, factors, places = [], [], [], []
+    found: list[_Part] = []
     sorted_out: dict[tuple[int, tuple[int, ...]], dict[int, _Part]] = {}
     for entry in itertools.chain(*routes.entries):
         f, shard = entry.feature, entry.shard
@@ -196,19 +230,11 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> tuple[
                 sorted_out[key] = _by_rows(values, counts, own, entry.bounds)
             values, counts, own, order = sorted_out[key][shard.first_row]
             at = at[order]
-        ids.append(values)
-        sizes.append(counts)
-        factors.append(own)
-        places.append(at)
-    sent = KeyedJaggedTensor(
-        keys=[str(i) for i in range(len(ids))],
-        values=torch.cat(ids) if ids else given.values[:0],
-        lengths=torch.cat([given.offsets.new_empty(0), *sizes]),
-        weights=None if weights is None else torch.cat(factors),
-        stride=None if given.strides else len(lengths[0]) if lengths else 0,
-        stride_per_key_per_rank=[[len(own)] for own in sizes] if given.strides else None,
-    )
-    return sent, places
+        if f in routes.by_id:
+            counts = torch.ones_like(values)
+        found.append((values, counts, own, at))
+    ids, sizes, factors, places = ([part[k] for part in found] for k in range(4))
+    return SortedIds(ids, sizes, None if weights is None else factors, places, given.values.device)
 
 
 def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tuple[int, ...]) -> dict[int, _Part]:

@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rec_kernels.distributed.row_exchange import RowContext, fetch_rows, send_gradients
+from rec_kernels.distributed.row_exchange import RowContext, RowTrip
+from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-
-if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+from rec_kernels.ops.embedding_bag import embedding_bag
 
 _ops = torch.ops.rec_kernels
 
 
-class DistinctExchange(torch.autograd.Function):
-    """The collection's output from distinct bags that all ranks have pooled; its backward is the update.
+class DistinctTrip(RowTrip):
+    """The collection's output from rows of distinct bags, which all ranks have pooled, or of ids, pooled here.
 
-    Features may have batch sizes of their own on some ranks only. Every rank runs the backward, also one without tables
-    or samples. Gradients of bags are float32 sums over samples, whatever the output dtype.
+    Features may have batch sizes of their own on some ranks only. Gradients of bags are float32 sums over samples,
+    whatever the output dtype.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        token: Tensor,
-        rows: Tensor,
-        weights: Tensor | None,
-        module: ShardedEmbeddingBagCollection,
-        batch: RowContext,
-    ) -> Tensor:
-        """[B, dim] of the output dtype; by feature, the numbers of each feature's [bags, D], one after the other.
+    _is_pooled = True
 
-        Args:
-            token: what autograd calls the backward for.
-            rows: [bags of all ranks, columns of this rank's entries], float32.
-            weights: this rank's per-sample weights, if they want a gradient.
-        """
-        sizes = batch.given.strides
-        out = rows.new_zeros(sum(sizes), max(module.output_dims, default=0))
-        fetch_rows(rows, batch, out, module.group)
-        blocks = [own[:, :dim] for own, dim in zip(out.split(sizes), module.output_dims, strict=True)]
+    def receive(self) -> Tensor:
+        """[B, dim]; by feature, the numbers of each feature's [bags, D], one after the other."""
+        module, batch = self.module, self.batch
+        sizes, out = batch.given.strides, self._fetched(sum(batch.sizes))
+        blocks = [own[:, :dim] for own, dim in zip(out.split(batch.sizes), module.output_dims, strict=True)]
+        for f in module.routes.by_id:
+            blocks[f] = _pooled(blocks[f], batch.given, f)
         if batch.counts is not None:
             counts = batch.counts.clamp(min=1).to(out.dtype)[:, None].split(sizes)
             for f in module.routes.means:
@@ -52,16 +37,11 @@ class DistinctExchange(torch.autograd.Function):
             wide = _ops.expand(torch.cat([blocks[f] for f in members], dim=1), inverse)[0]
             for f, block in zip(members, wide.split([module.output_dims[f] for f in members], dim=1), strict=True):
                 blocks[f] = block
-        ctx.module, ctx.batch = module, batch
-        joined = torch.cat([b.reshape(-1) for b in blocks]) if batch.by_feature else torch.cat(blocks, dim=1)
-        return joined.to(module.output_dtype)
+        return torch.cat([b.reshape(-1) for b in blocks]) if batch.by_feature else torch.cat(blocks, dim=1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sends each rank the gradients of its bags, each summed over the samples that have it."""
-        module, batch, grad = ctx.module, ctx.batch, grad.float()
-        facts = module.backwards.facts(batch.begun, grad)
+    def send_gradients(self, grad: Tensor) -> None:
+        """Begins to send each rank the gradients of its bags, each summed over the samples that have it."""
+        module, batch = self.module, self.batch
         sizes, dims = batch.given.strides, module.output_dims
         blocks = by_feature(grad, batch, dims) if batch.by_feature else list(grad.split(dims, dim=1))
         for members, inverse in _groups(batch.shared):
@@ -75,7 +55,18 @@ class DistinctExchange(torch.autograd.Function):
             rows[:, : block.shape[1]] = block
         if batch.counts is not None:
             own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
-        return None, None, send_gradients(own, module, facts, batch, pooled=True), None, None
+        self._return(own if batch.bag_of_row is None else own.index_select(0, batch.bag_of_row))
+
+
+def _pooled(rows: Tensor, given: SelectedKeys, feature: int) -> Tensor:
+    """[bags, D]: sums of the rows of a feature's ids, [N, D], by the order of sums of one process."""
+    starts = given.bag_starts(len(given.strides))
+    offsets = given.offsets[starts[feature] : starts[feature + 1] + 1]
+    weights = None if given.weights is None else given.weights[int(offsets[0]) : int(offsets[-1])]
+    each = torch.arange(len(rows), device=rows.device)
+    offsets = offsets - offsets[0]
+    rows = rows.contiguous()
+    return embedding_bag(each, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
 def by_feature(flat: Tensor, batch: RowContext, dims: list[int]) -> list[Tensor]:

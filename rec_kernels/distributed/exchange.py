@@ -1,109 +1,111 @@
-"""Pooled columns from the ranks that look them up to the samples, and gradients back: one autograd function."""
+"""Pooled columns from the ranks that look them up to the samples, and gradients back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
-from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.collectives import all_to_all, reduce_scatter
-from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.collectives import UnderWay, reduce_scatter
+from rec_kernels.distributed.messages import Due, Mail, Message
 from rec_kernels.distributed.row_exchange import lookup_of
+from rec_kernels.distributed.trips import Trip
 from rec_kernels.distributed.weight_gradients import weight_gradients
-
-if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.wire import Block
 
 
-class Exchange(torch.autograd.Function):
-    """The collection's output from what this rank has pooled of all ranks' samples; its backward is the update.
+class PooledTrip(Trip):
+    """Columns of all ranks' samples, which are pooled where their rows are."""
 
-    Every rank runs the backward, also one without tables or samples.
-    """
+    _columns: Mail | None = None
+    _reduced: UnderWay | None = None
+    _gradients: Mail
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        token: Tensor,
-        pooled: Tensor,
-        weights: Tensor | None,
-        module: ShardedEmbeddingBagCollection,
-        batch: BatchContext,
-    ) -> Tensor:
-        """[B, dim] of the output dtype.
+    def send(self, rows: Tensor) -> None:
+        """Begins to send each rank the columns of its samples.
 
         Args:
-            token: what autograd calls the backward for.
-            pooled: [samples of all ranks, columns of this rank's entries], float32.
-            weights: this rank's per-sample weights, if they want a gradient.
+            rows: [samples of all ranks, columns of this rank's entries], float32.
         """
-        routes, rank = module.routes, module.routes.rank
-        sizes, own = batch.batch_sizes, batch.batch_sizes[rank]
-        start, blocks = sum(sizes[:rank]), []
+        routes, sizes, post = self.module.routes, self.batch.batch_sizes, self.module.forward_post
+        own, start = sizes[routes.rank], sum(sizes[: routes.rank])
+        self._replicas = rows[start : start + own, rows.shape[1] - routes.replicated :]
         if any(routes.sent):
-            sent, lengths = pooled[:, : routes.sent[rank]], [own * n for n in routes.sent]
-            flat = all_to_all(sent, [size * routes.sent[rank] for size in sizes], lengths, module.group)
-            blocks = [b.view(own, n) for b, n in zip(flat.split(lengths), routes.sent, strict=True)]
-        blocks.append(pooled[start : start + own, pooled.shape[1] - routes.replicated :])
+            due = [Due(0, [Block(own, *block) for block in blocks]) for blocks in routes.sent_blocks]
+            blocks = routes.sent_blocks[routes.rank]
+            if post.format is None and len(blocks) == 1 and routes.sent[routes.rank] == rows.shape[1]:
+                # No copy: what was pooled is what is sent, in its order.
+                row = 4 * rows.shape[1]
+                self._columns = post.send_bytes(rows.view(-1).view(torch.uint8), [row * size for size in sizes], due)
+            else:
+                widths = [columns for columns, _ in blocks]
+                messages = [
+                    Message([], [([part], width) for part, (_, width) in zip(parts, blocks, strict=True)])
+                    for parts in (samples.split(widths, dim=1) for samples in rows[:, : sum(widths)].split(sizes))
+                ]
+                self._columns = post.send(messages, due, self.batch.begun.draw)
         if routes.reduced:
-            blocks.append(reduce_scatter(routes.parts(pooled), sizes, module.group))
-        ctx.module, ctx.batch = module, batch
-        return routes.assemble(torch.cat(blocks, dim=1), batch.counts).to(module.output_dtype)
+            self._reduced = reduce_scatter(routes.parts(rows), sizes, self.module.group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sends each rank the gradients of its columns, which updates its tables with those of all samples."""
-        module, batch = ctx.module, ctx.batch
+    def receive(self) -> Tensor:
+        """[B, dim]."""
+        arrived = [] if self._columns is None else [b for message in self._columns.wait() for b in message.blocks]
+        arrived.append(self._replicas)
+        if self._reduced is not None:
+            arrived.append(self._reduced.wait())
+        self._columns = self._reduced = self._replicas = None
+        return self.module.routes.assemble(arrived, self.batch.counts)
+
+    def send_gradients(self, grad: Tensor) -> None:
+        """Begins to send each rank the gradients of its columns, behind what ranks tell one another.
+
+        Args:
+            grad: [B, dim], float32.
+        """
+        module, batch = self.module, self.batch
+        routes, facts = module.routes, module.backwards.facts(batch.begun, grad)
+        messages = [Message([facts, *m.numbers], m.blocks) for m in routes.disperse(grad, batch.counts)]
+        numbers = len(routes.coefficients[routes.rank])
+        due = [
+            Due(FACTS + size * numbers, [Block(size, *block) for block in routes.blocks[routes.rank]])
+            for size in batch.batch_sizes
+        ]
+        self._gradients = module.backward_post.send(messages, due, batch.begun.draw)
+
+    def receive_gradients(self) -> Tensor | None:
+        """Updates this rank's tables with the gradients of all samples; see ``Trip``."""
+        module, batch = self.module, self.batch
         routes, sizes = module.routes, batch.batch_sizes
-        grad = grad.float()
-        facts, arrived = _to_shards(module.backwards.facts(batch.begun, grad), grad, module, batch)
-        module.backwards.check(facts)
-        whole, wide = torch.cat(arrived), routes.widths[routes.rank]
-        columns, factors = whole[:, :wide].contiguous(), _by_id(whole[:, wide:], routes, batch)
-        grad_weights = None
-        if any(batch.wants):
+        arrived = self._gradients.wait()
+        del self._gradients  # the graph may be kept for long
+        told = torch.stack([message.numbers[:FACTS] for message in arrived])
+        module.backwards.check(told)
+        columns = told.new_empty(sum(sizes), routes.columns[routes.rank])
+        scales, wanted = module.gradient_scales(sizes), any(batch.wants)
+        for rows, message, scale in zip(columns.split(sizes), arrived, scales, strict=True):
+            widths = [columns for columns, _ in routes.blocks[routes.rank]]
+            for out, block in zip(rows.split(widths, dim=1), message.blocks, strict=True):
+                torch.mul(block, 1.0 if wanted else scale, out=out)
+        factors, grad_weights = self._by_id([message.numbers[FACTS:] for message in arrived]), None
+        if wanted:  # by the losses of their ranks
             grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch)
-        for block, scale in zip(columns.split(sizes), module.gradient_scales(sizes), strict=True):
-            if scale != 1:
-                block *= scale
+            for rows, scale in zip(columns.split(sizes), scales, strict=True):
+                rows *= scale
         columns = batch.looked_up(columns, trains=True)
-        module.backwards.take(batch.begun, lookup_of(columns if routes.own else columns[:0], factors, batch), facts)
-        return None, None, grad_weights, None, None
+        module.backwards.take(batch.begun, lookup_of(columns if routes.own else columns[:0], factors, batch), told)
+        return grad_weights
 
+    def _by_id(self, coefficients: list[Tensor]) -> Tensor | None:
+        """[N]: the coefficient of each id that this rank looks up, or None if no entry has any.
 
-def _to_shards(
-    facts: Tensor, grad: Tensor, module: ShardedEmbeddingBagCollection, batch: BatchContext
-) -> tuple[Tensor, list[Tensor]]:
-    """Sends each rank the gradients of its columns, behind this rank's ``facts``.
-
-    Returns:
-        The facts of all ranks, [ranks, FACTS], and for each rank the gradients of its samples, [samples, columns of
-        this rank's entries and their coefficients].
-    """
-    routes, sizes = module.routes, batch.batch_sizes
-    blocks = routes.disperse(grad, batch.counts)
-    flat = torch.cat([t for block in blocks for t in (facts, block.reshape(-1))])
-    width = blocks[routes.rank].shape[1]
-    received = [FACTS + size * width for size in sizes]
-    arrived = all_to_all(flat, [FACTS + block.numel() for block in blocks], received, module.group).split(received)
-    told = torch.stack([block[:FACTS] for block in arrived])
-    return told, [block[FACTS:].view(size, width) for block, size in zip(arrived, sizes, strict=True)]
-
-
-def _by_id(coefficients: Tensor, routes: Routes, batch: BatchContext) -> Tensor | None:
-    """[N]: the coefficient of each id that this rank looks up, or None if no entry has any.
-
-    Args:
-        coefficients: [samples of all ranks, entries that have them].
-    """
-    numbers = routes.coefficients[routes.rank]
-    if not numbers:
-        return None
-    factors = torch.ones(len(routes.own), len(coefficients), dtype=torch.float32, device=coefficients.device)
-    factors[numbers] = coefficients.T
-    return factors.reshape(-1).repeat_interleave(batch.bags.offsets.diff())
+        Args:
+            coefficients: of each rank, those of its samples, [samples, entries that have them] in one row.
+        """
+        routes = self.module.routes
+        numbers = routes.coefficients[routes.rank]
+        if not numbers:
+            return None
+        every = torch.cat(coefficients).view(-1, len(numbers))
+        factors = every.new_ones(len(routes.own), len(every))
+        factors[numbers] = every.T
+        return factors.reshape(-1).repeat_interleave(self.batch.bags.offsets.diff())

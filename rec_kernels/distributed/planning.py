@@ -19,6 +19,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from rec_kernels.distributed.sharder import CollectionSharder
+from rec_kernels.distributed.wire import travelling_bytes
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.optimizer_state import StatePlaces
@@ -74,16 +75,22 @@ class ShardCosts(ShardEstimator):
     """Memory and time of shards, by the bytes that lookups and updates read, write and send.
 
     Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step; of rows in a file
-    their share of the ranks' budgets. Time is bytes over
-    the topology's bandwidths. A rank that has a table looks up all ranks' samples, sends a row of float32 for each
-    bag, or id, and gets as many gradients: of row shards, each does so.
+    their share of the ranks' budgets. Time is bytes over the topology's bandwidths. A rank that has a table looks up
+    all ranks' samples, sends a row for each bag, or id, and gets as many gradients: of row shards, each does so.
 
     Args:
         topology: of the ranks. constraints: not used.
+        sharders: one for each kind of collection, for what travels and in which formats.
     """
 
-    def __init__(self, topology: Topology, constraints: dict[str, ParameterConstraints] | None = None) -> None:
-        self._topology = topology
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        *,
+        sharders: Sequence[CollectionSharder],
+    ) -> None:
+        self._topology, self._sharders = topology, {sharder.module_type: sharder for sharder in sharders}
         self._on_gpu = topology.compute_device != "cpu"
         self._memory = topology.hbm_mem_bw if self._on_gpu else topology.ddr_mem_bw
         sizes = topology.local_world_size, topology.world_size
@@ -124,21 +131,23 @@ class ShardCosts(ShardEstimator):
         world, (rows, columns) = self._topology.world_size, shard.size
         bags = option.batch_size * len(option.input_lengths) * world if parts else 0
         ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
-        sent = bags if module._pools else ids
+        sharder = self._sharders[type(module)]
+        sent = bags if module._pools and (parts < 2 or sharder.row_wise != "exact") else ids
         held, cache = shard_bytes(module, table, rows, columns), module.row_cache
+        replica = option.sharding_type == "data_parallel"
         on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
         dims = [t.embedding_dim for t in table.stored] if table.compression else [columns]
         row, state = (sum(own) for own in zip(*(_row(module, table, d) for d in dims), strict=True))
         reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
         if kept < 1:
             reading += (1 - kept) * ids * max(row, _BLOCK) / self._topology.ssd_mem_bw
-        wire = (world - 1) / world / self._network
+        wire, away = sharder.wire, (world - 1) / world / self._network
         shard.perf = Perf(
             fwd_compute=reading,
-            fwd_comms=0.0 if option.sharding_type == "data_parallel" else 4 * columns * sent * wire,
+            fwd_comms=0.0 if replica else travelling_bytes(wire.forward, columns) * sent * away,
             bwd_compute=2 * (reading + ids * state / self._memory),
-            bwd_comms=4 * columns * sent * wire,
-            input_dist_comms=8 * ids * wire,
+            bwd_comms=travelling_bytes(wire.backward, columns) * sent * away,
+            input_dist_comms=8 * ids * away,
         )
         step = math.ceil(8 * ids + 2 * 4 * columns * sent)
         near, far = held.state + held.slots + step, held.rows
@@ -191,7 +200,8 @@ def planner(
         raise ValueError("model must have a collection of a kind that one of the sharders shards, got none")
     if unknown := sorted(given.keys() - features):
         raise ValueError(f"lengths name {unknown}, which are no features of the model's tables: {sorted(features)}")
-    enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator=ShardCosts(topology))
+    costs = ShardCosts(topology, sharders=sharders)
+    enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator=costs)
     return EmbeddingShardingPlanner(
         topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=constraints, **options
     )

@@ -6,10 +6,12 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rec_kernels.distributed.messages import Message
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.nn.tables.config import EmbeddingConfig
 
@@ -43,7 +45,7 @@ class Routes:
     Args:
         tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
         world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
-        reduces: whether a collective adds the parts of bags that are split by rows, and not their sample.
+        row_wise: ``EmbeddingBagCollectionSharder``'s, of pooled lookups.
 
     Attributes:
         entries: for each rank, what it looks up, in this order; parts that are reduced and then replicas come last.
@@ -51,7 +53,10 @@ class Routes:
             ids; padding: F ids that are left out, -1: none.
         sent: for each rank, columns that it sends back of each sample: those of its entries that are neither reduced
             nor replicas. reduced: columns of the output whose parts are reduced. replicated: columns of replicas.
-        coefficients: for each rank, its entries that need a coefficient.
+        columns: for each rank, those of its entries. coefficients: for each rank, its entries that need a coefficient.
+        means: the features that do. by_id: those whose rows are sent one by one and pooled where their samples are.
+        sent_blocks, blocks: for each rank, what it sends of a sample, and the gradients that it gets: columns that lie
+            side by side of entries of one width, and this width.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Routes:
         world_size: int,
         *,
         pooled: bool = True,
-        reduces: bool = False,
+        row_wise: str = "ordered",
     ) -> None:
         owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
@@ -70,30 +75,41 @@ class Routes:
         dims = [tables[i].embedding_dim for i in owners]
         self._starts = [0, *itertools.accumulate(dims)]
         self.dim = self._starts[-1]
-        self.rank, self.world_size, self.pooled, self._reduces = rank, world_size, pooled, reduces and pooled
+        self.rank, self.world_size, self.pooled = rank, world_size, pooled
+        self._reduces = pooled and row_wise == "reduce_scatter"
         self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
         firsts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
             firsts.setdefault((shard.table, shard.first_column), set()).add(shard.first_row)
         ends = {place: (*sorted(rows), tables[place[0]].num_embeddings) for place, rows in firsts.items()}
 
+        split = {table for (table, _), bounds in ends.items() if len(bounds) > 2}
+        by_id = split if pooled and row_wise == "exact" else set()
+        self.by_id = [f for f, owner in enumerate(owners) if owner in by_id]
+
         def place_of(shard: Shard) -> int:
             return 2 if shard.replica else int(self._reduces and len(ends[shard.table, shard.first_column]) > 2)
 
         for shard in sorted(shards, key=place_of):  # stable
             table, bounds = tables[shard.table], ends[shard.table, shard.first_column]
-            mean = pooled and len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
+            is_part = pooled and (len(bounds) > 2 or shard.table in by_id)
+            mean = is_part and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
                 self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
-        self.sent = [sum(e.shard.columns for e in own if not self._stays(e)) for own in self.entries]
+        self.blocks = [_blocks(own) for own in self.entries]
+        self.sent_blocks = [_blocks([e for e in own if not self._stays(e)]) for own in self.entries]
+        self.columns = [sum(columns for columns, _ in own) for own in self.blocks]
+        self.sent = [sum(columns for columns, _ in own) for own in self.sent_blocks]
         self.replicated = sum(e.shard.columns for e in self.own if e.shard.replica)
         every = [e for own in self.entries for e in own if self._is_reduced(e)]
         self.reduced = sorted({column for e in every for column in self._columns(e)})
-        self.widths = [sum(e.shard.columns for e in own) for own in self.entries]
         self.coefficients = [[i for i, e in enumerate(own) if e.coefficient] for own in self.entries]
         self.means = sorted({e.feature for own in self.entries for e in own if e.coefficient})
         self._gather, self._partial = self._gathers()
-        self._scatter = [_runs([c for e in own for c in self._columns(e)]) for own in self.entries]
+        self._scatter = [
+            [(_runs([c for e in members for c in self._columns(e)]), width) for width, members in _by_width(own)]
+            for own in self.entries
+        ]
 
     @property
     def own(self) -> list[Entry]:
@@ -113,8 +129,8 @@ class Routes:
         first = self._starts[entry.feature] + entry.shard.first_column
         return range(first, first + entry.shard.columns)
 
-    def _gathers(self) -> tuple[list[slice], list[tuple[slice, slice]]]:
-        """Where output columns are in those that arrive: the first part of each, then (output, arrived) of the others.
+    def _gathers(self) -> tuple[list[_Source], list[tuple[slice, _Source]]]:
+        """Where output columns are in the blocks that arrive: the first part of each, then those added to it.
 
         Parts of a column are listed by the shard's rows.
         """
@@ -128,17 +144,22 @@ class Routes:
                 place += 1
         for k, column in enumerate(self.reduced):
             parts[column].append((0, place + k))
+        sizes = [columns for own in self.sent_blocks for columns, _ in own] + [self.replicated, len(self.reduced)]
+        firsts = list(itertools.accumulate(sizes, initial=0))
+        block = [k for k, size in enumerate(sizes) for _ in range(size)]
         ordered = [[p for _, p in sorted(part)] for part in parts]
-        others = []
-        for k in range(1, max(map(len, ordered), default=0)):
+        found: list[list[tuple[slice, _Source]]] = []
+        for k in range(max(map(len, ordered), default=0)):
             pairs = [(c, part[k]) for c, part in enumerate(ordered) if len(part) > k]
-            # Runs of columns that are consecutive both in the output and in what arrives.
-            for first, last in _bounds(
-                [c - i for i, (c, _) in enumerate(pairs)], [p - i for i, (_, p) in enumerate(pairs)]
-            ):
+            # Runs of columns that are consecutive both in the output and in a block.
+            cuts = [c - i for i, (c, _) in enumerate(pairs)], [p - i for i, (_, p) in enumerate(pairs)]
+            found.append([])
+            for first, last in _bounds(*cuts, [block[p] for _, p in pairs]):
                 (to, at), count = pairs[first], last - first
-                others.append((slice(to, to + count), slice(at, at + count)))
-        return _runs([part[0] for part in ordered]), others
+                start = at - firsts[block[at]]
+                found[-1].append((slice(to, to + count), _Source(block[at], slice(start, start + count))))
+        first_parts = [source for _, source in found[0]] if found else []
+        return first_parts, [pair for others in found[1:] for pair in others]
 
     def parts(self, pooled: Tensor) -> Tensor:
         """[samples of all ranks, columns that are reduced]: this rank's part of them, zeros of rows that it lacks.
@@ -154,34 +175,52 @@ class Routes:
             place += entry.shard.columns
         return out
 
-    def assemble(self, arrived: Tensor, counts: Tensor | None) -> Tensor:
+    def assemble(self, arrived: Sequence[Tensor], counts: Tensor | None) -> Tensor:
         """[B, dim]: the collection's output, partial sums added in the order of their rows and means divided.
 
         Args:
-            arrived: [B, columns] of every rank in order, this rank's replicas, and what was reduced. counts: [F, B] ids
-                of each bag that count, where some feature needs them.
+            arrived: [B, columns] of each of the ``sent_blocks``, rank by rank, then of this rank's replicas, and what
+                was reduced. counts: [F, B] ids of each bag that count, where some feature needs them.
         """
-        out = torch.cat([arrived[:, run] for run in self._gather], dim=1) if self._gather else arrived
-        for columns, places in self._partial:
-            out[:, columns] += arrived[:, places]
+        first = [arrived[source.block][:, source.columns] for source in self._gather]
+        out = torch.cat(first, dim=1) if first else arrived[-1][:, :0]
+        for columns, source in self._partial:
+            out[:, columns] += arrived[source.block][:, source.columns]
         for f in self.means:
             block = out[:, self._starts[f] : self._starts[f + 1]]
             block.div_(counts[f].clamp(min=1).to(block.dtype)[:, None])
         return out
 
-    def disperse(self, grad: Tensor, counts: Tensor | None) -> list[Tensor]:
+    def disperse(self, grad: Tensor, counts: Tensor | None) -> list[Message]:
         """Gathers the gradients of this rank's samples that each rank's update needs.
 
         Returns:
-            For each rank, float32 [B, widths[rank] + number of its coefficients].
+            For each rank, coefficients, float32 [B, number of its coefficients], and its ``blocks``.
         """
-        blocks = []
-        for own, runs in zip(self.entries, self._scatter, strict=True):
-            columns = [grad[:, run] for run in runs]
+        messages = []
+        for own, blocks in zip(self.entries, self._scatter, strict=True):
+            numbers = []
             if counted := [e.feature for e in own if e.coefficient]:
-                columns.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
-            blocks.append(torch.cat(columns, dim=1) if columns else grad[:, :0])
-        return blocks
+                numbers.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
+            messages.append(Message(numbers, [([grad[:, run] for run in slices], width) for slices, width in blocks]))
+        return messages
+
+
+class _Source(NamedTuple):
+    """Columns of an arrived block."""
+
+    block: int
+    columns: slice
+
+
+def _by_width(entries: Sequence[Entry]) -> list[tuple[int, list[Entry]]]:
+    """Entries that lie side by side and have as many columns, and this number."""
+    return [(width, list(own)) for width, own in itertools.groupby(entries, lambda e: e.shard.columns)]
+
+
+def _blocks(entries: Sequence[Entry]) -> list[tuple[int, int]]:
+    """The columns of each group of ``_by_width``, and their width."""
+    return [(width * len(own), width) for width, own in _by_width(entries)]
 
 
 def _bounds(*differences: list[int]) -> list[tuple[int, int]]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.backwards import FACTS
 from rec_kernels.distributed.batches import BatchContext
-from rec_kernels.distributed.collectives import all_to_all
+from rec_kernels.distributed.messages import Arrived, Due, Mail, Message
 from rec_kernels.distributed.routes import Entry
+from rec_kernels.distributed.trips import Trip
 from rec_kernels.distributed.weight_gradients import weight_gradients
+from rec_kernels.distributed.wire import Block
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
-    from rec_kernels.distributed.sharded_collection import ShardedCollection
+    from rec_kernels.distributed.id_splits import IdSplits
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Run:
         return self.columns.stop - self.columns.start
 
 
-def runs_of(entries: Sequence[Entry], *, pooled: bool) -> list[Run]:
-    """The entries of a rank in as few runs as their order allows; ``pooled``: whether they have rows of bags."""
+def runs_of(entries: Sequence[Entry], *, has_parts: bool) -> list[Run]:
+    """The entries of a rank in as few runs as their order allows; ``has_parts``: whether shards have parts of bags."""
 
     def kind(entry: Entry) -> tuple[int, int, bool, int, bool]:
         shard = entry.shard
-        part = entry.bounds.index(shard.first_row) if pooled else 0
+        part = entry.bounds.index(shard.first_row) if has_parts else 0
         return shard.first_column, shard.columns, shard.replica, part, entry.coefficient
 
     runs, first = [], 0
@@ -93,91 +93,98 @@ class Parcels:
         """Tells the allocator that ``stream`` uses the tensors."""
         self._places.record_stream(stream)
 
-    def _blocks(self, *, back: bool) -> list[list[_Block]]:
+    def _parts_of(self, *, back: bool) -> list[list[_Part]]:
         """For each rank, what travels: rows or, on the way back, gradients."""
         return [
             [
-                _Block(
+                _Part(
                     places,
                     slice(0, run.width) if self._at_front else run.columns,
                     back and run.coefficient,
                     0 if back else run.part,
                 )
-                for places, run in part
+                for places, run in parts
                 if back or not run.replica or rank == self._rank
             ]
-            for rank, part in enumerate(self._parts)
+            for rank, parts in enumerate(self._parts)
         ]
 
-    def sizes(self, *, back: bool) -> list[int]:
-        """How many numbers go to, or come from, each rank."""
-        return [sum(block.size for block in blocks) for blocks in self._blocks(back=back)]
+    def due(self, *, back: bool, facts: int = 0) -> list[Due]:
+        """The messages to or from each rank, with ``facts`` numbers in front."""
+        return [
+            Due(
+                facts + sum(len(part.places) for part in parts if part.coefficient),
+                [Block(len(part.places), part.width, part.width) for part in parts],
+            )
+            for parts in self._parts_of(back=back)
+        ]
 
-    def packed(self, rows: Tensor, *, back: bool) -> list[Tensor]:
-        """For each rank the numbers that go to it, in one row."""
-        empty = rows.new_empty(0)
-        return [torch.cat([empty, *(block.packed(rows) for block in blocks)]) for blocks in self._blocks(back=back)]
+    def messages(self, rows: Tensor, *, back: bool, facts: Sequence[Tensor] = ()) -> list[Message]:
+        """A message to each rank."""
+        return [
+            Message(
+                [*facts, *(rows[:, -1].index_select(0, part.places) for part in parts if part.coefficient)],
+                [([rows[:, part.columns].index_select(0, part.places)], part.width) for part in parts],
+            )
+            for parts in self._parts_of(back=back)
+        ]
 
-    def unpack(self, arrived: Sequence[Tensor], rows: Tensor, *, back: bool) -> None:
-        """Writes the numbers that have come from each rank to their places in ``rows``, parts added in their order."""
-        found: list[tuple[_Block, Tensor]] = []
-        for flat, blocks in zip(arrived, self._blocks(back=back), strict=True):
-            found += zip(blocks, flat.split([block.size for block in blocks]), strict=True)
-        for block, numbers in sorted(found, key=lambda pair: pair[0].part):
-            block.unpack(numbers, rows)
+    def unpack(self, arrived: Sequence[Arrived], rows: Tensor, *, back: bool, facts: int = 0) -> None:
+        """Writes what has come from each rank to its places in ``rows``, parts added in their order."""
+        found: list[tuple[_Part, Tensor]] = []
+        for message, parts in zip(arrived, self._parts_of(back=back), strict=True):
+            found += zip(parts, message.blocks, strict=True)
+            numbers = message.numbers[facts:]
+            for part in parts:
+                if part.coefficient:
+                    own, numbers = numbers[: len(part.places)], numbers[len(part.places) :]
+                    rows[:, -1].index_copy_(0, part.places, own)
+        for part, block in sorted(found, key=lambda pair: pair[0].number):
+            columns = rows[:, part.columns]
+            if part.number:
+                columns.index_add_(0, part.places, block)  # each place once: the order is that of the parts
+            else:
+                columns.index_copy_(0, part.places, block)
 
 
-class _Block(NamedTuple):
+class _Part(NamedTuple):
     """Rows of a run, as they travel between two ranks.
 
     Args:
         places: their numbers in a tensor of rows. columns: of that tensor.
-        coefficient: whether its last column goes with them. part: 0, or they are added to what is there.
+        coefficient: whether its last column goes with them. number: 0, or they are added to what is there.
     """
 
     places: Tensor
     columns: slice
     coefficient: bool
-    part: int
+    number: int
 
     @property
-    def _width(self) -> int:
-        return self.columns.stop - self.columns.start + self.coefficient
-
-    @property
-    def size(self) -> int:
-        return len(self.places) * self._width
-
-    def packed(self, rows: Tensor) -> Tensor:
-        chosen = rows[:, self.columns].index_select(0, self.places)
-        if self.coefficient:
-            chosen = torch.cat([chosen, rows[:, -1:].index_select(0, self.places)], dim=1)
-        return chosen.view(-1)
-
-    def unpack(self, numbers: Tensor, rows: Tensor) -> None:
-        block, columns = numbers.view(-1, self._width), rows[:, self.columns]
-        own = block[:, : columns.shape[1]]
-        if self.part:
-            columns.index_add_(0, self.places, own)  # each place once: the order is that of the parts
-        else:
-            columns.index_copy_(0, self.places, own)
-        if self.coefficient:
-            rows[:, -1:].index_copy_(0, self.places, block[:, -1:])
+    def width(self) -> int:
+        """Number of columns."""
+        return self.columns.stop - self.columns.start
 
 
 class RowContext(BatchContext):
     """One batch of all ranks, of which this rank gets rows of ids or of bags.
 
     Attributes:
+        splits: what ranks tell one another of it, until it is looked up.
         given: this rank's batch. shared: which of its bags samples have, or None.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
+        sizes: how many rows each feature gets, in place of ``given.strides``, the numbers of its bags.
+        bag_of_row: where some features' rows are those of ids, the bag of each row; else None.
         held: where all ranks' rows are among those of this rank's entries.
         by_feature: whether this rank wants the bags of each feature, and not samples.
     """
 
+    splits: IdSplits
     given: SelectedKeys
     shared: SharedBags | None = None
     asked: Parcels | None = None
+    sizes: list[int]
+    bag_of_row: Tensor | None = None
     held: Parcels
     by_feature: bool = False
 
@@ -210,47 +217,72 @@ def by_rank(counts: Tensor) -> Tensor:
     return torch.arange(int(flat.sum()), device=counts.device) + moved.repeat_interleave(sizes)
 
 
-def fetch_rows(rows: Tensor, batch: RowContext, out: Tensor, group: dist.ProcessGroup) -> None:
-    """Writes to ``out`` the rows that this rank has asked for.
+class RowTrip(Trip):
+    """A row for each id of this rank, from what all ranks have looked up."""
 
-    Args:
-        rows: [rows of all ranks, columns of this rank's entries], float32, which it has looked up.
-        out: zeros, which rows stay that no rank has: of ids out of range of a table that is split by rows.
-    """
-    blocks, received = batch.held.packed(rows, back=False), batch.asked.sizes(back=False)
-    batch.asked.unpack(exchanged(blocks, received, group), out, back=False)
+    _rows: Mail
+    _gradients: Mail
+    _is_pooled = False
 
+    def send(self, rows: Tensor) -> None:
+        """Begins to send each rank the rows that it has asked for.
 
-def send_gradients(
-    grad: Tensor, module: ShardedCollection, facts: Tensor, batch: RowContext, *, pooled: bool = False
-) -> Tensor | None:
-    """Sends each rank the gradients of the rows that it has looked up, which is the update of its tables.
+        Args:
+            rows: [rows of all ranks, columns of this rank's entries], float32.
+        """
+        batch = self.batch
+        messages, due = batch.held.messages(rows, back=False), batch.asked.due(back=False)
+        self._rows = self.module.forward_post.send(messages, due, batch.begun.draw)
 
-    Args:
-        grad: float32, of the rows that this rank has asked for; with ``pooled``, its last column has the coefficients
-            of bags. facts: ``Backwards.facts``.
+    def receive(self) -> Tensor:
+        """[N, largest D]: zeros behind a D, and where no rank has a row: an id is out of range of its shards."""
+        return self._fetched(len(self.batch.given.values))
 
-    Returns:
-        The gradients of this rank's weights, or None if it wants none.
-    """
-    blocks, received = batch.asked.packed(grad, back=True), batch.held.sizes(back=True)
-    arrived = exchanged([torch.cat([facts, b]) for b in blocks], [FACTS + size for size in received], module.group)
-    told = torch.stack([block[:FACTS] for block in arrived])
-    module.backwards.check(told)
-    bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
-    own = grad.new_zeros(len(bags.offsets) - 1, width + pooled)
-    own[:, width:] = 1
-    batch.held.unpack([block[FACTS:] for block in arrived], own, back=True)
-    factors, columns = None, own[:, :width].contiguous()
-    if pooled and module.routes.coefficients[module.routes.rank]:
-        factors = own[:, -1].repeat_interleave(bags.offsets.diff())
-    grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch) if any(batch.wants) else None
-    scales = module.gradient_scales(batch.batch_sizes)
-    if set(scales) != {1.0}:
-        each = columns.new_tensor(scales).repeat(len(batch.row_counts))
-        columns *= each.repeat_interleave(batch.row_counts.flatten())[:, None]
-    module.backwards.take(batch.begun, lookup_of(batch.looked_up(columns, trains=True), factors, batch), told)
-    return grad_weights
+    def _fetched(self, count: int) -> Tensor:
+        """The rows that this rank has asked for, in their places: [count, largest D]."""
+        module = self.module
+        out = torch.zeros(count, max(module.output_dims, default=0), device=module.shards._device)
+        self.batch.asked.unpack(self._rows.wait(), out, back=False)
+        del self._rows
+        return out
+
+    def send_gradients(self, grad: Tensor) -> None:
+        """Begins to send each rank the gradients of the rows that it has looked up."""
+        self._return(grad)
+
+    def _return(self, grad: Tensor) -> None:
+        """Sends gradients behind what ranks tell one another.
+
+        Args:
+            grad: float32, of the rows that this rank has asked for; where they are pooled, its last column has the
+                coefficients of bags.
+        """
+        facts = self.module.backwards.facts(self.batch.begun, grad)
+        messages = self.batch.asked.messages(grad, back=True, facts=[facts])
+        due = self.batch.held.due(back=True, facts=FACTS)
+        self._gradients = self.module.backward_post.send(messages, due, self.batch.begun.draw)
+
+    def receive_gradients(self) -> Tensor | None:
+        """Updates this rank's tables with the gradients of all samples; see ``Trip``."""
+        module, batch, pooled = self.module, self.batch, self._is_pooled
+        arrived = self._gradients.wait()
+        del self._gradients  # the graph may be kept for long
+        told = torch.stack([message.numbers[:FACTS] for message in arrived])
+        module.backwards.check(told)
+        bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
+        own = told.new_zeros(len(bags.offsets) - 1, width + pooled)
+        own[:, width:] = 1
+        batch.held.unpack(arrived, own, back=True, facts=FACTS)
+        factors, columns = None, own[:, :width].contiguous()
+        if pooled and module.routes.coefficients[module.routes.rank]:
+            factors = own[:, -1].repeat_interleave(bags.offsets.diff())
+        grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch) if any(batch.wants) else None
+        scales = module.gradient_scales(batch.batch_sizes)
+        if set(scales) != {1.0}:
+            each = columns.new_tensor(scales).repeat(len(batch.row_counts))
+            columns *= each.repeat_interleave(batch.row_counts.flatten())[:, None]
+        module.backwards.take(batch.begun, lookup_of(batch.looked_up(columns, trains=True), factors, batch), told)
+        return grad_weights
 
 
 def lookup_of(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Lookup:
@@ -264,44 +296,3 @@ def lookup_of(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Look
         weights = factors if weights is None else weights * factors
     status = torch.full((2,), NOTHING_BAD, dtype=torch.int64, device=grad.device)
     return Lookup(grad, bags.values, bags.offsets, weights, status, batch.starts)
-
-
-class RowExchange(torch.autograd.Function):
-    """A row for each id of this rank, from what all ranks have looked up; its backward is the update.
-
-    Every rank runs the backward, also one without tables or ids.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        token: Tensor,
-        rows: Tensor,
-        weights: Tensor | None,
-        module: ShardedCollection,
-        batch: RowContext,
-    ) -> Tensor:
-        """[N, largest D] of the output dtype; columns behind a D are zeros.
-
-        Args:
-            token: what autograd calls the backward for.
-            rows: [ids of all ranks, columns of this rank's entries], float32.
-            weights: this rank's per-sample weights, if they want a gradient.
-        """
-        out = rows.new_zeros(len(batch.given.values), max(module.output_dims, default=0))
-        fetch_rows(rows, batch, out, module.group)
-        ctx.module, ctx.batch = module, batch
-        return out.to(module.output_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Sends each rank the gradients of its rows."""
-        module, batch, grad = ctx.module, ctx.batch, grad.float()
-        grad_weights = send_gradients(grad, module, module.backwards.facts(batch.begun, grad), batch)
-        return None, None, grad_weights, None, None
-
-
-def exchanged(blocks: Sequence[Tensor], received: list[int], group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Sends a flat block to each rank; the blocks from all ranks, of ``received`` elements."""
-    return all_to_all(torch.cat([*blocks]), [len(block) for block in blocks], received, group).split(received)

@@ -11,22 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.compositions import Composition, is_composed
+from rec_kernels.distributed.id_splits import IdSplits
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
+from rec_kernels.distributed.messages import Post
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
 from rec_kernels.distributed.state import ShardedState, is_of_rank
 from rec_kernels.distributed.torch_tables import ShownTables
+from rec_kernels.distributed.trips import Trip, leave
+from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe
@@ -37,6 +40,8 @@ from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_FLOATS = Wire()
+
 
 class ShardedCollection(ShardedModule, FusedOptimizerModule):
     """A collection whose tables are shared out among ranks. What travels is the subclasses' business.
@@ -45,7 +50,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     Attributes:
         routes: which rank looks up what. group: the ranks. output_dtype, output_dims: of the outputs.
-        backwards: when its lookups are updates.
+        backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
     """
 
     def __init__(
@@ -57,29 +62,32 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         *,
         gradient: str = "global_mean",
         row_wise: str = "ordered",
+        wire: Wire = _FLOATS,
         name: str = "",
     ) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        agreement.check_same(_described(module, shards, gradient, row_wise), group)
+        choices = {"gradient": gradient, "row_wise": row_wise, "wire": str(wire)}
+        agreement.check_same(_described(module, shards) | choices, group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
-        reduces = row_wise == "reduce_scatter"
-        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, reduces=reduces)
-        self._runs = [runs_of(entries, pooled=module._pools) for entries in self.routes.entries]
+        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, row_wise=row_wise)
+        has_parts = module._pools and not self.routes.by_id
+        self._runs = [runs_of(entries, has_parts=has_parts) for entries in self.routes.entries]
         pieces = pieces_of(self.tables, shards)
         self._pieces = own = [p for p in pieces if p.shard.rank == rank]
         collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
-        self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
         fused = module.optimizer is not None
         self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
-        self.backwards = Backwards(collection, trained_by_torch=module._trained_by_torch)
+        self.forward_post = Post(group, device, wire.forward, 2 * module.seed)
+        self.backward_post = Post(group, device, wire.backward, 2 * module.seed + 1)
+        self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch)
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
         elif projected := [table.name for table in collection._features.tables if table.projection]:
@@ -152,8 +160,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             features: as of the whole collection's ``forward``, of this rank's samples.
 
         Raises:
-            IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
-            looks anything up. RuntimeError: another rank's was, which is named.
+            IndexError, KeyError, TypeError, ValueError: in the first wait: the batch is refused, on the rank that fed
+            it, before any rank looks anything up. RuntimeError: another rank's was, which is named.
         """
         given, error, device = batches.CheckedBatch(), None, self.shards._device
         names, limits = self.feature_names, self.routes.limits
@@ -163,30 +171,43 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             batches.check_device(given.bags, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        agreed = agreement.agree(given, error, self.group, device)
-        ctx.batch_sizes, ctx.wants = agreed.batch_sizes, agreed.wants
-        ctx.fed = given.bags if ctx.wants[self.routes.rank] else None
-        with torch.no_grad():
-            return KJTListSplitsAwaitable([self._send(self._sent(ctx, given, agreed))], ctx)
+        ctx.splits = IdSplits(self, ctx, given, error)
+        return KJTListSplitsAwaitable([ctx.splits], ctx)
+
+    def compute_and_output_dist(self, ctx: RowContext, input: KJTList) -> Any:
+        """Looks up what all ranks have sent, and sends it to its samples.
+
+        Args:
+            ctx: of the batch. input: the ids of all ranks that this rank looks up.
+        """
+        ctx.splits.agree()  # a pipeline that goes on after detach() makes a context whose ids it does not wait for
+        del ctx.splits  # and the ids that were sent
+        return super().compute_and_output_dist(ctx, input)
 
     @abstractmethod
-    def _sent(self, ctx: Any, given: batches.CheckedBatch, agreed: agreement.Agreed) -> KeyedJaggedTensor:
+    def _sorted(self, ctx: Any, given: batches.CheckedBatch) -> batches.SortedIds:
         """The ids of this rank's batch as they are sent."""
 
-    def _looked_up(self, ctx: RowContext, rows: int, starts: Tensor | None = None) -> Tensor:
+    @abstractmethod
+    def _take_agreed(
+        self, ctx: Any, given: batches.CheckedBatch, sent: batches.SortedIds, agreed: agreement.Agreed
+    ) -> bool:
+        """Takes note of what all ranks have told; whether keys have batch sizes of their own."""
+
+    def _looked_up(self, ctx: RowContext, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
         """Looks up bags of all ranks in this rank's shards.
 
         Args:
             rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
         """
         if ctx.is_ahead:
-            self._agreed(lambda: self._read_ahead(ctx.bags, starts))
+            self._agreed(lambda: self._read_ahead(bags, starts))
             return torch.zeros(0, 0)
         if not self.routes.own:
             return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards._device))
         trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            return self._agreed(lambda: self._look_up(ctx.bags, starts, inserts=trains))
+            return self._agreed(lambda: self._look_up(bags, starts, inserts=trains))
 
     def _look_up(self, bags: SelectedKeys, starts: Tensor | None, *, inserts: bool) -> Tensor:
         shards = self.shards
@@ -224,7 +245,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             counts: [entries of this rank, ranks] int64, how many rows each rank gets.
         """
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
-        return self._composed(ctx, self._looked_up(ctx, 0, ctx.starts), counts)
+        bags = ctx.bags
+        if self.routes.by_id and bags.weights is not None:  # their samples multiply rows by weights
+            plain = torch.tensor([e.feature in self.routes.by_id for e in self.routes.own], device=counts.device)
+            ids = bags.offsets[ctx.starts].diff()
+            bags = bags._replace(weights=torch.where(plain.repeat_interleave(ids), 1, bags.weights))
+        return self._composed(ctx, self._looked_up(ctx, bags, 0, ctx.starts), counts)
 
     def _composed(self, ctx: RowContext, pooled: Tensor, counts: Tensor | None = None) -> Tensor:
         """The columns of this rank's tables: what it has looked up, or where they are made of that.
@@ -238,13 +264,14 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         ctx.composition = Composition(self.shards, pooled, each, keeps=torch.is_grad_enabled())
         return ctx.composition.columns
 
-    def _begin(self, ctx: RowContext) -> tuple[Tensor, Tensor | None]:
-        """Begins a lookup's output: what autograd calls the backward for, and the weights that want a gradient."""
+    def _leave(self, trip: Trip, rows: Tensor) -> Callable[[], Tensor]:
+        """Sends what this rank has looked up; the function that is returned waits for its output."""
+        ctx = trip.batch
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
         # All ranks run the backward that trains a projection of one.
         token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))
         token = token if ctx.composition is None else ctx.composition.token(token)
-        return token, None if ctx.fed is None else ctx.fed.weights
+        return leave(trip, token, rows, None if ctx.fed is None else ctx.fed.weights)
 
     # Updates.
 
@@ -387,7 +414,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.shards.load_state_dict(local, strict=False)
 
 
-def _described(module: TableCollection, shards: list[Shard], gradient: str, row_wise: str) -> dict[str, str]:
+def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
@@ -402,6 +429,4 @@ def _described(module: TableCollection, shards: list[Shard], gradient: str, row_
         "rounding, seed, output_dtype and bounds_check": str(options),
         "the row cache": str(cache),
         "whether the collection is on the meta device": str(module._weights.is_meta),
-        "gradient": gradient,
-        "row_wise": row_wise,
     }

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
-from rec_kernels.distributed.batches import CheckedBatch
-from rec_kernels.distributed.distinct_exchange import DistinctExchange, by_feature
-from rec_kernels.distributed.exchange import Exchange
+from rec_kernels.distributed.batches import CheckedBatch, SortedIds
+from rec_kernels.distributed.distinct_exchange import DistinctTrip, by_feature
+from rec_kernels.distributed.exchange import PooledTrip
 from rec_kernels.distributed.row_exchange import Parcels, RowContext
 from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.distributed.trips import ArrivingColumns
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
@@ -35,7 +36,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient, row_wise: ``EmbeddingBagCollectionSharder``'s.
+        gradient, row_wise, wire: ``EmbeddingBagCollectionSharder``'s.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Attributes:
@@ -51,28 +52,47 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The type of the module that it takes the place of."""
         return EmbeddingBagCollection
 
-    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
-        bags = given.bags
-        if agreed.own_sizes and bags.strides is None:
-            bags = bags._replace(strides=[given.samples] * len(self.feature_names))
-        ctx.counts = batches.counts_of(bags, self.routes)
-        sent, _ = batches.sent_batch(bags, self.routes, weighted=agreed.weighted)
-        if agreed.own_sizes:
-            ctx.given, ctx.shared = bags, given.shared
-            ctx.asked = self._asked(bags.strides, bags.offsets.device)
-        return sent
+    def _sorted(self, ctx: RowContext, given: CheckedBatch) -> SortedIds:
+        ctx.counts = batches.counts_of(given.bags, self.routes)
+        return batches.sort_ids(given.bags, self.routes)
 
-    def _asked(self, sizes: list[int], device: torch.device) -> Parcels:
-        """The rows that this rank gets of bags, of which each feature has a number."""
-        places = torch.arange(sum(sizes), device=device).split(sizes)
-        entries = self.routes.entries
-        return Parcels(
-            self.routes.rank,
-            torch.cat([places[entry.feature] for own in entries for entry in own]),
-            [[sizes[entry.feature] for entry in own] for own in entries],
-            self._runs,
-            at_front=False,
-        )
+    def _take_agreed(self, ctx: RowContext, given: CheckedBatch, sent: SortedIds, agreed: Agreed) -> bool:
+        if not agreed.own_sizes and not self.routes.by_id:
+            return False
+        ctx.given, ctx.shared = given.bags, given.shared
+        if ctx.given.strides is None:
+            ctx.given = ctx.given._replace(strides=[given.samples] * len(self.feature_names))
+            ctx.counts = None if ctx.counts is None else ctx.counts.view(-1)
+        self._ask(ctx, sent.places)
+        return True
+
+    def _ask(self, ctx: RowContext, places: list[Tensor]) -> None:
+        """Takes note of the rows that this rank gets: of each bag, or of each id of ``routes.by_id``.
+
+        Args:
+            places: for each entry of each rank, which ids it was sent.
+        """
+        bags, routes, device = ctx.given, self.routes, ctx.given.offsets.device
+        starts = bags.bag_starts(routes.num_features)
+        ids = bags.offsets[starts].tolist()
+        ctx.sizes = [ids[f + 1] - ids[f] if f in routes.by_id else count for f, count in enumerate(bags.strides)]
+        rows = torch.arange(sum(ctx.sizes), device=device).split(ctx.sizes)
+        wanted, sent = [], iter(places)
+        for entry in itertools.chain(*routes.entries):
+            own, f = next(sent), entry.feature
+            wanted.append(rows[f][own - ids[f]] if f in routes.by_id else rows[f])
+        numbers = iter(len(own) for own in wanted)
+        counts = [[next(numbers) for _ in own] for own in routes.entries]
+        ctx.asked = Parcels(routes.rank, torch.cat(wanted), counts, self._runs, at_front=False)
+        if routes.by_id:
+            bag = torch.arange(starts[-1], device=device)
+            lengths = [own.diff() for own in (bags.offsets[a : b + 1] for a, b in itertools.pairwise(starts))]
+            ctx.bag_of_row = torch.cat(
+                [
+                    own.repeat_interleave(lengths[f]) if f in routes.by_id else own
+                    for f, own in enumerate(bag.split(bags.strides))
+                ]
+            )
 
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """Looks up bags of all ranks' samples in this rank's shards, pooled.
@@ -84,7 +104,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         kjt, own, total = dist_input[0], self.routes.own, sum(ctx.batch_sizes)
         if ctx.asked is None:
             ctx.bags = batches.looked_up(kjt, len(own), total)
-            return self._composed(ctx, self._looked_up(ctx, total))
+            return self._composed(ctx, self._looked_up(ctx, ctx.bags, total))
         ctx.bags = batches.looked_up(kjt, len(own))
         counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
         return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards._device))
@@ -92,13 +112,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor | dict[str, Tensor]:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``, or its bags as ``by_feature``."""
         keys, dims = self._features.output_keys, self._features.output_dims
-        token, weights = self._begin(ctx)
-        exchange = Exchange if ctx.asked is None else DistinctExchange
-        values = exchange.apply(token, output, weights, self, ctx)
-        self.backwards.watch(ctx.begun, values)
+        arrived = self._leave(PooledTrip(self, ctx) if ctx.asked is None else DistinctTrip(self, ctx), output)
         if ctx.asked is not None and ctx.by_feature:
-            return dict(zip(keys, by_feature(values, ctx, dims), strict=True))
-        samples = KeyedTensor._of(keys, dims, values)
+            return dict(zip(keys, by_feature(arrived(), ctx, dims), strict=True))
+        samples = ArrivingColumns(keys, dims, arrived)
         return samples.to_dict() if ctx.by_feature else samples
 
     def by_feature(self, features: Any) -> dict[str, Tensor]:

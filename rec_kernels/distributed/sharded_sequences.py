@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed import batches
 from rec_kernels.distributed.agreement import Agreed
-from rec_kernels.distributed.batches import CheckedBatch
-from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowExchange
+from rec_kernels.distributed.batches import CheckedBatch, SortedIds
+from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowTrip
 from rec_kernels.distributed.sharded_collection import ShardedCollection
-from rec_kernels.nn import sequence_lookups
+from rec_kernels.distributed.trips import ArrivingRows
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
@@ -35,7 +37,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
         group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
-        gradient: ``EmbeddingCollectionSharder``'s. row_wise: not used: rows of ids are not summed.
+        gradient, wire: ``EmbeddingCollectionSharder``'s. row_wise: not used: rows of ids are not summed.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Raises:
@@ -51,21 +53,22 @@ class ShardedEmbeddingCollection(ShardedCollection):
         rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
         super()._load_from_state_dict(state_dict, prefix, *args, **named)
 
-    def _sent(self, ctx: RowContext, given: CheckedBatch, agreed: Agreed) -> KeyedJaggedTensor:
+    def _sorted(self, ctx: RowContext, given: CheckedBatch) -> SortedIds:
         ctx.given = bags = given.bags
         starts = bags.offsets[bags.bag_starts(len(self.feature_names))]
         # One bag for each feature: where samples begin is nobody else's business.
-        whole = SelectedKeys(bags.values, starts, bags.weights, None)
-        sent, places = batches.sent_batch(whole, self.routes, weighted=agreed.weighted)
-        counts = iter(sent.lengths().tolist())
+        return batches.sort_ids(SelectedKeys(bags.values, starts, bags.weights, None), self.routes)
+
+    def _take_agreed(self, ctx: RowContext, given: CheckedBatch, sent: SortedIds, agreed: Agreed) -> bool:
+        counts = iter(map(len, sent.ids))
         ctx.asked = Parcels(
             self.routes.rank,
-            torch.cat([starts.new_empty(0), *places]),
+            torch.cat([ctx.given.offsets.new_empty(0), *sent.places]),
             [[next(counts) for _ in entries] for entries in self.routes.entries],
             self._runs,
             at_front=False,
         )
-        return sent
+        return False
 
     def compute(self, ctx: RowContext, dist_input: KJTList) -> Tensor:
         """[ids of all ranks, columns of this rank's shards]: rows of all ids that this rank was sent."""
@@ -77,9 +80,17 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
-        token, weights = self._begin(ctx)
-        rows = RowExchange.apply(token, output, weights, self, ctx)
-        self.backwards.watch(ctx.begun, rows)
+        arrived = self._leave(RowTrip(self, ctx), output)
         bags = ctx.given.bag_starts(len(self.feature_names))
         bounds = ctx.given.offsets[bags].tolist()
-        return sequence_lookups.by_feature(self._features, rows, ctx.given.offsets, bags, bounds)
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        blocks = functools.cache(lambda: arrived().split(sizes))
+        found: dict[str, JaggedTensor] = {}
+        for f, (key, dim) in enumerate(zip(self._features.output_keys, self.output_dims, strict=True)):
+            own = ctx.given.offsets[bags[f] : bags[f + 1] + 1]
+            found[key] = ArrivingRows(functools.partial(_rows_of, blocks, f, dim), own - own[:1])
+        return found
+
+
+def _rows_of(blocks: Callable[[], Sequence[Tensor]], feature: int, dim: int) -> Tensor:
+    return blocks()[feature][:, :dim]

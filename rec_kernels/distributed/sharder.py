@@ -15,6 +15,7 @@ from rec_kernels.distributed.plan import SHARDING_TYPES, possible_types, shards_
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
+from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
@@ -27,9 +28,13 @@ class CollectionSharder(ModuleSharder):
     """Has TorchRec's ``DistributedModelParallel`` shard collections of one kind.
 
     Args:
-        gradient, sharding_types: ``EmbeddingBagCollectionSharder``'s.
+        gradient, wire, sharding_types: ``EmbeddingBagCollectionSharder``'s.
+
+    Attributes:
+        wire: as given; without formats, if None was. row_wise: ``EmbeddingBagCollectionSharder``'s.
     """
 
+    row_wise = "ordered"
     _kind: type[TableCollection]
     _sharded_kind: type[ShardedCollection]
 
@@ -37,13 +42,18 @@ class CollectionSharder(ModuleSharder):
         self,
         *,
         gradient: str = "global_mean",
+        wire: Wire | None = None,
         sharding_types: Sequence[str] = ("table_wise", "row_wise"),
     ) -> None:
         super().__init__()
         check_choice("gradient", gradient, ("global_mean", "sum", "torchrec"))
+        if not isinstance(wire, (Wire, type(None))):
+            raise ValueError(f"wire must be an rk.distributed.Wire or None, got {wire!r}")
+        self.wire = wire or Wire()
         for kind in sharding_types:
             check_choice("sharding_types", kind, SHARDING_TYPES)
-        self._options, self._types = {"gradient": gradient}, list(sharding_types)
+        self._options: dict[str, Any] = {"gradient": gradient, "wire": self.wire}
+        self._types = list(sharding_types)
 
     def shard(
         self,
@@ -146,11 +156,14 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
             ranks, which is "torchrec", and "global_mean" where batches are even.
         row_wise: how the parts of a bag in several row shards become one. "ordered": its sample gets them all and adds
             them in the order of the rows. "reduce_scatter": a collective of the process group adds them, in an order of
-            its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes.
+            its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes. "exact":
+            there are no parts: its sample gets the row of each of its ids, and sums them as one process does, whose
+            bits outputs and updates have; ranks send a row, and a gradient, for each id.
+        wire: the row formats in which pooled columns and gradients travel; None: float32.
         sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
 
     Raises:
-        ValueError: an unknown ``gradient``, ``row_wise`` or sharding type.
+        ValueError: an unknown ``gradient``, ``row_wise`` or sharding type; a format for what a collective adds.
     """
 
     _kind = EmbeddingBagCollection
@@ -161,11 +174,17 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
         *,
         gradient: str = "global_mean",
         row_wise: str = "ordered",
+        wire: Wire | None = None,
         sharding_types: Sequence[str] = ("table_wise", "row_wise"),
     ) -> None:
-        super().__init__(gradient=gradient, sharding_types=sharding_types)
-        check_choice("row_wise", row_wise, ("ordered", "reduce_scatter"))
-        self._options["row_wise"] = row_wise
+        super().__init__(gradient=gradient, wire=wire, sharding_types=sharding_types)
+        check_choice("row_wise", row_wise, ("ordered", "reduce_scatter", "exact"))
+        if row_wise == "reduce_scatter" and self.wire.forward is not None:
+            raise ValueError(
+                f'wire.forward = "{self.wire.forward}" cannot be with row_wise="reduce_scatter", whose collective adds '
+                'float32: use row_wise="ordered", which adds what the rows are decoded to, or wire.forward = None'
+            )
+        self._options["row_wise"] = self.row_wise = row_wise
 
 
 class EmbeddingCollectionSharder(CollectionSharder):
@@ -178,6 +197,7 @@ class EmbeddingCollectionSharder(CollectionSharder):
         gradient: what the loss of each rank is, as of ``EmbeddingBagCollectionSharder``. A sample has as many rows as
             ids, and counts once: "global_mean" is the mean over the samples of all ranks. Where features have batch
             sizes of their own, a batch has as many samples as its ``stride()`` says.
+        wire: the row formats in which rows of ids and gradients travel; None: float32.
         sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
 
     Raises:

@@ -44,7 +44,7 @@ def weight_gradients(
         answers.append(torch.cat([products[:0], *(parts[i * world + rank] for i in asked)]))
     places = [_places(batch.fed, own, rank, routes) for rank, own in enumerate(routes.entries)]
     received = [sum(len(place) for _, place in own) for own in places]
-    flat = all_to_all(torch.cat(answers), [len(answer) for answer in answers], received, module.group)
+    flat = all_to_all(torch.cat(answers), [len(answer) for answer in answers], received, module.group).wait()
     if batch.fed is None:
         return None
     found = torch.zeros(batch.fed.values.shape, dtype=torch.float32, device=grad.device)
