@@ -8,6 +8,7 @@ from backends import every_backend
 from embedding_bag_cases import Case, cases, make_case, wide_floats
 from hypothesis import given, settings
 from layout_calls import OPS, make_layout
+from tiers import cross
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rec_kernels.testing import same_bits
@@ -92,9 +93,8 @@ def test_dimensions(dim: int, mean: bool) -> None:
     _check_updates(case)
 
 
-@pytest.mark.parametrize("occurrences", [64, 65, 128, 129, 4096, 4097])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_hot_row(occurrences: int, weighted: bool) -> None:
+@pytest.mark.parametrize(("weighted", "occurrences"), cross([True, False], [64, 65, 128, 129, 4096, 4097], 65))
+def test_hot_row(weighted: bool, occurrences: int) -> None:
     """A row with more than 64, and more than 64 * 64, occurrences: chunk sums of one level and of two."""
     lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4]
     case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)
