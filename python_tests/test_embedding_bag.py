@@ -6,9 +6,8 @@ import pytest
 import torch
 from backends import every_backend
 from embedding_bag_cases import Case, cases, make_case, wide_floats
-from hypothesis import given, settings
 from layout_calls import OPS, make_layout
-from tiers import cross
+from tiers import cross, drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rec_kernels.testing import same_bits
@@ -60,22 +59,19 @@ def _check_updates(case: Case) -> None:
             assert step.item() == 7
 
 
-@settings(max_examples=60)
-@given(cases())
+@drawn(60, cases())
 def test_forward(case: Case) -> None:
     """Any tables, features, pooling, weights, integer widths, padding and unused ids."""
     _check_forward(case)
 
 
-@settings(max_examples=40)
-@given(cases())
+@drawn(40, cases())
 def test_gradients(case: Case) -> None:
     """Dense and sparse gradients of the weights, and the gradient of per_sample_weights."""
     _check_gradients(case)
 
 
-@settings(max_examples=40)
-@given(cases())
+@drawn(40, cases())
 def test_fused_updates(case: Case) -> None:
     """SGD and row-wise Adagrad: weights and state; rows that no bag names keep their bits."""
     _check_updates(case)

@@ -12,7 +12,7 @@ from embedding_bag_format_cases import ROUNDINGS, EncodedCase, encoded_cases, ev
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import cross
+from tiers import cross, drawn
 
 from rec_kernels.reference.gradient_step import GradientStep
 from rec_kernels.testing import same_bits
@@ -43,9 +43,12 @@ def check(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: st
         assert all(same), where
 
 
-@settings(max_examples=40)
-@given(
-    encoded_cases(), st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]), st.sampled_from(STEPS), st.sampled_from(ROUNDINGS)
+@drawn(
+    40,
+    encoded_cases(),
+    st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]),
+    st.sampled_from(STEPS),
+    st.sampled_from(ROUNDINGS),
 )
 def test_any_case(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: str) -> None:
     """Every optimizer, format and kind of step."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 from pathlib import Path
 
 import op_coverage
 import pytest
 import torch
+from hypothesis import strategies as st
 from mutants import MUTANTS
-from tiers import cross
+from tiers import cross, drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).parent
@@ -59,6 +61,34 @@ def test_pairs_that_are_left_to_the_full_tier() -> None:
         (("b", 1), ["full"]),
         (("b", 3), ["full"]),
     ]
+
+
+def test_examples_that_are_left_to_the_full_tier() -> None:
+    """A third of them is in the default tier; an example that fails fails the test; parameters are beside them."""
+    seen: list[tuple[int, str]] = []
+
+    @drawn(60, st.integers())
+    def test(name: str, number: int) -> None:
+        seen.append((number, name))
+        assert number != 12345
+
+    (mark,) = test.pytestmark
+    few, all_of_them = mark.args[1]
+    assert (few, all_of_them.values, [m.name for m in all_of_them.marks]) == (20, (60,), ["full"])
+    assert list(inspect.signature(test).parameters) == ["name", "examples"]
+    for examples in (20, 60):
+        seen.clear()
+        test(examples=examples, name="x")
+        assert len(set(seen)) > examples / 2
+        assert len(seen) <= examples
+        assert {name for _, name in seen} == {"x"}
+
+    @drawn(3, st.just(7))
+    def wrong(number: int) -> None:
+        assert number == 8
+
+    with pytest.raises(AssertionError):
+        wrong(examples=1)
 
 
 def test_calls_of_ops_have_a_backend() -> None:
