@@ -6,12 +6,14 @@ import ast
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import op_coverage
 import pytest
 import torch
 from hypothesis import strategies as st
 from mutants import MUTANTS
+from test_opcheck import registered
 from tiers import cross, drawn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,23 +103,54 @@ def test_calls_of_ops_have_a_backend() -> None:
     assert op_coverage.normalised(error) == "ValueError: rows = N must be N or more, got N"
 
 
+def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that raises is noted with its backend and its error, and raises."""
+    for name in ("_calls", "_raised"):
+        monkeypatch.setattr(op_coverage, name, set())
+    monkeypatch.setattr(op_coverage, "_test", "test_a::test_b")
+    call = op_coverage._noted(lambda op, x: op.function(x), lambda op: op.name)
+    op = SimpleNamespace(name="rec_kernels::expand.out", function=lambda x: x + 1)
+    assert call(op, 1) == 2
+    op.function = lambda x: 1 / x
+    with pytest.raises(ZeroDivisionError):
+        call(op, 0)
+    call(SimpleNamespace(name="aten::add", function=abs), 1)
+    assert op_coverage._calls == {("expand", "cpu", "test_a::test_b")}
+    assert op_coverage._raised == {("expand", "cpu", "ZeroDivisionError: division by zero")}
+
+
+def test_kernels_are_known() -> None:
+    """Every op has one for the CPU, or none at all, and a fake one."""
+    kernels = op_coverage.there_is()
+    assert {(op.partition(".")[0], backend) for op in registered() for backend in ("cpu", "fake")} <= kernels
+
+
 def test_what_a_tier_lacks_is_said(tmp_path: Path) -> None:
-    """An op with a backend, or an error, that only the first folder has."""
+    """An op with a backend, or an error, that only the first folder has; a kernel and an op without any test."""
     calls = [["expand", "cpu", "test_a::test_b"], ["expand", "triton", "test_a::test_c"], ["expand", "cpu", "test_d"]]
+    raised = [["expand", "cpu", "ValueError: x"], ["expand", "triton", "ValueError: x"]]
     errors = [["ValueError: x", "test_a::test_b"], ["ValueError: y", "test_a::test_b"]]
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    for folder, some_calls, some_errors in ((whole, calls, errors), (part, calls[:1], errors[:1])):
-        folder.mkdir()
-        (folder / "1.json").write_text(json.dumps({"calls": some_calls, "errors": some_errors}))
-    lines, is_whole = op_coverage.compare(whole, part)
+    kernels = [["expand", "cpu"], ["expand", "fake"], ["row_dot", "cpu"]]
+    part = tmp_path / "part"
+    for folder, *found in ((tmp_path, calls, raised, errors), (part, calls[:1], raised[:1], errors[:1])):
+        folder.mkdir(exist_ok=True)
+        found = dict(zip(("calls", "raised", "errors"), found, strict=True)) | {"kernels": kernels}
+        (folder / "1.json").write_text(json.dumps(found))
+    whole, some = map(op_coverage.Found.read, (tmp_path, part))
+    lines, is_whole = op_coverage.compare(whole, some)
     assert not is_whole
     assert lines == [
-        "expand: cpu 1",
+        "expand: cpu 1 (1 errors)",
+        "no test: expand with fake",
+        "no test: row_dot with cpu",
+        "no error: row_dot",
         "no call: expand with triton",
-        "no test: ValueError: y",
+        "not raised: expand with triton: ValueError: x",
+        "not expected: ValueError: y",
         "not in test_d: expand with cpu",
         "not in test_a::test_c: expand with triton",
-        "3 calls of an op with a backend in a test function, 2 lacking; "
-        "1 ops with a backend lacking; 2 errors, 1 lacking",
+        "3 calls of an op with a backend in a test function, 2 lacking; 2 errors of an op with a backend and 2 that "
+        "tests expect, 3 of these and of backends lacking; 3 without any test",
     ]
-    assert op_coverage.compare(part, part)[1]
+    whole.kernels.clear()
+    assert op_coverage.compare(whole, whole)[1]
