@@ -149,7 +149,7 @@ def pytest_sessionfinish() -> None:
 
 
 class Found(NamedTuple):
-    """What processes have noted, as above."""
+    """The calls, raised errors, expected errors and kernels that processes have noted, as above."""
 
     calls: set[tuple[str, str, str]]
     raised: set[tuple[str, str, str]]

@@ -354,7 +354,7 @@ def test_several_processes_are_warned(compiled: bool) -> None:
 
 
 def trained_by_ddp() -> list[dict[str, torch.Tensor]]:
-    """What this rank's model starts and ends with, which trains on its half of the rows."""
+    """The state that this rank's model starts and ends with, which trains on its half of the rows."""
     rank = dist.get_rank()
     model = Model(seed=rank)
     start = snapshot(model)
