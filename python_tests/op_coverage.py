@@ -34,7 +34,7 @@ import torch
 _calls: set[tuple[str, str, str]] = set()
 _raised: set[tuple[str, str, str]] = set()
 _errors: set[tuple[str, str]] = set()
-_test = ""
+_test, _imported = "", 0
 
 
 #: Namespaces of ops, and where those of each have kernels of their own.
@@ -120,24 +120,36 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest.RaisesExc.__exit__ = noting
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Replaces functions of Triton and the reference, where they are defined and where tests have imported them."""
+#: Functions of Triton and the reference, and what notes their calls.
+_functions: dict[Callable, Callable] = {}
+
+
+def watch_packages() -> None:
+    """Replaces functions of Triton and the reference where they are defined, of modules that are imported by now."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
     ops = {name.split("::")[1].split(".")[0] for name in names}
-    noted = {}
-    for module, name, function, backend in _packages(ops):
-        noted[function] = noted.get(function) or _noted_function(function, name, backend)
-        setattr(module, name, noted[function])
+    for module, name, function, backend in list(_packages(ops)):
+        if function not in _functions.values():
+            _functions[function] = _functions.get(function) or _noted_function(function, name, backend)
+            setattr(module, name, _functions[function])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Replaces the functions also where tests have imported them."""
+    watch_packages()
     for module in {item.module for item in session.items}:
         for name, value in list(vars(module).items()):
-            if isinstance(value, types.FunctionType) and value in noted:
-                setattr(module, name, noted[value])
+            if isinstance(value, types.FunctionType) and value in _functions:
+                setattr(module, name, _functions[value])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The test function, whatever its parameters."""
-    global _test
+    """The test function, whatever its parameters; the test before may have imported a package."""
+    global _test, _imported
     _test = f"{item.path.stem}::{item.originalname}"
+    if len(sys.modules) != _imported:
+        watch_packages()
+        _imported = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
