@@ -49,7 +49,7 @@ def there_is() -> set[tuple[str, str]]:
         op, backend = name.split(".")[0], NAMESPACES.get(namespace)
         if backend and not op.startswith("_") and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CPU"):
             found |= {(op, backend), (op, "fake")}
-    return found | {(name, backend) for _, name, _, backend in _packages({op for op, _ in found})}
+    return found | {(f.op, f.backend) for f in _packages({op for op, _ in found})}
 
 
 def backend_of(namespace: str, arguments: tuple) -> str:
@@ -86,15 +86,29 @@ def _noted_function(function: Callable, op: str, backend: str) -> Callable:
     return functools.update_wrapper(functools.partial(noted, op, backend, function), function)
 
 
-def _packages(ops: set[str]) -> Iterator[tuple[object, str, Callable, str]]:
-    """(module, name, function, backend): the functions of rec_kernels.triton and rec_kernels.reference named as ops."""
+class _Function(NamedTuple):
+    """A function of a package, or an overload of one, and the names that it is found by."""
+
+    space: dict[str, Callable]
+    key: str
+    op: str
+    backend: str
+
+
+def _packages(ops: set[str]) -> Iterator[_Function]:
+    """The functions of rec_kernels.triton and rec_kernels.reference that are named as ops."""
     for backend in ("triton", "reference"):
         package = f"rec_kernels.{backend}"
         modules = [m for n, m in list(sys.modules.items()) if n == package or n.startswith(package + ".")]
         for module in modules:
             for name, value in list(vars(module).items()):
-                if name in ops and callable(value) and getattr(value, "__module__", "").startswith(package):
-                    yield module, name, value, backend
+                if name not in ops or not getattr(value, "__module__", "").startswith(package):
+                    continue
+                overloads = vars(value).get("all")  # rec_kernels.triton.embedding_bag.Overloads
+                if overloads:
+                    yield from (_Function(overloads, key, name, backend) for key in overloads)
+                elif callable(value):
+                    yield _Function(vars(module), name, name, backend)
 
 
 def normalised(error: BaseException) -> str:
@@ -128,10 +142,11 @@ def watch_packages() -> None:
     """Replaces functions of Triton and the reference where they are defined, of modules that are imported by now."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
     ops = {name.split("::")[1].split(".")[0] for name in names}
-    for module, name, function, backend in list(_packages(ops)):
+    for space, key, op, backend in list(_packages(ops)):
+        function = space[key]
         if function not in _functions.values():
-            _functions[function] = _functions.get(function) or _noted_function(function, name, backend)
-            setattr(module, name, _functions[function])
+            _functions[function] = _functions.get(function) or _noted_function(function, op, backend)
+            space[key] = _functions[function]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
