@@ -17,7 +17,7 @@ JOBS ?= 2
 TRITON_3_6 := $(VENV)/triton-3.6.0
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: train test test-all build lint format docs site bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
+.PHONY: train test test-all coverage build lint format docs site bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -28,6 +28,14 @@ test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
 
 test-all: test $(TRITON_3_6) $(VENV)/.site
 	$(PY) -m pytest $(SPREAD) -m full
+
+# Which test calls which op with which backend, and what it raises (python_tests/op_coverage.py), in both tiers.
+NOTED = PYTEST_ADDOPTS="-p op_coverage" PYTHONPATH="$(CURDIR):$(CURDIR)/python_tests" OP_COVERAGE=$(CURDIR)/runs/coverage
+coverage: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built $(TRITON_3_6) $(VENV)/.site
+	rm -rf runs/coverage
+	$(NOTED)/default $(PY) -m pytest $(SPREAD) -m "not full"
+	$(NOTED)/full $(PY) -m pytest $(SPREAD) -m full
+	$(PY) python_tests/op_coverage.py runs/coverage runs/coverage/default
 
 build: $(VENV)/.built
 

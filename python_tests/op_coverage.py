@@ -1,11 +1,14 @@
-"""A pytest plugin that notes which test calls which op with which backend, and which errors tests expect; a comparison.
+"""A pytest plugin that notes which test calls which op with which backend, and what it raises; a matrix, a comparison.
 
-    PYTEST_ADDOPTS="-p op_coverage" OP_COVERAGE=runs/default PYTHONPATH=.:python_tests pytest -n 2 -m "not full"
-    python python_tests/op_coverage.py runs/all runs/default
+    make coverage                                                  # both tiers, into runs/coverage, and the comparison
+    PYTEST_ADDOPTS="-p op_coverage" OP_COVERAGE=runs/some PYTHONPATH=.:python_tests pytest python_tests/test_expand.py
+    python python_tests/op_coverage.py runs/coverage runs/coverage/default
 
-Every process, of pytest-xdist and of tests that start pytest, writes a file into the folder. The command prints each op
-with its backends, and what the first folder has and the second lacks: ops with a backend, ops with a backend in a test
-function, errors. It ends with status 1 where an op or an error is lacking.
+Every process, of pytest-xdist and of tests that start pytest, writes a file into the folder. The command prints, for
+the second folder, a line for each op: of each backend the test functions that call it, and how many errors it raises.
+It says which ops have a kernel that no test of the second folder calls, or raise nothing there, and what the first
+folder has and the second lacks: ops with a backend, their errors, errors that tests expect, ops with a backend in a
+test function. It ends with status 1 where anything but the last is lacking.
 """
 
 from __future__ import annotations
@@ -19,14 +22,34 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+# Before torch loads OpenMP, as conftest.py has it, which pytest loads after this plugin.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import pytest
 import torch
 
-#: (op, backend, test function); (error, test function).
+#: (op, backend, test function); (op, backend, error that it raised); (error, test function).
 _calls: set[tuple[str, str, str]] = set()
+_raised: set[tuple[str, str, str]] = set()
 _errors: set[tuple[str, str]] = set()
-_test = ""
+_test, _imported = "", 0
+
+
+#: Namespaces of ops, and where those of each have kernels of their own.
+NAMESPACES = {"rec_kernels": "cpu", "rec_kernels_emulated": "cuda_emulated"}
+
+
+def there_is() -> set[tuple[str, str]]:
+    """(op, backend): the kernels of this process. Every op has a fake one."""
+    found = set()
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        op, backend = name.split(".")[0], NAMESPACES.get(namespace)
+        if backend and not op.startswith("_") and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CPU"):
+            found |= {(op, backend), (op, "fake")}
+    return found | {(f.op, f.backend) for f in _packages({op for op, _ in found})}
 
 
 def backend_of(namespace: str, arguments: tuple) -> str:
@@ -39,38 +62,53 @@ def backend_of(namespace: str, arguments: tuple) -> str:
     return "cuda" if any(t.is_cuda for t in tensors) else "cpu"
 
 
-def note(qualified: str, arguments: tuple) -> None:
-    """Notes a call of an op: "rec_kernels::expand", its arguments."""
-    namespace, _, name = qualified.partition("::")
-    if namespace in ("rec_kernels", "rec_kernels_emulated") and not name.startswith("_"):
-        _calls.add((name.split(".")[0], backend_of(namespace, arguments), _test))
+def noted(op: str, backend: str, call: Callable, *args, **kwargs) -> object:
+    """Calls an op and notes it, and the error that it raises."""
+    _calls.add((op, backend, _test))
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        _raised.add((op, backend, normalised(error)))
+        raise
 
 
 def _noted(call: Callable, name: Callable[[object], str]) -> Callable:
     def noting(self, /, *args, **kwargs):
-        note(name(self), (args, kwargs))
-        return call(self, *args, **kwargs)
+        namespace, _, op = name(self).partition("::")
+        if namespace not in NAMESPACES or op.startswith("_"):
+            return call(self, *args, **kwargs)
+        return noted(op.split(".")[0], backend_of(namespace, (args, kwargs)), call, self, *args, **kwargs)
 
     return noting
 
 
 def _noted_function(function: Callable, op: str, backend: str) -> Callable:
-    def noting(*args, **kwargs):
-        _calls.add((op, backend, _test))
-        return function(*args, **kwargs)
-
-    return functools.update_wrapper(noting, function)
+    return functools.update_wrapper(functools.partial(noted, op, backend, function), function)
 
 
-def _packages(ops: set[str]) -> Iterator[tuple[object, str, Callable, str]]:
-    """(module, name, function, backend): the functions of rec_kernels.triton and rec_kernels.reference named as ops."""
+class _Function(NamedTuple):
+    """A function of a package, or an overload of one, and the names that it is found by."""
+
+    space: dict[str, Callable]
+    key: str
+    op: str
+    backend: str
+
+
+def _packages(ops: set[str]) -> Iterator[_Function]:
+    """The functions of rec_kernels.triton and rec_kernels.reference that are named as ops."""
     for backend in ("triton", "reference"):
         package = f"rec_kernels.{backend}"
         modules = [m for n, m in list(sys.modules.items()) if n == package or n.startswith(package + ".")]
         for module in modules:
             for name, value in list(vars(module).items()):
-                if name in ops and callable(value) and getattr(value, "__module__", "").startswith(package):
-                    yield module, name, value, backend
+                if name not in ops or not getattr(value, "__module__", "").startswith(package):
+                    continue
+                overloads = vars(value).get("all")  # rec_kernels.triton.embedding_bag.Overloads
+                if overloads:
+                    yield from (_Function(overloads, key, name, backend) for key in overloads)
+                elif callable(value):
+                    yield _Function(vars(module), name, name, backend)
 
 
 def normalised(error: BaseException) -> str:
@@ -96,61 +134,104 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest.RaisesExc.__exit__ = noting
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Replaces functions of Triton and the reference, where they are defined and where tests have imported them."""
+#: Functions of Triton and the reference, and what notes their calls.
+_functions: dict[Callable, Callable] = {}
+
+
+def watch_packages() -> None:
+    """Replaces functions of Triton and the reference where they are defined, of modules that are imported by now."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
     ops = {name.split("::")[1].split(".")[0] for name in names}
-    noted = {}
-    for module, name, function, backend in _packages(ops):
-        noted[function] = noted.get(function) or _noted_function(function, name, backend)
-        setattr(module, name, noted[function])
+    for space, key, op, backend in list(_packages(ops)):
+        function = space[key]
+        if function not in _functions.values():
+            _functions[function] = _functions.get(function) or _noted_function(function, op, backend)
+            space[key] = _functions[function]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Replaces the functions also where tests have imported them."""
+    watch_packages()
     for module in {item.module for item in session.items}:
         for name, value in list(vars(module).items()):
-            if isinstance(value, types.FunctionType) and value in noted:
-                setattr(module, name, noted[value])
+            if isinstance(value, types.FunctionType) and value in _functions:
+                setattr(module, name, _functions[value])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The test function, whatever its parameters."""
-    global _test
+    """The test function, whatever its parameters; the test before may have imported a package."""
+    global _test, _imported
     _test = f"{item.path.stem}::{item.originalname}"
+    if len(sys.modules) != _imported:
+        watch_packages()
+        _imported = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
     """Writes this process's file."""
     folder = Path(os.environ["OP_COVERAGE"])
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"calls": sorted(_calls), "errors": sorted(_errors)}
-    (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
+    found = Found(_calls, _raised, _errors, there_is())
+    (folder / f"{os.getpid()}.json").write_text(json.dumps({k: sorted(v) for k, v in found._asdict().items()}))
 
 
-def read(folder: Path) -> tuple[set[tuple[str, str, str]], set[tuple[str, str]]]:
-    """All calls and errors of a folder's files."""
-    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return tuple({tuple(entry) for found in files for entry in found[what]} for what in ("calls", "errors"))
+class Found(NamedTuple):
+    """The calls, raised errors, expected errors and kernels that processes have noted, as above."""
+
+    calls: set[tuple[str, str, str]]
+    raised: set[tuple[str, str, str]]
+    errors: set[tuple[str, str]]
+    kernels: set[tuple[str, str]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Found:
+        """All that is in the files of a folder and the folders in it."""
+        files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
+        return cls(*({tuple(entry) for found in files for entry in found[name]} for name in cls._fields))
 
 
-def compare(whole: Path, part: Path) -> tuple[list[str], bool]:
+def matrix(found: Found) -> list[str]:
+    """A line for each op: "expand: cpu 12 (3 errors), fake 2", by numbers of test functions and of different errors."""
+    tests = collections.Counter(call[:2] for call in found.calls)
+    errors = collections.Counter(error[:2] for error in found.raised)
+    lines = []
+    for op in sorted({op for op, _ in tests}):
+        cells = []
+        for backend in sorted({b for o, b in tests if o == op}):
+            count = errors[op, backend]
+            cells.append(f"{backend} {tests[op, backend]}" + (f" ({count} errors)" if count else ""))
+        lines.append(f"{op}: {', '.join(cells)}")
+    return lines
+
+
+def lacking(found: Found) -> list[str]:
+    """The kernels that no test calls, and the ops that no test has raise on the CPU."""
+    untested = found.kernels - {call[:2] for call in found.calls}
+    silent = {op for op, _ in found.kernels} - {op for op, backend, _ in found.raised if backend == "cpu"}
+    return [f"no test: {op} with {b}" for op, b in sorted(untested)] + [f"no error: {op}" for op in sorted(silent)]
+
+
+def compare(whole: Found, part: Found) -> tuple[list[str], bool]:
     """The lines that the command prints, and whether ``part`` has every op with every backend, and every error."""
-    (calls, errors), (some_calls, some_errors) = read(whole), read(part)
-    backends = collections.defaultdict(collections.Counter)
-    for op, backend, _ in some_calls:
-        backends[op][backend] += 1
-    lines = [f"{op}: " + ", ".join(f"{b} {n}" for b, n in sorted(backends[op].items())) for op in sorted(backends)]
-    lacking = sorted({c[:2] for c in calls} - {c[:2] for c in some_calls})
-    lines += [f"no call: {op} with {backend}" for op, backend in lacking]
-    unexpected = sorted({e for e, _ in errors} - {e for e, _ in some_errors})
-    lines += [f"no test: {error}" for error in unexpected]
-    fewer = sorted(calls - some_calls)
-    lines += [f"not in {test}: {op} with {backend}" for op, backend, test in fewer]
-    lines.append(
-        f"{len(calls)} calls of an op with a backend in a test function, {len(fewer)} lacking; "
-        f"{len(lacking)} ops with a backend lacking; {len({e for e, _ in errors})} errors, {len(unexpected)} lacking"
+    missing = [
+        f"no call: {op} with {b}" for op, b in sorted({c[:2] for c in whole.calls} - {c[:2] for c in part.calls})
+    ]
+    missing += [
+        f"not raised: {op} with {backend}: {error}" for op, backend, error in sorted(whole.raised - part.raised)
+    ]
+    errors = {e for e, _ in whole.errors}
+    missing += [f"not expected: {error}" for error in sorted(errors - {e for e, _ in part.errors})]
+    fewer = [f"not in {test}: {op} with {backend}" for op, backend, test in sorted(whole.calls - part.calls)]
+    without = lacking(part)
+    counts = (
+        f"{len(whole.calls)} calls of an op with a backend in a test function, {len(fewer)} lacking; "
+        f"{len(whole.raised)} errors of an op with a backend and {len(errors)} that tests expect, "
+        f"{len(missing)} of these and of backends lacking; {len(without)} without any test"
     )
-    return lines, not lacking and not unexpected
+    return [*matrix(part), *without, *missing, *fewer, counts], not missing and not without
 
 
 if __name__ == "__main__":
-    printed, is_whole = compare(*map(Path, sys.argv[1:3]))
+    printed, is_whole = compare(*(Found.read(Path(folder)) for folder in sys.argv[1:3]))
     print(*printed, sep="\n")
     sys.exit(not is_whole)

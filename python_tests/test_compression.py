@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import full
 
 import rec_kernels as rk
 from rec_kernels.nn.tables.compression import check_complementary, known_modulus
@@ -285,11 +286,12 @@ def test_batch_sizes_of_their_own() -> None:
         torch.cat([t.flatten() for t in found.values()]).sum().backward()
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
+def test_compiled(backend: str) -> None:
     """One graph for any batch size, with the update in it."""
     collection = _collection(rk.QuotientRemainder(4), optimizer=rk.SGD(lr=0.1))
     other = copy.deepcopy(collection)
-    compiled = torch.compile(lambda batch: collection(batch).values(), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda batch: collection(batch).values(), backend=backend, fullgraph=True, dynamic=True)
     compiled(_batch()).sum().backward()
     other(_batch()).values().sum().backward()
     for name, weight in collection.named_parameters():

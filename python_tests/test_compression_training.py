@@ -87,12 +87,14 @@ def test_freeze(compression) -> None:
     )
 
 
-@pytest.mark.parametrize("compose", ["per_id", *full("pooled")])
-def test_compiled_with_torch_gradients(compose: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "compose"), [("aot_eager", "per_id"), *full(("inductor", "per_id"), ("inductor", "pooled"))]
+)
+def test_compiled_with_torch_gradients(backend: str, compose: str) -> None:
     """One graph forward and backward for any batch size; the parts' gradients have the bits of the eager ones."""
     eager = collection(rk.QuotientRemainder(4, compose=compose))
     model = copy.deepcopy(eager)
-    compiled = torch.compile(lambda given: model(given).values(), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda given: model(given).values(), backend=backend, fullgraph=True, dynamic=True)
     for size in (4, 3):
         given = batch({name: bags[:size] for name, bags in BAGS.items()})
         out, expected = compiled(given), eager(given).values()

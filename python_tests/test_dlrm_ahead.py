@@ -16,6 +16,8 @@ from dlrm_tiny import TinyData
 from rec_kernels.dlrm import DLRM, TrainConfig, train
 from rec_kernels.dlrm.data import DataError, ahead
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 def test_an_exception_of_the_data_thread_arrives():
     def items():

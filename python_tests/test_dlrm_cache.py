@@ -124,6 +124,7 @@ def test_report(whole) -> None:
             assert ("rows in host memory" if backing == "host" else "rows in memory") in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "more",
     [{}, HOST, HOST | {"checkpoint_every": 2}, DISK, DISK | {"checkpoint_every": 2}],
@@ -145,6 +146,7 @@ def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
     assert not [n for n in one if not same_bits(one[n], other[n])]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_crashed_after_its_checkpoint(config, whole, tmp_path, monkeypatch) -> None:
     """The tables went on, and were flushed, when no checkpoint could be written: it goes on from the last one."""
     saves = checkpoint.save
@@ -193,6 +195,7 @@ def test_wrong_options(options: dict, message: str) -> None:
         TrainConfig(**options)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     """The error says how much the slots need; a batch that needs more fails at its step."""
     with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
@@ -206,6 +209,7 @@ def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     assert "error: tables on disk: memory_budget = 1 must be" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_goes_on_with_a_larger_budget(data_dir, tmp_path, capsys) -> None:
     """A run that failed for want of memory is tried again; one that was done is kept."""
     flags = ["--data", "synthetic", "--data-dir", data_dir, "--rows", "1500", "--table-rows", "20000", "--seeds", "1"]

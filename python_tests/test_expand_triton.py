@@ -12,11 +12,10 @@ import os
 import pytest
 import torch
 from backends import PASSED
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jagged_cases import INTEGERS, NOTHING_BAD
 from test_expand import BAD_GRADIENTS, BAD_ROWS, DTYPES, numbers
-from tiers import cross, full
+from tiers import cross, drawn, full
 from torch import Tensor
 
 from rec_kernels._triton_versions import UnsupportedTritonError
@@ -71,8 +70,9 @@ def test_many_samples_of_few_rows(dtype: torch.dtype) -> None:
     check_expand(numbers(6, 17, dtype), torch.randint(6, (300,)))
 
 
-@settings(max_examples=15)
-@given(st.integers(1, 8), st.integers(0, 150), st.integers(0, 40), st.sampled_from(DTYPES), st.sampled_from(INTEGERS))
+@drawn(
+    15, st.integers(1, 8), st.integers(0, 150), st.integers(0, 40), st.sampled_from(DTYPES), st.sampled_from(INTEGERS)
+)
 def test_any_size(rows: int, count: int, columns: int, dtype: torch.dtype, integer: torch.dtype) -> None:
     check_expand(numbers(rows, columns, dtype), torch.randint(rows, (count,), dtype=integer))
 

@@ -100,7 +100,7 @@ def binades(columns: int) -> Tensor:
     return (sign + (exponent << 23) + mantissa).int().view(torch.float32)
 
 
-@pytest.mark.parametrize("columns", [1, 16, 33, *full(3, 100, 300)])
+@pytest.mark.parametrize("columns", [33, *full(1, 3, 16, 100, 300)])
 def test_every_way(columns: int) -> None:
     """Rows that are hard to encode, with and without NaN and Inf."""
     x = torch.cat([finite_rows(columns), not_finite_rows(columns)])
@@ -108,13 +108,16 @@ def test_every_way(columns: int) -> None:
         compare(x, *way)
 
 
-@pytest.mark.parametrize(("format", "rounding", "rule"), WAYS)
+@pytest.mark.parametrize(
+    ("format", "rounding", "rule"),
+    [*(way for way in WAYS if way[1] == ROUNDINGS[0]), *full(*(way for way in WAYS if way[1] != ROUNDINGS[0]))],
+)
 def test_every_binade(format: str, rounding: str, rule: str | None) -> None:
     """Near the ends of the exponents, too: scales that are denormal, steps that are held, pairs that are raised."""
     compare(torch.cat([binades(64), any_bits(65, 64)]), format, rounding, rule)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS[1:], *full(FLOATS[0])])
+@pytest.mark.parametrize("dtype", [FLOATS[2], *full(*FLOATS[:2])])
 def test_long_rows(dtype: torch.dtype) -> None:
     """Rows span several tiles: one has an Inf, one is constant, one has its least number in the last tile."""
     x = torch.randn(4, LONG) * torch.tensor([[1e-6], [1.0], [30.0], [1.0]])
@@ -126,12 +129,14 @@ def test_long_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOATS[1], *full(FLOATS[2])])
-def test_narrow_input(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounding", [ROUNDINGS[0], *full(*ROUNDINGS[1:])])
+def test_narrow_input(dtype: torch.dtype, rounding: str) -> None:
     """Numbers of any bits; what is decoded is rounded to the dtype, with Inf where it overflows."""
     bits = torch.randint(-(2**15), 2**15, (40, 33), dtype=torch.int16).view(dtype)
     x = torch.cat([finite_rows(33).to(dtype), bits])
     for way in WAYS:
-        compare(x, *way)
+        if way[1] == rounding:
+            compare(x, *way)
 
 
 @pytest.mark.parametrize("format", BLOCKS)

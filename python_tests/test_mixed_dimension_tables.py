@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from tiers import full
 from torch.nn import functional
 
 import rec_kernels as rk
@@ -156,10 +157,11 @@ def test_batch_sizes_of_their_own() -> None:
     output.values().sum().backward()
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
+def test_compiled(backend: str) -> None:
     """One graph, any batch size."""
     collection = _collection(rk.SGD(lr=0.1))
-    compiled = torch.compile(lambda batch: collection(batch).values(), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda batch: collection(batch).values(), backend=backend, fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(_batch()), collection(_batch()).values())
 
 

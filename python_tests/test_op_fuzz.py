@@ -87,7 +87,7 @@ class Broken:
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults are found, also an op that changes something before its first error."""
-    valid = op_fuzz.Samples()  # that know nothing of the other faults
+    valid = op_fuzz.Samples(["scale_rows"])  # that know nothing of the other faults
     op = torch.ops.rec_kernels.scale_rows.default
     broken = Broken(op, WRONG[fault](op))
     monkeypatch.setattr(op_fuzz, "overload_of", lambda name: broken)

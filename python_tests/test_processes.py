@@ -94,20 +94,18 @@ threads = [threading.Thread(target=work) for _ in range(4)]
 [t.start() for t in threads]
 [t.join() for t in threads]
 assert not errors, errors
-print(*set(found))
+import rec_kernels as rk
+print(*set(found), rk.build_info()["triton_in_use"])
 """
 
 
-def test_import_in_threads() -> None:
-    """Four threads import the package at once and use it."""
-    assert said(IMPORT_IN_THREADS).split() == [trained()]
-
-
-def test_without_a_visible_gpu() -> None:
-    """CUDA_VISIBLE_DEVICES=-1: the CPU's kernels, the same bits."""
-    code = "import rec_kernels as rk; from process_cases import trained; "
-    code += "print(rk.build_info()['triton_in_use'], trained())"
-    assert said(code, CUDA_VISIBLE_DEVICES="-1").split() == ["False", trained()]
+@pytest.mark.parametrize("environment", [{"CUDA_VISIBLE_DEVICES": "-1"}, *full({})], ids=str)
+def test_import_in_threads(environment: dict[str, str]) -> None:
+    """Four threads import the package at once and use it; with no visible GPU, the CPU's kernels have the same bits."""
+    bits, in_use = said(IMPORT_IN_THREADS, **environment).split()
+    assert bits == trained()
+    if environment:
+        assert in_use == "False"
 
 
 LIVE_OBJECTS = """
@@ -116,15 +114,15 @@ import rec_kernels as rk
 from process_cases import batch, collection, step
 torch.set_num_threads(2)
 cache = rk.RowCache(0.1)
-if sys.argv[1] == "disk":
+if "disk" in sys.argv[1]:
     cache = rk.RowCache(0.1, backing="disk", path=sys.argv[2], memory_budget=600_000)
 tables = collection(rk.Adam(lr=0.01), cache)
 tables.itself = [tables]  # a cycle: the collector finds it at the end, or never
 out = tables(batch(300)).values()
 pending = out.square().sum()  # a graph whose backward never comes
-if sys.argv[1] == "disk":
+if "disk" in sys.argv[1]:
     tables.prefetch(batch(300, 1))  # and rows that are on their way
-if sys.argv[1] == "thread":
+if "thread" in sys.argv[1]:
     other = threading.Thread(target=lambda: [step(collection(rk.SGD(lr=0.1)), batch(300, s)) for s in range(20)])
     other.start()  # which goes on while the main thread is done
 if sys.argv[1] == "exit":
@@ -135,10 +133,10 @@ if sys.argv[1] == "atexit":
 """
 
 
-@pytest.mark.parametrize("how", ["disk", "thread", *full("memory", "exit", "atexit")])
+@pytest.mark.parametrize("how", ["disk and thread", *full("disk", "thread", "memory", "exit", "atexit")])
 def test_the_end_of_a_process(how: str, tmp_path) -> None:
     """A process with live collections, caches, graphs and threads ends silently with status 0."""
-    if how == "disk" and rk.build_info()["host_library"] is None:
+    if "disk" in how and rk.build_info()["host_library"] is None:
         pytest.skip("row files were not built")
     assert said(LIVE_OBJECTS, how, tmp_path / "tables") == ""
 
@@ -174,10 +172,11 @@ def call(i):
 def test_the_end_with_daemons_in_ops() -> None:
     """Daemon threads in our ops abort as in torch's, before Python 3.14: docs/robustness.md says so."""
     code = "import torch, rec_kernels as rk\ntorch.set_num_threads(1)\nx = torch.ones(500, 500)\n"
-    of_torch = run_script(code + "call = lambda i: torch.mm(x, x)\n" + DAEMONS)
     of_ours = run_script(code + "call = lambda i: torch.ops.rec_kernels.scale_rows(x, x[0])\n" + DAEMONS)
-    assert of_ours.returncode in (0, of_torch.returncode), of_ours.stderr
-    assert of_ours.returncode == 0 or sys.version_info < (3, 14), of_ours.stderr
+    if of_ours.returncode:
+        of_torch = run_script(code + "call = lambda i: torch.mm(x, x)\n" + DAEMONS)
+        assert of_ours.returncode == of_torch.returncode, of_ours.stderr
+        assert sys.version_info < (3, 14), of_ours.stderr
 
 
 def test_a_child_that_ends_with_the_parents_objects() -> None:

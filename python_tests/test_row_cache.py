@@ -10,7 +10,6 @@ import torch
 from backends import cpu_backends, every_backend
 from embedding_bag_checks import Backends
 from embedding_bag_format_cases import ROUNDINGS, SEED
-from hypothesis import given, settings
 from row_cache_cases import (
     FORMATS,
     Action,
@@ -24,6 +23,7 @@ from row_cache_cases import (
     expected_of,
     sequences,
 )
+from tiers import drawn
 
 import rec_kernels as rk
 from rec_kernels.ops.table_layout import Column
@@ -70,15 +70,13 @@ def test_stats_of_any_ranges(slots: int, more: int) -> None:
         assert not call("row_cache_stats", given | rk.table_layout([], [])._asdict(), backend.ops).numel()
 
 
-@settings(max_examples=200)
-@given(sequences())
+@drawn(200, sequences())
 def test_cpu(given: Given) -> None:
     """Every instruction set, with several numbers of threads."""
     check(given, cpu_backends)
 
 
-@settings(max_examples=60)
-@given(sequences())
+@drawn(60, sequences())
 def test_every_backend(given: Given) -> None:
     """The CUDA kernels as well."""
     check(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,7 @@ from row_cache_disk_cases import (
     tables_of,
     train,
 )
+from tiers import cross
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
@@ -106,11 +108,15 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-@pytest.mark.parametrize("cache", CACHES)
-def test_the_bits_of_tables_in_memory(cache: str, optimizer, way, tmp_path) -> None:
+def named(value) -> str:
+    """The name of a way, or of a cache and an optimizer."""
+    return value.__name__ if callable(value) else f"{value[0]}-{type(value[1]).__name__}"
+
+
+@pytest.mark.parametrize(("kind", "way"), cross([*itertools.product(CACHES, OPTIMIZERS)], WAYS, WAYS[-1]), ids=named)
+def test_the_bits_of_tables_in_memory(kind, way, tmp_path) -> None:
     """Outputs of every step; then slots, state of the optimizer, counters, and the tables' bytes."""
+    cache, optimizer = kind
     collections = pair(CACHES[cache], tmp_path / "rows", optimizer)
     for i in range(8):
         outputs = [way(c, i) for c in collections]

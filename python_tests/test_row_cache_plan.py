@@ -8,9 +8,8 @@ import itertools
 import pytest
 import torch
 from backends import every_backend
-from hypothesis import given, settings
 from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of, sequences
-from tiers import full
+from tiers import drawn
 
 from rec_kernels.reference.embedding_bag import Bags, Parts
 from rec_kernels.reference.row_cache import POLICIES, Row, RowCache
@@ -74,10 +73,10 @@ def check(sample: CacheSample, actions: list[Action]) -> None:
         expected_of(case, [action], model)
 
 
-@pytest.mark.parametrize("examples", [80, *full(250)])
-def test_against_the_reference(examples: int) -> None:
+@drawn(250, sequences())
+def test_against_the_reference(given: tuple[CacheSample, list[Action]]) -> None:
     """Any tables, caches, features and batches."""
-    settings(max_examples=examples)(given(sequences())(lambda sequence: check(*sequence)))()
+    check(*given)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tiers import full
 from torch.utils.checkpoint import checkpoint
 
 import rec_kernels as rk
@@ -37,7 +38,7 @@ def zipf(rows: int, exponent: float, rng: np.random.Generator) -> tuple[np.ndarr
     return shares / shares[-1], rng.permutation(rows)
 
 
-@pytest.mark.parametrize(("policy", "points"), [("lfu", 3.0), ("lru", 6.0)])
+@pytest.mark.parametrize(("policy", "points"), [("lfu", 3.0), *full(("lru", 6.0))])
 def test_hit_rate(policy: str, points: float) -> None:
     """Zipf 1.15 and slots for 5 %: within so many points of a cache that knows the most frequent rows."""
     rows, batch, fraction = 40_000, 8_192, 0.05

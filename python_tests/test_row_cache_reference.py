@@ -8,8 +8,8 @@ import pytest
 import torch
 from embedding_bag_cases import EPS, LR, wide_floats
 from embedding_bag_format_cases import ROUNDINGS
-from hypothesis import given, settings
 from row_cache_cases import FORMATS, Action, CacheCase, CacheSample, expected_of, sequences
+from tiers import drawn
 
 from rec_kernels.reference import embedding_bag as bags_reference
 from rec_kernels.reference.embedding_bag import Bags, Parts
@@ -212,8 +212,7 @@ def test_what_is_not_cached_is_encoded_by_the_update(rounding: str) -> None:
     assert (cache.clock, cache.stats) == (1, [Stats()])
 
 
-@settings(max_examples=60)
-@given(sequences())
+@drawn(60, sequences())
 def test_what_always_holds(given: tuple[CacheSample, list[Action]]) -> None:
     """A row is in one slot of its set at most, clean ones are what their bytes mean, flushing changes bytes only."""
     case = CacheCase(given[0])

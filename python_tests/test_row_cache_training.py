@@ -9,9 +9,9 @@ import torch
 from backends import every_backend
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, wide_floats
 from embedding_bag_format_cases import ROUNDINGS, STEP
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_cache_cases import Batch, CacheCase, CacheSample, State, batches, call, samples
+from tiers import drawn
 from torch import Tensor
 
 from rec_kernels.ops.table_layout import Size
@@ -177,8 +177,7 @@ def test_steps(pooling: str, rounding: str, policy: str, optimizer: str, autogra
     check(sample, given, optimizer, autograd)
 
 
-@settings(max_examples=60)
-@given(st.data())
+@drawn(60, st.data())
 def test_samples(data: st.DataObject) -> None:
     """Samples of all tables, features and sets agree with the reference, parts included."""
     sample = data.draw(samples())

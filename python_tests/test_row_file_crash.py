@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from row_file_cases import BLOCK, LAYOUT, contents, fill, host_or_skip, log_of, noise, open_file, run_script
 from test_row_file_commit import random_damage, two_generations
+from tiers import full
 
 RowFile = host_or_skip().RowFile
 
@@ -274,7 +275,7 @@ print(len(errors))
 """
 
 
-@pytest.mark.parametrize("call", ["fsync", "pwrite64"])
+@pytest.mark.parametrize("call", ["pwrite64", *full("fsync")])
 def test_every_refused_call_can_be_repeated(call, tmp_path):
     """The n-th write or fsync fails once: an error, no loss, and all is well the next time."""
     path = tmp_path / "file"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from row_format_bytes import BLOCKS, INTEGERS, ROUNDINGS, SHARED, random_blocks, read_shared, round_trip
+from tiers import full
 from torch import Tensor
 
 from rec_kernels.reference import row_formats_bits as bits
@@ -191,7 +192,7 @@ GROWING = {
 GROWING["mxint8"] = 127 / 64
 
 
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("name", ["mx6", "mxint8", *full(*(name for name in GROWING if name not in ("mx6", "mxint8")))])
 def test_growth_past_a_binade(name: str) -> None:
     """1 plus 1,500 times 0.001 is 2.5 on average, with five standard errors; floor holds a block in its binade."""
     x, clipped = torch.ones(32, 32), torch.ones(1, 32)

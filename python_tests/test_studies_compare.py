@@ -22,6 +22,8 @@ from rec_kernels.dlrm import TrainConfig, report, runs, train
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.train import Run, RunInterruptedError
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):

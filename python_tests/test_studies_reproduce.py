@@ -30,6 +30,7 @@ from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError
 from rec_kernels.dlrm.runs import RunExistsError
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parent.parent
 SAVEFIG, TRAIN = Figure.savefig, compare.train
 OPTIONS = {"data": "dlrm_tiny:tiny", "batch_size": 100, "bottom": (4,), "top": (4,)}

@@ -24,6 +24,8 @@ from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import build_model
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("format", ["fp32", "int8"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import op_coverage
 import pytest
 import torch
+from hypothesis import strategies as st
 from mutants import MUTANTS
-from tiers import cross
+from test_opcheck import registered
+from tiers import cross, drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).parent
@@ -61,6 +65,34 @@ def test_pairs_that_are_left_to_the_full_tier() -> None:
     ]
 
 
+def test_examples_that_are_left_to_the_full_tier() -> None:
+    """A third of them is in the default tier; an example that fails fails the test; parameters are beside them."""
+    seen: list[tuple[int, str]] = []
+
+    @drawn(60, st.integers())
+    def test(name: str, number: int) -> None:
+        seen.append((number, name))
+        assert number != 12345
+
+    (mark,) = test.pytestmark
+    few, all_of_them = mark.args[1]
+    assert (few, all_of_them.values, [m.name for m in all_of_them.marks]) == (20, (60,), ["full"])
+    assert list(inspect.signature(test).parameters) == ["name", "examples"]
+    for examples in (20, 60):
+        seen.clear()
+        test(examples=examples, name="x")
+        assert len(set(seen)) > examples / 2
+        assert len(seen) <= examples
+        assert {name for _, name in seen} == {"x"}
+
+    @drawn(3, st.just(7))
+    def wrong(number: int) -> None:
+        assert number == 8
+
+    with pytest.raises(AssertionError):
+        wrong(examples=1)
+
+
 def test_calls_of_ops_have_a_backend() -> None:
     """The plugin tells the CPU, the emulator and tensors without numbers apart."""
     x = torch.ones(2)
@@ -71,23 +103,54 @@ def test_calls_of_ops_have_a_backend() -> None:
     assert op_coverage.normalised(error) == "ValueError: rows = N must be N or more, got N"
 
 
+def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that raises is noted with its backend and its error, and raises."""
+    for name in ("_calls", "_raised"):
+        monkeypatch.setattr(op_coverage, name, set())
+    monkeypatch.setattr(op_coverage, "_test", "test_a::test_b")
+    call = op_coverage._noted(lambda op, x: op.function(x), lambda op: op.name)
+    op = SimpleNamespace(name="rec_kernels::expand.out", function=lambda x: x + 1)
+    assert call(op, 1) == 2
+    op.function = lambda x: 1 / x
+    with pytest.raises(ZeroDivisionError):
+        call(op, 0)
+    call(SimpleNamespace(name="aten::add", function=abs), 1)
+    assert op_coverage._calls == {("expand", "cpu", "test_a::test_b")}
+    assert op_coverage._raised == {("expand", "cpu", "ZeroDivisionError: division by zero")}
+
+
+def test_kernels_are_known() -> None:
+    """Every op has one for the CPU, or none at all, and a fake one."""
+    kernels = op_coverage.there_is()
+    assert {(op.partition(".")[0], backend) for op in registered() for backend in ("cpu", "fake")} <= kernels
+
+
 def test_what_a_tier_lacks_is_said(tmp_path: Path) -> None:
-    """An op with a backend, or an error, that only the first folder has."""
+    """An op with a backend, or an error, that only the first folder has; a kernel and an op without any test."""
     calls = [["expand", "cpu", "test_a::test_b"], ["expand", "triton", "test_a::test_c"], ["expand", "cpu", "test_d"]]
+    raised = [["expand", "cpu", "ValueError: x"], ["expand", "triton", "ValueError: x"]]
     errors = [["ValueError: x", "test_a::test_b"], ["ValueError: y", "test_a::test_b"]]
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    for folder, some_calls, some_errors in ((whole, calls, errors), (part, calls[:1], errors[:1])):
-        folder.mkdir()
-        (folder / "1.json").write_text(json.dumps({"calls": some_calls, "errors": some_errors}))
-    lines, is_whole = op_coverage.compare(whole, part)
+    kernels = [["expand", "cpu"], ["expand", "fake"], ["row_dot", "cpu"]]
+    part = tmp_path / "part"
+    for folder, *found in ((tmp_path, calls, raised, errors), (part, calls[:1], raised[:1], errors[:1])):
+        folder.mkdir(exist_ok=True)
+        found = dict(zip(("calls", "raised", "errors"), found, strict=True)) | {"kernels": kernels}
+        (folder / "1.json").write_text(json.dumps(found))
+    whole, some = map(op_coverage.Found.read, (tmp_path, part))
+    lines, is_whole = op_coverage.compare(whole, some)
     assert not is_whole
     assert lines == [
-        "expand: cpu 1",
+        "expand: cpu 1 (1 errors)",
+        "no test: expand with fake",
+        "no test: row_dot with cpu",
+        "no error: row_dot",
         "no call: expand with triton",
-        "no test: ValueError: y",
+        "not raised: expand with triton: ValueError: x",
+        "not expected: ValueError: y",
         "not in test_d: expand with cpu",
         "not in test_a::test_c: expand with triton",
-        "3 calls of an op with a backend in a test function, 2 lacking; "
-        "1 ops with a backend lacking; 2 errors, 1 lacking",
+        "3 calls of an op with a backend in a test function, 2 lacking; 2 errors of an op with a backend and 2 that "
+        "tests expect, 3 of these and of backends lacking; 3 without any test",
     ]
-    assert op_coverage.compare(part, part)[1]
+    whole.kernels.clear()
+    assert op_coverage.compare(whole, whole)[1]

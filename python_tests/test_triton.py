@@ -50,7 +50,7 @@ COMPARISONS = {
     "dot_interaction": 50,
     "embedding_bag": 50,
     "embedding_bag_options": 25,
-    "expand": 50,
+    "expand": 30,
     "factorization_machine": 40,
     "fake_quantize": 100,
     "grouped_projection": 30,

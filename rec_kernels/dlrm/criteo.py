@@ -1,11 +1,7 @@
 """Click logs in the format of the Kaggle Display Advertising Challenge (Criteo), prepared for training.
 
-A line is a row: label (0 or 1), 13 integers, 26 categories (hexadecimal, up to 8 digits), separated by tabs, without a
-header; a field after the label may be blank. Rows are in the order of time. The first 6/7 of them are for training and
-the last 1/7 for the test: the challenge's training file has seven days.
-
-Dense columns are log(x + 1), blanks and negative numbers 0, as in DLRM (Naumov et al., arXiv:1906.00091).
-Categories are compared as numbers ("0a" and "A" are the same one); a blank is a value of its own.
+docs/data.md has the format. The last 1/7 of the rows is for the test: the challenge's training file has seven days.
+Dense columns are log(x + 1), as in DLRM (Naumov et al., arXiv:1906.00091).
 """
 
 from __future__ import annotations

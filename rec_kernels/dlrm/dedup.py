@@ -7,7 +7,6 @@ Deduplication for End-to-End Deep Learning Recommendation Model Training Infrast
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -96,15 +95,15 @@ def _count(
     given: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor, kept: rk.InverseKeyedJaggedTensor
 ) -> dict[str, list[int]]:
     """Counts, by feature, ids of all rows and ids that are kept."""
-    stored = kept.num_stored_of_keys()
+    before: dict[str, int] = {}
     if isinstance(given, rk.KeyedJaggedTensor):
-        bounds = zip(given.keys(), itertools.pairwise(given.offset_per_key()), strict=True)
-        return {key: [last - first, stored[key]] for key, (first, last) in bounds}
-    counts: dict[str, list[int]] = {}
-    for group, keys in enumerate(kept.groups()):
-        before = kept.lengths(group).index_select(1, kept.inverse(group)).sum(1).tolist()
-        counts |= {key: [ids, stored[key]] for key, ids in zip(keys, before, strict=True)}
-    return counts
+        before = dict(zip(given.keys(), given.length_per_key(), strict=True))
+    else:
+        for group, keys in enumerate(kept.groups()):
+            ids = kept.lengths(group).index_select(1, kept.inverse(group)).sum(1).tolist()
+            before |= dict(zip(keys, ids, strict=True))
+    stored = kept.num_stored_of_keys()
+    return {key: [ids, stored[key]] for key, ids in before.items()}
 
 
 def recorded(mode: str, run: Path | None = None) -> Decision | None:

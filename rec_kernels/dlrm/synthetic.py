@@ -1,12 +1,8 @@
 """Generated click logs of any size, with a label that can be learnt: for trying out, and for benches of big tables.
 
-Every one-hot id and every id of a history follows Zipf's law; frequent ids lie scattered over the table. Neighbouring
-rows form a session. A row has the history of the row before it in its session with a given probability, by default 1,
-and else a new one. The label is drawn from a logistic model of hidden weights: one per
-dense column, and one per id of a feature, made by hashing so that none are stored; a history counts with its mean.
-
-Rows are made in blocks of BLOCK rows, each from a generator of its own, so that any row can be had without those before
-it and no row depends on the batch size. Two machines may differ where their floating-point functions do.
+docs/data.md says how rows are drawn. The label's logistic model has a hidden weight per dense column and per id of a
+feature, made by hashing so that none are stored; a history counts with its mean. Blocks of BLOCK rows are made from a
+generator each, so that any row can be had without those before it and no row depends on the batch size.
 """
 
 from __future__ import annotations
