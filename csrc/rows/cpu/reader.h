@@ -51,7 +51,7 @@ RK_HOST_DEVICE WordLanes unpack_register(uint64_t packed, int v) {
   return unpack<kBits>(packed >> (kBits * kLanes * v) % 64);
 }
 
-// Whether rows are plain numbers, between which nothing lies.
+// True of rows of plain numbers, between which nothing lies.
 template <class Format>
 constexpr bool kIsFloats = false;
 template <>

@@ -348,7 +348,7 @@ struct RowsWriter {
   static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
     const int64_t bytes = Format::row_bytes(D);
     using Writer = RowWriter<Format, kStochastic>;
-    // Of plain numbers without noise, rows that lie one after the other are one.
+    // Rows of plain numbers that lie one after the other are one row, unless noise tells them apart.
     if (kIsFloats<Format> && !kStochastic && !to.numbers && N > 1) return N * write(x, 1, N * D, how, to);
     RowNoise<kStochastic> noise(how.noise, to, N, ceil_div(D, Writer::kColumns) * Writer::kColumns);
     int64_t bad = N;
