@@ -37,7 +37,7 @@ void rows_of_format(int format, int64_t bytes, const Floats& x, int64_t N, int64
       std::vector<uint8_t> rows(static_cast<size_t>(N * bytes));
       Floats back(x.size());
       if (encode(x.data(), N, D, rounding, {rows.data(), 7, nullptr}) != N) std::exit(4);
-      for (int64_t n = 0; n < N; ++n) k.decode[format](rows.data() + n * bytes, D, back.data() + n * D);
+      k.decode[format](rows.data(), N, D, back.data());
       give(rows);
       give(back);
     }
