@@ -19,7 +19,7 @@ namespace rec_kernels {
 #if defined(RK_EMULATED)
 // Nodes of a CUDA graph for what CUB does in more than one block: a sort clears two counters, counts digits of 8 bits
 // and sums the counts, and each pass is a filling and a kernel; a sum is a start and a kernel.
-inline void count_sort(int bits) { graph_nodes += 4 + 2 * ceil_div(bits, 8); }
+inline void count_sort(int bits) { graph_nodes += 4 + 2 * ((bits + 7) / 8); }
 inline void count_sum() { graph_nodes += 2; }
 #endif
 
