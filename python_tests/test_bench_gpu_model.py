@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from backends import ROOT
+from backends import ROOT, emulated
+from embedding_bag_cases import make_case
 from test_bench_gpu import CPU
 
 from bench.gpu import cases, code_paths, expected, model, predict, recorded, report
@@ -74,6 +75,18 @@ def test_short_bags_are_taken_together() -> None:
     assert [key for key, together in of.items() if together == 4] == [(16, 1), (20, 2), (128, 1), (128, 2)]
     assert set(of.values()) == {1, 4}
     assert [expected.bags_together(cases.Workload("w", 1, 1, 9, 128, 1), f) for f in ("bf16", "int8")] == [4, 1]
+
+
+@pytest.mark.parametrize("optimizer", [cases.SGD, cases.ADAGRAD])
+def test_an_update_has_the_kernels_of_the_model(optimizer: str) -> None:
+    """The emulated kernels' launches, and CUB's as csrc/core/cuda/device_algorithms.h counts them."""
+    w = cases.Workload("w", 2, 40, 1000, 16, 3)
+    case = make_case([(w.rows, w.dim)] * w.tables, [*range(w.tables)], [w.bag] * w.tables * w.batch)
+    ops = emulated()
+    ops._count_nodes()
+    case.update(optimizer, ops)
+    works = expected.backward(w, optimizer, expected.reuse_of(w), KERNELS, H100)
+    assert ops._count_nodes() == sum(work.kernels for work in works) == 17
 
 
 @pytest.mark.parametrize("gpu", model.GPUS.values(), ids=lambda gpu: gpu.name)

@@ -231,6 +231,14 @@ def test_rows_beyond_32_bits(format: str, optimizer: str, mapped: Mapped) -> Non
             case.check_update(rounding, backend.ops, (backend.name, rounding))
 
 
+@pytest.mark.parametrize("rows", [2**32 - 6, 2**32 - 5])
+def test_rows_that_just_fit_in_32_bits(rows: int, mapped: Mapped) -> None:
+    """With the five rows behind these, the number above all rows has 32 bits, or 33."""
+    case = Far("fp16", 1, rows, [0, 2**31 - 1, 2**31, rows - 2, rows - 1], "rowwise_adagrad", mapped)
+    for backend in host_backends():
+        case.check_update("nearest", backend.ops, backend.name)
+
+
 def test_one_float_table(mapped: Mapped) -> None:
     """weights [E, D] without a layout: lookup, sparse gradient, update, as of a table of the touched rows."""
     rows, columns = 2**31 // 20 + 7, 20

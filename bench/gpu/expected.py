@@ -18,8 +18,13 @@ from bench.shapes import Workload
 
 #: Factor by which a measurement may differ either way: for kernels whose machine code was read, and for all others.
 READ, UNREAD = 1.4, 2.0
-#: Bytes that the backward moves for an id besides rows and gradients, and for a pass of its sort: keys of 8 bytes.
-BOOKKEEPING, SORT_PASS, SORT_BITS = 100, 24, 8
+#: Bytes that the backward moves for an id besides rows and gradients, without its sort: 16 for the entry, 8 for the
+#: starts of runs, and 4 for the list of long ones (csrc/embedding_bag/cuda/sort.cu); with weights, 8 more.
+BOOKKEEPING = 28
+#: Bits that a pass of a sort takes.
+SORT_BITS = 8
+#: Bytes that sum_rows moves for a number besides the gradient, and for a pass of its sort: keys of 8 bytes.
+SUMMED, SUMMED_PASS = 100, 24
 #: Entries of one row that are summed at once: kChunk of csrc.
 CHUNK = 64
 #: Bags that a group of lanes takes together where they are short: kShortBags of csrc.
@@ -124,8 +129,10 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     short = kernels[f"finish_short_kernel<{lanes}, {blocks}, {TARGETS[optimizer]}>"]
     ids, row = w.num_ids, 4 * w.dim
     gradient = w.tables * w.batch * row
-    passes = -(-(w.tables * w.rows).bit_length() // SORT_BITS)
-    kept = ids * BOOKKEEPING * 0.4 < gpu.l2_bytes  # what one kernel leaves for the next is in the L2
+    bits = (w.tables * w.rows).bit_length()
+    passes, key = -(-bits // SORT_BITS), 4 if bits <= 32 else 8
+    entry = key + 4  # and its payload
+    kept = 2 * ids * entry < gpu.l2_bytes  # what one kernel leaves for the next is in the L2
 
     def stream(name: str, size: float, kernels: int, fixed_us: float = 0.0) -> Work:
         return Work(name, memory=0.0 if kept else size, cached=size, kernels=kernels, fixed_us=fixed_us)
@@ -147,8 +154,8 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     )
     return [
         Work("start", fixed_us=2.5 + 0.25 * w.tables),
-        stream("bookkeeping", ids * (BOOKKEEPING + 8 * is_weighted(w)), kernels=10),
-        stream("sort", ids * (8 + passes * SORT_PASS), kernels=3 + passes, fixed_us=3.0 * passes),
+        stream("bookkeeping", ids * (BOOKKEEPING + 8 * is_weighted(w)), kernels=4),
+        stream("sort", ids * (key + passes * 2 * entry), kernels=4 + 2 * passes, fixed_us=3.0 * passes),
         *long_runs(w, reuse, kernels),
         finish,
         Work("advance"),
@@ -213,7 +220,7 @@ def of_expand(case: Expand) -> dict[str, list[Work]]:
     """Rows copied; backward, ids sorted, and rows summed in their order."""
     moved = case.moved()
     passes = -(-case.distinct.bit_length() // SORT_BITS)
-    sorted_bytes = case.samples * (BOOKKEEPING + passes * SORT_PASS)
+    sorted_bytes = case.samples * (SUMMED + passes * SUMMED_PASS)
     backward = of_bytes("sums", moved["backward"]["all"] + sorted_bytes, 7 + passes, fixed_us=3.0 * passes)
     return {"forward": of_bytes("rows", moved["forward"]["unique"], 2), "backward": backward}
 

@@ -19,9 +19,13 @@ class OnDeviceOf {
   cudaStream_t stream() const { return nullptr; }
 };
 
+// Nodes that a CUDA graph of the calls since the last _count_nodes() would have: kernels, and fillings of memory.
+inline int64_t graph_nodes = 0;
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
             const Arguments&... arguments) {
+  ++graph_nodes;
   const KeepDenormals guard;  // a GPU does not care what the CPU's threads are set to
   emulator::run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes,
                      [&] { kernel(static_cast<Parameters>(arguments)...); });

@@ -1,4 +1,6 @@
 // Functions by which the tests control the emulator.
+#include <utility>
+
 #include "core/boxing.h"
 #include "core/stable.h"
 #include "emulator/launch.h"
@@ -13,16 +15,20 @@ void set_order(int64_t order, int64_t seed) {
 
 void set_pinned(bool pinned) { memory_is_pinned = pinned; }
 
+int64_t count_nodes() { return std::exchange(graph_nodes, 0); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   define(m, "_set_order(int order, int seed) -> ()");
   define(m, "_set_pinned(bool pinned) -> ()");
+  define(m, "_count_nodes() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
   implement<&set_order>(m, "_set_order");
   implement<&set_pinned>(m, "_set_pinned");
+  implement<&count_nodes>(m, "_count_nodes");
 }
 
 }  // namespace rec_kernels

@@ -1,6 +1,8 @@
 // Device-wide sort and scan: CUB on a GPU, the standard library in the emulator. Temporary memory comes from torch.
 #pragma once
 
+#include <iterator>
+
 #include "core/cuda/launch.h"
 
 #if defined(RK_EMULATED)
@@ -14,11 +16,19 @@
 
 namespace rec_kernels {
 
+#if defined(RK_EMULATED)
+// Nodes of a CUDA graph for what CUB does in more than one block: a sort clears two counters, counts digits of 8 bits
+// and sums the counts, and each pass is a filling and a kernel; a sum is a start and a kernel.
+inline void count_sort(int bits) { graph_nodes += 4 + 2 * ((bits + 7) / 8); }
+inline void count_sum() { graph_nodes += 2; }
+#endif
+
 // Counts are below 2^32. Stable sort of (key, value) pairs by the lowest `bits` bits of the keys.
 template <class Key>
 void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint32_t* sorted_values, int64_t count,
                 int bits, [[maybe_unused]] const Tensor& like, [[maybe_unused]] cudaStream_t stream) {
 #if defined(RK_EMULATED)
+  count_sort(bits);
   const Key mask = bits >= static_cast<int>(8 * sizeof(Key)) ? ~Key{0} : (Key{1} << bits) - 1;
   std::vector<int64_t> order(static_cast<size_t>(count));
   std::iota(order.begin(), order.end(), int64_t{0});
@@ -39,12 +49,56 @@ void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint3
 #endif
 }
 
-// sums[i] = values[0] + ... + values[i - 1].
-template <class T>
-void exclusive_sum(const T* values, T* sums, int64_t count, [[maybe_unused]] const Tensor& like,
+// An iterator over of(0), of(1), ...: numbers that an algorithm reads without an array of them.
+template <class Of>
+struct Computed {
+  using iterator_category = std::random_access_iterator_tag;
+  using value_type = uint32_t;
+  using difference_type = int64_t;
+  using pointer = void;
+  using reference = uint32_t;
+  Of of;
+  uint32_t at = 0;
+
+  __host__ __device__ __forceinline__ Computed operator+(uint32_t n) const { return {of, at + n}; }
+  __device__ __forceinline__ uint32_t operator[](uint32_t n) const { return of(at + n); }
+  __device__ __forceinline__ uint32_t operator*() const { return of(at); }
+};
+
+// An output iterator: what an algorithm writes at place i goes to take(i, number).
+template <class Take>
+struct TakenBy {
+  struct Place {
+    const Take& take;
+    uint32_t at;
+
+    __device__ __forceinline__ void operator=(uint32_t number) const { take(at, number); }
+  };
+  using iterator_category = std::random_access_iterator_tag;
+  using value_type = void;
+  using difference_type = int64_t;
+  using pointer = void;
+  using reference = Place;
+  Take take;
+  uint32_t at = 0;
+
+  __host__ __device__ __forceinline__ TakenBy operator+(uint32_t n) const { return {take, at + n}; }
+  __device__ __forceinline__ Place operator[](uint32_t n) const { return {take, at + n}; }
+  __device__ __forceinline__ Place operator*() const { return {take, at}; }
+};
+
+// sums[i] = values[0] + ... + values[i - 1], of pointers or iterators.
+template <class Values, class Sums>
+void exclusive_sum(Values values, Sums sums, int64_t count, [[maybe_unused]] const Tensor& like,
                    [[maybe_unused]] cudaStream_t stream) {
 #if defined(RK_EMULATED)
-  std::exclusive_scan(values, values + count, sums, T{0});
+  count_sum();
+  typename std::iterator_traits<Values>::value_type sum = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto value = values[i];
+    sums[i] = sum;
+    sum += value;
+  }
 #else
   const auto items = static_cast<uint32_t>(count);
   size_t bytes = 0;

@@ -84,23 +84,21 @@ __global__ void advance_step_kernel(Skip skip, Update update, int64_t* step, Bet
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
                  const float* grad_scale, const Skip& skip) {
   const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
-  return {o.runs,  in.parts, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
-          nullptr, nullptr,  nullptr, 0, CachedRuns{}};
+  return {o.runs, in.parts, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale,
+          skip,   nullptr,  nullptr, 0, CachedRuns{}};
 }
 
 // The sums of chunks, which finishing starts from; owns their memory.
 struct ChunkSums {
-  Tensor partials, next, owners;
+  Tensor partials, next;
 };
 
 ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
-  const int64_t rows = args->runs.most_runs > kChunk || in.multiplies ? args->runs.most_chunks : 0;
+  const int64_t rows = args->runs.most_chunks;
   ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),
-                 new_tensor(like, {(rows / kChunksPerNext + 1) * in.max_dim}, ScalarType::Float),
-                 new_tensor(like, {rows * 4}, ScalarType::Byte)};
+                 new_tensor(like, {(rows / kChunksPerNext + 1) * in.max_dim}, ScalarType::Float)};
   args->partials = sums.partials.mutable_data_ptr<float>();
   args->next_partials = sums.next.mutable_data_ptr<float>();
-  args->owners = static_cast<uint32_t*>(sums.owners.mutable_data_ptr());
   args->max_dim = in.max_dim;
   if (rows == 0) return sums;
   with_widths(in.max_dim, [&](auto group, auto blocks) {
@@ -147,8 +145,7 @@ __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, Cach
   if (a.skip.now()) return;
   for (int64_t run = Group<1>::first(); run < *a.runs.num_runs; run += Group<1>::stride()) {
     const CachePlace place = place_of(cache, a.parts, part_of_run(a.runs, a.bags, run));
-    const auto row = static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]);
-    const int64_t slot = place.sets ? cache.view().slot_of(place, row) : -1;
+    const int64_t slot = place.sets ? cache.view().slot_of(place, a.runs.row(run)) : -1;
     slots[run] = slot;
     if (slot >= 0) cache.dirty[slot] = 1;
   }
@@ -240,7 +237,7 @@ __device__ int64_t runs_below(const Runs& runs, int64_t row) {
   int64_t low = 0, high = *runs.num_runs;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (static_cast<int64_t>(runs.keys[runs.starts[middle]]) < row) low = middle + 1;
+    if (runs.row(middle) < row) low = middle + 1;
     else high = middle;
   }
   return low;

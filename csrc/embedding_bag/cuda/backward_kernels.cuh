@@ -179,36 +179,22 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
   if (a.skip.now()) return;
   const Group<G> group;
   for (int64_t run = Group<G>::first(); run < *a.runs.num_runs; run += Group<G>::stride()) {
-    const int64_t start = a.runs.starts[run], count = a.runs.count(run);
+    const uint32_t start = a.runs.starts[run];
+    const int64_t count = a.runs.count(run);
     if (count > kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
     Part f;
     if (!a.finishes(run, part, &f)) continue;
-    const uint32_t chunk = a.weights ? a.runs.chunk_starts[run] : 0;
-    const bool summed = a.weights && a.runs.chunk_starts[run + 1] != chunk;  // of a multiplied table
-    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, Target>> sum{a,
-                                                                       group,
-                                                                       summed ? chunk : static_cast<uint32_t>(start),
-                                                                       summed ? 1 : static_cast<int>(count),
-                                                                       f.embedding_dim,
-                                                                       summed};
-    finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
+    const bool summed = a.weights && a.parts.records[part].multiplied;
+    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, Target>> sum{
+        a,     group, summed ? a.runs.first_chunks[run] : start, summed ? 1 : static_cast<int>(count), f.embedding_dim,
+        summed};
+    finish_row<G, kBlocks>(a, target, group, part, f, a.runs.keys[start], run, sum);
   }
 }
 
 // Chunks that share a row of the room for sums of chunk sums.
 constexpr int64_t kChunksPerNext = kChunk / 2;
-
-// The run that chunk `chunk` belongs to: the last whose first chunk is not behind it.
-__device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk) {
-  int64_t low = 0, high = *runs.num_runs;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (runs.chunk_starts[middle] <= chunk) low = middle;
-    else high = middle;
-  }
-  return low;
-}
 
 // The entries of a chunk of a run.
 struct ChunkOfRun {
@@ -216,7 +202,7 @@ struct ChunkOfRun {
   int count;
 
   __device__ __forceinline__ ChunkOfRun(const Runs& runs, int64_t run, int64_t chunk) {
-    const int64_t done = (chunk - runs.chunk_starts[run]) * kChunk, left = runs.count(run) - done;
+    const int64_t done = (chunk - runs.first_chunks[run]) * kChunk, left = runs.count(run) - done;
     first = runs.starts[run] + done;
     count = static_cast<int>(left < kChunk ? left : kChunk);
   }
@@ -240,11 +226,9 @@ template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
   if (a.skip.now()) return;
   const Group<G> group;
-  const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  const int64_t chunks = *a.runs.num_chunks;
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
-    const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
-    if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
-    const int64_t part = part_of_run(a.runs, a.bags, run);
+    const int64_t run = a.runs.owners[chunk], part = part_of_run(a.runs, a.bags, run);
     if (a.weights && a.parts.records[part].multiplied) continue;
     const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
@@ -261,10 +245,10 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
   if (a.skip.now()) return;
   const Group<G> group;
   const int mine = threadIdx.x / G, groups = blockDim.x / G;
-  const uint32_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  const uint32_t chunks = *a.runs.num_chunks;
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-    const int64_t run = a.owners[chunk];
-    if (a.runs.chunk_starts[run] != chunk || a.runs.count(run) <= kChunk) continue;
+    const int64_t run = a.runs.owners[chunk];
+    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
     Part f;
     if (!a.finishes(run, part, &f)) continue;  // the whole block
@@ -293,8 +277,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     }
     if (mine == 0) {
       const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
-      finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run,
-                             sum);
+      finish_row<G, kBlocks>(a, target, group, part, f, a.runs.row(run), run, sum);
     }
     __syncthreads();  // the next run of this block may use the same memory
   }

@@ -106,9 +106,9 @@ template <class Format, int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) sum_products_kernel(SumArgs a) {
   if (a.skip.now()) return;
   const Group<G> group;
-  const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  const int64_t chunks = *a.runs.num_chunks;
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
-    const int64_t run = a.owners[chunk], part = part_of_run(a.runs, a.bags, run);
+    const int64_t run = a.runs.owners[chunk], part = part_of_run(a.runs, a.bags, run);
     if (!a.parts.records[part].multiplied || !a.parts.has_format(part, a.format)) continue;
     const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);

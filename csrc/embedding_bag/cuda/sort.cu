@@ -12,14 +12,15 @@ namespace {
 struct EntryArgs {
   Parts parts;
   Bags bags;
-  uint64_t* keys;
+  RowKeys keys, sorted;  // sorted later, but for one more, which is left out
   uint32_t* payloads;
   uint32_t* bag_of;
   float* coefficients;
   const float** gradients;
   const float* grad;
   int64_t output_dim;
-  uint64_t left_out;  // key of entries that do not count: above every row
+  int64_t left_out;      // key of entries that do not count: above every row
+  uint32_t* num_chunks;  // which list_chunks_kernel counts from 0
   int64_t* status;
 };
 
@@ -44,9 +45,28 @@ __device__ float factor_of_bag(const EntryArgs& a, const Part& f, const Group<G>
   return n > 0 ? 1.0f / static_cast<float>(n) : 1.0f;
 }
 
+// Begins the list of chunks, and leaves out ids before the first bag and behind the last one, and the entry behind all.
+// Every other id is in a bag, or offsets are bad: then nothing comes of the entries, whatever they are.
+__device__ void leave_out_rest(const EntryArgs& a) {
+  const int64_t start = a.bags.offset(0), stop = a.bags.offset(a.bags.num_bags), parts = a.parts.most_parts;
+  if (Group<1>::first() == 0) {
+    *a.num_chunks = 0;
+    a.sorted.set(a.bags.num_ids * parts, a.left_out);
+  }
+  const auto leave_out = [&](int64_t from, int64_t to) {
+    for (int64_t i = from * parts + Group<1>::first(); i < to * parts; i += Group<1>::stride()) {
+      a.keys.set(i, a.left_out);
+      a.payloads[i] = 0;
+    }
+  };
+  if (start <= a.bags.num_ids) leave_out(0, start);
+  if (stop >= 0) leave_out(stop, a.bags.num_ids);
+}
+
 // A group takes a bag. An id's entry is at its own place, so the order of (feature, bag, position) is kept.
 template <int G>
 __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
+  leave_out_rest(a);
   if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
@@ -58,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
       const int64_t id = a.bags.id(i);
       if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
-      a.keys[i] = counts(a, f, id) ? static_cast<uint64_t>(f.row_offset + id) : a.left_out;
+      a.keys.set(i, counts(a, f, id) ? f.row_offset + id : a.left_out);
       const int64_t payload = a.coefficients ? i : bag;
       a.payloads[i] = static_cast<uint32_t>(payload);
       if (a.gradients) a.gradients[payload] = gradient;
@@ -70,9 +90,10 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
 }
 
 // Writes an entry for each part of an id, next to each other. Absent parts, and parts whose rows get no gradient, are
-// left out before.
+// left out.
 template <int G>
 __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
+  leave_out_rest(a);
   if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
@@ -87,63 +108,75 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
       a.bag_of[i] = static_cast<uint32_t>(bag);
       if (a.coefficients) a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
       if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
-      if (!counts(a, f, id)) continue;
-      for (int64_t p = 0; p < count; ++p) {
-        const int64_t entry = i * a.parts.most_parts + p;
-        const int64_t row = a.parts.mapped[first + p].partition.row(id);
-        a.keys[entry] = static_cast<uint64_t>(a.parts.records[first + p].row_offset + row);
-        const int64_t payload = i << a.parts.part_bits | p;
+      const int64_t present = counts(a, f, id) ? count : 0;
+      for (int64_t p = 0; p < a.parts.most_parts; ++p) {
+        const int64_t entry = i * a.parts.most_parts + p, payload = i << a.parts.part_bits | p;
         a.payloads[entry] = static_cast<uint32_t>(payload);
+        if (p >= present) {
+          a.keys.set(entry, a.left_out);
+          continue;
+        }
+        const int64_t row = a.parts.mapped[first + p].partition.row(id);
+        a.keys.set(entry, a.parts.records[first + p].row_offset + row);
         a.gradients[payload] = gradient + a.parts[first + p].output_offset;
       }
     }
   }
 }
 
-// Ids that no bag names, or only bags with bad offsets, count for nothing.
+// Where runs begin, for a sum over all entries and the one behind them: counts those of a row, and writes the starts.
+// The entries that are left out come last, with that one; where they begin is the end of the last run.
+template <class Key>
+struct RunStarts {
+  const Key* keys;
+  uint32_t count;
+  Key left_out;
+  uint32_t *starts, *num_runs;
+
+  __device__ __forceinline__ bool begins(uint32_t i) const { return i == 0 || keys[i] != keys[i - 1]; }
+  // 1 if a run begins at entry i.
+  __device__ __forceinline__ uint32_t operator()(uint32_t i) const { return keys[i] != left_out && begins(i) ? 1 : 0; }
+  // `before`: runs that begin before entry i.
+  __device__ __forceinline__ void operator()(uint32_t i, uint32_t before) const {
+    if (begins(i)) starts[before] = i;
+    if (i == count) *num_runs = before;
+  }
+};
+
+// Appends the chunks of every run to the list, a lane to a run and then the warp to its chunks. `status`, of calls that
+// multiply, says whether runs make sense: bags with bad offsets may have ids in common.
 __global__ void __launch_bounds__(kThreads)
-    leave_out_kernel(uint64_t* keys, uint32_t* payloads, int64_t count, uint64_t left_out) {
-  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) {
-    keys[i] = left_out;
-    payloads[i] = 0;
+    list_chunks_kernel(Runs runs, Parts parts, Bags bags, const int64_t* status) {
+  const Group<kWarpSize> warp;
+  const int64_t num_runs = *runs.num_runs;
+  for (int64_t first = warp.first() * kWarpSize; first < num_runs; first += warp.stride() * kWarpSize) {
+    const int64_t run = first + warp.lane, count = run < num_runs ? runs.count(run) : 0;
+    const bool multiplied =
+        status && *status >= 0 && count > 0 && parts.records[part_of_run(runs, bags, run)].multiplied;
+    const auto mine = static_cast<uint32_t>(count > kChunk || multiplied ? ceil_div(count, kChunk) : 0);
+    unsigned with_chunks = warp.ballot(mine > 0);
+    if (with_chunks == 0) continue;
+    uint32_t behind = mine;  // chunks of this lane's run and of those before
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const uint32_t other = warp.broadcast(behind, warp.lane < distance ? warp.lane : warp.lane - distance);
+      if (warp.lane >= distance) behind += other;
+    }
+    uint32_t begin = 0;
+    if (warp.lane == kWarpSize - 1) begin = atomicAdd(runs.num_chunks, behind);
+    begin = warp.broadcast(begin, kWarpSize - 1) + behind - mine;
+    if (mine > 0) runs.first_chunks[run] = begin;
+    for (; with_chunks != 0; with_chunks &= with_chunks - 1) {
+      const int from = lowest_bit(with_chunks);
+      const uint32_t here = warp.broadcast(begin, from), chunks = warp.broadcast(mine, from);
+      for (uint32_t c = static_cast<uint32_t>(warp.lane); c < chunks; c += kWarpSize)
+        runs.owners[here + c] = static_cast<uint32_t>(first + from);
+    }
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    flag_runs_kernel(const uint64_t* keys, int64_t count, uint64_t left_out, uint32_t* flags) {
-  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride())
-    flags[i] = keys[i] != left_out && (i == 0 || keys[i] != keys[i - 1]);
-}
-
-// places[i]: runs that begin before entry i.
-__global__ void __launch_bounds__(kThreads)
-    write_runs_kernel(const uint64_t* keys, int64_t count, uint64_t left_out, const uint32_t* flags,
-                      const uint32_t* places, int64_t* starts, int64_t* num_runs) {
-  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) {
-    const bool out = keys[i] == left_out, last = i == count - 1;
-    if (flags[i]) starts[places[i]] = i;
-    if (out && (i == 0 || keys[i - 1] != left_out)) starts[places[i]] = i;  // the end of the last run
-    if (!last) continue;
-    const int64_t runs = int64_t{places[i]} + flags[i];
-    *num_runs = runs;
-    if (!out) starts[runs] = count;
-  }
-}
-
-// `status`, of calls that multiply, says whether runs make sense: bags with bad offsets may have ids in common.
-__global__ void __launch_bounds__(kThreads)
-    count_chunks_kernel(Runs runs, Parts parts, Bags bags, const int64_t* status, uint32_t* chunks) {
-  for (int64_t r = Group<1>::first(); r <= runs.most_runs; r += Group<1>::stride()) {
-    const int64_t count = r < *runs.num_runs ? runs.count(r) : 0;
-    const bool multiplied = status && *status >= 0 && count > 0 && parts.records[part_of_run(runs, bags, r)].multiplied;
-    chunks[r] = count > kChunk || multiplied ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
-  }
-}
-
-__global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* chunk_starts) {
-  *num_runs = 0;
-  starts[0] = 0;
-  chunk_starts[0] = 0;
+__global__ void no_runs_kernel(Runs runs) {
+  *runs.num_runs = *runs.num_chunks = 0;
+  runs.starts[0] = 0;
 }
 
 // Allocates from torch and keeps what it allocates.
@@ -162,15 +195,30 @@ class Memory {
 };
 
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
-  const int64_t N = in.bags.num_ids, entries = N * in.parts.most_parts;
-  launch(leave_out_kernel, blocks_for(entries, 1), dim3(kThreads), 0, stream, args.keys, args.payloads, entries,
-         args.left_out);
-  if (in.bags.num_bags == 0) return;
-  with_lanes(lanes_for(4 * ceil_div(N, in.bags.num_bags)), [&](auto group) {
+  with_lanes(lanes_for(4 * ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
     constexpr int G = decltype(group)::value;
     const auto kernel = in.parts.mapped ? part_entries_kernel<G> : entries_kernel<G>;
     launch(kernel, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);
   });
+}
+
+// Sorts N entries, and finds the runs.
+template <class Key>
+void sort_entries(const EntryArgs& args, const Runs& runs, uint32_t* sorted_payloads, const Tensor& like,
+                  cudaStream_t stream) {
+  const auto N = static_cast<uint32_t>(runs.most_runs);
+  auto* sorted = static_cast<Key*>(args.sorted.keys);
+  sort_pairs(static_cast<const Key*>(args.keys.keys), sorted, args.payloads, sorted_payloads, N,
+             bit_width(static_cast<uint64_t>(args.left_out)), like, stream);
+  const RunStarts<Key> starts{sorted, N, static_cast<Key>(args.left_out), runs.starts, runs.num_runs};
+  exclusive_sum(Computed<RunStarts<Key>>{starts}, TakenBy<RunStarts<Key>>{starts}, int64_t{N} + 1, like, stream);
+}
+
+// Most chunks of N entries: of a multiplied table, a run has one where it has a single entry, and there are no more
+// runs than rows.
+int64_t most_chunks_of(const BagInput& in, int64_t N) {
+  if (in.multiplies) return N / kChunk + std::min(N, in.num_rows) + 1;
+  return N > kChunk ? N / kChunk + N / (kChunk + 1) + 1 : 0;
 }
 
 }  // namespace
@@ -182,42 +230,43 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
       " ids; at most 2^32 - 2 fit in a call on a GPU, half of it where features have two parts, a quarter with more");
   SortedOccurrences out{};
   Memory memory(grad, &out.memory);
-  const bool weighted = in.bags.per_sample_weights || in.any_mean;
-  const auto left_out = static_cast<uint64_t>(in.num_rows);
-  auto* keys = memory.make<uint64_t>(N);
-  auto* payloads = memory.make<uint32_t>(N);
-  auto* bag_of = weighted || in.parts.mapped ? memory.make<uint32_t>(ids) : nullptr;
-  auto* coefficients = weighted ? memory.make<float>(ids) : nullptr;
-  const float** gradients = nullptr;
-  if (in.parts.mapped) gradients = memory.make<const float*>(ids << in.parts.part_bits);
-  else if (in.groups) gradients = memory.make<const float*>(weighted ? ids : in.bags.num_bags);
-  auto* sorted_keys = memory.make<uint64_t>(N);
+  const bool weighted = in.bags.per_sample_weights || in.any_mean, wide = in.num_rows > INT64_C(0xffffffff);
+  const auto make_keys = [&](int64_t count) { return RowKeys{memory.make<uint8_t>(count * (wide ? 8 : 4)), wide}; };
+  EntryArgs args{in.parts, in.bags, make_keys(N), make_keys(N + 1), memory.make<uint32_t>(N)};
   auto* sorted_payloads = memory.make<uint32_t>(N);
-  auto* flags = memory.make<uint32_t>(N + 1);
-  auto* sums = memory.make<uint32_t>(N + 1);
-  auto* starts = memory.make<int64_t>(N + 1);
-  auto* num_runs = memory.make<int64_t>(1);
-  // A run of a multiplied table has a chunk where it has a single entry; there are no more runs than rows.
-  const int64_t most_chunks = in.multiplies ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
-  out.runs = {sorted_keys,     sorted_payloads,   bag_of, coefficients, gradients, starts, num_runs, sums, N,
-              most_chunks + 1, in.parts.part_bits};
-  // Runs without ids, too: this reads the offsets.
-  write_entries(in,
-                {in.parts, in.bags, keys, payloads, bag_of, coefficients, gradients, grad.const_data_ptr<float>(),
-                 in.output_dim, left_out, status},
-                stream);
-  if (N == 0) {
-    launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, starts, num_runs, sums);
+  if (weighted || in.parts.mapped) args.bag_of = memory.make<uint32_t>(ids);
+  if (weighted) args.coefficients = memory.make<float>(ids);
+  if (in.parts.mapped) args.gradients = memory.make<const float*>(ids << in.parts.part_bits);
+  else if (in.groups) args.gradients = memory.make<const float*>(weighted ? ids : in.bags.num_bags);
+  args.grad = grad.const_data_ptr<float>();
+  args.output_dim = in.output_dim;
+  args.left_out = in.num_rows;
+  args.num_chunks = memory.make<uint32_t>(2);
+  args.status = status;
+  const int64_t most_chunks = most_chunks_of(in, N);
+  const Runs& runs = out.runs = {args.sorted,
+                                 sorted_payloads,
+                                 args.bag_of,
+                                 args.coefficients,
+                                 args.gradients,
+                                 memory.make<uint32_t>(N + 1),
+                                 most_chunks > 0 ? memory.make<uint32_t>(N) : nullptr,
+                                 memory.make<uint32_t>(most_chunks),
+                                 args.num_chunks + 1,
+                                 args.num_chunks,
+                                 N,
+                                 most_chunks,
+                                 in.parts.part_bits};
+  if (in.bags.num_bags > 0) write_entries(in, args, stream);  // also without ids: this reads the offsets
+  if (N == 0 || in.bags.num_bags == 0) {
+    launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, runs);
     return out;
   }
-  sort_pairs(keys, sorted_keys, payloads, sorted_payloads, N, bit_width(left_out), grad, stream);
-  const dim3 grid = blocks_for(N + 1, 1);
-  launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
-  exclusive_sum(flags, sums, N, grad, stream);
-  launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, sums, starts, num_runs);
-  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.parts, in.bags,
-         in.multiplies ? status : nullptr, flags);
-  exclusive_sum(flags, sums, N + 1, grad, stream);
+  if (wide) sort_entries<uint64_t>(args, runs, sorted_payloads, grad, stream);
+  else sort_entries<uint32_t>(args, runs, sorted_payloads, grad, stream);
+  if (most_chunks > 0)
+    launch(list_chunks_kernel, blocks_for(N, 1), dim3(kThreads), 0, stream, runs, in.parts, in.bags,
+           in.multiplies ? status : nullptr);
   return out;
 }
 

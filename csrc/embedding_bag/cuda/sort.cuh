@@ -9,21 +9,38 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
+// Linear rows of entries, in 32 bits where those of all tables and a key above them fit.
+struct RowKeys {
+  void* keys;
+  bool wide;
+
+  __device__ __forceinline__ int64_t operator[](int64_t entry) const {
+    return wide ? static_cast<const int64_t*>(keys)[entry] : int64_t{static_cast<const uint32_t*>(keys)[entry]};
+  }
+  __device__ __forceinline__ void set(int64_t entry, int64_t row) const {
+    if (wide) static_cast<int64_t*>(keys)[entry] = row;
+    else static_cast<uint32_t*>(keys)[entry] = static_cast<uint32_t>(row);
+  }
+};
+
 // Runs of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Short
-// runs of multiplied tables have chunks, too: their sums are needed before any row changes.
+// runs of multiplied tables have chunks, too: their sums are needed before any row changes. The chunks of a run have
+// neighbouring numbers; which ones those are differs from call to call, and no sum depends on it.
 struct Runs {
-  const uint64_t* keys;           // linear row of each entry
+  RowKeys keys;
   const uint32_t* payloads;       // of each entry: its bag; or its id's position << part_bits, and behind it, its part
   const uint32_t* bag_of;         // of a position; null: the payload is the bag
   const float* coefficients;      // of a position; null: 1
   const float* const* gradients;  // of a payload's columns; null: its bag tells
-  const int64_t* starts;          // run r is entries [starts[r], starts[r + 1])
-  const int64_t* num_runs;
-  const uint32_t* chunk_starts;  // of run r: chunks of the runs before; one more behind the last run
+  uint32_t* starts;               // run r is entries [starts[r], starts[r + 1])
+  uint32_t* first_chunks;         // of a run that has chunks: the number of the first
+  uint32_t* owners;               // of each chunk: its run
+  uint32_t *num_runs, *num_chunks;
   int64_t most_runs, most_chunks;
   int part_bits;  // of the number of a part within its feature
 
   __device__ __forceinline__ int64_t count(int64_t run) const { return starts[run + 1] - starts[run]; }
+  __device__ __forceinline__ int64_t row(int64_t run) const { return keys[starts[run]]; }
   __device__ __forceinline__ uint32_t position(uint32_t payload) const { return payload >> part_bits; }
   __device__ __forceinline__ uint32_t bag(uint32_t payload) const {
     return bag_of ? bag_of[position(payload)] : payload;
@@ -78,7 +95,6 @@ struct SumArgs {
   Skip skip;
   float* partials;       // chunk sums, rows of max_dim floats
   float* next_partials;  // of their sums, and so on
-  uint32_t* owners;      // of each chunk: its run
   int64_t max_dim;
   CachedRuns cache;
 
@@ -88,7 +104,7 @@ struct SumArgs {
     if (cache.hot ? slot < 0 : slot >= 0 || !parts.has_format(part, format)) return false;
     *f = parts[part];
     if (slot < 0) return true;
-    const int64_t number = static_cast<int64_t>(runs.keys[runs.starts[run]]) - f->row_offset;
+    const int64_t number = runs.row(run) - f->row_offset;
     f->weight_offset = 4 * (parts.records[part].cache_row_offset + (slot - number) * f->embedding_dim);
     return true;
   }
