@@ -59,8 +59,8 @@ __device__ void leave_out_rest(const EntryArgs& a) {
       a.payloads[i] = 0;
     }
   };
-  if (start <= a.bags.num_ids) leave_out(0, start);
-  if (stop >= 0) leave_out(stop, a.bags.num_ids);
+  if (start > 0 && start <= a.bags.num_ids) leave_out(0, start);  // a bad offset may be anything
+  if (stop >= 0 && stop < a.bags.num_ids) leave_out(stop, a.bags.num_ids);
 }
 
 // A group takes a bag. An id's entry is at its own place, so the order of (feature, bag, position) is kept.
@@ -132,6 +132,7 @@ struct RunStarts {
   uint32_t count;
   Key left_out;
   uint32_t *starts, *num_runs;
+  const int64_t* status;  // below 0: offsets are bad, and entries of no bag were never written
 
   __device__ __forceinline__ bool begins(uint32_t i) const { return i == 0 || keys[i] != keys[i - 1]; }
   // 1 if a run begins at entry i.
@@ -139,7 +140,7 @@ struct RunStarts {
   // `before`: runs that begin before entry i.
   __device__ __forceinline__ void operator()(uint32_t i, uint32_t before) const {
     if (begins(i)) starts[before] = i;
-    if (i == count) *num_runs = before;
+    if (i == count) *num_runs = *status < 0 ? 0 : before;
   }
 };
 
@@ -210,7 +211,7 @@ void sort_entries(const EntryArgs& args, const Runs& runs, uint32_t* sorted_payl
   auto* sorted = static_cast<Key*>(args.sorted.keys);
   sort_pairs(static_cast<const Key*>(args.keys.keys), sorted, args.payloads, sorted_payloads, N,
              bit_width(static_cast<uint64_t>(args.left_out)), like, stream);
-  const RunStarts<Key> starts{sorted, N, static_cast<Key>(args.left_out), runs.starts, runs.num_runs};
+  const RunStarts<Key> starts{sorted, N, static_cast<Key>(args.left_out), runs.starts, runs.num_runs, args.status};
   exclusive_sum(Computed<RunStarts<Key>>{starts}, TakenBy<RunStarts<Key>>{starts}, int64_t{N} + 1, like, stream);
 }
 
