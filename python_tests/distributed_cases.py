@@ -184,8 +184,10 @@ def plan_of(case: Any, world: int, dims: tuple[int, ...] = (DIM,) * 3) -> dict[s
     return plan
 
 
-def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = Model) -> nn.Module:
-    """A model of a kind that TorchRec has sharded, of this rank."""
+def sharded(
+    case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = Model, *, replicates: bool = True
+) -> nn.Module:
+    """A model of a kind that TorchRec has sharded, of this rank; ``replicates``: what is dense is under DDP."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -197,6 +199,7 @@ def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = 
         plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
         sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise, wire=case.wire)],
         device=torch.device("cpu"),
+        init_data_parallel=replicates,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_cases import (
+    DIM,
     KEYS,
     Case,
     batch,
@@ -203,6 +204,46 @@ def pipelined(case: Case) -> list[bool]:
     equal, names = loop_and_pipeline(made, data)
     assert names[0] == "ShardedEmbeddingBagCollection"
     return equal
+
+
+class WithLayers(nn.Module):
+    """A collection, and layers whose weights depend on its outputs; returns the mean loss."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.ebc = ebc
+        self.dense = nn.Sequential(nn.Linear(len(KEYS) * DIM, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, features: Any) -> Tensor:
+        """0-dim."""
+        out = self.dense(self.ebc(features).values()).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(out, (torch.arange(len(out)) % 2).float())
+
+
+def train_layers(case: Case, model: nn.Module, ranks: list[int]) -> list[float]:
+    """Trains tables and layers; the losses."""
+    optimizer, losses = torch.optim.Adam(rk.dense_parameters(model), lr=0.05), []
+    for step in range(case.steps):
+        loss = model(batch(case, step, ranks))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def beside_fsdp(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Tensor], list[int]]:
+    """FSDP2 shards the layers: losses, the tables' blocks, the layers' weights, and how much of them this rank has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = sharded(case, collection(case), WithLayers, replicates=False)
+    fully_shard(model.module.dense, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    losses = train_layers(case, model, [dist.get_rank()])
+    layers = dict(model.module.dense.named_parameters())
+    whole = {name: weight.full_tensor().detach() for name, weight in layers.items()}
+    return losses, blocks(model.module.ebc.state_dict()), whole, [w.to_local().numel() for w in layers.values()]
 
 
 def uneven(case: Case) -> tuple[int, dict[str, Any], list[str]]:

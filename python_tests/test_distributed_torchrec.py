@@ -245,6 +245,27 @@ def test_other_groups() -> None:
         TorchRecFace(face).save_param_groups(True)
 
 
+@pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "data_parallel")])
+def test_beside_fsdp(plan: str) -> None:
+    """Layers under FSDP2, tables sharded by rk.distributed: losses, layers and tables of one process."""
+    from distributed_torchrec_cases import WithLayers, train_layers
+
+    case = Case(plan, optimizer="adagrad", gradient="global_mean", sizes=(8, 8))
+    found = pool(2).run(HERE, "beside_fsdp", case)
+    model = WithLayers(collection(case))
+    losses = train_layers(case, model, [0, 1])
+    of_ranks = [sum(pair) / 2 for pair in zip(*(own for own, _, _, _ in found), strict=True)]
+    torch.testing.assert_close(of_ranks, losses, rtol=1e-5, atol=1e-6)
+    for _, tables, layers, held in found:
+        assert sum(held) < sum(weight.numel() for weight in layers.values())
+        for name, weight in model.dense.named_parameters():
+            torch.testing.assert_close(layers[name], weight.detach(), rtol=1e-4, atol=1e-5)
+        for name, whole in model.ebc.state_dict().items():
+            for offsets, block in tables[name]:
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+                torch.testing.assert_close(block, whole[place], rtol=1e-4, atol=1e-5)
+
+
 def test_planner_and_pipeline() -> None:
     """planner() makes all ranks' plan; TorchRec's pipelined step, the dense part under DDP, has the bits of a loop."""
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
