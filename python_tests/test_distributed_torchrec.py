@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed_cases import PLANS, Case, Model, batch, collection, differences, one_process, plan_of, train
 from distributed_pool import WorkerError, pool
+from distributed_torchrec_cases import WithLayers, train_layers
 from process_cases import run_script
 from test_documented import own_docstring
 from test_examples import EXAMPLES, groceries
@@ -248,8 +249,6 @@ def test_other_groups() -> None:
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "data_parallel")])
 def test_beside_fsdp(plan: str) -> None:
     """Layers under FSDP2, tables sharded by rk.distributed: losses, layers and tables of one process."""
-    from distributed_torchrec_cases import WithLayers, train_layers
-
     case = Case(plan, optimizer="adagrad", gradient="global_mean", sizes=(8, 8))
     found = pool(2).run(HERE, "beside_fsdp", case)
     model = WithLayers(collection(case))
