@@ -77,8 +77,8 @@ inline int64_t scratch_moments(int64_t D) { return D; }
 inline int64_t scratch_held(int64_t D) { return scratch_moments(D) + 2 * D; }
 inline int64_t scratch_floats(int64_t D) { return scratch_held(D) + (D < kFloatsHeld ? kFloatsHeld : D); }
 
-// Scratch floats for sums over a multiplied table: a row of ones, two rows, and terms that are not in memory.
-inline int64_t scratch_factors(int64_t D) { return (kChunk + 3) * D; }
+// Scratch floats for sums over a multiplied table: a row of ones, another row, and terms that are not in memory.
+inline int64_t scratch_factors(int64_t D) { return (kChunk + 2) * D; }
 
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
                             int64_t end);

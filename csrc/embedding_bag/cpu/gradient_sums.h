@@ -51,10 +51,6 @@ inline uint32_t bag_of(const RunArgs& a, int64_t payload) {
   return a.bag_of ? a.bag_of[payload] : static_cast<uint32_t>(payload);
 }
 
-inline int64_t key_of(const RunArgs& a, int64_t entry) {
-  return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits);
-}
-
 // The part of the bag's feature that reads the table, and the gradient of its columns of the bag.
 struct BagPlace {
   const Part* part;
