@@ -363,8 +363,9 @@ class Run:
         for optimizer, base in ((self.dense_optimizer, c.dense_lr), (self.model.embeddings.fused_optimizer, c.lr)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(c, base, self.step)
-        self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
+        self.dense_optimizer.zero_grad()
+        clock.lap("optimizer")
         with self.model.embeddings.accumulate() if count > 1 else nullcontext():
             for _ in range(count):
                 following = self._learn(batches, rows, clock)
