@@ -92,6 +92,16 @@ def test_rows_come_and_go(policy: str) -> None:
     check(sample, actions)
 
 
+@pytest.mark.parametrize("decay_every", [1, 2, 3])
+def test_counts_that_are_halved(decay_every: int) -> None:
+    """Few rows are used again and again: a set evicts others when its counts are halved a clock too early or late."""
+    tables, features = [(12, 4, "int8"), (10, 4, "int4")], [(0, "sum"), (1, "mean")]
+    actions = []
+    for i in range(16):
+        actions += [Action("insert", Batch([[3, 2]] * 2, seed=i))] + [Action("update", Update(i))] * (i % 3 > 0)
+    check(CacheSample(tables, features, {4: 2}, 4, policy="lfu", decay_every=decay_every), actions)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_planned_rows_change(policy: str) -> None:
     """The tables' bytes, by the ops themselves: insertion after insertion with updates between."""
