@@ -79,7 +79,7 @@ class CheckedBatch(NamedTuple):
 def checked_batch(
     features: Any,
     names: list[str],
-    limits: list[int],
+    limits: list[int | None],
     bounds_check: str,
     *,
     pooled: bool = True,
@@ -88,7 +88,8 @@ def checked_batch(
     """Looks at everything in a batch that lookups on other ranks would refuse.
 
     Args:
-        names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
+        names, limits: F features and numbers of ids, None: every integer is one.
+        bounds_check: ``rk.EmbeddingBagCollection``'s.
         pooled: whether samples have rows of bags, which they may share, and not of ids. by_feature: whether pooled
             features may have batch sizes of their own whatever the samples have.
 
@@ -137,10 +138,10 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
         check_weights(weights, values)
 
 
-def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
+def _check_ids(given: SelectedKeys, names: list[str], limits: list[int | None]) -> None:
     values, offsets, starts = given.values, given.offsets, given.bag_starts(len(names))
     bounds = offsets[starts].tolist()
-    held = [f for f in range(len(names)) if bounds[f] < bounds[f + 1]]
+    held = [f for f in range(len(names)) if limits[f] is not None and bounds[f] < bounds[f + 1]]
     if not held:
         return
     spans = [t for f in held for t in values[bounds[f] : bounds[f + 1]].aminmax()]
@@ -165,7 +166,9 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
     if not routes.means:
         return None
     starts = given.offsets[given.bag_starts(routes.num_features)]
-    numbers = torch.tensor([routes.limits, routes.padding], device=starts.device)
+    # No rows of one with every integer for an id are split, so its mean is not asked for.
+    known = [limit or 0 for limit in routes.limits]
+    numbers = torch.tensor([known, routes.padding], device=starts.device)
     limits, padding = numbers.repeat_interleave(starts.diff(), dim=1)
     good = (given.values >= 0) & (given.values < limits) & (given.values != padding)
     before = torch.nn.functional.pad(good.cumsum(0), (1, 0))

@@ -102,9 +102,9 @@ def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tens
     if table.name not in counts:
         raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
     given = torch.as_tensor(counts[table.name], device="cpu").long()
-    if given.shape != (table.num_embeddings,) or (len(given) and int(given.min()) < 0):
+    if given.shape != (table.planned_rows,) or (len(given) and int(given.min()) < 0):
         raise ValueError(
-            f"counts of table {table.name!r} must be [{table.num_embeddings}], none negative, got shape "
+            f"counts of table {table.name!r} must be [{table.planned_rows}], none negative, got shape "
             f"{list(given.shape)}"
         )
     if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
