@@ -53,7 +53,8 @@ def place_tables(
 
     Args:
         tables: of one collection or several. Those of several parts get no slots.
-        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them.
+        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them; [buckets],
+            of ``ids % buckets``, of a table without E, of which every int64 is an id.
         cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
             share slots, a cache may take ``ways`` - 1 slots more.
         device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
