@@ -366,7 +366,9 @@ def test_negative_ids() -> None:
     padded = {"a": torch.tensor([[3, -1], [-1, -1]])}
     for collection in (rk.EmbeddingBagCollection([table]), rk.EmbeddingCollection([table])):
         for lookup in (collection, collection.for_serving()):
-            with pytest.raises(IndexError, match=r"values\[1\] = -1 .*\); a negative id that is padding .*=rk\.Hash\(buckets\)$"):
+            with pytest.raises(
+                IndexError, match=r"values\[1\] = -1 .*\); a negative id that is padding .*=rk\.Hash\(buckets\)$"
+            ):
                 lookup(padded)
         collection(KJT.from_dict(padded, padding_value=-1))
     every = rk.EmbeddingBagConfig(None, 4, name="t", feature_names=["a"], compression=rk.Hash(buckets=7))

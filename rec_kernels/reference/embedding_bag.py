@@ -77,10 +77,7 @@ class Bags:
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
         ids, given = self.values.tolist(), self.padding_idx
-        if isinstance(given, int):
-            padding = None if given == -1 else given
-        else:
-            padding = given[feature]
+        padding = (None if given == -1 else given) if isinstance(given, int) else given[feature]
         return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding]
 
 
