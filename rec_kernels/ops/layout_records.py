@@ -35,7 +35,7 @@ Column = IntEnum(
     "cache_sets cache_first_set cache_row_offset by_row",
     start=0,
 )
-#: ``id_limit`` where every integer is an id, and where every one but ``padding_idx`` is: ``kEveryId``, ``kEveryOtherId``.
+#: ``id_limit`` where every integer is an id, and where every one but ``padding_idx`` is.
 EVERY_ID = -1
 EVERY_OTHER_ID = -2
 #: The elements of layout_sizes: struct LayoutSizes.

@@ -18,7 +18,7 @@ from rec_kernels.reference import numerics
 class Parts:
     """A feature of several tables: part p of an id is row (id // divisor) % modulus of its table.
 
-    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids); None: every integer is one, and // and % are Python's.
+    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids); None: every integer is one, negative ones, too.
     """
 
     tables: list[int]
