@@ -266,9 +266,18 @@ def test_configurations() -> None:
         (None, rk.MixedDimension(2)),
         (2**64, rk.Hash(4)),
     ):
-        with pytest.raises(
-            ValueError, match=rf"table 't': num_embeddings must be .*, got {rows}; None is for compression=rk"
-        ):
+        with pytest.raises(ValueError, match=rf"table 't': num_embeddings must be .*, got {rows}; with compression=rk"):
             rk.EmbeddingBagConfig(rows, 16, name="t", feature_names=["a"], compression=compression)
     with pytest.raises(ValueError, match=rf"padding_idx = {2**63} must be below 2\^63"):
         rk.EmbeddingBagConfig(None, 16, name="t", feature_names=["a"], compression=rk.Hash(4), padding_idx=2**63)
+
+
+def test_advice_of_sharded_lookups() -> None:
+    """A batch is refused before its ids are sent, with what to write instead of a bounded table."""
+    pytest.importorskip("torchrec.distributed")
+    from rec_kernels.distributed.batches import checked_batch
+
+    ids = {"a": torch.tensor([[-1]]), "b": torch.tensor([[-1]])}
+    with pytest.raises(IndexError, match=r"'b', bag 0: id -1 must be in \[0, 5\); nothing was .*=rk\.Hash\(buckets\)$"):
+        checked_batch(ids, ["a", "b"], [None, 5], "error")
+    assert checked_batch(ids, ["a", "b"], [None, 5], "ignore").bags.values.tolist() == [-1, -1]

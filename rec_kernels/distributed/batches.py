@@ -12,6 +12,7 @@ from torchrec.streamable import Multistreamable
 
 from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.nn.bad_ids import advice_on
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
@@ -152,7 +153,7 @@ def _check_ids(given: SelectedKeys, names: list[str], limits: list[int | None]) 
             at = bounds[f] + int(((ids < 0) | (ids >= limits[f])).nonzero()[0])
             bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
             told = f"feature {names[f]!r}, bag {bag}: id {int(values[at])} must be in [0, {limits[f]})"
-            raise IndexError(f"{told}; nothing was looked up")
+            raise IndexError(f"{told}; nothing was looked up{advice_on(int(values[at]))}")
 
 
 def check_device(given: SelectedKeys, device: torch.device) -> None:

@@ -13,6 +13,11 @@ _ADVICE = (
 )
 
 
+def advice_on(value: int) -> str:
+    """The end of a message about an id that no table has: advice, if it is negative."""
+    return _ADVICE if value < 0 else ""
+
+
 def advised(text: str) -> str:
     """A lookup's message, with advice, once, if it is about a negative id."""
     return text + _ADVICE if _NEGATIVE.match(text) and _ADVICE not in text else text

@@ -142,12 +142,14 @@ class EmbeddingConfig:
     def _check_sizes(self) -> None:
         of = f"table {self.name!r}:"
         object.__setattr__(self, "embedding_dim", positive_integer(f"{of} embedding_dim", self.embedding_dim))
-        if self.num_embeddings is None and isinstance(self.compression, Hash):
+        is_hashed = isinstance(self.compression, Hash)
+        if self.num_embeddings is None and is_hashed:
             return
         try:
             rows = positive_integer(f"{of} num_embeddings", self.num_embeddings)
         except ValueError as error:
-            raise ValueError(f"{error}; None is for compression=rk.Hash(buckets): every int64 is an id then") from None
+            advice = "; with compression=rk.Hash(buckets) it may be None: every int64 is an id then"
+            raise ValueError(f"{error}{advice if is_hashed or self.num_embeddings is None else ''}") from None
         object.__setattr__(self, "num_embeddings", rows)
 
     def _check_padding(self) -> None:
