@@ -36,6 +36,8 @@ PLANS = {
     "grid_shard": ("grid_shard",) * 3,
     "data_parallel": ("data_parallel",) * 3,
     "mixed": ("column_wise", "data_parallel", "row_wise"),
+    "hashed_apart": ("row_wise", "data_parallel", "table_wise"),
+    "hashed_replica": ("table_wise", "row_wise", "data_parallel"),
 }
 
 
@@ -48,7 +50,8 @@ class Case:
         one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
-        bad_ids: whether some ids are out of range, which the collection ignores. row_wise: the sharder's.
+        bad_ids: whether some ids are out of range, which the collection ignores. every_id: whether the last table is
+            hashed, and every int64 an id of it. row_wise: the sharder's.
         rates, optimizers: each table's ``lr``, and its optimizer, of ``OPTIMIZERS``. cache: the collection's. wire: the
             sharder's.
     """
@@ -67,6 +70,7 @@ class Case:
     compression: Any = None
     padding: tuple[int | None, ...] = (None, None, None)
     bad_ids: bool = False
+    every_id: bool = False
     row_wise: str = "ordered"
     rates: tuple[float | None, ...] = (None, None, None)
     optimizers: tuple[str | None, ...] = (None, None, None)
@@ -94,13 +98,12 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
     features = [["f0"], ["f1"], ["f2", "g2"]]
     tables = [
         rk.EmbeddingBagConfig(
-            rows,
-            DIM,
+            *(None if case.every_id and i == 2 else rows, DIM),
             name=f"t{i}",
             feature_names=features[i],
             format=case.format,
             pooling=case.pooling,
-            compression=case.compression,
+            compression=rk.Hash(rows) if case.every_id and i == 2 else case.compression,
             padding_idx=case.padding[i],
             lr=case.rates[i],
             optimizer=OPTIMIZERS[case.optimizers[i] or "torch"],
@@ -133,10 +136,12 @@ def batch(case: Case, step: int, ranks: list[int]) -> rk.KeyedJaggedTensor:
 def _samples(case: Case, step: int, rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     size, lengths, values, weights = case.sizes[rank], [], [], []
-    for rows in (*ROWS, ROWS[-1]):
+    for f, rows in enumerate((*ROWS, ROWS[-1])):
         own = torch.randint(0, 9, (size,), generator=generator)
         lengths.append(torch.ones_like(own) if case.one_id else own)
         low, high = (-rows // 3, rows + rows // 3) if case.bad_ids else (0, rows)
+        if case.every_id and f >= 2:
+            low, high = (-(2**63), 2**63 - 1) if f == 2 else (-20, 20)
         values.append(torch.randint(low, high, (int(lengths[-1].sum()),), generator=generator))
         drawn = torch.rand(len(values[-1]), generator=generator)
         weights.append(drawn if rank == len(case.sizes) - 1 else torch.ones_like(drawn))

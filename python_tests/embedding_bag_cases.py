@@ -28,7 +28,7 @@ def wide_floats(*shape: int, seed: int) -> Tensor:
 COMBINE = ["concat", "add", "mult"]  # by their numbers
 
 
-def _num_ids(tables: list[tuple[int, int]], feature: int | Parts) -> int:
+def _num_ids(tables: list[tuple[int, int]], feature: int | Parts) -> int | None:
     return feature.num_ids if isinstance(feature, Parts) else tables[feature][0]
 
 
@@ -42,7 +42,7 @@ class Case:
     values: Tensor
     offsets: Tensor
     per_sample_weights: Tensor | None
-    padding_idx: int | list[int]  # of all features, or of each
+    padding_idx: int | list[int | None]  # of all features, or of each
     gaps: list[int]  # floats before each table
     seed: int
 
@@ -81,8 +81,8 @@ class Case:
         return rows
 
     @property
-    def num_ids(self) -> list[int]:
-        """Number of ids that each feature can have."""
+    def num_ids(self) -> list[int | None]:
+        """Number of ids that each feature can have; None: every integer is one."""
         return [_num_ids(self.tables, f) for f in self.features]
 
     @property
@@ -102,7 +102,8 @@ class Case:
         numbers["output_offsets"], columns = self._columns()
         if any(isinstance(f, Parts) for f in self.features):
             numbers |= self.partitions()
-        layout = {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()}
+        limits = {"id_limits": numbers.pop("id_limits")} if "id_limits" in numbers else {}  # None is no number
+        layout = limits | {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()}
         return layout | {"mean": torch.tensor(self.mean), "output_dim": columns, "padding_idx": self.padding_idx}
 
     @property
@@ -219,7 +220,7 @@ def make_case(
     weighted: bool = False,
     ids_dtype: torch.dtype = torch.int64,
     offsets_dtype: torch.dtype = torch.int64,
-    padding_idx: int | list[int] = -1,
+    padding_idx: int | list[int | None] = -1,
     gaps: list[int] | None = None,
     unused: tuple[int, int] = (0, 0),
     seed: int = 0,
@@ -227,9 +228,13 @@ def make_case(
     """A case with random ids; ``lengths`` of the bags, feature by feature; ``unused`` ids before and after all bags."""
     g = torch.Generator().manual_seed(seed)
     batch = len(lengths) // len(features)
-    rows = torch.tensor([_num_ids(tables, f) for f in features]).repeat_interleave(batch)
+    limits = [_num_ids(tables, f) for f in features]
+    rows = torch.tensor([0 if n is None else n for n in limits]).repeat_interleave(batch)
     of_ids = rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    ids = torch.randint(2**62, (len(of_ids),), generator=g) % of_ids
+    ids = torch.randint(2**62, (len(of_ids),), generator=g) % of_ids.clamp(min=1)
+    if None in limits:
+        every = torch.randint(-(2**63), 2**63 - 1, ids.shape, generator=g) | 2**31  # negative as int32, too
+        ids = torch.where(of_ids == 0, torch.where(every % 5 == 0, every % 7 - 3, every), ids)
     ids = torch.cat([torch.full((unused[0],), -7), ids, torch.full((unused[1],), 2**31 - 1)])
     offsets = torch.tensor([0, *lengths]).cumsum(0) + unused[0]
     factors = wide_floats(len(ids), seed=seed + 3000) if weighted else None

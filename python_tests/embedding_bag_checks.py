@@ -19,10 +19,10 @@ Backends = Callable[[], Iterator[Backend]]
 
 def expected_status(case: Case) -> list[int]:
     """The position of the first id of a bag that is outside of its table, and how many there are."""
-    sizes = torch.tensor(case.num_ids).repeat_interleave(case.batch)
+    sizes = torch.tensor([-1 if n is None else n for n in case.num_ids]).repeat_interleave(case.batch)
     limits, first = sizes.repeat_interleave(case.offsets.diff().long()), int(case.offsets[0])
     ids = case.values[first : first + len(limits)].long()
-    bad = ((ids < 0) | (ids >= limits)).nonzero().flatten() + first
+    bad = ((limits >= 0) & ((ids < 0) | (ids >= limits))).nonzero().flatten() + first
     return [int(bad[0]) if len(bad) else INT64_MAX, len(bad)]
 
 

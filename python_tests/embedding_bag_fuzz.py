@@ -143,7 +143,9 @@ def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:
 
 
 def _parts(r: random.Random, tables: list[tuple[int, int, str]], table: int, most: int) -> Parts:
-    """A feature of ``table`` and others that can go with it; its ids end at ``most`` or before."""
+    """A feature of ``table`` and others that can go with it; its ids end at ``most`` or before, or nowhere."""
+    if most > 5 and r.random() < 0.3:
+        return Parts([table], [(1, r.randint(1, tables[table][0]))], None, "concat")
     combine = r.choice(["concat", "add", "mult", "mult"])
     # Rows that become one are alike.
     others = [
@@ -208,7 +210,7 @@ def bad_call(seed: int) -> BadCall:
             of_offsets.append((i, _number(r, sample.offsets, near)))
         elif ids and sample.bounds_check != "none":
             limits = call.encoded.case.num_ids
-            near = [-1, *limits, *(n + 1 for n in limits)]
+            near = [-1, *(n + more for n in limits if n is not None for more in (0, 1))]
             of_ids.append((r.randrange(ids), _number(r, sample.ids, near)))
     return replace(call, offsets=of_offsets, values=of_ids)
 

@@ -100,10 +100,12 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
     )
 
 
-def padding_of(given: int | Sequence[int], limits: Sequence[int]) -> list[int | None]:
-    """Numbers given for each feature or for all, None in the place of what is no id of the feature."""
-    ids = [given] * len(limits) if isinstance(given, int) else given
-    return [x if 0 <= x < limit else None for x, limit in zip(ids, limits, strict=True)]
+def padding_of(given: int | Sequence[int | None], limits: Sequence[int | None]) -> list[int | None]:
+    """Numbers given for each feature or for all (-1: none), None in the place of what is no id of the feature."""
+    ids = [None if given == -1 else given] * len(limits) if isinstance(given, int) else given
+    return [
+        x if x is not None and (limit is None or 0 <= x < limit) else None for x, limit in zip(ids, limits, strict=True)
+    ]
 
 
 def forged(given: dict[str, object], column: str, place: int, value: int) -> dict[str, object]:

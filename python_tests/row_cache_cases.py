@@ -344,8 +344,8 @@ def features_of(draw, tables: list[tuple[int, int, str]], uncached: list[int]) -
         table = draw(st.integers(0, len(tables) - 1))
         feature, kind, rows = table, draw(st.sampled_from(["plain", "plain", "hashed", "parts"])), tables[table][0]
         if kind == "hashed":
-            divisor, ids = draw(st.sampled_from([1, 1, 3])), draw(st.sampled_from([5, 40, 900]))
-            feature = Parts([table], [(divisor, rows)], ids, "concat")
+            divisor, ids = draw(st.sampled_from([1, 1, 3])), draw(st.sampled_from([5, 40, 900, None]))
+            feature = Parts([table], [(1 if ids is None else divisor, rows)], ids, "concat")
         if kind == "parts" and len(uncached) > 1:
             feature = Parts(uncached[:2], [(1, tables[uncached[0]][0]), (2, tables[uncached[1]][0])], 40, "concat")
         features.append((feature, draw(pooling)))

@@ -86,6 +86,15 @@ def test_ignored_ids(plan: str, pooling: str) -> None:
     check(Case(plan, optimizer="adam", pooling=pooling, bad_ids=True), same_outputs=False)
 
 
+@pytest.mark.parametrize("bad_ids", [False, *full(True)])
+@pytest.mark.parametrize("plan", ["hashed_apart", "hashed_replica"])
+def test_every_id(plan: str, bad_ids: bool) -> None:
+    """Negative ids of a hashed table beside means of rows that are split, which count their own ids alone."""
+    padding = (3, None, -7)
+    case = Case(plan, pooling="mean", sizes=(8, 5), padding=padding, every_id=True, bad_ids=bad_ids)
+    check(case, same_outputs=False)
+
+
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("grid_shard")])
 @pytest.mark.parametrize("sizes", [(8, 5), (0, 6), *full(((5, 0, 4, 8),))])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])

@@ -449,3 +449,23 @@ def test_on_a_gpu(optimizer) -> None:
     good.values()[2] = 0
     graph.replay()
     found.check()
+
+
+@pytest.mark.usefixtures("late")
+def test_every_id() -> None:
+    """Negative ids of a hashed table are no fault, and one beside them is named."""
+    tables = [
+        rk.EmbeddingBagConfig(None, 3, name="a", feature_names=["f"], compression=rk.Hash(5)),
+        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"]),
+    ]
+    collection = rk.EmbeddingBagCollection(tables, optimizer=FUSED[0])
+    negative = [(0, -1), (2, -(2**63))]
+    step(collection, batch(*negative))
+    collection.check()
+    before = collection._weights.clone()
+    step(collection, batch(*negative, (3, 4)))
+    with pytest.raises(
+        IndexError, match=r"values\[3\] = 4 \(feature 1, bag 1\) is out of range: .* in \[0, 4\)" + LATER
+    ):
+        collection.check()
+    assert same_bits(collection._weights, before)

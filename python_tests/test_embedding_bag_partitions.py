@@ -40,6 +40,9 @@ def partitioned(draw, formats: list[str] | None = None) -> tuple[Case, list[str]
             kinds.append(format)
         features.append(Parts(parts, partitions, num_ids, combine))
         if draw(st.booleans()):
+            hashed = draw(st.sampled_from(parts))
+            features.append(Parts([hashed], [(1, draw(st.integers(1, tables[hashed][0])))], None, "concat"))
+        if draw(st.booleans()):
             features.append(draw(st.sampled_from(parts)))
     if draw(st.booleans()):
         features.append(features[0])

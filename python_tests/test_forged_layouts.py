@@ -116,6 +116,9 @@ def test_what_is_known_of_all_records(flag: Flag) -> None:
     if flag == Flag.maps_ids:  # of one part: of several, every id is mapped
         one = rk.IdPartitions([0, 1], [10], [7], [70], ["concat"])
         made = rk.table_layout([7], [4], partitions=one, formats=["int8"])
+    if flag == Flag.hashes:
+        every = rk.IdPartitions([0, 1], [1], [7], [None], ["concat"])
+        made = rk.table_layout([7], [4], partitions=every, formats=["int8"])
     sizes = list(made.layout_sizes)
     assert sizes[Size.flags] & flag
     sizes[Size.flags] -= flag

@@ -83,6 +83,11 @@ def test_parts() -> None:
     assert placed["h"].hit_rate == 1.0
     assert placed["q"].fraction == 0
     assert placed["q"].encoded_bytes == (25 + 4) * 16
+    every = table("h", None, 8, compression=rk.Hash(4))
+    by_row = {"h": torch.bincount(torch.arange(-10, 0) % 4)}
+    assert rk.place_tables([every], by_row, cache_bytes=10**6, ways=4)["h"] == placed["h"]
+    with pytest.raises(ValueError, match=r"counts of table 'h' must be \[4\], none negative"):
+        rk.place_tables([every], counts, cache_bytes=10**6)
 
 
 def test_narrow_rows() -> None:

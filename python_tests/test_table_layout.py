@@ -145,11 +145,11 @@ def _shards(**changes: list | None) -> dict[str, rk.Shards]:
         (_shards(first_rows=[None, 0]), "shards.first_rows[0] = None must be an integer"),
         ({"shards": [5, 6]}, "shards = [5, 6] must be an rk.Shards or None"),
         *((_hashed(**{name: None}), f"partitions.{name} = None must be a list") for name in _HASHED),
-        *((_hashed(**{name: [1, None]}), f"partitions.{name}[1] = None must be") for name in _HASHED),
+        *((_hashed(**{n: [1, None]}), f"partitions.{n}[1] = None must be") for n in _HASHED if n != "id_limits"),
         ({"partitions": [0, 1, 2]}, "partitions = [0, 1, 2] must be an rk.IdPartitions or None"),
         ({"weight_offsets": [0, 2**60]}, f"weight_offsets[1] = {2**60} must be in [0, 2^60)"),
         ({"weight_offsets": [0, 2**64]}, f"weight_offsets[1] = {2**64} must be below 2^63"),
-        ({"state_offsets": [-(2**63), 0]}, f"state_offsets[0] = {-(2**63)} must be above -2^63"),
+        ({"state_offsets": [-(2**63) - 1, 0]}, f"state_offsets[0] = {-(2**63) - 1} must be at least -2^63"),
         (
             {"row_offsets": [0, 0]},
             "row_offsets[1] = 0 is that of feature 0, but num_embeddings[1] = 3 is not its 5, "

@@ -37,6 +37,11 @@ struct Divisor {
     return static_cast<int64_t>(high_product(2 * static_cast<uint64_t>(n), multiplier) >> shift);
   }
   RK_HOST_DEVICE int64_t remainder(int64_t n) const { return n - divide(n) * value; }
+  // n - floor(n / d) * d, in [0, d), for every n: that of a negative one is d - 1 less the remainder of -1 - n.
+  RK_HOST_DEVICE int64_t floor_remainder(int64_t n) const {
+    const int64_t negative = -static_cast<int64_t>(n < 0);
+    return (remainder(n ^ negative) ^ negative) + (value & negative);
+  }
 
   // For n below 2^31: several at once in a vector register, and one instruction on a GPU.
   RK_HOST_DEVICE uint32_t divide_narrow(uint32_t n) const {

@@ -22,9 +22,10 @@ struct Part {
   int64_t row_bytes;  // on the CPU; CUDA kernels know their format
   RowFormat format;
   bool mean;
-  bool frozen;       // its ids give the table no gradient
-  int64_t id_limit;  // ids are in [0, id_limit)
-  int64_t number;    // of the feature, whose bags these are
+  bool frozen;          // its ids give the table no gradient
+  int64_t id_limit;     // ids are in [0, id_limit)
+  int64_t padding_idx;  // on the CPU, the id that is left out, where some feature has one
+  int64_t number;       // of the feature, whose bags these are
   bool partitioned;
   Partition partition;  // unless !partitioned: an id is its row
   Combine combine;      // with the feature's other parts
@@ -47,6 +48,11 @@ struct Part {
     f.mean = p.mean != 0;
     f.frozen = p.frozen != 0;
     f.id_limit = p.id_limit;
+    f.padding_idx = p.padding_idx;
+    if (p.takes_every_id()) {  // its ids are rows by then, and padding is the number behind them
+      f.padding_idx = p.modulus;
+      f.id_limit = p.modulus + (p.id_limit == kEveryOtherId);
+    }
     f.number = p.feature;
     f.partitioned = p.divisor != 1 || p.id_limit > p.modulus;
     if (f.partitioned) f.partition = Partition::of(p.divisor, p.modulus, p.id_limit);
@@ -73,9 +79,9 @@ struct Bags {
                       // of the output
   const TablePart* parts;  // the records; null: every feature has one part
   int64_t num_parts;
-  const TablePart* padded;  // on the CPU, the records, where some feature has a padding_idx; else null
-  int64_t padding_idx;      // without `padded`, the id that every feature leaves out; -1: none
-  bool own_rows;            // every bag has a row of the output to itself: there are `starts`, and no `groups`
+  bool pads;            // on the CPU: each feature leaves out its padding_idx
+  int64_t padding_idx;  // without `pads`, the id that every feature leaves out; -1: none
+  bool own_rows;        // every bag has a row of the output to itself: there are `starts`, and no `groups`
   bool ids64;
   bool offsets64;
   bool check_ids;
@@ -99,7 +105,7 @@ struct Bags {
   }
   // The id that a part's feature leaves out; padding_idx itself in CUDA kernels, for which ids are masked.
   RK_HOST_DEVICE int64_t padding_of(const Part& f) const {
-    return __builtin_expect(padded != nullptr, 0) ? padded[first_part(f.number)].padding_idx : padding_idx;
+    return __builtin_expect(pads, 0) ? f.padding_idx : padding_idx;
   }
   // True if the id is looked up, and has a gradient; `padding` is left out.
   RK_HOST_DEVICE bool counts(int64_t id, const Part& f, int64_t padding) const {

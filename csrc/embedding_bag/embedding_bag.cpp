@@ -26,8 +26,8 @@ void check_sizes(const LayoutSizes& s, int64_t parts) {
   for (int f = 0; f < kNumRowFormats; ++f)
     if (is_bag_format(static_cast<RowFormat>(f))) known |= INT64_C(1) << f;
   check(s.formats != 0 && (s.formats & ~known) == 0, Size::kFormats, s.formats, "a bit for each format of the tables");
-  check(s.flags >= 0 && s.flags < 32, Size::kFlags, s.flags,
-        "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped, 16 some are padding");
+  check(s.flags >= 0 && s.flags < 64, Size::kFlags, s.flags,
+        "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped, 16 some are padding, 32 every integer is one");
   check(!(s.flags & kMultiplies) || s.most_parts > 1, Size::kFlags, s.flags,
         "without 2 (multiplies), as no feature has several parts");
 }
@@ -187,7 +187,7 @@ Bags read_bags(const BagArguments& bags, const Layout& layout) {
   b.starts = bags.bag_starts ? bags.bag_starts->const_data_ptr<int64_t>() : nullptr;
   b.parts = layout.sizes.most_parts > 1 ? layout.parts : nullptr;
   b.num_parts = layout.num_parts;
-  b.padded = layout.sizes.flags & kPads ? layout.parts : nullptr;
+  b.pads = (layout.sizes.flags & kPads) != 0;
   b.padding_idx = -1;
   read_options(parse_bag_options(bags.bounds_check), &b);
   return b;

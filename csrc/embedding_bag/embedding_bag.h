@@ -30,6 +30,9 @@
 // fmaf(weight, v, acc); `mean` divides once by n, the number of ids that count. They may be rounded to half precision
 // at the end.
 //
+// Hashes. Where id_limit is kEveryId or kEveryOtherId, every integer is an id, of the floor remainder's row: drivers
+// write the rows of these ids to a copy of all ids, and kernels read that.
+//
 // Bounds. "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are
 // left out and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when
 // there is none), and how many ids were left out for being out of range. Offsets are always checked.

@@ -44,6 +44,10 @@ enum class Combine { kConcat, kAdd, kMult };
 // The most parts that a feature has.
 constexpr int64_t kMaxParts = 4;
 
+// TablePart::id_limit of a hashed feature, of which every integer is an id, negative ones, too.
+constexpr int64_t kEveryId = -1;
+constexpr int64_t kEveryOtherId = -2;  // padding_idx, which may be any integer, is left out
+
 // A row of `layout`. Enum Column of rec_kernels/ops/table_layout.py has the names in the same order.
 struct TablePart {
   int64_t weight_offset;   // in bytes: where the table starts in `weights`
@@ -57,9 +61,9 @@ struct TablePart {
   int64_t state_offset;  // where the table starts in optimizer state for every element
   int64_t feature;       // whose part it is
   int64_t part_start;    // of the feature with the number of this *row*, the first part; num_parts behind the features
-  int64_t id_limit;      // ids of the feature are in [0, id_limit)
+  int64_t id_limit;      // ids of the feature are in [0, id_limit), or kEveryId, kEveryOtherId
   int64_t padding_idx;   // the id that is left out of its bags, and has no gradient; -1: none
-  int64_t divisor, modulus;         // row = id / divisor % modulus
+  int64_t divisor, modulus;         // row = id / divisor % modulus, in [0, modulus) of a negative id, too
   int64_t combine;                  // Combine: with the feature's other parts
   int64_t format;                   // RowFormat
   int64_t first_row, first_column;  // of a shard in the whole table: noise is that of the whole table
@@ -70,6 +74,13 @@ struct TablePart {
   int64_t cache_first_set;
   int64_t cache_row_offset;  // where slot 0 would be in cache_rows, were all slots of the table's width
   int64_t by_row;            // of row i: the part that is number i by its linear rows; parts of empty tables come first
+
+  RK_HOST_DEVICE bool takes_every_id() const { return id_limit < 0; }
+  RK_HOST_DEVICE bool leaves_out(int64_t id) const { return id == padding_idx && id_limit != kEveryId; }
+  // The number that kernels read in the place of an id, where every integer is one: its row, or `left_out`.
+  RK_HOST_DEVICE int64_t number_of(int64_t id, const Divisor& by_modulus, int64_t left_out) const {
+    return leaves_out(id) ? left_out : by_modulus.floor_remainder(id);
+  }
 };
 constexpr int64_t kLayoutColumns = 26;
 static_assert(sizeof(TablePart) == kLayoutColumns * sizeof(int64_t), "a record is a row of the matrix");
@@ -107,6 +118,7 @@ enum LayoutFlag : int64_t {
   kBytes = 4,       // `weights` is uint8: rows of formats; else float32
   kMapsIds = 8,     // some id is not its row: it is divided, or wraps around
   kPads = 16,       // some feature has a padding_idx: CUDA kernels read a copy of the ids, with those masked
+  kHashes = 32,  // of some feature every integer is an id: kernels read a copy of the ids, with its rows in their place
 };
 
 // Faults of a record.
@@ -230,6 +242,20 @@ RK_HOST_DEVICE bool repeats_table(const TablePart* parts, int64_t i) {
   return repeats && parts[i].num_embeddings > 0;
 }
 
+// True if every id has a row of the table, and `flags` know how it is found.
+RK_HOST_DEVICE bool leads_to_rows(const TablePart& p, bool alone, int64_t flags) {
+  if (p.divisor < 1 || p.modulus < 1) return false;
+  const bool pads = p.padding_idx != -1 || p.id_limit == kEveryOtherId;
+  if (pads && !(flags & kPads)) return false;
+  const bool is_plain = p.divisor == 1 && p.modulus >= p.id_limit && !p.takes_every_id();
+  if (!is_plain && !(flags & kMapsIds)) return false;
+  if (p.takes_every_id())
+    return alone && flags & kHashes && p.divisor == 1 && p.modulus <= p.num_embeddings &&
+           (p.id_limit == kEveryOtherId || (p.id_limit == kEveryId && !pads));
+  const int64_t quotients = Partition::quotients(p.id_limit, p.divisor);
+  return (quotients < p.modulus ? quotients : p.modulus) <= p.num_embeddings;
+}
+
 RK_HOST_DEVICE LayoutFault cache_fault_of(const TablePart& p, bool alone, const LayoutSizes& sizes,
                                           const LayoutLimits& limits) {
   if (limits.cache_slots < 0 || p.cache_sets == 0) return LayoutFault::kNone;
@@ -258,14 +284,10 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
       (format == RowFormat::kFp32 && p.weight_offset % 4 != 0))
     return LayoutFault::kWeights;
   if (!are_next_columns(parts, i, sizes, limits.num_parts)) return LayoutFault::kColumns;
-  if (p.id_limit < 0 || p.divisor < 1 || p.modulus < 1) return LayoutFault::kIds;
-  if (!(sizes.flags & kPads) && p.padding_idx != -1) return LayoutFault::kIds;
-  if (!(sizes.flags & kMapsIds) && (p.divisor != 1 || p.modulus < p.id_limit)) return LayoutFault::kIds;
-  const int64_t quotients = Partition::quotients(p.id_limit, p.divisor);
-  if ((quotients < p.modulus ? quotients : p.modulus) > p.num_embeddings) return LayoutFault::kIds;
   const int64_t first = parts[p.feature].part_start;
   const bool last = i + 1 == limits.num_parts || parts[i + 1].feature != p.feature;
   const bool alone = first == i && last;
+  if (!leads_to_rows(p, alone, sizes.flags)) return LayoutFault::kIds;
   if (!agrees_with_first(p, parts[first], alone) || (p.mean != 0 && !(sizes.flags & kAnyMean)) ||
       (!alone && p.combine == static_cast<int64_t>(Combine::kMult) &&
        (!(sizes.flags & kMultiplies) || (p.num_embeddings > 0 && p.multiplied != 1))) ||

@@ -12,6 +12,7 @@ from torchrec.streamable import Multistreamable
 
 from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.nn.bad_ids import advice_on
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
@@ -79,7 +80,7 @@ class CheckedBatch(NamedTuple):
 def checked_batch(
     features: Any,
     names: list[str],
-    limits: list[int],
+    limits: list[int | None],
     bounds_check: str,
     *,
     pooled: bool = True,
@@ -88,7 +89,8 @@ def checked_batch(
     """Looks at everything in a batch that lookups on other ranks would refuse.
 
     Args:
-        names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
+        names, limits: F features and numbers of ids, None: every integer is one.
+        bounds_check: ``rk.EmbeddingBagCollection``'s.
         pooled: whether samples have rows of bags, which they may share, and not of ids. by_feature: whether pooled
             features may have batch sizes of their own whatever the samples have.
 
@@ -137,10 +139,10 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
         check_weights(weights, values)
 
 
-def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
+def _check_ids(given: SelectedKeys, names: list[str], limits: list[int | None]) -> None:
     values, offsets, starts = given.values, given.offsets, given.bag_starts(len(names))
     bounds = offsets[starts].tolist()
-    held = [f for f in range(len(names)) if bounds[f] < bounds[f + 1]]
+    held = [f for f in range(len(names)) if limits[f] is not None and bounds[f] < bounds[f + 1]]
     if not held:
         return
     spans = [t for f in held for t in values[bounds[f] : bounds[f + 1]].aminmax()]
@@ -151,7 +153,7 @@ def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None
             at = bounds[f] + int(((ids < 0) | (ids >= limits[f])).nonzero()[0])
             bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
             told = f"feature {names[f]!r}, bag {bag}: id {int(values[at])} must be in [0, {limits[f]})"
-            raise IndexError(f"{told}; nothing was looked up")
+            raise IndexError(f"{told}; nothing was looked up{advice_on(int(values[at]))}")
 
 
 def check_device(given: SelectedKeys, device: torch.device) -> None:
@@ -165,7 +167,9 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
     if not routes.means:
         return None
     starts = given.offsets[given.bag_starts(routes.num_features)]
-    numbers = torch.tensor([routes.limits, routes.padding], device=starts.device)
+    # No rows of one with every integer for an id are split, so its mean is not asked for.
+    known = [limit or 0 for limit in routes.limits]
+    numbers = torch.tensor([known, routes.padding], device=starts.device)
     limits, padding = numbers.repeat_interleave(starts.diff(), dim=1)
     good = (given.values >= 0) & (given.values < limits) & (given.values != padding)
     before = torch.nn.functional.pad(good.cumsum(0), (1, 0))

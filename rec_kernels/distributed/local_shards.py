@@ -240,7 +240,9 @@ def _take_rates(made: TableCollection, module: TableCollection) -> None:
 
 def _padding_of(table: EmbeddingConfig, shard: Shard) -> int | None:
     """The padding's number among the rows of a shard, if it is one of them."""
-    if table.padding_idx is None or not 0 <= table.padding_idx - shard.first_row < shard.rows:
+    if table.padding_idx is None or shard.is_whole(table):
+        return table.padding_idx
+    if not 0 <= table.padding_idx - shard.first_row < shard.rows:
         return None
     return table.padding_idx - shard.first_row
 

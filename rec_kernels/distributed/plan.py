@@ -44,7 +44,7 @@ class Shard:
 
     def is_whole(self, table: EmbeddingConfig) -> bool:
         """True if it is all of its table."""
-        return self.rows == table.num_embeddings and self.columns == table.embedding_dim
+        return self.rows == table.planned_rows and self.columns == table.embedding_dim
 
 
 def needs_whole_rows(optimizer: Optimizer | None) -> str:
@@ -100,7 +100,7 @@ def shards_of(
 def _shards_of(
     number: int, table: EmbeddingConfig, optimizer: Optimizer | None, sharding: Any, world_size: int
 ) -> list[Shard]:
-    kind, rows, columns = sharding.sharding_type, table.num_embeddings, table.embedding_dim
+    kind, rows, columns = sharding.sharding_type, table.planned_rows, table.embedding_dim
     if reason := reason_against(table, optimizer, kind):
         near = ", ".join(possible_types(table, optimizer))
         raise ValueError(f"table {table.name!r} cannot be sharded {kind}: {reason}; it can be sharded {near}")
@@ -129,10 +129,10 @@ def _check_blocks(table: EmbeddingConfig, shards: list[Shard], world_size: int) 
     for shard in sorted(shards, key=lambda s: s.first_row):
         bands.setdefault((shard.first_column, shard.first_column + shard.columns), []).append(shard)
     rows = [[(s.first_row, s.first_row + s.rows) for s in band] for band in bands.values()]
-    whole = all(_is_whole(spans, table.num_embeddings) for spans in rows)
+    whole = all(_is_whole(spans, table.planned_rows) for spans in rows)
     if not whole or not _is_whole(sorted(bands), table.embedding_dim):
         raise ValueError(
-            f"table {table.name!r}: the plan's shards must be all of its {table.num_embeddings} rows and "
+            f"table {table.name!r}: the plan's shards must be all of its {table.planned_rows} rows and "
             f"{table.embedding_dim} columns, each once, got blocks that begin at {corners}"
         )
 

@@ -50,7 +50,7 @@ class Routes:
     Attributes:
         entries: for each rank, what it looks up, in this order; parts that are reduced and then replicas come last.
         num_features: F, features of the collection; pooled: as above; dim: columns of its output; limits: F numbers of
-            ids; padding: F ids that are left out, -1: none.
+            ids, None: every integer is one; padding: F ids that are left out, -1: none.
         sent: for each rank, columns that it sends back of each sample: those of its entries that are neither reduced
             nor replicas. reduced: columns of the output whose parts are reduced. replicated: columns of replicas.
         columns: for each rank, those of its entries. coefficients: for each rank, its entries that need a coefficient.
@@ -81,7 +81,7 @@ class Routes:
         firsts: dict[tuple[int, int], set[int]] = {}
         for shard in shards:
             firsts.setdefault((shard.table, shard.first_column), set()).add(shard.first_row)
-        ends = {place: (*sorted(rows), tables[place[0]].num_embeddings) for place, rows in firsts.items()}
+        ends = {place: (*sorted(rows), tables[place[0]].planned_rows) for place, rows in firsts.items()}
 
         split = {table for (table, _), bounds in ends.items() if len(bounds) > 2}
         by_id = split if pooled and row_wise == "exact" else set()

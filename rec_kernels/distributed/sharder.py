@@ -99,7 +99,7 @@ class CollectionSharder(ModuleSharder):
         dtypes = {table.name: FLOAT_DTYPES.get(table.format, torch.uint8) for table in module.tables}
         return {
             t.name: nn.Parameter(
-                torch.empty(t.num_embeddings, t.embedding_dim, dtype=dtypes[t.name], device="meta"), requires_grad=False
+                torch.empty(t.planned_rows, t.embedding_dim, dtype=dtypes[t.name], device="meta"), requires_grad=False
             )
             for t in module.tables
         }

@@ -8,9 +8,14 @@ import re
 _NEGATIVE = re.compile(r"values\[\d+\] = -")
 _ADVICE = (
     "; a negative id that is padding is left out by rk.KeyedJaggedTensor.from_dict(..., padding_value=), or give an id "
-    "of the table that is its config's padding_idx; of signed 64-bit hashes, give ids & torch.iinfo(torch.int64).max "
-    "to a table with rk.Hash"
+    "of the table that is its config's padding_idx; signed 64-bit hashes have rows in a table with num_embeddings=None "
+    "and compression=rk.Hash(buckets)"
 )
+
+
+def advice_on(value: int) -> str:
+    """The end of a message about an id that no table has: advice, if it is negative."""
+    return _ADVICE if value < 0 else ""
 
 
 def advised(text: str) -> str:

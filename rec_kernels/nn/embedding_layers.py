@@ -266,7 +266,8 @@ class Embedding(EmbeddingLayer):
 
     Args:
         num_embeddings, embedding_dim: E, D. padding_idx: an id whose row begins as zeros and that gives no gradient;
-            negative ones count from the end. Of a compressed table, lookups have zeros for it.
+            negative ones count from the end. Of a compressed table, lookups have zeros for it. E is None where every
+            int64 is an id, with ``compression=rk.Hash(buckets)``; a negative ``padding_idx`` is that id then.
         sparse: whether the gradient is a sparse tensor; of layers without ``options``.
         _weight: the rows to begin with, or None. _freeze: whether nothing trains them.
         device, dtype: of the weight. torch.float16 and bfloat16 are formats "fp16" and "bf16".
@@ -287,7 +288,7 @@ class Embedding(EmbeddingLayer):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -338,7 +339,8 @@ class Embedding(EmbeddingLayer):
             raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
         ids = input.reshape(-1)
         rows = self._rows(ids, sparse=self.sparse)
-        if self.padding_idx is not None and "weight" in self._parameters:
+        is_compressed = self.collection is not None and self.collection.tables[0].compression is not None
+        if self.padding_idx is not None and not is_compressed:
             rows = torch.where((ids == self.padding_idx)[:, None], self._padding_row().to(rows.dtype), rows)
         return rows.view(*input.shape, self.embedding_dim)
 
@@ -372,7 +374,7 @@ class EmbeddingBag(EmbeddingLayer):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         max_norm: float | None = None,
         norm_type: float = 2.0,

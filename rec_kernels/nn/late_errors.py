@@ -50,11 +50,11 @@ class Reports:
     """Faults that a collection's lookups have found in their input, raised when they arrive.
 
     Args:
-        num_embeddings: rows of each feature's table, in the order of features.
+        num_embeddings: rows of each feature's table, in the order of features; None: every integer is an id.
         check_ids: whether ids out of range are errors (``bounds_check="error"``); bad offsets always are.
     """
 
-    def __init__(self, num_embeddings: list[int], check_ids: bool) -> None:
+    def __init__(self, num_embeddings: list[int | None], check_ids: bool) -> None:
         self._num_embeddings, self._check_ids = num_embeddings, check_ids
         self._lookups: deque[_Lookup] = deque()
         self._lock = threading.Lock()  # inference may use a collection on several threads
@@ -133,7 +133,7 @@ class Reports:
         return position < 0 or (self._check_ids and position != NOTHING_BAD)
 
 
-def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Exception:
+def _error(position: int, lookup: _Lookup, num_embeddings: list[int | None]) -> Exception:
     """The error that the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), marked as late."""
     if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
         return ValueError(text + _LATER)
@@ -183,20 +183,21 @@ def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
     return feature, bag - int(starts[feature])
 
 
-def _id(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
+def _id(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:
     """None: ids or offsets are not those of the lookup any more."""
     place = int(torch.searchsorted(lookup.given.offsets.long(), i, right=True)) - 1
     feature, bag = _place(place, lookup, len(num_embeddings))
     value = int(lookup.given.values[i])
-    if not 0 <= feature < len(num_embeddings) or 0 <= value < num_embeddings[feature]:
+    limit = num_embeddings[feature] if 0 <= feature < len(num_embeddings) else None
+    if limit is None or 0 <= value < limit:
         return None
     return advised(
         f"values[{i}] = {value} (feature {feature}, bag {bag}) is out of range: ids of this feature must be in "
-        f"[0, {num_embeddings[feature]})"
+        f"[0, {limit})"
     )
 
 
-def _offset(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
+def _offset(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:
     """None: offsets are not those of the lookup any more."""
     values, offsets = lookup.given.values, lookup.given.offsets
     feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))

@@ -9,6 +9,8 @@ from rec_kernels.ops.layout_overlaps import check_cache_apart, check_tables
 from rec_kernels.ops.layout_records import (
     BAG_FORMATS,
     COMBINE,
+    EVERY_ID,
+    EVERY_OTHER_ID,
     MAX_ELEMENTS,
     MAX_NOISY_ROWS,
     MAX_PARTS,
@@ -99,7 +101,7 @@ class Builder:
             return
         divisors = sized_integers(partitions.divisors, len(self.records), "partitions.divisors", "parts")
         moduli = sized_integers(partitions.moduli, len(self.records), "partitions.moduli", "parts")
-        limits = sized_integers(partitions.id_limits, self.num_features, "partitions.id_limits", "features")
+        limits = self._id_limits(partitions)
         combine = sized(partitions.combine, self.num_features, "partitions.combine", "features")
         for i, record in enumerate(self.records):
             f = record[Column.feature]
@@ -113,16 +115,26 @@ class Builder:
         for f in range(self.num_features):
             self._check_parts(f)
 
+    def _id_limits(self, partitions: IdPartitions) -> list[int]:
+        given = sized(partitions.id_limits, self.num_features, "partitions.id_limits", "features")
+        limits = [EVERY_ID if x is None else integer(x, f"partitions.id_limits[{f}]") for f, x in enumerate(given)]
+        for f, limit in enumerate(limits):
+            check(given[f] is None or limit >= 0, f"partitions.id_limits[{f}] = {limit} must not be negative")
+        return limits
+
     def _check_rows(self, i: int, record: list[int]) -> None:
         f, divisor, modulus, limit = (
             record[c] for c in (Column.feature, Column.divisor, Column.modulus, Column.id_limit)
         )
         check(divisor >= 1, f"partitions.divisors[{i}] = {divisor} must be at least 1")
         check(modulus >= 1, f"partitions.moduli[{i}] = {modulus} must be at least 1, for a table without rows, too")
-        check(limit >= 0, f"partitions.id_limits[{f}] = {limit} must not be negative")
-        rows, have = min(modulus, -(-limit // divisor)), record[Column.num_embeddings]
+        every = limit == EVERY_ID
+        alone = self.starts[f + 1] - self.starts[f] == 1
+        shape = f"feature {f}, of which every integer is an id, must have one part with divisor 1"
+        check(not every or (alone and divisor == 1), f"partitions.id_limits[{f}] = None: {shape}")
+        rows, have = modulus if every else min(modulus, -(-limit // divisor)), record[Column.num_embeddings]
         parts = f"partitions.divisors[{i}] = {divisor} and partitions.moduli[{i}] = {modulus}"
-        lead = f"{parts} lead to from ids below {limit}"
+        lead = f"{parts} lead to from {'every id' if every else f'ids below {limit}'}"
         check(rows <= have, f"num_embeddings[{i}] = {have} must be {rows} or more, the rows that {lead}")
 
     def _check_parts(self, f: int) -> None:
@@ -245,9 +257,13 @@ class Builder:
         ids = [-1 if x is None else integer(x, f"padding_idx[{f}]") for f, x in enumerate(given)]
         for record in self.records:
             f, limit = record[Column.feature], record[Column.id_limit]
-            good = given[f] is None or 0 <= ids[f] < limit
-            check(good, f"padding_idx[{f}] = {ids[f]} must be None or an id of the feature, in [0, {limit})")
             record[Column.padding_idx] = ids[f]
+            if given[f] is None:
+                continue
+            good = limit == EVERY_ID or 0 <= ids[f] < limit
+            check(good, f"padding_idx[{f}] = {ids[f]} must be None or an id of the feature, in [0, {limit})")
+            if limit == EVERY_ID:
+                record[Column.id_limit] = EVERY_OTHER_ID
 
     def place_cache(self, cache: CachePlaces | None) -> None:
         """Writes the places of rows in a row cache."""
@@ -297,13 +313,16 @@ class Builder:
         rows = max((r[Column.row_offset] + r[Column.num_embeddings] for r in self.records), default=0)
         above = rows if num_rows is None else integer(num_rows, "num_rows")
         most = "the most of row_offsets + num_embeddings"
+        hashes = any(r[Column.id_limit] in (EVERY_ID, EVERY_OTHER_ID) for r in self.records)
         check(above >= rows, f"num_rows = {above} must be {rows}, {most}, or more")
         given = {
             Flag.any_mean: any(r[Column.mean] for r in self.records),
             Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),
             Flag.bytes: self.is_bytes,
-            Flag.pads: any(r[Column.padding_idx] >= 0 for r in self.records),
-            Flag.maps_ids: any(r[Column.divisor] != 1 or r[Column.modulus] < r[Column.id_limit] for r in self.records),
+            Flag.pads: any(r[Column.padding_idx] != -1 or r[Column.id_limit] == EVERY_OTHER_ID for r in self.records),
+            Flag.hashes: hashes,
+            Flag.maps_ids: hashes
+            or any(r[Column.divisor] != 1 or r[Column.modulus] < r[Column.id_limit] for r in self.records),
         }
         sizes = {
             Size.num_features: self.num_features,

@@ -35,6 +35,9 @@ Column = IntEnum(
     "cache_sets cache_first_set cache_row_offset by_row",
     start=0,
 )
+#: ``id_limit`` where every integer is an id, and where every one but ``padding_idx`` is.
+EVERY_ID = -1
+EVERY_OTHER_ID = -2
 #: The elements of layout_sizes: struct LayoutSizes.
 Size = IntEnum(
     "Size",
@@ -51,6 +54,7 @@ class Flag(IntEnum):
     bytes = 4
     maps_ids = 8
     pads = 16
+    hashes = 32
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,15 @@ class IdPartitions:
     Attributes:
         starts: [F + 1] feature f has parts [starts[f], starts[f + 1]), at least one and at most 4.
         divisors, moduli: [P] of each part.
-        id_limits: [F] ids of the feature are in [0, id_limit).
+        id_limits: [F] ids of the feature are in [0, id_limit). None, of a feature of one part with divisor 1: every
+            integer is an id, negative ones, too, and its row is ``id % modulus`` as Python and torch have it.
         combine: [F] what the rows of an id's parts become: "concat" (or 0), "add" (1), "mult" (2).
     """
 
     starts: Sequence[int]
     divisors: Sequence[int]
     moduli: Sequence[int]
-    id_limits: Sequence[int]
+    id_limits: Sequence[int | None]
     combine: Sequence[str | int]
 
 
@@ -138,7 +143,7 @@ def integer(value: SupportsIndex, name: str) -> int:
     if number is None:
         raise ValueError(f"{name} = {value!r} must be an integer")
     check(number <= LARGEST, f"{name} = {number} must be below 2^63")
-    check(number >= -LARGEST, f"{name} = {number} must be above -2^63")
+    check(number >= -LARGEST - 1, f"{name} = {number} must be at least -2^63")
     return number
 
 

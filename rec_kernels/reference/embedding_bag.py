@@ -18,12 +18,12 @@ from rec_kernels.reference import numerics
 class Parts:
     """A feature of several tables: part p of an id is row (id // divisor) % modulus of its table.
 
-    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids).
+    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids); None: every integer is one, negative ones, too.
     """
 
     tables: list[int]
     partitions: list[tuple[int, int]]  # (divisor, modulus)
-    num_ids: int
+    num_ids: int | None
     combine: str
 
     def width(self, tables: list[Tensor]) -> int:
@@ -64,21 +64,21 @@ class Parts:
 class Bags:
     """Key-major jagged input: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
-    ``padding_idx`` is the id that a feature leaves out, of all features or of each; -1: none.
+    ``padding_idx`` is the id that all features leave out, -1: none, or that each of them does, None: none.
     """
 
     values: Tensor
     offsets: Tensor
     per_sample_weights: Tensor | None = None
-    padding_idx: int | list[int] = -1
+    padding_idx: int | list[int | None] = -1
 
-    def of(self, feature: int, sample: int, batch: int, num_ids: int) -> list[int]:
+    def of(self, feature: int, sample: int, batch: int, num_ids: int | None) -> list[int]:
         """Positions of the ids of bag (feature, sample) that count: in range and not padding."""
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
         ids, given = self.values.tolist(), self.padding_idx
-        padding = given if isinstance(given, int) else given[feature]
-        return [p for p in positions if 0 <= ids[p] < num_ids and ids[p] != padding]
+        padding = (None if given == -1 else given) if isinstance(given, int) else given[feature]
+        return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding]
 
 
 Features = list[int | Parts]

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/cpu/parallel.h"
 #include "embedding_bag/cpu/first_bad.h"
 
 namespace rec_kernels {
@@ -76,6 +77,31 @@ void check_only_offset(const BagInput& in) {
   in.raise(bounds);
 }
 
+// The ids of all features; where every integer is one, TablePart::number_of is in its place.
+Scratch<int64_t> number_ids(const BagInput& in) {
+  const Bags& bags = in.bags;
+  Scratch<int64_t> numbers(bags.num_ids);
+  int64_t* out = numbers.get();
+  const auto for_ids = [](int64_t count, const auto& body) {
+    parallel_pieces(count, kFewItems, workers_for(count, kFewItems), [&](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; ++i) body(i);
+    });
+  };
+  for_ids(bags.num_ids, [&](int64_t i) { out[i] = bags.id(i); });
+  for (int64_t f = 0; f < in.num_features; ++f) {
+    const TablePart table = in.records[bags.first_part(f)];
+    if (!table.takes_every_id()) continue;
+    // Bad offsets would lead kernels to ids that have no number.
+    Bounds bounds;
+    bounds.position = bags.bad_offset(bags.first_bag(f), bags.first_bag(f + 1));
+    in.raise(bounds);
+    const int64_t first = bags.offset(bags.first_bag(f)), last = bags.offset(bags.first_bag(f + 1));
+    const Divisor modulus = Divisor::of(table.modulus);
+    for_ids(last - first, [&](int64_t i) { out[first + i] = table.number_of(out[first + i], modulus, table.modulus); });
+  }
+  return numbers;
+}
+
 }  // namespace
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits) {
@@ -96,7 +122,8 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutL
               sizes.cache_ways,
               Bags{},
               parse_bag_options(bags.bounds_check).raise,
-              as_contiguous(bags.inverse)};
+              as_contiguous(bags.inverse),
+              {}};
   in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
                                    bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
                       layout);
@@ -106,6 +133,11 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutL
     check_shared_bags(in);
   }
   check_only_offset(in);
+  if (sizes.flags & kHashes) {
+    in.numbers = number_ids(in);
+    in.bags.ids = in.numbers.get();
+    in.bags.ids64 = true;
+  }
   return in;
 }
 
@@ -125,7 +157,8 @@ BagInput read_bags(const OneTableBags& bags, const Part& table) {
               0,
               Bags{},
               parse_bag_options(bags.bounds_check).raise,
-              std::nullopt};
+              std::nullopt,
+              {}};
   in.parts[0] = table;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
                                    bags.padding_idx, bags.bounds_check});

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/cpu/scratch.h"
 #include "embedding_bag/cpu/forward.h"
 #include "embedding_bag/embedding_bag.h"
 
@@ -25,8 +26,9 @@ struct BagInput {
   bool multiplies;     // whether a feature multiplies rows of its parts
   int64_t cache_ways;  // of the layout's row cache
   Bags bags;
-  bool raises;             // for an id out of range
-  OptionalTensor inverse;  // [G, B], with bags.groups: which bag of a group each sample has
+  bool raises;               // for an id out of range
+  OptionalTensor inverse;    // [G, B], with bags.groups: which bag of a group each sample has
+  Scratch<int64_t> numbers;  // bags.ids, where every integer is an id of some feature
 
   // Throws for a bad position when the caller asked for it.
   void raise(const Bounds& bounds) const;

@@ -52,7 +52,8 @@ __device__ void check_parts(const StartArgs& a) {
     const TablePart& r = records[i];
     const bool first = records[r.feature].part_start == i;
     const bool alone = first && part_start(records, r.feature + 1, a.sizes, a.limits.num_parts) == i + 1;
-    const Partition partition = Partition::of(r.divisor, r.modulus, r.id_limit);
+    const int64_t limit = r.takes_every_id() ? r.modulus : r.id_limit;  // masked ids are rows
+    const Partition partition = Partition::of(r.divisor, r.modulus, limit);
     a.parts.mapped[i] = {partition, alone ? Combine::kConcat : static_cast<Combine>(r.combine),
                          !alone || partition.divides || partition.wraps};
   }
@@ -72,34 +73,48 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
 }
 
 // Ids on their way to bags.ids, and what says which of them are left out: those become padding_idx, which is no id.
+// Where every integer is one, they become rows.
 struct MaskArgs {
   Bags bags;
   void* ids;
-  const TablePart* records;
+  Parts parts;
   int64_t* status;
-  bool checks_ids, skips_frozen;
+  bool wide, checks_ids, skips_frozen, hashes;  // wide: `ids` are int64
 
   __device__ void put(int64_t i, int64_t id) const {
-    if (bags.ids64) static_cast<int64_t*>(ids)[i] = id;
+    if (wide) static_cast<int64_t*>(ids)[i] = id;
     else static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
   }
 };
 
+// Notes bad offsets where ids become rows.
 __global__ void __launch_bounds__(kThreads) copy_ids_kernel(MaskArgs a) {
   for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) a.put(i, a.bags.id(i));
+  if (!a.hashes) return;
+  for (int64_t bag = Group<1>::first(); bag < a.bags.num_bags; bag += Group<1>::stride())
+    range_of(a.bags, bag, a.status);
 }
 
 // Notes ids out of range, as the kernels behind it cannot tell them from padding. Bags with bad offsets, which those
-// note, are left as they are.
+// note, are left as they are; where ids become rows, none counts then, as bags of two features may have one id.
 __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
   if (*a.status == kBadLayout) return;
+  if (a.hashes && *a.status < 0) {
+    for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) a.put(i, a.bags.padding_idx);
+    return;
+  }
   const Group<kWarpSize> group;
   for (int64_t bag = group.first(); bag < a.bags.num_bags; bag += group.stride()) {
-    const TablePart& part = a.records[a.bags.first_part(a.bags.feature_of(bag))];
+    const int64_t p = a.bags.first_part(a.bags.feature_of(bag));
+    const TablePart& part = a.parts.records[p];
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
     if (start < 0 || start > stop || stop > a.bags.num_ids) continue;
     for (int64_t i = start + group.lane; i < stop; i += kWarpSize) {
       const int64_t id = a.bags.id(i);
+      if (part.takes_every_id()) {
+        a.put(i, part.number_of(id, a.parts.mapped[p].partition.modulus, a.bags.padding_idx));
+        continue;
+      }
       const bool bad = a.checks_ids && static_cast<uint64_t>(id) >= static_cast<uint64_t>(part.id_limit);
       if (bad || id == part.padding_idx) a.put(i, a.bags.padding_idx);
       if (!bad || (a.skips_frozen && part.frozen != 0)) continue;
@@ -110,8 +125,11 @@ __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
 }
 
 void mask_ids(const BagInput& in, int64_t* status, bool skips_frozen, cudaStream_t stream) {
-  MaskArgs args{in.bags, in.masked->mutable_data_ptr(), in.parts.records, status, in.checks_masked, skips_frozen};
+  const bool hashes = (in.sizes.flags & kHashes) != 0;
+  MaskArgs args{in.bags, in.masked->mutable_data_ptr(), in.parts, status, in.bags.ids64, in.checks_masked, skips_frozen,
+                hashes};
   args.bags.ids = in.values.const_data_ptr();
+  args.bags.ids64 = in.values.scalar_type() == ScalarType::Long;
   launch(copy_ids_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, args);
   if (in.bags.num_bags > 0)
     launch(mask_ids_kernel, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, args);
@@ -178,10 +196,11 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
   in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
                                    bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
                       layout);
-  if (sizes.flags & kPads) {
-    in.masked = new_tensor(in.values, {in.values.numel()}, in.values.scalar_type());
+  if (sizes.flags & (kPads | kHashes)) {
+    in.bags.ids64 = in.bags.ids64 || sizes.flags & kHashes;  // the row of a negative int32 may be beyond those
+    in.masked = new_tensor(in.values, {in.values.numel()}, in.bags.ids64 ? ScalarType::Long : ScalarType::Int);
     in.bags.ids = in.masked->const_data_ptr();
-    in.bags.padded = nullptr;
+    in.bags.pads = false;
     in.bags.padding_idx = in.bags.ids64 ? INT64_MIN : INT32_MIN;
     in.checks_masked = in.bags.check_ids;
     in.bags.check_ids = false;

@@ -86,6 +86,9 @@ class Compression(ABC):
 class Hash(Compression):
     """Ids share rows: id -> row id % buckets, the baseline of the others ("hashing trick").
 
+    A table with ``num_embeddings=None`` takes every integer for an id, also negative ones, whose row is Python's and
+    torch's ``id % buckets``, too: -1 has row ``buckets - 1``.
+
     Args:
         buckets: rows of the table, at least 1.
 

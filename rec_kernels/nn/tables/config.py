@@ -11,13 +11,15 @@ from enum import Enum
 from torch import Tensor
 
 from rec_kernels.nn.arguments import check_choice, check_rate, positive_integer
-from rec_kernels.nn.tables.compression import Compression, MixedDimension, Part
+from rec_kernels.nn.tables.compression import Compression, Hash, MixedDimension, Part
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.layout_records import integer
 from rec_kernels.ops.row_formats import row_bytes
 
 #: The row formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
+# Integers of 64 bits.
+_EVERY_ID = 2**64
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class EmbeddingConfig:
     """One table, whose lookups are not pooled.
 
     Args:
-        num_embeddings: E, rows; at least 1.
+        num_embeddings: E, rows; at least 1. None, with ``rk.Hash`` alone: every int64 is an id, negative ones, too.
         embedding_dim: D, columns; at least 1.
         name: the table's name, different for every table of a collection, without dots.
         feature_names: the features looked up in this table.
@@ -85,10 +87,12 @@ class EmbeddingConfig:
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
             to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
             several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
-            that the rows that they make have that variance. A pickled collection has none.
+            that the rows that they make have that variance; without E, in +-1/sqrt(buckets). A pickled collection has
+            none.
         padding_idx: an id, from -E to E - 1, negative ones counted from the end, that is left out: it adds nothing to a
             sum, does not count in a mean, has zeros for a row and gives the table no gradient. Without ``init`` and
-            compression its row begins as zeros, as torch's. None: no id is.
+            compression its row begins as zeros, as torch's. Without E it is any int64, and itself: -1 is id -1. None:
+            no id is.
         lr: the learning rate that a fused optimizer begins with for this table, at least 0. None: the optimizer's.
         optimizer: the fused optimizer of this table, as ``rk.EmbeddingBagCollection`` takes one for all. None: the
             collection's.
@@ -98,7 +102,7 @@ class EmbeddingConfig:
             which two ids, which are named, have the same row in every part.
     """
 
-    num_embeddings: int
+    num_embeddings: int | None
     embedding_dim: int
     _: KW_ONLY
     name: str
@@ -112,8 +116,7 @@ class EmbeddingConfig:
 
     def __post_init__(self) -> None:
         name, feature_names = self.name, self.feature_names
-        for size in ("num_embeddings", "embedding_dim"):
-            object.__setattr__(self, size, positive_integer(f"table {name!r}: {size}", getattr(self, size)))
+        self._check_sizes()
         if not name or "." in name:
             raise ValueError(f"table name {name!r} must be non-empty and without dots")
         if not feature_names or isinstance(feature_names, str):
@@ -136,11 +139,27 @@ class EmbeddingConfig:
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
 
+    def _check_sizes(self) -> None:
+        of = f"table {self.name!r}:"
+        object.__setattr__(self, "embedding_dim", positive_integer(f"{of} embedding_dim", self.embedding_dim))
+        is_hashed = isinstance(self.compression, Hash)
+        if self.num_embeddings is None and is_hashed:
+            return
+        try:
+            rows = positive_integer(f"{of} num_embeddings", self.num_embeddings)
+        except ValueError as error:
+            advice = "; with compression=rk.Hash(buckets) it may be None: every int64 is an id then"
+            raise ValueError(f"{error}{advice if is_hashed or self.num_embeddings is None else ''}") from None
+        object.__setattr__(self, "num_embeddings", rows)
+
     def _check_padding(self) -> None:
         if self.padding_idx is None:
             return
         row = integer(self.padding_idx, f"table {self.name!r}: padding_idx")
         rows = self.num_embeddings
+        if rows is None:
+            object.__setattr__(self, "padding_idx", row)
+            return
         if not -rows <= row < rows:
             raise ValueError(f"table {self.name!r}: padding_idx = {row} must be in [{-rows}, {rows})")
         object.__setattr__(self, "padding_idx", row % rows)
@@ -160,20 +179,26 @@ class EmbeddingConfig:
     @functools.cached_property
     def stored(self) -> list[StoredTable]:
         """The tables that it is kept in."""
-        bound = self.num_embeddings**-0.5
+        ids = _EVERY_ID if self.num_embeddings is None else self.num_embeddings
         if self.compression is None:
-            size = self.num_embeddings, self.embedding_dim
-            return [StoredTable(self.name, *size, self.format, None, self.init, bound, self.padding_idx)]
-        parts = self.compression.parts(self.num_embeddings, self.embedding_dim)
+            size = ids, self.embedding_dim
+            return [StoredTable(self.name, *size, self.format, None, self.init, ids**-0.5, self.padding_idx)]
+        parts = self.compression.parts(ids, self.embedding_dim)
+        bound = (parts[0].num_embeddings if self.num_embeddings is None else ids) ** -0.5
         names = [f"{self.name}_{p}" for p in range(len(parts))] if len(parts) > 1 else [self.name]
         bounds = self.compression.bounds(len(parts), bound)
-        whole = len(parts) == 1 and parts[0].num_embeddings == self.num_embeddings
+        whole = len(parts) == 1 and parts[0].num_embeddings == ids
         return [
             StoredTable(
                 name, part.num_embeddings, part.embedding_dim, self.format, None if whole else part, self.init, own
             )
             for name, part, own in zip(names, parts, bounds, strict=True)
         ]
+
+    @property
+    def planned_rows(self) -> int:
+        """The rows that a plan of shards counts: E, or those that are kept where every integer is an id."""
+        return self.stored[0].num_embeddings if self.num_embeddings is None else self.num_embeddings
 
     @property
     def rate(self) -> float | None:
@@ -225,7 +250,8 @@ def check_per_id(table: EmbeddingConfig) -> None:
 
 def describe(table: EmbeddingConfig) -> str:
     """Name, size, the format unless it is the usual one, and the pooling if there is one."""
-    parts = [f"{table.name}: {table.num_embeddings} x {table.embedding_dim}"]
+    ids = "every id" if table.num_embeddings is None else table.num_embeddings
+    parts = [f"{table.name}: {ids} x {table.embedding_dim}"]
     if table.format != "fp32":
         parts.append(table.format)
     if table.compression is not None:

@@ -53,7 +53,8 @@ def place_tables(
 
     Args:
         tables: of one collection or several. Those of several parts get no slots.
-        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them.
+        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them; [buckets],
+            of ``ids % buckets``, of a table without E, of which every int64 is an id.
         cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
             share slots, a cache may take ``ways`` - 1 slots more.
         device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
@@ -102,9 +103,9 @@ def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tens
     if table.name not in counts:
         raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
     given = torch.as_tensor(counts[table.name], device="cpu").long()
-    if given.shape != (table.num_embeddings,) or (len(given) and int(given.min()) < 0):
+    if given.shape != (table.planned_rows,) or (len(given) and int(given.min()) < 0):
         raise ValueError(
-            f"counts of table {table.name!r} must be [{table.num_embeddings}], none negative, got shape "
+            f"counts of table {table.name!r} must be [{table.planned_rows}], none negative, got shape "
             f"{list(given.shape)}"
         )
     if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
