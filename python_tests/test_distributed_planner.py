@@ -56,6 +56,7 @@ def planned(
 def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     """Rows, state and slots that each rank's collection has, to the byte."""
     from rec_kernels.distributed.local_shards import make_collection, pieces_of
+    from rec_kernels.distributed.parts import PartMap
     from rec_kernels.distributed.plan import reason_against, shards_of
     from rec_kernels.distributed.planning import shard_bytes
     from rec_kernels.distributed.routes import Routes
@@ -69,10 +70,11 @@ def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
         pytest.skip("no such plan")
     shards = shards_of(whole.tables, whole.optimizer, kinds, 2)
+    parts = PartMap(whole.tables, shards, pooled=True, row_wise="ordered")
     for rank in range(2):
-        routes = Routes(whole.tables, shards, rank, 2)
-        own = [piece for piece in pieces_of(whole.tables, shards) if piece.shard.rank == rank]
-        made = make_collection(whole, routes.own, own, torch.device("cpu"), "")
+        routes = Routes(parts, rank, 2)
+        own = [piece for piece in pieces_of(parts) if piece.shard.rank == rank]
+        made = make_collection(whole, parts, routes.own, own, torch.device("cpu"), "")
         report = {t["name"]: t for t in made.memory_report()}
         for piece in own:
             found = shard_bytes(whole, whole.tables[piece.shard.table], piece.rows, piece.columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.distributed.row_exchange import RowContext, RowTrip
+from rec_kernels.distributed.row_exchange import RowContext, RowTrip, bags_of
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.embedding_bag import embedding_bag
@@ -24,15 +24,17 @@ class DistinctTrip(RowTrip):
 
     def receive(self) -> Tensor:
         """[B, dim]; by feature, the numbers of each feature's [bags, D], one after the other."""
-        module, batch = self.module, self.batch
-        sizes, out = batch.given.strides, self._fetched(sum(batch.sizes))
-        blocks = [own[:, :dim] for own, dim in zip(out.split(batch.sizes), module.output_dims, strict=True)]
-        for f in module.routes.by_id:
-            blocks[f] = _pooled(blocks[f], batch.given, f)
-        if batch.counts is not None:
-            counts = batch.counts.clamp(min=1).to(out.dtype)[:, None].split(sizes)
-            for f in module.routes.means:
-                blocks[f].div_(counts[f])
+        module, batch, parts = self.module, self.batch, self.module.parts
+        out = self._fetched(sum(batch.sizes))
+        lookups = [own[:, :dim] for own, dim in zip(out.split(batch.sizes), parts.dims, strict=True)]
+        blocks = []
+        for f, feature in enumerate(parts.features):
+            if feature.by_id:
+                blocks.append(self._pooled(self.joined.compose(f, lookups), feature.lookups[0]))
+            else:
+                for u in feature.lookups:
+                    lookups[u] = self._pooled(lookups[u], u)
+                blocks.append(self.joined.compose(f, lookups))
         for members, inverse in _groups(batch.shared):
             wide = _ops.expand(torch.cat([blocks[f] for f in members], dim=1), inverse)[0]
             for f, block in zip(members, wide.split([module.output_dims[f] for f in members], dim=1), strict=True):
@@ -42,7 +44,7 @@ class DistinctTrip(RowTrip):
     def send_gradients(self, grad: Tensor) -> None:
         """Begins to send each rank the gradients of its bags, each summed over the samples that have it."""
         module, batch = self.module, self.batch
-        sizes, dims = batch.given.strides, module.output_dims
+        sizes, dims = batch.features.strides, module.output_dims
         blocks = by_feature(grad, batch, dims) if batch.by_feature else list(grad.split(dims, dim=1))
         for members, inverse in _groups(batch.shared):
             wide = torch.cat([blocks[f] for f in members], dim=1)
@@ -50,28 +52,53 @@ class DistinctTrip(RowTrip):
             for f, block in zip(members, summed.split([module.output_dims[f] for f in members], dim=1), strict=True):
                 blocks[f] = block
         # The last column has what gradients of a bag's ids are divided by: see Routes.coefficients.
+        sizes = batch.given.strides
         own = grad.new_zeros(sum(sizes), max(module.output_dims, default=0) + 1)
-        for block, rows in zip(blocks, own.split(sizes), strict=True):
+        for block, rows in zip(self.joined.divide(blocks), own.split(sizes), strict=True):
             rows[:, : block.shape[1]] = block
         if batch.counts is not None:
             own[:, -1] = 1 / batch.counts.clamp(min=1).to(own.dtype)
-        self._return(own if batch.bag_of_row is None else own.index_select(0, batch.bag_of_row))
+        if batch.bag_of_row is not None:
+            own = own.index_select(0, batch.bag_of_row)
+            self._of_rows(own, blocks)
+        self._return(own)
 
+    def _pooled(self, rows: Tensor, lookup: int) -> Tensor:
+        """[bags, D]: of a lookup's rows, which are those of bags, or of ids, to be summed as one process does."""
+        routes, counts = self.module.routes, self.batch.counts
+        if lookup in routes.by_id:
+            _, offsets, weights, *_ = self._bags(lookup)
+            each, rows = torch.arange(len(rows), device=rows.device), rows.contiguous()
+            rows = embedding_bag(each, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+        if lookup in routes.means and counts is not None:
+            rows = rows / counts.split(self.batch.given.strides)[lookup].clamp(min=1).to(rows.dtype)[:, None]
+        return rows
 
-def _pooled(rows: Tensor, given: SelectedKeys, feature: int) -> Tensor:
-    """[bags, D]: sums of the rows of a feature's ids, [N, D], by the order of sums of one process."""
-    starts = given.bag_starts(len(given.strides))
-    offsets = given.offsets[starts[feature] : starts[feature + 1] + 1]
-    weights = None if given.weights is None else given.weights[int(offsets[0]) : int(offsets[-1])]
-    each = torch.arange(len(rows), device=rows.device)
-    offsets = offsets - offsets[0]
-    rows = rows.contiguous()
-    return embedding_bag(each, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+    def _bags(self, lookup: int) -> SelectedKeys:
+        return bags_of(self.batch.given, lookup, len(self.module.parts.lookups))
+
+    def _of_rows(self, rows: Tensor, grads: list[Tensor]) -> None:
+        """Makes gradients of rows that were combined id by id those of the parts, in place.
+
+        Args:
+            rows: float32, of all lookups, the bags' gradients, with the coefficients of bags in the last column.
+            grads: of each feature's bags.
+        """
+        batch, parts = self.batch, self.module.parts
+        blocks = rows.split(batch.sizes)
+        for f, feature in enumerate(parts.features):
+            for u in feature.lookups if feature.by_id else ():
+                own = blocks[u][:, : parts.dims[u]]
+                own.copy_(self.joined.multiply(u, own))
+            if feature.by_id and batch.fed is not None:
+                first = feature.lookups[0]
+                found = self.joined.weight_gradients(f, grads[f], self._bags(first).offsets)
+                batch.answers[first] = found * blocks[first][:, -1] if first in self.module.routes.means else found
 
 
 def by_feature(flat: Tensor, batch: RowContext, dims: list[int]) -> list[Tensor]:
     """[bags, D] of each feature, whose numbers lie one after the other."""
-    shapes = list(zip(batch.given.strides, dims, strict=True))
+    shapes = list(zip(batch.features.strides, dims, strict=True))
     return [own.view(shape) for own, shape in zip(flat.split([n * d for n, d in shapes]), shapes, strict=True)]
 
 

@@ -1,0 +1,284 @@
+"""Tables of parts whose rows are shared out: each part is a table by itself, whose rows meet where the samples are.
+
+A feature of such a table has a *lookup* in each part: its ids become rows of the part before they are sent. Lookups are
+what ``Routes`` calls features; without such tables they are the collection's features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.distributed.plan import Shard
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.tables.config import EmbeddingConfig
+
+_ops = torch.ops.rec_kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class PartLookup:
+    """A feature's lookup in a table, or in a part of one.
+
+    Args:
+        feature: number of the feature. table: of ``PartMap.tables``. name: of the feature. dim: columns.
+        rows: (divisor, modulus) by which ids become rows of a part; None: ids are rows.
+        answers: whether gradients of per-sample weights have a term of it: rows that are composed give one together.
+    """
+
+    feature: int
+    table: int
+    name: str
+    dim: int
+    rows: tuple[int, int] | None
+    answers: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedFeature:
+    """A feature, and how it is made of its lookups.
+
+    Args:
+        lookups: their numbers, in the order of the parts. combine: the compression's, "concat" of one lookup.
+        by_id: whether the rows of each id are combined, and then bags pooled; else sums of bags are combined.
+        num_ids, padding: ids that count are in [0, num_ids), and are not ``padding``.
+    """
+
+    lookups: list[int]
+    combine: str
+    by_id: bool
+    num_ids: int
+    padding: int | None
+
+    def counts(self, ids: Tensor) -> Tensor:
+        """A flag for each id: whether it counts."""
+        good = (ids >= 0) & (ids < self.num_ids)
+        return good if self.padding is None else good & (ids != self.padding)
+
+
+class PartMap:
+    """The lookups that stand for a collection's features, and the tables that they are in.
+
+    Args:
+        tables: of the collection. shards: of all tables, whose rows are counted in ids, as a plan has them.
+        pooled: whether a feature has a row of each bag, and not of each id. row_wise: the sharder's, of pooled lookups.
+
+    Attributes:
+        tables: those whose parts are together, and in the place of each other its parts. owners: for each of them, its
+            table in the collection. shards: of these tables, each table's by columns and rows.
+        mapped: the numbers of tables that are parts. composed: of parts whose rows are combined id by id.
+        features: F; lookups: in the order of ``tables``.
+    """
+
+    def __init__(
+        self, tables: Sequence[EmbeddingConfig], shards: Sequence[Shard], *, pooled: bool, row_wise: str
+    ) -> None:
+        split = {s.table for s in shards if tables[s.table].compression and not s.is_whole(tables[s.table])}
+        self.tables: list[EmbeddingConfig] = []
+        self.owners: list[int] = []
+        self.shards: list[Shard] = []
+        self.mapped: set[int] = set()
+        self.composed: set[int] = set()
+        self.features: list[JoinedFeature] = []
+        self.lookups: list[PartLookup] = []
+        for number, table in enumerate(tables):
+            made = _parts_of(table) if number in split else [table]
+            own = range(len(self.tables), len(self.tables) + len(made))
+            by_id = len(made) > 1 and _is_by_id(table, one_process=not pooled or row_wise == "exact")
+            self.mapped.update(own if number in split else [])
+            self.composed.update(own if by_id else [])
+            for i, part in zip(own, made, strict=True):
+                blocks = (_scaled(s, i, table, part) for s in shards if s.table == number)
+                self.shards += [block for block in blocks if block.rows]
+            self.tables += made
+            self.owners += [number] * len(made)
+            self._add_features(table, own, by_id=by_id)
+
+    def _add_features(self, table: EmbeddingConfig, own: range, *, by_id: bool) -> None:
+        """Adds the features of a table, which is those of ``tables`` whose numbers are ``own``."""
+        names, combine, first = table.feature_names, "concat", len(self.lookups)
+        if len(own) > 1 and table.compression is not None:
+            combine = table.compression.combine
+        for k in range(len(names)):
+            lookups = [first + p * len(names) + k for p in range(len(own))]
+            self.features.append(JoinedFeature(lookups, combine, by_id, table.num_embeddings, table.padding_idx))
+        for p, i in enumerate(own):
+            rows, dim = None, self.tables[i].embedding_dim
+            if i in self.mapped:
+                part = table.stored[p].part
+                rows = (part.divisor, part.modulus) if part else (1, table.num_embeddings)
+            for k, name in enumerate(names, len(self.features) - len(names)):
+                self.lookups.append(PartLookup(k, i, name, dim, rows, answers=p == 0 or not by_id))
+
+    @property
+    def joins(self) -> bool:
+        """True if some feature has several lookups."""
+        return len(self.lookups) > len(self.features)
+
+    @property
+    def dims(self) -> list[int]:
+        """Columns of each lookup."""
+        return [lookup.dim for lookup in self.lookups]
+
+    def lookups_of(self, given: SelectedKeys) -> SelectedKeys:
+        """The bags of all lookups, made of those of all features: an id that does not count has row -1 of a part."""
+        if not self.mapped:
+            return given
+        starts = given.bag_starts(len(self.features))
+        bounds, lengths = given.offsets[starts].tolist(), given.offsets.diff()
+        places = [slice(bounds[u.feature], bounds[u.feature + 1]) for u in self.lookups]
+        bags = [slice(starts[u.feature], starts[u.feature + 1]) for u in self.lookups]
+        values = [self._rows(u, given.values[place]) for u, place in zip(self.lookups, places, strict=True)]
+        offsets = torch.cat([lengths[own] for own in bags]).cumsum(0)
+        weights = given.weights
+        if weights is not None:
+            weights = _Weights.apply(weights, places, [u.answers for u in self.lookups])
+        strides = None if given.strides is None else [given.strides[u.feature] for u in self.lookups]
+        return SelectedKeys(torch.cat(values), torch.nn.functional.pad(offsets, (1, 0)), weights, strides)
+
+    def _rows(self, lookup: PartLookup, ids: Tensor) -> Tensor:
+        if lookup.rows is None:
+            return ids
+        divisor, modulus = lookup.rows
+        counts = self.features[lookup.feature].counts(ids)
+        return torch.where(counts, ids.div(divisor, rounding_mode="floor") % modulus, -1)
+
+
+def _parts_of(table: EmbeddingConfig) -> list[EmbeddingConfig]:
+    """The parts of a table as tables of their own."""
+    alone: dict[str, Any] = {"compression": None, "padding_idx": None, "init": None}
+    return [
+        dataclasses.replace(
+            table, num_embeddings=part.num_embeddings, embedding_dim=part.embedding_dim, name=part.name, **alone
+        )
+        for part in table.stored
+    ]
+
+
+def part_block(first: int, rows: int, ids: int, part: int) -> tuple[int, int]:
+    """The first row, and the number of rows, of a part of ``part`` rows in a block of a table.
+
+    Plans count a table's rows by its ids. A part is cut in the same proportions: before row i ceil(i * part / ids).
+
+    Args:
+        first, rows: of the block. ids: of the table.
+    """
+    begin, end = (-(-row * part // ids) for row in (first, first + rows))
+    return begin, end - begin
+
+
+def _scaled(shard: Shard, number: int, table: EmbeddingConfig, part: EmbeddingConfig) -> Shard:
+    """The block that a shard of a table has of a part, which is table ``number``."""
+    first, rows = part_block(shard.first_row, shard.rows, table.num_embeddings, part.num_embeddings)
+    columns = part.embedding_dim if shard.columns == table.embedding_dim else shard.columns
+    return dataclasses.replace(shard, table=number, first_row=first, rows=rows, columns=columns)
+
+
+def _is_by_id(table: EmbeddingConfig, *, one_process: bool) -> bool:
+    """True if rows of a table's parts are to be combined id by id, and not bag by bag.
+
+    A product is no sum of products of others. Sums may be added up in any order, but for ``one_process``'s bits.
+    """
+    compression = table.compression
+    assert compression is not None
+    multiplied = compression.combine == "mult" or (compression.combine == "add" and one_process)
+    return compression.compose == "per_id" and multiplied
+
+
+class _Weights(torch.autograd.Function):
+    """The per-sample weights of lookups, and their gradients, summed for each feature in the order of its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, places: list[slice], answers: list[bool]) -> Tensor:
+        ctx.count, ctx.places, ctx.answers = len(weights), places, answers
+        return torch.cat([weights[place] for place in places])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out = grad.new_zeros(ctx.count)
+        blocks = grad.split([place.stop - place.start for place in ctx.places])
+        for place, block, answers in zip(ctx.places, blocks, ctx.answers, strict=True):
+            if answers:
+                out[place] += block
+        return out, None, None
+
+
+class Joined:
+    """Rows of lookups that become those of features, for one batch, and gradients on their way back.
+
+    Args:
+        parts: the lookups.
+
+    Attributes:
+        keeps: whether a backward may come, which needs rows that were multiplied.
+        answers: whether it gives gradients of per-sample weights, which need rows that were combined by id.
+    """
+
+    def __init__(self, parts: PartMap) -> None:
+        self._parts, self.keeps, self.answers = parts, False, False
+        self._kept: dict[int, list[Tensor]] = {}
+        self._composed: dict[int, Tensor] = {}
+
+    def compose(self, feature: int, blocks: Sequence[Tensor]) -> Tensor:
+        """[N, D]: rows, or sums of bags, of a feature; ``blocks``: those of all lookups."""
+        joined = self._parts.features[feature]
+        own = [blocks[u] for u in joined.lookups]
+        if joined.combine == "concat":
+            return own[0] if len(own) == 1 else torch.cat(own, dim=1)
+        if joined.combine == "mult" and self.keeps:
+            self._kept[feature] = own
+        out = own[0]
+        for other in own[1:]:
+            out = out * other if joined.combine == "mult" else out + other
+        if joined.by_id and self.answers:
+            self._composed[feature] = out
+        return out
+
+    def divide(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the lookups, of those of the features; of rows that are combined by id their bags'."""
+        found: list[Tensor] = [grads[0][:0]] * len(self._parts.lookups)
+        for f, (joined, grad) in enumerate(zip(self._parts.features, grads, strict=True)):
+            own = [grad] * len(joined.lookups)
+            if joined.combine == "concat":
+                own = list(grad.split([self._parts.lookups[u].dim for u in joined.lookups], dim=1))
+            elif joined.combine == "mult" and not joined.by_id:
+                own = _of_product(self._kept[f], grad)
+            for u, block in zip(joined.lookups, own, strict=True):
+                found[u] = block
+        return found
+
+    def multiply(self, lookup: int, grad: Tensor) -> Tensor:
+        """[N, D]: gradients of the rows of a lookup, of those of rows that were combined id by id."""
+        feature = self._parts.lookups[lookup].feature
+        joined = self._parts.features[feature]
+        if joined.by_id and joined.combine == "mult":
+            for u, rows in zip(joined.lookups, self._kept[feature], strict=True):
+                grad = grad if u == lookup else grad * rows
+        return grad
+
+    def weight_gradients(self, feature: int, grad: Tensor, offsets: Tensor) -> Tensor:
+        """[N]: gradients of the weights of ids whose rows were combined, of those of bags, [bags, D]; not of means.
+
+        Args:
+            offsets: [bags + 1] of the ids.
+        """
+        rows = self._composed[feature].contiguous()
+        each = torch.arange(len(rows), device=rows.device)
+        return _ops.embedding_bag_backward_per_sample_weights.table(grad.contiguous(), rows, each, offsets)
+
+
+def _of_product(factors: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The gradients of factors that were multiplied from the first to the last, in the order of autograd."""
+    products = list(itertools.accumulate(factors, torch.mul))
+    found = []
+    for k in range(len(factors) - 1, 0, -1):
+        found.append(grad * products[k - 1])
+        grad = grad * factors[k]
+    return [grad, *reversed(found)]
