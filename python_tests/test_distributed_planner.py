@@ -53,7 +53,8 @@ def planned(
 @pytest.mark.parametrize("format", ["bf16", *full("int8", "fp32", "mx6")])
 @pytest.mark.parametrize("optimizer", ["adam", "own", *full("rowwise_adagrad", "sgd", "adam_bf16", "torch")])
 @pytest.mark.parametrize("policy", ["lfu", *full("lru")])
-def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
+@pytest.mark.parametrize("compression", [None, rk.QuotientRemainder(7), *full(rk.Hash(30))])
+def test_bytes(plan: str, format: str, optimizer: str, policy: str, compression: object) -> None:
     """Rows, state and slots that each rank's collection has, to the byte."""
     from rec_kernels.distributed.local_shards import make_collection, pieces_of
     from rec_kernels.distributed.parts import PartMap
@@ -65,7 +66,9 @@ def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     own = ("sgd", None, "rowwise_adagrad") if optimizer == "own" else (None,) * 3
     optimizer = "adam" if optimizer == "own" else optimizer
     cache = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy=policy) if OPTIMIZERS[optimizer] else None
-    case = Case(plan, format, optimizer, optimizers=own, cache=cache)
+    if cache is not None and isinstance(compression, rk.QuotientRemainder):
+        cache = rk.RowCache(0.0, ways=8, policy=policy)
+    case = Case(plan, format, optimizer, optimizers=own, cache=cache, compression=compression)
     whole, kinds = collection(case, device="meta"), plan_of(case, 2)
     if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
         pytest.skip("no such plan")
@@ -75,11 +78,13 @@ def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
         routes = Routes(parts, rank, 2)
         own = [piece for piece in pieces_of(parts) if piece.shard.rank == rank]
         made = make_collection(whole, parts, routes.own, own, torch.device("cpu"), "")
-        report = {t["name"]: t for t in made.memory_report()}
-        for piece in own:
-            found = shard_bytes(whole, whole.tables[piece.shard.table], piece.rows, piece.columns)
-            told = report[piece.name]
-            assert tuple(found) == (told["weight_bytes"], told["state_bytes"], told.get("cache_bytes", 0))
+        report = [(int(t["name"][1]), t) for t in made.memory_report()]
+        for table in {parts.owners[piece.shard.table] for piece in own}:
+            blocks = [s for s in shards if s.table == table and s.rank == rank]
+            found = [shard_bytes(whole, whole.tables[table], s.rows, s.columns, s.first_row) for s in blocks]
+            told = [t for owner, t in report if owner == table]
+            for i, key in enumerate(("weight_bytes", "state_bytes", "cache_bytes")):
+                assert sum(each[i] for each in found) == sum(t.get(key, 0) for t in told)
 
 
 def test_bytes_of_parts() -> None:

@@ -90,7 +90,7 @@ class PartMap:
         for number, table in enumerate(tables):
             made = _parts_of(table) if number in split else [table]
             own = range(len(self.tables), len(self.tables) + len(made))
-            by_id = len(made) > 1 and _is_by_id(table, one_process=not pooled or row_wise == "exact")
+            by_id = number in split and is_by_id(table, one_process=not pooled or row_wise == "exact")
             self.mapped.update(own if number in split else [])
             self.composed.update(own if by_id else [])
             for i, part in zip(own, made, strict=True):
@@ -180,15 +180,15 @@ def _scaled(shard: Shard, number: int, table: EmbeddingConfig, part: EmbeddingCo
     return dataclasses.replace(shard, table=number, first_row=first, rows=rows, columns=columns)
 
 
-def _is_by_id(table: EmbeddingConfig, *, one_process: bool) -> bool:
-    """True if rows of a table's parts are to be combined id by id, and not bag by bag.
+def is_by_id(table: EmbeddingConfig, *, one_process: bool = False) -> bool:
+    """True if rows of a table's parts are combined id by id where they are apart, and not bag by bag.
 
     A product is no sum of products of others. Sums may be added up in any order, but for ``one_process``'s bits.
     """
     compression = table.compression
-    assert compression is not None
-    multiplied = compression.combine == "mult" or (compression.combine == "add" and one_process)
-    return compression.compose == "per_id" and multiplied
+    if compression is None or len(table.stored) == 1 or compression.compose == "pooled":
+        return False
+    return compression.combine == "mult" or (compression.combine == "add" and one_process)
 
 
 class _Weights(torch.autograd.Function):

@@ -1,0 +1,168 @@
+"""rk.distributed with tables of parts whose rows are shared out, on gloo processes against one process."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_backward_cases import of_rank, scaled_alone
+from distributed_cases import ROWS, Case, check_found, differences, one_process, same_bits
+from distributed_composition_cases import one_process as trained_alone
+from distributed_distinct_cases import Distinct
+from distributed_distinct_cases import one_process as distinct_alone
+from distributed_pool import pool
+from distributed_sequence_cases import Sequences
+from test_distributed_sequences import check as check_sequences
+from tiers import full
+
+import rec_kernels as rk
+
+pytest.importorskip("torchrec.distributed")
+#: Compressions, by name; of "tiny" one rank of two has no row of a part.
+KINDS = {
+    "hash": rk.Hash(10),
+    "mult": rk.QuotientRemainder(10),
+    "digits": rk.Partitions.mixed_radix([11, 11, 11]),
+    "add": rk.QuotientRemainder(10, "add"),
+    "concat": rk.QuotientRemainder(10, "concat"),
+    "pooled": rk.QuotientRemainder(10, compose="pooled"),
+    "pooled_digits": rk.Partitions.mixed_radix([11, 11, 11], compose="pooled"),
+    "tiny": rk.Partitions([(1, 1), (1, 1030)]),
+}
+LAST = (3, None, ROWS[2] - 1)
+
+
+def case_of(kind: str, **options: object) -> Case:
+    """A case whose outputs have the bits of one process."""
+    given = {"plan": "row_wise", "row_wise": "exact", "sizes": (8, 5), "compression": KINDS[kind]}
+    return Case(**{**given, **options})
+
+
+def check(case: Case, *, same_outputs: bool = True) -> None:
+    """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
+    found = pool(len(case.sizes)).run("distributed_cases", "run", case)
+    check_found(found, *one_process(case), same_outputs=same_outputs)
+
+
+@pytest.mark.parametrize("kind", ["hash", "digits", "add", "concat", "pooled_digits", *full("mult", "pooled", "tiny")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+@pytest.mark.parametrize("format", ["fp32", *full("int8", "mx9", "bf16")])
+def test_exact(kind: str, pooling: str, format: str) -> None:
+    """One process's outputs, bit by bit, and rows and state, in every way to combine parts."""
+    check(case_of(kind, pooling=pooling, format=format, optimizer="rowwise_adagrad", weighted=True))
+
+
+@pytest.mark.parametrize("kind", ["hash", "mult", "add", *full("digits", "concat", "tiny")])
+@pytest.mark.parametrize("row_wise", ["ordered", "reduce_scatter"])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_parts_of_bags(kind: str, row_wise: str, pooling: str) -> None:
+    """Each shard's sums of a bag, where parts are not multiplied."""
+    check(case_of(kind, row_wise=row_wise, pooling=pooling, weighted=True), same_outputs=False)
+
+
+@pytest.mark.parametrize("kind", ["digits", *full("hash", "add", "concat", "pooled")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bad_ids": True, "padding": LAST},
+        *full(({"sizes": (0, 6)},), ({"sizes": (0, 0)},)),
+        *full(({"optimizers": (None, "rowwise_adagrad", "lamb"), "rates": (None, 0.3, None)},)),
+    ],
+)
+def test_what_batches_have(kind: str, given: dict) -> None:
+    """Ids that do not count, ranks without samples; an optimizer and a rate for each table."""
+    check(case_of(kind, pooling="mean", **given))
+
+
+@pytest.mark.parametrize("kind", ["tiny", *full("hash", "mult", "concat", "pooled")])
+def test_four_ranks(kind: str) -> None:
+    """Some of them have no row of a part, and one has no samples."""
+    check(case_of(kind, sizes=(5, 0, 4, 8)))
+
+
+@pytest.mark.parametrize(("plan", "row_wise"), [("grid_shard", "exact"), *full(("mixed", "exact"))])
+def test_columns_of_hashed_tables(plan: str, row_wise: str) -> None:
+    """A table of one part is split by columns, too."""
+    check(case_of("hash", plan=plan, row_wise=row_wise, format="bf16", optimizer="adam_bf16"))
+
+
+@pytest.mark.parametrize("kind", ["hash", "mult", *full("add", "concat", "pooled", "digits")])
+@pytest.mark.parametrize("other", ["table_wise", *full("data_parallel", "row_wise")])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", *full("torch")])
+def test_training(kind: str, other: str, optimizer: str, tmp_path: Path) -> None:
+    """Lookups of one backward, blocks, gradients of weights, torch's optimizers; checkpoints load in other plans."""
+    case = case_of(kind, optimizer=optimizer)
+    found = pool(2).run("distributed_composition_cases", "run", case, other, str(tmp_path / "checkpoint"))
+    outputs, grads, state = trained_alone(case)
+    for i, want in enumerate(outputs[:7]):
+        assert same_bits(torch.cat([own["outputs"][i] for own in found]), want)
+    for step, want in enumerate(outputs[7:]):  # gradients of weights; in step 1 rank 0's want none
+        for rank in [1] if step == 1 else [0, 1]:
+            assert same_bits(found[rank]["outputs"][7 + step], want[of_rank(case, step, rank)])
+    for name in ("state", "loaded"):
+        assert differences(state, [own[name] for own in found]) == []
+    assert differences(state, [own["begun"] for own in found]) != []
+    if optimizer == "torch":
+        assert {name for own in found for name in own["names"]} == set(grads)
+
+
+@pytest.mark.parametrize("kind", ["mult", *full("hash", "pooled")])
+def test_scaled_losses(kind: str) -> None:
+    """An overflow on one rank skips the update of all parts on all ranks."""
+    case = case_of(kind, optimizer="adam", steps=5)
+    found = pool(2).run("distributed_backward_cases", "scaled", case)
+    scales, state = scaled_alone(case)
+    assert [own for own, _ in found] == [scales] * 2
+    assert differences(state, [blocks for _, blocks in found]) == []
+
+
+@pytest.mark.parametrize("kind", ["hash", "mult", "add", *full("concat", "digits", "tiny")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weighted": True, "bad_ids": True, "own_sizes": True},
+        *full(({"weighted": True, "padding": LAST},), ({"sizes": (0, 6)},), ({"sizes": (3, 0, 4, 2)},)),
+    ],
+)
+def test_sequences(kind: str, given: dict) -> None:
+    """Rows of ids are combined where the samples are: one process's bits."""
+    check_sequences(Sequences("row_wise", compression=KINDS[kind], **given))
+
+
+@pytest.mark.parametrize("kind", ["mult", *full("hash", "add", "concat", "pooled_digits")])
+@pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("plain", "torchrec"),))])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_shared_bags(kind: str, kinds: tuple[str, str], pooling: str) -> None:
+    """Samples get distinct bags after their parts were combined."""
+    given = Distinct(case_of(kind, pooling=pooling, weighted=True, bad_ids=True, padding=LAST), kinds)
+    found = pool(2).run("distributed_distinct_cases", "run", given)
+    check_found(found, *distinct_alone(given))
+
+
+@pytest.mark.parametrize("kind", ["hash", "mult"])
+def test_caches(kind: str) -> None:
+    """Rows of one part have slots, and of several none, as in one process."""
+    case = case_of(kind, optimizer="adam", cache=rk.RowCache(0.2, ways=4))
+    found = pool(2).run("distributed_cache_cases", "run", case)
+    inserted = sum(table["inserted"] for *_, report in found for table in report)
+    assert (inserted > 0) == (kind == "hash")
+    for i, want in enumerate(one_process(replace(case, cache=None))[0]):
+        assert same_bits(torch.cat([own[0][i] for own in found]), want)
+
+
+def test_blocks_of_parts() -> None:
+    """A part is cut where the table is, in proportion: all of it, each row once."""
+    from rec_kernels.distributed.parts import part_block
+
+    for ids, part in ((10**9, 1000), (100, 3), (7, 7), (1030, 1)):
+        for world in (1, 2, 3, 8):
+            size = -(-ids // world)
+            bounds = [min(rank * size, ids) for rank in range(world + 1)]
+            blocks = [part_block(a, b - a, ids, part) for a, b in itertools.pairwise(bounds)]
+            firsts, rows = zip(*blocks, strict=True)
+            assert firsts[0] == 0
+            assert [first + n for first, n in blocks] == [*firsts[1:], part]
+            assert max(rows) <= -(-part // world) + 1
