@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.distributed.plan import Shard
-from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, ids_of
 from rec_kernels.nn.tables.config import EmbeddingConfig
 
 _ops = torch.ops.rec_kernels
@@ -29,7 +28,6 @@ class PartLookup:
     Args:
         feature: number of the feature. table: of ``PartMap.tables``. name: of the feature. dim: columns.
         rows: (divisor, modulus) by which ids become rows of a part; None: ids are rows.
-        answers: whether gradients of per-sample weights have a term of it: rows that are composed give one together.
     """
 
     feature: int
@@ -37,7 +35,6 @@ class PartLookup:
     name: str
     dim: int
     rows: tuple[int, int] | None
-    answers: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +44,35 @@ class JoinedFeature:
     Args:
         lookups: their numbers, in the order of the parts. combine: the compression's, "concat" of one lookup.
         by_id: whether the rows of each id are combined, and then bags pooled; else sums of bags are combined.
+        distinct: whether a rank asks for each row once, and sends the sum of its gradients. mean: whether bags, which
+            are pooled where the samples are, are averaged.
         num_ids, padding: ids that count are in [0, num_ids), and are not ``padding``.
     """
 
     lookups: list[int]
     combine: str
     by_id: bool
+    distinct: bool
+    mean: bool
     num_ids: int
     padding: int | None
 
-    def counts(self, ids: Tensor) -> Tensor:
+    def count(self, ids: Tensor) -> Tensor:
         """A flag for each id: whether it counts."""
         good = (ids >= 0) & (ids < self.num_ids)
         return good if self.padding is None else good & (ids != self.padding)
+
+
+class LookupBags(NamedTuple):
+    """A batch, by lookups.
+
+    Args:
+        bags: of lookups. Rows that a rank asks for once are in one bag. inverse: of these lookups, the row of each id
+            among those; behind the last where the id does not count.
+    """
+
+    bags: SelectedKeys
+    inverse: dict[int, Tensor]
 
 
 class PartMap:
@@ -88,9 +101,11 @@ class PartMap:
         self.features: list[JoinedFeature] = []
         self.lookups: list[PartLookup] = []
         for number, table in enumerate(tables):
-            made = _parts_of(table) if number in split else [table]
+            exact = not pooled or row_wise == "exact"
+            by_id = number in split and is_by_id(table, one_process=exact)
+            distinct = by_id and not exact
+            made = _parts_of(table, pools=not distinct) if number in split else [table]
             own = range(len(self.tables), len(self.tables) + len(made))
-            by_id = number in split and is_by_id(table, one_process=not pooled or row_wise == "exact")
             self.mapped.update(own if number in split else [])
             self.composed.update(own if by_id else [])
             for i, part in zip(own, made, strict=True):
@@ -98,23 +113,25 @@ class PartMap:
                 self.shards += [block for block in blocks if block.rows]
             self.tables += made
             self.owners += [number] * len(made)
-            self._add_features(table, own, by_id=by_id)
+            self._add_features(table, own, by_id=by_id, distinct=distinct)
 
-    def _add_features(self, table: EmbeddingConfig, own: range, *, by_id: bool) -> None:
+    def _add_features(self, table: EmbeddingConfig, own: range, *, by_id: bool, distinct: bool) -> None:
         """Adds the features of a table, which is those of ``tables`` whose numbers are ``own``."""
         names, combine, first = table.feature_names, "concat", len(self.lookups)
         if len(own) > 1 and table.compression is not None:
             combine = table.compression.combine
         for k in range(len(names)):
             lookups = [first + p * len(names) + k for p in range(len(own))]
-            self.features.append(JoinedFeature(lookups, combine, by_id, table.num_embeddings, table.padding_idx))
+            mean = by_id and getattr(table, "pooling", "sum") == "mean"
+            ids = table.num_embeddings, table.padding_idx
+            self.features.append(JoinedFeature(lookups, combine, by_id, distinct, mean, *ids))
         for p, i in enumerate(own):
             rows, dim = None, self.tables[i].embedding_dim
             if i in self.mapped:
                 part = table.stored[p].part
                 rows = (part.divisor, part.modulus) if part else (1, table.num_embeddings)
             for k, name in enumerate(names, len(self.features) - len(names)):
-                self.lookups.append(PartLookup(k, i, name, dim, rows, answers=p == 0 or not by_id))
+                self.lookups.append(PartLookup(k, i, name, dim, rows))
 
     @property
     def joins(self) -> bool:
@@ -126,33 +143,70 @@ class PartMap:
         """Columns of each lookup."""
         return [lookup.dim for lookup in self.lookups]
 
-    def lookups_of(self, given: SelectedKeys) -> SelectedKeys:
+    def lookups_of(self, given: SelectedKeys) -> LookupBags:
         """The bags of all lookups, made of those of all features: an id that does not count has row -1 of a part."""
         if not self.mapped:
-            return given
+            return LookupBags(given, {})
         starts = given.bag_starts(len(self.features))
         bounds, lengths = given.offsets[starts].tolist(), given.offsets.diff()
-        places = [slice(bounds[u.feature], bounds[u.feature + 1]) for u in self.lookups]
-        bags = [slice(starts[u.feature], starts[u.feature + 1]) for u in self.lookups]
-        values = [self._rows(u, given.values[place]) for u, place in zip(self.lookups, places, strict=True)]
-        offsets = torch.cat([lengths[own] for own in bags]).cumsum(0)
-        weights = given.weights
-        if weights is not None:
-            weights = _Weights.apply(weights, places, [u.answers for u in self.lookups])
-        strides = None if given.strides is None else [given.strides[u.feature] for u in self.lookups]
-        return SelectedKeys(torch.cat(values), torch.nn.functional.pad(offsets, (1, 0)), weights, strides)
+        sizes = [stop - start for start, stop in itertools.pairwise(starts)]
+        values, counts, weights, strides, inverse = [], [], [], [], {}
+        for number, lookup in enumerate(self.lookups):
+            f = lookup.feature
+            ids = slice(bounds[f], bounds[f + 1])
+            rows, bags = self._rows(lookup, given.values[ids]), lengths[starts[f] : starts[f + 1]]
+            if self.features[f].distinct:
+                rows, inverse[number] = _distinct(rows)
+                bags = bags.new_full((1,), len(rows))
+            values.append(rows)
+            counts.append(bags)
+            strides.append(1 if self.features[f].distinct else sizes[f])
+            if given.weights is not None:
+                own = given.weights[ids].detach()
+                weights.append(own.new_ones(len(rows)) if self.features[f].distinct else own)
+        factors = None
+        if given.weights is not None:
+            factors = torch.cat(weights).requires_grad_(given.weights.requires_grad)
+        offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
+        same = given.strides is None and not inverse
+        return LookupBags(SelectedKeys(torch.cat(values), offsets, factors, None if same else strides), inverse)
+
+    def of_features(self, numbers: Tensor, given: SelectedKeys, features: SelectedKeys) -> Tensor:
+        """[N]: sums of numbers of each id over the lookups that answer, in the order of parts.
+
+        Args:
+            numbers: of the ids of all lookups, whose bags are ``given``. features: the bags of all features.
+        """
+        if not self.mapped:
+            return numbers
+        out = numbers.new_zeros(features.values.shape)
+        sums = out.split(ids_of(features, len(self.features)))
+        for lookup, block in zip(self.lookups, numbers.split(ids_of(given, len(self.lookups))), strict=True):
+            if not self.features[lookup.feature].by_id:
+                sums[lookup.feature].add_(block)
+        return out
 
     def _rows(self, lookup: PartLookup, ids: Tensor) -> Tensor:
         if lookup.rows is None:
             return ids
         divisor, modulus = lookup.rows
-        counts = self.features[lookup.feature].counts(ids)
-        return torch.where(counts, ids.div(divisor, rounding_mode="floor") % modulus, -1)
+        return torch.where(
+            self.features[lookup.feature].count(ids), ids.div(divisor, rounding_mode="floor") % modulus, -1
+        )
 
 
-def _parts_of(table: EmbeddingConfig) -> list[EmbeddingConfig]:
-    """The parts of a table as tables of their own."""
+def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows, each once, and the place of each row among them; -1 is behind them."""
+    found, inverse = torch.unique(rows, return_inverse=True)
+    if len(found) and found[0] < 0:  # a GPU is waited for
+        return found[1:], torch.where(inverse == 0, len(found) - 1, inverse - 1)
+    return found, inverse
+
+
+def _parts_of(table: EmbeddingConfig, *, pools: bool) -> list[EmbeddingConfig]:
+    """The parts of a table as tables of their own; ``pools``: whether bags in them are those of the table."""
     alone: dict[str, Any] = {"compression": None, "padding_idx": None, "init": None}
+    alone |= {} if pools else {"pooling": "sum"}
     return [
         dataclasses.replace(
             table, num_embeddings=part.num_embeddings, embedding_dim=part.embedding_dim, name=part.name, **alone
@@ -189,25 +243,6 @@ def is_by_id(table: EmbeddingConfig, *, one_process: bool = False) -> bool:
     if compression is None or len(table.stored) == 1 or compression.compose == "pooled":
         return False
     return compression.combine == "mult" or (compression.combine == "add" and one_process)
-
-
-class _Weights(torch.autograd.Function):
-    """The per-sample weights of lookups, and their gradients, summed for each feature in the order of its parts."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, places: list[slice], answers: list[bool]) -> Tensor:
-        ctx.count, ctx.places, ctx.answers = len(weights), places, answers
-        return torch.cat([weights[place] for place in places])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out = grad.new_zeros(ctx.count)
-        blocks = grad.split([place.stop - place.start for place in ctx.places])
-        for place, block, answers in zip(ctx.places, blocks, ctx.answers, strict=True):
-            if answers:
-                out[place] += block
-        return out, None, None
 
 
 class Joined:

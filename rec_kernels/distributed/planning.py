@@ -53,13 +53,17 @@ def shard_bytes(
     Args:
         module: the collection that has the table. rows, columns, first_row: of the block, in ids of a compressed table.
     """
-    parts = [part_block(first_row, rows, table.num_embeddings, t.num_embeddings)[1] for t in table.stored]
-    stored = list(zip(parts, _dims(table, columns), strict=True))
+    stored = list(zip(_part_rows(table, rows, first_row), _dims(table, columns), strict=True))
     cache = None if module.row_cache is None else module.row_cache.cache
     fraction = 0.0 if cache is None or len(stored) > 1 else cache.of(table.name)
     slots = 0 if cache is None else sum(_slots(cache, fraction, *own) for own in stored)
     each = [(e, *_row(module, table, d)) for e, d in stored]
     return ShardBytes(sum(e * row for e, row, _ in each), sum(e * state for e, _, state in each), slots)
+
+
+def _part_rows(table: EmbeddingConfig, rows: int, first_row: int) -> list[int]:
+    """Rows of each part in a block of a table."""
+    return [part_block(first_row, rows, table.num_embeddings, t.num_embeddings)[1] for t in table.stored]
 
 
 def _dims(table: EmbeddingConfig, columns: int) -> list[int]:
@@ -142,9 +146,14 @@ class ShardCosts(ShardEstimator):
         bags = option.batch_size * len(option.input_lengths) * world if parts else 0
         ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
         sharder, dims = self._sharders[type(module)], _dims(table, columns)
-        by_id = not module._pools or (parts > 1 and (sharder.row_wise == "exact" or is_by_id(table)))
-        sent = ids if by_id else bags
-        sides = dims if parts > 1 and len(dims) > 1 else [columns]  # parts that are apart travel by themselves
+        sent = bags if module._pools and (parts < 2 or sharder.row_wise != "exact") else ids
+        asked, travels = ids, [(columns, sent)]  # for each part that travels by itself, its columns and rows
+        if parts > 1 and len(dims) > 1:
+            asked, travels = ids * len(dims), [(d, sent) for d in dims]
+            if sent == bags and is_by_id(table):  # a rank asks for a row once
+                own = _part_rows(table, rows, shard.offset[0])
+                travels = [(d, min(ids, world * n)) for d, n in zip(dims, own, strict=True)]
+                asked = sum(n for _, n in travels)
         held, cache = shard_bytes(module, table, rows, columns, shard.offset[0]), module.row_cache
         replica = option.sharding_type == "data_parallel"
         on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
@@ -155,12 +164,12 @@ class ShardCosts(ShardEstimator):
         wire, away = sharder.wire, (world - 1) / world / self._network
         shard.perf = Perf(
             fwd_compute=reading,
-            fwd_comms=0.0 if replica else sum(travelling_bytes(wire.forward, d) for d in sides) * sent * away,
+            fwd_comms=0.0 if replica else sum(travelling_bytes(wire.forward, d) * n for d, n in travels) * away,
             bwd_compute=2 * (reading + ids * state / self._memory),
-            bwd_comms=sum(travelling_bytes(wire.backward, d) for d in sides) * sent * away,
-            input_dist_comms=8 * ids * len(sides) * away,
+            bwd_comms=sum(travelling_bytes(wire.backward, d) * n for d, n in travels) * away,
+            input_dist_comms=8 * asked * away,
         )
-        step = math.ceil(8 * ids * len(sides) + 2 * 4 * sum(sides) * sent)
+        step = math.ceil(8 * asked + 2 * 4 * sum(d * n for d, n in travels))
         near, far = held.state + held.slots + step, held.rows
         if kept < 1:  # a budget of rows in a file has the slots, too
             far = max(0, int(kept * held.rows) - held.slots)

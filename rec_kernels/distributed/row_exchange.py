@@ -17,7 +17,7 @@ from rec_kernels.distributed.routes import Entry
 from rec_kernels.distributed.trips import Trip
 from rec_kernels.distributed.weight_gradients import weight_gradients
 from rec_kernels.distributed.wire import Block
-from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
+from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys, bags_of, ids_of
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
 
@@ -175,19 +175,20 @@ class RowContext(BatchContext):
 
     Attributes:
         splits: what ranks tell one another of it, until it is looked up.
-        features: this rank's batch. given: the bags of its lookups, of ``PartMap``; without parts the same.
+        features: this rank's batch. given, inverse: the bags of its lookups, as of ``PartMap.lookups_of``.
         shared: which bags of features samples have, or None.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
         sizes: how many rows each feature gets, in place of ``given.strides``, the numbers of its bags.
         bag_of_row: where some features' rows are those of ids, the bag of each row; else None.
         held: where all ranks' rows are among those of this rank's entries.
         by_feature: whether this rank wants the bags of each feature, and not samples.
-        answers: gradients of weights that this rank has of its own samples: lookup -> [N].
+        answers: gradients of weights that this rank has of its own samples: feature -> [N].
     """
 
     splits: IdSplits
     features: SelectedKeys
     given: SelectedKeys
+    inverse: dict[int, Tensor]
     shared: SharedBags | None = None
     asked: Parcels | None = None
     sizes: list[int]
@@ -215,20 +216,6 @@ class RowContext(BatchContext):
             self.given.offsets.record_stream(stream)
             self.features.offsets.record_stream(stream)
             self.asked.record_stream(stream)
-
-
-def bags_of(given: SelectedKeys, feature: int, features: int) -> SelectedKeys:
-    """The bags of one of the features of a batch."""
-    first, last = given.bag_starts(features)[feature : feature + 2]
-    offsets = given.offsets[first : last + 1]
-    ids = slice(int(offsets[0]), int(offsets[-1]))
-    weights = None if given.weights is None else given.weights[ids]
-    return SelectedKeys(given.values[ids], offsets - offsets[0], weights, None)
-
-
-def ids_of(bags: SelectedKeys, features: int) -> list[int]:
-    """Numbers of ids of each feature."""
-    return bags.offsets[bags.bag_starts(features)].diff().tolist()
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:
@@ -276,7 +263,7 @@ class RowTrip(Trip):
         for f, feature in enumerate(parts.features):
             block = self.joined.compose(f, lookups)
             if feature.by_id:
-                weights = bags_of(batch.given, feature.lookups[0], len(parts.lookups)).weights
+                weights = bags_of(batch.features, f, len(parts.features)).weights
                 block = (block if weights is None else weights[:, None] * block) + 0.0  # and no -0
             blocks.append(_widened(block, out.shape[1]))
         return torch.cat(blocks)
@@ -299,7 +286,7 @@ class RowTrip(Trip):
             for f, feature in enumerate(parts.features):
                 if batch.fed is not None and feature.by_id:
                     each = torch.arange(len(features[f]) + 1, device=grad.device)
-                    batch.answers[feature.lookups[0]] = self.joined.weight_gradients(f, features[f], each)
+                    batch.answers[f] = self.joined.weight_gradients(f, features[f], each)
             grad = torch.cat([_widened(own, grad.shape[1]) for own in lookups])
         self._return(grad)
 

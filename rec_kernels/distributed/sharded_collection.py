@@ -175,7 +175,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
             batches.check_device(given.bags, device)
             ctx.features = given.bags
-            given = given._replace(bags=self.parts.lookups_of(given.bags))
+            bags, ctx.inverse = self.parts.lookups_of(given.bags)
+            given = given._replace(bags=bags)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
         ctx.splits = IdSplits(self, ctx, given, error)
@@ -279,7 +280,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         # All ranks run the backward that trains a projection of one.
         token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))
         token = token if ctx.composition is None else ctx.composition.token(token)
-        return leave(trip, token, rows, None if ctx.fed is None else ctx.fed.weights)
+        return leave(trip, token, rows, None if ctx.fed is None else ctx.features.weights)
 
     # Updates.
 

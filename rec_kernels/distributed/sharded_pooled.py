@@ -61,9 +61,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if not agreed.own_sizes and not routes.by_id:
             return False
         ctx.given, ctx.shared = given.bags, given.shared
+        if ctx.features.strides is None:
+            ctx.features = ctx.features._replace(strides=[given.samples] * len(self.feature_names))
         if ctx.given.strides is None:
             ctx.given = ctx.given._replace(strides=[given.samples] * routes.num_features)
-            ctx.features = ctx.features._replace(strides=[given.samples] * len(self.feature_names))
             ctx.counts = None if ctx.counts is None else ctx.counts.view(-1)
         self._ask(ctx, sent.places)
         return True

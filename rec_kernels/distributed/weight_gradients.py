@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry, Routes
 from rec_kernels.nn.collection import TableCollection
-from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, ids_of
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.row_exchange import RowContext
@@ -52,9 +52,11 @@ def weight_gradients(
     blocks = zip(flattened, flat.split([len(place) for _, place in flattened]), strict=True)
     for (entry, place), block in sorted(blocks, key=lambda b: b[0][0].shard.first_column):
         found[place] = block if entry.shard.first_column == 0 else found[place] + block
-    ids = batch.fed.offsets[batch.fed.bag_starts(routes.num_features)].tolist()
-    for f, own in batch.answers.items():
-        found[ids[f] : ids[f + 1]] = own
+    found = module.parts.of_features(found, batch.fed, batch.features)
+    if batch.answers:
+        sizes = ids_of(batch.features, len(module.parts.features))
+        for f, own in batch.answers.items():
+            found.split(sizes)[f].copy_(own)
     return found
 
 
