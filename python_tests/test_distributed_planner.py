@@ -53,22 +53,31 @@ def planned(
 @pytest.mark.parametrize("format", ["bf16", *full("int8", "fp32", "mx6")])
 @pytest.mark.parametrize("optimizer", ["adam", "own", *full("rowwise_adagrad", "sgd", "adam_bf16", "torch")])
 @pytest.mark.parametrize("policy", ["lfu", *full("lru")])
-@pytest.mark.parametrize("compression", [None, rk.QuotientRemainder(7), *full(rk.Hash(30))])
-def test_bytes(plan: str, format: str, optimizer: str, policy: str, compression: object) -> None:
+def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     """Rows, state and slots that each rank's collection has, to the byte."""
+    # Fraction 1: slots of each table by itself.
+    own = ("sgd", None, "rowwise_adagrad") if optimizer == "own" else (None,) * 3
+    optimizer = "adam" if optimizer == "own" else optimizer
+    cache = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy=policy) if OPTIMIZERS[optimizer] else None
+    check_bytes(Case(plan, format, optimizer, optimizers=own, cache=cache))
+
+
+@pytest.mark.parametrize("compression", [rk.QuotientRemainder(7), *full(rk.Hash(30))])
+@pytest.mark.parametrize("policy", ["lfu", *full("lru")])
+def test_bytes_of_split_parts(compression: object, policy: str) -> None:
+    """Each rank has a block of every part."""
+    fraction = {"t0": 1.0} if isinstance(compression, rk.Hash) else 0.0
+    check_bytes(Case("row_wise", compression=compression, cache=rk.RowCache(fraction, ways=8, policy=policy)))
+
+
+def check_bytes(case: Case) -> None:
+    """Compares the bytes of shards with the reports of ranks' collections."""
     from rec_kernels.distributed.local_shards import make_collection, pieces_of
     from rec_kernels.distributed.parts import PartMap
     from rec_kernels.distributed.plan import reason_against, shards_of
     from rec_kernels.distributed.planning import shard_bytes
     from rec_kernels.distributed.routes import Routes
 
-    # Fraction 1: slots of each table by itself.
-    own = ("sgd", None, "rowwise_adagrad") if optimizer == "own" else (None,) * 3
-    optimizer = "adam" if optimizer == "own" else optimizer
-    cache = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy=policy) if OPTIMIZERS[optimizer] else None
-    if cache is not None and isinstance(compression, rk.QuotientRemainder):
-        cache = rk.RowCache(0.0, ways=8, policy=policy)
-    case = Case(plan, format, optimizer, optimizers=own, cache=cache, compression=compression)
     whole, kinds = collection(case, device="meta"), plan_of(case, 2)
     if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
         pytest.skip("no such plan")
@@ -117,6 +126,17 @@ def test_bytes_sent() -> None:
     assert [shard.perf.total > 0 for shard in option.shards] == [True, True, False, False]
     _, ((option,)) = planned(tables_of([1000]), types=("row_wise",), lengths={"f0": 3}, row_wise="exact")
     assert sum(shard.perf.bwd_comms for shard in option.shards) == pytest.approx(3 * sent["table_wise"])
+    for compression, row_wise, rows in (
+        (rk.Hash(100), "ordered", 2 * 128),  # bags of each shard
+        (rk.QuotientRemainder(10), "ordered", 2 * 2 * (50 + 5)),  # each row once for each rank
+        (rk.QuotientRemainder(10), "exact", 2 * 3 * 128),
+        (rk.QuotientRemainder(10, "add"), "ordered", 2 * 2 * 128),
+    ):
+        config = rk.EmbeddingBagConfig(1000, 16, name="t0", feature_names=["f0"], compression=compression)
+        whole = rk.EmbeddingBagCollection([config], device="meta", optimizer=rk.SGD())
+        _, ((option,)) = planned(whole, types=("row_wise",), lengths={"f0": 3}, row_wise=row_wise)
+        found = sum(shard.perf.bwd_comms for shard in option.shards)
+        assert found == pytest.approx(sent["table_wise"] * rows / 128)
     table = rk.EmbeddingConfig(1000, 16, name="t0", feature_names=["f0"])
     for kind in ("table_wise", "row_wise"):
         sequences = rk.EmbeddingCollection([table], device="meta", optimizer=rk.SGD())

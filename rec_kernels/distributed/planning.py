@@ -146,11 +146,12 @@ class ShardCosts(ShardEstimator):
         bags = option.batch_size * len(option.input_lengths) * world if parts else 0
         ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
         sharder, dims = self._sharders[type(module)], _dims(table, columns)
-        sent = bags if module._pools and (parts < 2 or sharder.row_wise != "exact") else ids
+        by_id = not module._pools or (parts > 1 and sharder.row_wise == "exact")
+        sent = ids if by_id else bags
         asked, travels = ids, [(columns, sent)]  # for each part that travels by itself, its columns and rows
         if parts > 1 and len(dims) > 1:
             asked, travels = ids * len(dims), [(d, sent) for d in dims]
-            if sent == bags and is_by_id(table):  # a rank asks for a row once
+            if not by_id and is_by_id(table):  # a rank asks for a row once
                 own = _part_rows(table, rows, shard.offset[0])
                 travels = [(d, min(ids, world * n)) for d, n in zip(dims, own, strict=True)]
                 asked = sum(n for _, n in travels)
