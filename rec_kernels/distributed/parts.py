@@ -22,7 +22,7 @@ _ops = torch.ops.rec_kernels
 
 
 @dataclasses.dataclass(frozen=True)
-class PartLookup:
+class TableLookup:
     """A feature's lookup in a table, or in a part of one.
 
     Args:
@@ -99,7 +99,7 @@ class PartMap:
         self.mapped: set[int] = set()
         self.composed: set[int] = set()
         self.features: list[JoinedFeature] = []
-        self.lookups: list[PartLookup] = []
+        self.lookups: list[TableLookup] = []
         for number, table in enumerate(tables):
             exact = not pooled or row_wise == "exact"
             by_id = number in split and is_by_id(table, one_process=exact)
@@ -131,7 +131,7 @@ class PartMap:
                 part = table.stored[p].part
                 rows = (part.divisor, part.modulus) if part else (1, table.num_embeddings)
             for k, name in enumerate(names, len(self.features) - len(names)):
-                self.lookups.append(PartLookup(k, i, name, dim, rows))
+                self.lookups.append(TableLookup(k, i, name, dim, rows))
 
     @property
     def joins(self) -> bool:
@@ -186,7 +186,7 @@ class PartMap:
                 sums[lookup.feature].add_(block)
         return out
 
-    def _rows(self, lookup: PartLookup, ids: Tensor) -> Tensor:
+    def _rows(self, lookup: TableLookup, ids: Tensor) -> Tensor:
         if lookup.rows is None:
             return ids
         divisor, modulus = lookup.rows
@@ -278,16 +278,15 @@ class Joined:
 
     def divide(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the lookups, of those of the features; of rows that are combined by id their bags'."""
-        found: list[Tensor] = [grads[0][:0]] * len(self._parts.lookups)
+        found: dict[int, Tensor] = {}
         for f, (joined, grad) in enumerate(zip(self._parts.features, grads, strict=True)):
             own = [grad] * len(joined.lookups)
             if joined.combine == "concat":
                 own = list(grad.split([self._parts.lookups[u].dim for u in joined.lookups], dim=1))
             elif joined.combine == "mult" and not joined.by_id:
                 own = _of_product(self._kept[f], grad)
-            for u, block in zip(joined.lookups, own, strict=True):
-                found[u] = block
-        return found
+            found |= zip(joined.lookups, own, strict=True)
+        return [found[u] for u in range(len(found))]
 
     def multiply(self, lookup: int, grad: Tensor) -> Tensor:
         """[N, D]: gradients of the rows of a lookup, of those of rows that were combined id by id."""
