@@ -223,6 +223,16 @@ def test_caches(kind: str) -> None:
         assert same_bits(torch.cat([own[0][i] for own in found]), want)
 
 
+@pytest.mark.parametrize("kind", ["hash", *full("mult")])
+def test_first_numbers(kind: str) -> None:
+    """Rows of a collection on the meta device begin alike in every plan."""
+    case = case_of(kind)
+    found = pool(2).run("distributed_torchrec_cases", "begin", replace(case, plan="table_wise"))
+    whole = {name: numbers for own in found for name, pairs in own.items() for _, numbers in pairs}
+    assert len({numbers.shape for numbers in whole.values()}) > 2
+    assert differences(whole, pool(2).run("distributed_torchrec_cases", "begin", case)) == []
+
+
 def test_blocks_of_parts() -> None:
     """A part is cut where the table is, in proportion: all of it, each row once."""
     from rec_kernels.distributed.parts import part_block
