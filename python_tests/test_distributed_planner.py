@@ -55,29 +55,45 @@ def planned(
 @pytest.mark.parametrize("policy", ["lfu", *full("lru")])
 def test_bytes(plan: str, format: str, optimizer: str, policy: str) -> None:
     """Rows, state and slots that each rank's collection has, to the byte."""
-    from rec_kernels.distributed.local_shards import make_collection, pieces_of
-    from rec_kernels.distributed.plan import reason_against, shards_of
-    from rec_kernels.distributed.planning import shard_bytes
-    from rec_kernels.distributed.routes import Routes
-
     # Fraction 1: slots of each table by itself.
     own = ("sgd", None, "rowwise_adagrad") if optimizer == "own" else (None,) * 3
     optimizer = "adam" if optimizer == "own" else optimizer
     cache = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy=policy) if OPTIMIZERS[optimizer] else None
-    case = Case(plan, format, optimizer, optimizers=own, cache=cache)
+    check_bytes(Case(plan, format, optimizer, optimizers=own, cache=cache))
+
+
+@pytest.mark.parametrize("compression", [rk.QuotientRemainder(7), *full(rk.Hash(30))])
+@pytest.mark.parametrize("policy", ["lfu", *full("lru")])
+def test_bytes_of_split_parts(compression: object, policy: str) -> None:
+    """Each rank has a block of every part."""
+    fraction = {"t0": 1.0} if isinstance(compression, rk.Hash) else 0.0
+    check_bytes(Case("row_wise", compression=compression, cache=rk.RowCache(fraction, ways=8, policy=policy)))
+
+
+def check_bytes(case: Case) -> None:
+    """Compares the bytes of shards with the reports of ranks' collections."""
+    from rec_kernels.distributed.local_shards import make_collection, pieces_of
+    from rec_kernels.distributed.parts import PartMap
+    from rec_kernels.distributed.plan import reason_against, shards_of
+    from rec_kernels.distributed.planning import shard_bytes
+    from rec_kernels.distributed.routes import Routes
+
     whole, kinds = collection(case, device="meta"), plan_of(case, 2)
     if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
         pytest.skip("no such plan")
     shards = shards_of(whole.tables, whole.optimizer, kinds, 2)
+    parts = PartMap(whole.tables, shards, pooled=True, row_wise="ordered")
     for rank in range(2):
-        routes = Routes(whole.tables, shards, rank, 2)
-        own = [piece for piece in pieces_of(whole.tables, shards) if piece.shard.rank == rank]
-        made = make_collection(whole, routes.own, own, torch.device("cpu"), "")
-        report = {t["name"]: t for t in made.memory_report()}
-        for piece in own:
-            found = shard_bytes(whole, whole.tables[piece.shard.table], piece.rows, piece.columns)
-            told = report[piece.name]
-            assert tuple(found) == (told["weight_bytes"], told["state_bytes"], told.get("cache_bytes", 0))
+        routes = Routes(parts, rank, 2)
+        own = [piece for piece in pieces_of(parts) if piece.shard.rank == rank]
+        made = make_collection(whole, parts, routes.own, own, torch.device("cpu"), "")
+        report = [(int(t["name"][1]), t) for t in made.memory_report()]
+        for table in {parts.owners[piece.shard.table] for piece in own}:
+            blocks = [s for s in shards if s.table == table and s.rank == rank]
+            found = [shard_bytes(whole, whole.tables[table], s.rows, s.columns, s.first_row) for s in blocks]
+            told = [t for owner, t in report if owner == table]
+            for i, key in enumerate(("weight_bytes", "state_bytes", "cache_bytes")):
+                assert sum(each[i] for each in found) == sum(t.get(key, 0) for t in told)
 
 
 def test_bytes_of_parts() -> None:
@@ -110,6 +126,17 @@ def test_bytes_sent() -> None:
     assert [shard.perf.total > 0 for shard in option.shards] == [True, True, False, False]
     _, ((option,)) = planned(tables_of([1000]), types=("row_wise",), lengths={"f0": 3}, row_wise="exact")
     assert sum(shard.perf.bwd_comms for shard in option.shards) == pytest.approx(3 * sent["table_wise"])
+    for compression, row_wise, rows in (
+        (rk.Hash(100), "ordered", 2 * 128),  # bags of each shard
+        (rk.QuotientRemainder(10), "ordered", 2 * 2 * (50 + 5)),  # each row once for each rank
+        (rk.QuotientRemainder(10), "exact", 2 * 3 * 128),
+        (rk.QuotientRemainder(10, "add"), "ordered", 2 * 2 * 128),
+    ):
+        config = rk.EmbeddingBagConfig(1000, 16, name="t0", feature_names=["f0"], compression=compression)
+        whole = rk.EmbeddingBagCollection([config], device="meta", optimizer=rk.SGD())
+        _, ((option,)) = planned(whole, types=("row_wise",), lengths={"f0": 3}, row_wise=row_wise)
+        found = sum(shard.perf.bwd_comms for shard in option.shards)
+        assert found == pytest.approx(sent["table_wise"] * rows / 128)
     table = rk.EmbeddingConfig(1000, 16, name="t0", feature_names=["f0"])
     for kind in ("table_wise", "row_wise"):
         sequences = rk.EmbeddingCollection([table], device="meta", optimizer=rk.SGD())

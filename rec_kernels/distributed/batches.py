@@ -213,8 +213,8 @@ class SortedIds(NamedTuple):
 def sort_ids(given: SelectedKeys, routes: Routes) -> SortedIds:
     """Sorts the ids of a batch by who looks them up.
 
-    Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
-    Each id of ``routes.by_id`` is a bag of its own.
+    Ids of a table that is split by rows, or of a part of one, go to the shard that has their row, as rows of it. Others
+    are in no bag of it. Each id of ``routes.by_id`` is a bag of its own.
     """
     starts = given.bag_starts(routes.num_features)
     bounds = given.offsets[starts].tolist()
@@ -228,7 +228,7 @@ def sort_ids(given: SelectedKeys, routes: Routes) -> SortedIds:
         place = slice(bounds[f], bounds[f + 1])
         values, counts, at = given.values[place], lengths[f], every[place]
         own = None if weights is None else weights[place]
-        if entry.is_split:
+        if entry.takes_some:
             key = f, entry.bounds
             if key not in sorted_out:
                 sorted_out[key] = _by_rows(values, counts, own, entry.bounds)

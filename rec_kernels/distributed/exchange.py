@@ -54,7 +54,12 @@ class PooledTrip(Trip):
         if self._reduced is not None:
             arrived.append(self._reduced.wait())
         self._columns = self._reduced = self._replicas = None
-        return self.module.routes.assemble(arrived, self.batch.counts)
+        routes, parts = self.module.routes, self.module.parts
+        out = routes.assemble(arrived, self.batch.counts)
+        if not parts.joins:
+            return out
+        blocks = out.split(routes.dims, dim=1)
+        return torch.cat([self.joined.compose(f, blocks) for f in range(len(parts.features))], dim=1)
 
     def send_gradients(self, grad: Tensor) -> None:
         """Begins to send each rank the gradients of its columns, behind what ranks tell one another.
@@ -63,7 +68,10 @@ class PooledTrip(Trip):
             grad: [B, dim], float32.
         """
         module, batch = self.module, self.batch
-        routes, facts = module.routes, module.backwards.facts(batch.begun, grad)
+        routes = module.routes
+        if module.parts.joins:
+            grad = torch.cat(self.joined.divide(grad.split(module.output_dims, dim=1)), dim=1)
+        facts = module.backwards.facts(batch.begun, grad)
         messages = [Message([facts, *m.numbers], m.blocks) for m in routes.disperse(grad, batch.counts)]
         numbers = len(routes.coefficients[routes.rank])
         due = [

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.optimizer_face import ShardedRates
+from rec_kernels.distributed.parts import PartMap
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.nn.collection import TableCollection
@@ -123,15 +124,15 @@ class Piece:
     columns: int
 
 
-def pieces_of(tables: Sequence[EmbeddingConfig], shards: Sequence[Shard]) -> list[Piece]:
+def pieces_of(parts: PartMap) -> list[Piece]:
     """The pieces of all ranks, in the order of the shards."""
     firsts, total = [], 0
-    for table in tables:
+    for table in parts.tables:
         firsts.append(total)
         total += len(table.stored)
     pieces = []
-    for i, shard in enumerate(shards):
-        table = tables[shard.table]
+    for i, shard in enumerate(parts.shards):
+        table = parts.tables[shard.table]
         for k, stored in enumerate(table.stored):
             number = firsts[shard.table] + k
             if shard.is_whole(table):
@@ -145,6 +146,7 @@ def pieces_of(tables: Sequence[EmbeddingConfig], shards: Sequence[Shard]) -> lis
 
 def make_collection(
     module: TableCollection,
+    parts: PartMap,
     entries: Sequence[Entry],
     pieces: Sequence[Piece],
     device: torch.device,
@@ -156,11 +158,12 @@ def make_collection(
 
     Args:
         module: the whole collection, whose options, learning rate, GradScaler and frozen tables it has.
-        pieces: those of this rank.
+        parts: its lookups, of which the entries are some. pieces: those of this rank.
         salt: names the collection in the model, for the numbers that its rows begin with. world: the number of ranks.
     """
     shards = dict.fromkeys(entry.shard for entry in entries)
-    configs = [_config(module, shard, entries, [p for p in pieces if p.shard is shard], salt) for shard in shards]
+    own = [[p for p in pieces if p.shard is shard] for shard in shards]
+    configs = [_config(module, parts, entries, mine, salt) for mine in own]
     made = (EmbeddingBagCollection if module._pools else EmbeddingCollection)(
         configs,
         device=device,
@@ -168,12 +171,12 @@ def make_collection(
         bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
-        cache=_cache(module, list(shards), configs, world),
+        cache=_cache(module, parts, list(shards), configs, world),
     )
     made.process_local = True
     if made._update is not None:
         _take_rates(made, module)
-    made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
+    made.freeze(*frozen_entries(entries, parts, module._layout.frozen))
     for table in made._features.tables:
         if table.projection:
             matrix = made._projection(table)
@@ -187,7 +190,7 @@ def make_collection(
 
 
 def _cache(
-    module: TableCollection, shards: Sequence[Shard], configs: Sequence[ShardConfig], world: int
+    module: TableCollection, parts: PartMap, shards: Sequence[Shard], configs: Sequence[ShardConfig], world: int
 ) -> RowCache | None:
     """The cache of a rank's shards: of each as large a part as of its table in the whole collection ``module``.
 
@@ -195,26 +198,27 @@ def _cache(
     """
     if module.row_cache is None or not configs:
         return None
-    cache, tables = module.row_cache.cache, module.tables
-    of = {config.name: cache.of(tables[s.table].name) for config, s in zip(configs, shards, strict=True)}
-    own: dict[str, Any] = {"fraction": of} if isinstance(cache.fraction, Mapping) else {}
+    cache, tables = module.row_cache.cache, [module.tables[parts.owners[s.table]] for s in shards]
+    of = {c.name: cache.of(t.name) if len(t.stored) == 1 else 0.0 for c, t in zip(configs, tables, strict=True)}
+    own: dict[str, Any] = {"fraction": of} if isinstance(cache.fraction, Mapping) or parts.joins else {}
     if cache.path is not None:
         own["path"] = f"{os.fspath(cache.path)}.{shards[0].rank}-of-{world}"
     return dataclasses.replace(cache, **own)
 
 
 def _config(
-    module: TableCollection, shard: Shard, entries: Sequence[Entry], pieces: Sequence[Piece], salt: str
+    module: TableCollection, parts: PartMap, entries: Sequence[Entry], pieces: Sequence[Piece], salt: str
 ) -> ShardConfig:
-    """A shard of the whole collection ``module`` as a table, looked up by those of a rank's entries that are its."""
-    table, stored = module.tables[shard.table], module._features.stored
+    """The shard of ``pieces`` as a table, looked up by those of a rank's entries that are its."""
+    shard, stored = pieces[0].shard, module._features.stored
+    table = parts.tables[shard.table]
     whole = shard.is_whole(table)
     mine = [(k, e) for k, e in enumerate(entries) if e.shard is shard]
     return ShardConfig(
         table.num_embeddings if whole else shard.rows,
         table.embedding_dim if whole else shard.columns,
         name=table.name if whole else pieces[0].name,
-        feature_names=[feature_name(k, module.feature_names[e.feature]) for k, e in mine],
+        feature_names=[feature_name(k, parts.lookups[e.feature].name) for k, e in mine],
         format=table.format,
         compression=table.compression,
         pooling="sum" if mine[0][1].coefficient else getattr(table, "pooling", "sum"),
@@ -247,9 +251,10 @@ def _padding_of(table: EmbeddingConfig, shard: Shard) -> int | None:
     return table.padding_idx - shard.first_row
 
 
-def frozen_entries(entries: Sequence[Entry], names: Sequence[str], frozen: Collection[str]) -> list[str]:
-    """The features of a rank's own collection that look up ``frozen`` ones of the whole, whose names are ``names``."""
-    return [feature_name(k, names[e.feature]) for k, e in enumerate(entries) if names[e.feature] in frozen]
+def frozen_entries(entries: Sequence[Entry], parts: PartMap, frozen: Collection[str]) -> list[str]:
+    """The features of a rank's own collection that look up ``frozen`` ones of the whole collection."""
+    names = [parts.lookups[e.feature].name for e in entries]
+    return [feature_name(k, name) for k, name in enumerate(names) if name in frozen]
 
 
 def feature_name(entry: int, name: str) -> str:

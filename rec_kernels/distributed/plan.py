@@ -29,8 +29,8 @@ class Shard:
     """A block of a table, and the rank that has it.
 
     Args:
-        table: number of the table in its collection. rank: of the process.
-        first_row, rows, first_column, columns: the block.
+        table: number of the table in its collection, or in ``PartMap.tables``. rank: of the process.
+        first_row, rows, first_column, columns: the block. Plans count the rows of a compressed table by its ids.
         replica: whether every rank has one of the same whole table (data-parallel).
     """
 
@@ -64,8 +64,10 @@ def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding
     """The reason why a table, with its own optimizer or this one, cannot be sharded in this way; "": it can."""
     if sharding_type not in SHARDING_TYPES:
         return "it is no sharding type that rk.distributed has"
-    if table.compression is not None and sharding_type in _BY_COLUMNS + _BY_ROWS:
-        return f"{table.compression} keeps it in parts, and no rank can have a block of all of them"
+    if table.projection and sharding_type in _BY_COLUMNS + _BY_ROWS:
+        return f"{table.compression} has a matrix for its rows, which is on the rank that pools them all"
+    if len(table.stored) > 1 and sharding_type in _BY_COLUMNS:
+        return f"{table.compression} keeps it in parts, which are split by rows only"
     if sharding_type in _BY_COLUMNS:
         if table.format not in FLOAT_DTYPES:
             return f"rows of format {table.format} have scales of all their columns"

@@ -18,6 +18,7 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 
+from rec_kernels.distributed.parts import is_by_id, part_block
 from rec_kernels.distributed.sharder import CollectionSharder
 from rec_kernels.distributed.wire import travelling_bytes
 from rec_kernels.nn.collection import TableCollection
@@ -42,19 +43,32 @@ class ShardBytes(NamedTuple):
     slots: int
 
 
-def shard_bytes(module: TableCollection, table: EmbeddingConfig, rows: int, columns: int) -> ShardBytes:
+def shard_bytes(
+    module: TableCollection, table: EmbeddingConfig, rows: int, columns: int, first_row: int = 0
+) -> ShardBytes:
     """Bytes of a block of a table: of rows and state what ``memory_report()`` of its rank has.
 
     Slots are those of a table by itself; tables of one width that share sets have up to a set less.
 
     Args:
-        module: the collection that has the table. rows, columns: of the block; a compressed table is whole.
+        module: the collection that has the table. rows, columns, first_row: of the block, in ids of a compressed table.
     """
-    stored = [(t.num_embeddings, t.embedding_dim) for t in table.stored] if table.compression else [(rows, columns)]
+    stored = list(zip(_part_rows(table, rows, first_row), _dims(table, columns), strict=True))
     cache = None if module.row_cache is None else module.row_cache.cache
-    slots = _slots(cache, table.name, *stored[0]) if cache is not None and len(stored) == 1 else 0
+    fraction = 0.0 if cache is None or len(stored) > 1 else cache.of(table.name)
+    slots = 0 if cache is None else sum(_slots(cache, fraction, *own) for own in stored)
     each = [(e, *_row(module, table, d)) for e, d in stored]
     return ShardBytes(sum(e * row for e, row, _ in each), sum(e * state for e, _, state in each), slots)
+
+
+def _part_rows(table: EmbeddingConfig, rows: int, first_row: int) -> list[int]:
+    """Rows of each part in a block of a table."""
+    return [part_block(first_row, rows, table.num_embeddings, t.num_embeddings)[1] for t in table.stored]
+
+
+def _dims(table: EmbeddingConfig, columns: int) -> list[int]:
+    """Columns of each part in a block of a table."""
+    return [t.embedding_dim if columns == table.embedding_dim else columns for t in table.stored]
 
 
 def _row(module: TableCollection, table: EmbeddingConfig, columns: int) -> tuple[int, int]:
@@ -63,8 +77,8 @@ def _row(module: TableCollection, table: EmbeddingConfig, columns: int) -> tuple
     return row_bytes(table.format, columns), state.row_bytes(columns)
 
 
-def _slots(cache: RowCache, name: str, rows: int, columns: int) -> int:
-    fraction, counts = cache.of(name), rows if cache.policy == "lfu" else 0
+def _slots(cache: RowCache, fraction: float, rows: int, columns: int) -> int:
+    counts = rows if cache.policy == "lfu" else 0
     if not fraction or not rows:
         return counts
     sets = cache.sets(rows if cache.is_whole(fraction, rows) else fraction * rows)
@@ -131,12 +145,19 @@ class ShardCosts(ShardEstimator):
         world, (rows, columns) = self._topology.world_size, shard.size
         bags = option.batch_size * len(option.input_lengths) * world if parts else 0
         ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
-        sharder = self._sharders[type(module)]
-        sent = bags if module._pools and (parts < 2 or sharder.row_wise != "exact") else ids
-        held, cache = shard_bytes(module, table, rows, columns), module.row_cache
+        sharder, dims = self._sharders[type(module)], _dims(table, columns)
+        by_id = not module._pools or (parts > 1 and sharder.row_wise == "exact")
+        sent = ids if by_id else bags
+        asked, travels = ids, [(columns, sent)]  # for each part that travels by itself, its columns and rows
+        if parts > 1 and len(dims) > 1:
+            asked, travels = ids * len(dims), [(d, sent) for d in dims]
+            if not by_id and is_by_id(table):  # a rank asks for a row once
+                own = _part_rows(table, rows, shard.offset[0])
+                travels = [(d, min(ids, world * n)) for d, n in zip(dims, own, strict=True)]
+                asked = sum(n for _, n in travels)
+        held, cache = shard_bytes(module, table, rows, columns, shard.offset[0]), module.row_cache
         replica = option.sharding_type == "data_parallel"
         on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
-        dims = [t.embedding_dim for t in table.stored] if table.compression else [columns]
         row, state = (sum(own) for own in zip(*(_row(module, table, d) for d in dims), strict=True))
         reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
         if kept < 1:
@@ -144,12 +165,12 @@ class ShardCosts(ShardEstimator):
         wire, away = sharder.wire, (world - 1) / world / self._network
         shard.perf = Perf(
             fwd_compute=reading,
-            fwd_comms=0.0 if replica else travelling_bytes(wire.forward, columns) * sent * away,
+            fwd_comms=0.0 if replica else sum(travelling_bytes(wire.forward, d) * n for d, n in travels) * away,
             bwd_compute=2 * (reading + ids * state / self._memory),
-            bwd_comms=travelling_bytes(wire.backward, columns) * sent * away,
-            input_dist_comms=8 * ids * away,
+            bwd_comms=sum(travelling_bytes(wire.backward, d) * n for d, n in travels) * away,
+            input_dist_comms=8 * asked * away,
         )
-        step = math.ceil(8 * ids + 2 * 4 * columns * sent)
+        step = math.ceil(8 * asked + 2 * 4 * sum(d * n for d, n in travels))
         near, far = held.state + held.slots + step, held.rows
         if kept < 1:  # a budget of rows in a file has the slots, too
             far = max(0, int(kept * held.rows) - held.slots)

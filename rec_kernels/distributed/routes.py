@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.messages import Message
+from rec_kernels.distributed.parts import PartMap
 from rec_kernels.distributed.plan import Shard
-from rec_kernels.nn.tables.config import EmbeddingConfig
 
 
 @dataclass(frozen=True)
@@ -26,54 +26,61 @@ class Entry:
             a part of each bag.
         coefficient: whether the gradients of ids are divided by the number of ids of the whole bag, which only its
             sample knows: "mean" pooling of several row shards.
+        is_part: whether the table is a part of one, of which ids that do not count have no row.
     """
 
     feature: int
     shard: Shard
     bounds: tuple[int, ...]
     coefficient: bool
+    is_part: bool = False
 
     @property
     def is_split(self) -> bool:
         """True if the table's rows are on several shards."""
         return len(self.bounds) > 2
 
+    @property
+    def takes_some(self) -> bool:
+        """True if only ids are sent that have a row there."""
+        return self.is_split or self.is_part
+
 
 class Routes:
     """Lists what every rank looks up, in which order, and how columns are put together again; alike on every rank.
 
     Args:
-        tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
+        parts: the lookups, which are its features, their tables and shards. rank: this process's.
         world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
         row_wise: ``EmbeddingBagCollectionSharder``'s, of pooled lookups.
 
     Attributes:
         entries: for each rank, what it looks up, in this order; parts that are reduced and then replicas come last.
-        num_features: F, features of the collection; pooled: as above; dim: columns of its output; limits: F numbers of
+        num_features: F, as many as lookups; pooled: as above; dims: their columns; dim: of all; limits: F numbers of
             ids, None: every integer is one; padding: F ids that are left out, -1: none.
         sent: for each rank, columns that it sends back of each sample: those of its entries that are neither reduced
             nor replicas. reduced: columns of the output whose parts are reduced. replicated: columns of replicas.
         columns: for each rank, those of its entries. coefficients: for each rank, its entries that need a coefficient.
         means: the features that do. by_id: those whose rows are sent one by one and pooled where their samples are.
+        composed: those whose rows are combined there, id by id. unweighted: those whose weights their samples use.
         sent_blocks, blocks: for each rank, what it sends of a sample, and the gradients that it gets: columns that lie
             side by side of entries of one width, and this width.
     """
 
     def __init__(
         self,
-        tables: Sequence[EmbeddingConfig],
-        shards: Sequence[Shard],
+        parts: PartMap,
         rank: int,
         world_size: int,
         *,
         pooled: bool = True,
         row_wise: str = "ordered",
     ) -> None:
-        owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
+        tables, shards, owners = parts.tables, parts.shards, [lookup.table for lookup in parts.lookups]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
         self.padding = [-1 if tables[i].padding_idx is None else tables[i].padding_idx for i in owners]
-        dims = [tables[i].embedding_dim for i in owners]
-        self._starts = [0, *itertools.accumulate(dims)]
+        self.dims = parts.dims
+        self._starts = [0, *itertools.accumulate(self.dims)]
         self.dim = self._starts[-1]
         self.rank, self.world_size, self.pooled = rank, world_size, pooled
         self._reduces = pooled and row_wise == "reduce_scatter"
@@ -84,8 +91,10 @@ class Routes:
         ends = {place: (*sorted(rows), tables[place[0]].planned_rows) for place, rows in firsts.items()}
 
         split = {table for (table, _), bounds in ends.items() if len(bounds) > 2}
-        by_id = split if pooled and row_wise == "exact" else set()
+        by_id = parts.composed | (split if row_wise == "exact" else set()) if pooled else set()
         self.by_id = [f for f, owner in enumerate(owners) if owner in by_id]
+        self.composed = [f for f, owner in enumerate(owners) if owner in parts.composed]
+        self.unweighted = {*self.by_id, *self.composed}
 
         def place_of(shard: Shard) -> int:
             return 2 if shard.replica else int(self._reduces and len(ends[shard.table, shard.first_column]) > 2)
@@ -95,7 +104,7 @@ class Routes:
             is_part = pooled and (len(bounds) > 2 or shard.table in by_id)
             mean = is_part and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
-                self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
+                self.entries[shard.rank].append(Entry(feature, shard, bounds, mean, shard.table in parts.mapped))
         self.blocks = [_blocks(own) for own in self.entries]
         self.sent_blocks = [_blocks([e for e in own if not self._stays(e)]) for own in self.entries]
         self.columns = [sum(columns for columns, _ in own) for own in self.blocks]

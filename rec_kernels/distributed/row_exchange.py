@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ from rec_kernels.distributed.routes import Entry
 from rec_kernels.distributed.trips import Trip
 from rec_kernels.distributed.weight_gradients import weight_gradients
 from rec_kernels.distributed.wire import Block
-from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
+from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys, bags_of, ids_of
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
 
@@ -47,12 +47,16 @@ class Run:
         return self.columns.stop - self.columns.start
 
 
-def runs_of(entries: Sequence[Entry], *, has_parts: bool) -> list[Run]:
-    """The entries of a rank in as few runs as their order allows; ``has_parts``: whether shards have parts of bags."""
+def runs_of(entries: Sequence[Entry], by_id: Collection[int] | None) -> list[Run]:
+    """The entries of a rank in as few runs as their order allows.
+
+    Args:
+        by_id: the features of which rows of ids are sent; None: of all. Shards have parts of the bags of the others.
+    """
 
     def kind(entry: Entry) -> tuple[int, int, bool, int, bool]:
         shard = entry.shard
-        part = entry.bounds.index(shard.first_row) if has_parts else 0
+        part = 0 if by_id is None or entry.feature in by_id else entry.bounds.index(shard.first_row)
         return shard.first_column, shard.columns, shard.replica, part, entry.coefficient
 
     runs, first = [], 0
@@ -171,22 +175,30 @@ class RowContext(BatchContext):
 
     Attributes:
         splits: what ranks tell one another of it, until it is looked up.
-        given: this rank's batch. shared: which of its bags samples have, or None.
+        features: this rank's batch. given, inverse: the bags of its lookups, as of ``PartMap.lookups_of``.
+        shared: which bags of features samples have, or None.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
         sizes: how many rows each feature gets, in place of ``given.strides``, the numbers of its bags.
         bag_of_row: where some features' rows are those of ids, the bag of each row; else None.
         held: where all ranks' rows are among those of this rank's entries.
         by_feature: whether this rank wants the bags of each feature, and not samples.
+        answers: gradients of weights that this rank has of its own samples: feature -> [N].
     """
 
     splits: IdSplits
+    features: SelectedKeys
     given: SelectedKeys
+    inverse: dict[int, Tensor]
     shared: SharedBags | None = None
     asked: Parcels | None = None
     sizes: list[int]
     bag_of_row: Tensor | None = None
     held: Parcels
     by_feature: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[int, Tensor] = {}
 
     def hold(self, rank: int, counts: Tensor, runs: Sequence[Run]) -> None:
         """Takes note of the rows that this rank looks up.
@@ -202,7 +214,13 @@ class RowContext(BatchContext):
         super().record_stream(stream)
         if self.asked is not None and self.given.values.device.type != "cpu":
             self.given.offsets.record_stream(stream)
+            self.features.offsets.record_stream(stream)
             self.asked.record_stream(stream)
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    """[N, width]: zeros behind the columns."""
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 
 
 def by_rank(counts: Tensor) -> Tensor:
@@ -236,7 +254,19 @@ class RowTrip(Trip):
 
     def receive(self) -> Tensor:
         """[N, largest D]: zeros behind a D, and where no rank has a row: an id is out of range of its shards."""
-        return self._fetched(len(self.batch.given.values))
+        batch, parts = self.batch, self.module.parts
+        out = self._fetched(len(batch.given.values))
+        if not parts.joins:
+            return out
+        rows = zip(out.split(ids_of(batch.given, len(parts.lookups))), parts.dims, strict=True)
+        lookups, blocks = [own[:, :dim] for own, dim in rows], []
+        for f, feature in enumerate(parts.features):
+            block = self.joined.compose(f, lookups)
+            if feature.by_id:
+                weights = bags_of(batch.features, f, len(parts.features)).weights
+                block = (block if weights is None else weights[:, None] * block) + 0.0  # and no -0
+            blocks.append(_widened(block, out.shape[1]))
+        return torch.cat(blocks)
 
     def _fetched(self, count: int) -> Tensor:
         """The rows that this rank has asked for, in their places: [count, largest D]."""
@@ -248,6 +278,16 @@ class RowTrip(Trip):
 
     def send_gradients(self, grad: Tensor) -> None:
         """Begins to send each rank the gradients of the rows that it has looked up."""
+        batch, parts = self.batch, self.module.parts
+        if parts.joins:
+            rows = zip(grad.split(ids_of(batch.features, len(parts.features))), self.module.output_dims, strict=True)
+            features = [own[:, :dim] for own, dim in rows]
+            lookups = [self.joined.multiply(u, own) for u, own in enumerate(self.joined.divide(features))]
+            for f, feature in enumerate(parts.features):
+                if batch.fed is not None and feature.by_id:
+                    each = torch.arange(len(features[f]) + 1, device=grad.device)
+                    batch.answers[f] = self.joined.weight_gradients(f, features[f], each)
+            grad = torch.cat([_widened(own, grad.shape[1]) for own in lookups])
         self._return(grad)
 
     def _return(self, grad: Tensor) -> None:

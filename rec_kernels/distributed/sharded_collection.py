@@ -23,6 +23,7 @@ from rec_kernels.distributed.id_splits import IdSplits
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.messages import Post
 from rec_kernels.distributed.optimizer_face import TorchRecFace
+from rec_kernels.distributed.parts import PartMap
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
@@ -49,7 +50,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     The arguments are ``ShardedEmbeddingBagCollection``'s.
 
     Attributes:
-        routes: which rank looks up what. group: the ranks. output_dtype, output_dims: of the outputs.
+        parts: the lookups that stand for its features. routes: which rank looks up what. group: the ranks.
+        output_dtype, output_dims: of the outputs.
         backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
     """
 
@@ -73,12 +75,13 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
+        self.parts = PartMap(self.tables, shards, pooled=module._pools, row_wise=row_wise)
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
-            shards = sorted(shards, key=lambda s: (s.first_column, s.columns))
-        self.routes = Routes(self.tables, shards, rank, world, pooled=module._pools, row_wise=row_wise)
-        has_parts = module._pools and not self.routes.by_id
-        self._runs = [runs_of(entries, has_parts=has_parts) for entries in self.routes.entries]
-        pieces = pieces_of(self.tables, shards)
+            self.parts.shards.sort(key=lambda s: (s.first_column, s.columns))
+        self.routes = Routes(self.parts, rank, world, pooled=module._pools, row_wise=row_wise)
+        by_id = self.routes.by_id if module._pools else None
+        self._runs = [runs_of(entries, by_id) for entries in self.routes.entries]
+        pieces = pieces_of(self.parts)
         self._pieces = own = [p for p in pieces if p.shard.rank == rank]
         collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
@@ -100,7 +103,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
         made, error = None, None
         try:
-            made = make_collection(module, self.routes.own, pieces, device, salt, world=self.routes.world_size)
+            made = make_collection(
+                module, self.parts, self.routes.own, pieces, device, salt, world=self.routes.world_size
+            )
         except Exception as raised:
             error = raised
         try:
@@ -164,11 +169,14 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             it, before any rank looks anything up. RuntimeError: another rank's was, which is named.
         """
         given, error, device = batches.CheckedBatch(), None, self.shards._device
-        names, limits = self.feature_names, self.routes.limits
+        names, limits = self.feature_names, [feature.num_ids for feature in self.parts.features]
         try:
             kind = {"pooled": self.routes.pooled, "by_feature": ctx.by_feature}
             given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
             batches.check_device(given.bags, device)
+            ctx.features = given.bags
+            bags, ctx.inverse = self.parts.lookups_of(given.bags)
+            given = given._replace(bags=bags)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
         ctx.splits = IdSplits(self, ctx, given, error)
@@ -246,8 +254,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
         ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
         bags = ctx.bags
-        if self.routes.by_id and bags.weights is not None:  # their samples multiply rows by weights
-            plain = torch.tensor([e.feature in self.routes.by_id for e in self.routes.own], device=counts.device)
+        unweighted = self.routes.unweighted
+        if unweighted and bags.weights is not None:  # their samples multiply rows by weights
+            plain = torch.tensor([e.feature in unweighted for e in self.routes.own], device=counts.device)
             ids = bags.offsets[ctx.starts].diff()
             bags = bags._replace(weights=torch.where(plain.repeat_interleave(ids), 1, bags.weights))
         return self._composed(ctx, self._looked_up(ctx, bags, 0, ctx.starts), counts)
@@ -271,7 +280,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         # All ranks run the backward that trains a projection of one.
         token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))
         token = token if ctx.composition is None else ctx.composition.token(token)
-        return leave(trip, token, rows, None if ctx.fed is None else ctx.fed.weights)
+        return leave(trip, token, rows, None if ctx.fed is None else ctx.features.weights)
 
     # Updates.
 
@@ -311,7 +320,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         names = self.feature_names
         if unknown := [f for f in features if f not in names]:
             raise KeyError(f"features {unknown} are not among the collection's, {names}")
-        return frozen_entries(self.routes.own, names, features)
+        return frozen_entries(self.routes.own, self.parts, features)
 
     @property
     def fused_optimizer(self) -> TorchRecFace | EmptyFusedOptimizer:

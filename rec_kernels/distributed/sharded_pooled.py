@@ -57,11 +57,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return batches.sort_ids(given.bags, self.routes)
 
     def _take_agreed(self, ctx: RowContext, given: CheckedBatch, sent: SortedIds, agreed: Agreed) -> bool:
-        if not agreed.own_sizes and not self.routes.by_id:
+        routes = self.routes
+        if not agreed.own_sizes and not routes.by_id:
             return False
         ctx.given, ctx.shared = given.bags, given.shared
+        if ctx.features.strides is None:
+            ctx.features = ctx.features._replace(strides=[given.samples] * len(self.feature_names))
         if ctx.given.strides is None:
-            ctx.given = ctx.given._replace(strides=[given.samples] * len(self.feature_names))
+            ctx.given = ctx.given._replace(strides=[given.samples] * routes.num_features)
             ctx.counts = None if ctx.counts is None else ctx.counts.view(-1)
         self._ask(ctx, sent.places)
         return True

@@ -55,7 +55,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _sorted(self, ctx: RowContext, given: CheckedBatch) -> SortedIds:
         ctx.given = bags = given.bags
-        starts = bags.offsets[bags.bag_starts(len(self.feature_names))]
+        starts = bags.offsets[bags.bag_starts(self.routes.num_features)]
         # One bag for each feature: where samples begin is nobody else's business.
         return batches.sort_ids(SelectedKeys(bags.values, starts, bags.weights, None), self.routes)
 
@@ -81,13 +81,14 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def output_dist(self, ctx: RowContext, output: Tensor) -> dict[str, JaggedTensor]:
         """Returns the rows of this rank's ids, as ``rk.EmbeddingCollection.forward``."""
         arrived = self._leave(RowTrip(self, ctx), output)
-        bags = ctx.given.bag_starts(len(self.feature_names))
-        bounds = ctx.given.offsets[bags].tolist()
+        given = ctx.features
+        bags = given.bag_starts(len(self.feature_names))
+        bounds = given.offsets[bags].tolist()
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         blocks = functools.cache(lambda: arrived().split(sizes))
         found: dict[str, JaggedTensor] = {}
         for f, (key, dim) in enumerate(zip(self._features.output_keys, self.output_dims, strict=True)):
-            own = ctx.given.offsets[bags[f] : bags[f + 1] + 1]
+            own = given.offsets[bags[f] : bags[f + 1] + 1]
             found[key] = ArrivingRows(functools.partial(_rows_of, blocks, f, dim), own - own[:1])
         return found
 

@@ -158,7 +158,9 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
             them in the order of the rows. "reduce_scatter": a collective of the process group adds them, in an order of
             its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes. "exact":
             there are no parts: its sample gets the row of each of its ids, and sums them as one process does, whose
-            bits outputs and updates have; ranks send a row, and a gradient, for each id.
+            bits outputs and updates have; ranks send a row, and a gradient, for each id. Rows that are products of a
+            compressed table's parts are made where the sample is in each case, of rows that a rank gets once, or with
+            "exact" for each id.
         wire: the row formats in which pooled columns and gradients travel; None: float32.
         sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
 

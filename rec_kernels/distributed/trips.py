@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.distributed.parts import Joined
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.tensors import JaggedTensor
 
@@ -29,10 +30,14 @@ class Trip(ABC):
 
     Args:
         module: of this rank. batch: of all ranks.
+
+    Attributes:
+        joined: how rows of parts become those of features.
     """
 
     def __init__(self, module: ShardedCollection, batch: RowContext) -> None:
         self.module, self.batch = module, batch
+        self.joined = Joined(module.parts)
 
     @abstractmethod
     def send(self, rows: Tensor) -> None:
@@ -68,6 +73,7 @@ def leave(trip: Trip, token: Tensor, rows: Tensor, weights: Tensor | None) -> Ca
         A function that returns the lookup's output, of the module's output dtype; the first call waits for it.
     """
     sent, has_gradients = _Depart.apply(token, rows, weights, trip), torch.is_grad_enabled()
+    trip.joined.keeps, trip.joined.answers = sent.requires_grad, weights is not None
 
     @functools.cache
     def arrived() -> Tensor:

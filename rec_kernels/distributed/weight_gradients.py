@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry, Routes
 from rec_kernels.nn.collection import TableCollection
-from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, ids_of
 
 if TYPE_CHECKING:
+    from rec_kernels.distributed.row_exchange import RowContext
     from rec_kernels.distributed.sharded_collection import ShardedCollection
 
 _ops = torch.ops.rec_kernels
 
 
 def weight_gradients(
-    grad: Tensor, factors: Tensor | None, module: ShardedCollection, batch: BatchContext
+    grad: Tensor, factors: Tensor | None, module: ShardedCollection, batch: RowContext
 ) -> Tensor | None:
     """[N] float32: the gradients of this rank's weights, or None if it wants none; a collective of all ranks.
 
@@ -40,7 +40,7 @@ def weight_gradients(
     bounds = batch.bags.offsets[list(itertools.accumulate(counts, initial=0))]
     parts, answers = products.split(bounds.diff().tolist()), []  # parts by entry, and there by rank
     for rank, wants in enumerate(batch.wants):
-        asked = [i for i, e in enumerate(routes.own) if wants and _answers(routes.rank, e, rank)]
+        asked = [i for i, e in enumerate(routes.own) if wants and _answers(routes, routes.rank, e, rank)]
         answers.append(torch.cat([products[:0], *(parts[i * world + rank] for i in asked)]))
     places = [_places(batch.fed, own, rank, routes) for rank, own in enumerate(routes.entries)]
     received = [sum(len(place) for _, place in own) for own in places]
@@ -52,12 +52,20 @@ def weight_gradients(
     blocks = zip(flattened, flat.split([len(place) for _, place in flattened]), strict=True)
     for (entry, place), block in sorted(blocks, key=lambda b: b[0][0].shard.first_column):
         found[place] = block if entry.shard.first_column == 0 else found[place] + block
+    found = module.parts.of_features(found, batch.fed, batch.features)
+    if batch.answers:
+        sizes = ids_of(batch.features, len(module.parts.features))
+        for f, own in batch.answers.items():
+            found.split(sizes)[f].copy_(own)
     return found
 
 
-def _answers(rank: int, entry: Entry, other: int) -> bool:
-    """True if ``rank`` computes for ``other`` what an entry has: every rank has replicas of its own."""
-    return rank == other or not entry.shard.replica
+def _answers(routes: Routes, rank: int, entry: Entry, other: int) -> bool:
+    """True if ``rank`` computes for ``other`` what an entry has.
+
+    Every rank has replicas of its own, and of rows that are combined where the samples are the products with them.
+    """
+    return entry.feature not in routes.composed and (rank == other or not entry.shard.replica)
 
 
 def _places(fed: SelectedKeys | None, entries: list[Entry], rank: int, routes: Routes) -> list[tuple[Entry, Tensor]]:
@@ -67,10 +75,10 @@ def _places(fed: SelectedKeys | None, entries: list[Entry], rank: int, routes: R
     found = []
     bounds = fed.offsets[fed.bag_starts(routes.num_features)].tolist()
     for entry in entries:
-        if _answers(rank, entry, routes.rank):
+        if _answers(routes, rank, entry, routes.rank):
             first, last = bounds[entry.feature], bounds[entry.feature + 1]
             place = torch.arange(first, last, device=fed.values.device)
-            if entry.is_split:
+            if entry.takes_some:
                 ids = fed.values[first:last] - entry.shard.first_row
                 place = place[(ids >= 0) & (ids < entry.shard.rows)]
             found.append((entry, place))

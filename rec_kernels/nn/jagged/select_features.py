@@ -76,6 +76,20 @@ class SelectedKeys(NamedTuple):
         return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
 
 
+def ids_of(given: SelectedKeys, features: int) -> list[int]:
+    """Numbers of ids of each of ``features`` features."""
+    return given.offsets[given.bag_starts(features)].diff().tolist()
+
+
+def bags_of(given: SelectedKeys, feature: int, features: int) -> SelectedKeys:
+    """The bags of one of ``features`` features."""
+    first, last = given.bag_starts(features)[feature : feature + 2]
+    offsets = given.offsets[first : last + 1]
+    ids = slice(int(offsets[0]), int(offsets[-1]))
+    weights = None if given.weights is None else given.weights[ids]
+    return SelectedKeys(given.values[ids], offsets - offsets[0], weights, None)
+
+
 def as_batch(features: Any, names: list[str]) -> Any:
     """A batch of the features in a dict (``rk.KeyedJaggedTensor.from_dict``); anything else as it is."""
     if not isinstance(features, Mapping):
