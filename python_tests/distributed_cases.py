@@ -38,6 +38,7 @@ PLANS = {
     "mixed": ("column_wise", "data_parallel", "row_wise"),
     "hashed_apart": ("row_wise", "data_parallel", "table_wise"),
     "hashed_replica": ("table_wise", "row_wise", "data_parallel"),
+    "hashed_rows": ("table_wise", "data_parallel", "row_wise"),
 }
 
 

@@ -87,7 +87,7 @@ def test_ignored_ids(plan: str, pooling: str) -> None:
 
 
 @pytest.mark.parametrize("bad_ids", [False, *full(True)])
-@pytest.mark.parametrize("plan", ["hashed_apart", "hashed_replica"])
+@pytest.mark.parametrize("plan", ["hashed_apart", "hashed_replica", "hashed_rows"])
 def test_every_id(plan: str, bad_ids: bool) -> None:
     """Negative ids of a hashed table beside means of rows that are split, which count their own ids alone."""
     padding = (3, None, -7)

@@ -46,7 +46,7 @@ class JoinedFeature:
         by_id: whether the rows of each id are combined, and then bags pooled; else sums of bags are combined.
         distinct: whether a rank asks for each row once, and sends the sum of its gradients. mean: whether bags, which
             are pooled where the samples are, are averaged.
-        num_ids, padding: ids that count are in [0, num_ids), and are not ``padding``.
+        num_ids, padding: ids that count are in [0, num_ids), None: all are, and are not ``padding``.
     """
 
     lookups: list[int]
@@ -54,12 +54,14 @@ class JoinedFeature:
     by_id: bool
     distinct: bool
     mean: bool
-    num_ids: int
+    num_ids: int | None
     padding: int | None
 
     def count(self, ids: Tensor) -> Tensor:
         """A flag for each id: whether it counts."""
-        good = (ids >= 0) & (ids < self.num_ids)
+        good = torch.ones_like(ids, dtype=torch.bool)
+        if self.num_ids is not None:
+            good = (ids >= 0) & (ids < self.num_ids)
         return good if self.padding is None else good & (ids != self.padding)
 
 
@@ -129,7 +131,7 @@ class PartMap:
             rows, dim = None, self.tables[i].embedding_dim
             if i in self.mapped:
                 part = table.stored[p].part
-                rows = (part.divisor, part.modulus) if part else (1, table.num_embeddings)
+                rows = (part.divisor, part.modulus) if part else (1, table.planned_rows)
             for k, name in enumerate(names, len(self.features) - len(names)):
                 self.lookups.append(TableLookup(k, i, name, dim, rows))
 
@@ -229,7 +231,7 @@ def part_block(first: int, rows: int, ids: int, part: int) -> tuple[int, int]:
 
 def _scaled(shard: Shard, number: int, table: EmbeddingConfig, part: EmbeddingConfig) -> Shard:
     """The block that a shard of a table has of a part, which is table ``number``."""
-    first, rows = part_block(shard.first_row, shard.rows, table.num_embeddings, part.num_embeddings)
+    first, rows = part_block(shard.first_row, shard.rows, table.planned_rows, part.planned_rows)
     columns = part.embedding_dim if shard.columns == table.embedding_dim else shard.columns
     return dataclasses.replace(shard, table=number, first_row=first, rows=rows, columns=columns)
 

@@ -63,7 +63,7 @@ def shard_bytes(
 
 def _part_rows(table: EmbeddingConfig, rows: int, first_row: int) -> list[int]:
     """Rows of each part in a block of a table."""
-    return [part_block(first_row, rows, table.num_embeddings, t.num_embeddings)[1] for t in table.stored]
+    return [part_block(first_row, rows, table.planned_rows, t.num_embeddings)[1] for t in table.stored]
 
 
 def _dims(table: EmbeddingConfig, columns: int) -> list[int]:
