@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_backward_cases import of_rank, scaled_alone
-from distributed_cases import DIM, KEYS, ROWS, Case, check_found, differences, one_process, same_bits
+from distributed_cases import (
+    DIM,
+    KEYS,
+    ROWS,
+    Case,
+    check_found,
+    collection,
+    differences,
+    one_process,
+    plan_of,
+    same_bits,
+)
 from distributed_composition_cases import one_process as trained_alone
 from distributed_distinct_cases import Distinct, own_batch
 from distributed_distinct_cases import one_process as distinct_alone
@@ -231,6 +242,28 @@ def test_first_numbers(kind: str) -> None:
     whole = {name: numbers for own in found for name, pairs in own.items() for _, numbers in pairs}
     assert len({numbers.shape for numbers in whole.values()}) > 2
     assert differences(whole, pool(2).run("distributed_torchrec_cases", "begin", case)) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "text"),
+    [
+        (
+            "grid_shard",
+            "mult",
+            "in parts, which are split by rows only; it can be sharded table_wise, row_wise, table_row",
+        ),
+        ("column_wise", "concat", "in parts, which are split by rows only; it can be sharded table_wise, row_wise"),
+        ("row_wise", "narrow", "a matrix for its rows, .*; it can be sharded table_wise, data_parallel"),
+    ],
+)
+def test_refused_plans(plan: str, kind: str, text: str) -> None:
+    """The reason is that of the compression."""
+    from rec_kernels.distributed.plan import shards_of
+
+    case = Case(plan, optimizer="sgd", compression=KINDS.get(kind, rk.MixedDimension(6)))
+    ebc = collection(case, device="meta")
+    with pytest.raises(ValueError, match=text):
+        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
 
 
 def test_blocks_of_parts() -> None:

@@ -307,7 +307,6 @@ REFUSED = [
     (Case("column_wise", optimizer="clipped"), "clip_grad_norm=0.5 clips by the length"),
     (Case("grid_shard", "int8"), "rows of format int8 have scales of all their columns; it can be sharded table_wise"),
     (Case("row_wise", compression=rk.MixedDimension(6)), "a matrix for its rows.* sharded table_wise, data_parallel"),
-    (Case("grid_shard", compression=rk.QuotientRemainder(9)), "in parts, .* by rows only; .* table_wise, row_wise"),
 ]
 
 

@@ -63,7 +63,7 @@ def weight_gradients(
 def _answers(routes: Routes, rank: int, entry: Entry, other: int) -> bool:
     """True if ``rank`` computes for ``other`` what an entry has.
 
-    Every rank has replicas of its own, and of rows that are combined where the samples are the products with them.
+    Every rank has replicas of its own, and the rank of a sample has what rows of parts make there, id by id.
     """
     return entry.feature not in routes.composed and (rank == other or not entry.shard.replica)
 
