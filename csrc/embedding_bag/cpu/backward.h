@@ -67,7 +67,7 @@ struct RowTarget {
 
 // Updated rows that wait for each other, so that they are encoded together: the work of one fills the pauses of
 // another.
-constexpr int64_t kRowsHeld = 8, kFloatsHeld = 2048;
+constexpr int64_t kRowsHeld = 16, kFloatsHeld = 2048;
 inline int64_t rows_held(int64_t D) {
   const int64_t rows = kFloatsHeld / D;
   return rows < 1 ? 1 : (rows < kRowsHeld ? rows : kRowsHeld);
