@@ -19,6 +19,8 @@ struct TableRuns {
   int64_t first_run;    // runs of the tables before
   int64_t first_float;  // floats of row gradients of the tables before
   bool multiplied;      // with rows of other tables
+  const Part* other;    // the one part that this is multiplied with, of floats; null where several parts read the
+                        // table or there are more than two
   float* sums;          // [num_runs, D] gradients of the runs that are not long, where they are known already; or null
 };
 
