@@ -69,22 +69,13 @@ struct FirstRounds {
   RK_HOST_DEVICE static uint32_t key1(const Noise& n, uint32_t round) { return n.seed_high + round * kPhiloxW1; }
 };
 
-// Rounds 4 to 10, and the words. A round waits for the one before it: several streams fill the time.
-template <int kStreams>
-RK_HOST_DEVICE void finish_streams(const Noise& n, WidePhilox* streams, uint32_t* out) {
-  uint32_t key0 = n.seed_low + 3 * kPhiloxW0, key1 = n.seed_high + 3 * kPhiloxW1;
-  for (int round = 4; round < kPhiloxRounds; ++round) {
-    for (int i = 0; i < kStreams; ++i) streams[i].round(key0, key1);
-    key0 += kPhiloxW0;
-    key1 += kPhiloxW1;
-  }
-  for (int i = 0; i < kStreams; ++i) streams[i].finish(key0, key1, out + i * kDrawn);
-}
-
-// Draws the words of a table's rows, of `columns` each in a draw that rows share, a power of two; 0: rows share none.
+// Draws the words of a table's rows. A round waits for the one before it: several streams fill the time.
 class RowWords {
  public:
-  RowWords(const Noise& n, int columns) : noise_(n), columns_(columns) {
+  // `columns`: of a row in a draw that rows share, a power of two; 0 where rows share none. `streams`: the first ones
+  // of a row, which are drawn of several rows.
+  RowWords(const Noise& n, int columns, int64_t streams)
+      : noise_(n), columns_(columns), wanted_(streams < kKept ? streams : kKept) {
     while (columns_ > 4 << shift_) ++shift_;
   }
 
@@ -93,50 +84,64 @@ class RowWords {
   RK_HOST_DEVICE void draw_columns(int64_t row, int64_t c, uint32_t* out) {
     const PhiloxWords counters = noise_counters(noise_, row, 0);
     keep(counters.word[2]);
-    const DoubleWords products = FirstRounds::products(noise_, place_, DoubleWords{} + uint64_t{counters.word[1]});
-    WidePhilox streams[kStreams];
-    for (int i = 0; i < kStreams; ++i) streams[i] = rounds(c / kDrawn + i).after(products);
-    finish_streams<kStreams>(noise_, streams, out);
+    draw<kStreams>(c / kDrawn, DoubleWords{} + uint64_t{counters.word[1]}, out, [](DoubleWords x, int) { return x; });
   }
 
   // Those of the first `columns` columns of kStreams * kDrawn / columns rows, one after the other; `rows` has as many
   // numbers as a register.
   template <int kStreams>
   RK_HOST_DEVICE void draw_rows(const int64_t* rows, uint32_t* out) {
-    const PhiloxWords counters = noise_counters(noise_, rows[0], 0);
-    keep(counters.word[2]);
+    keep(noise_counters(noise_, rows[0], 0).word[2]);
     const DoubleWords whole = load_as<DoubleWords>(rows) + static_cast<uint64_t>(noise_.shard.first_row);
     const DoubleWords apart = (whole ^ whole[0]) >> 32;
     if (__builtin_expect(any_lane((IntLanes)apart), 0)) return draw_one_by_one(rows, kStreams * kDrawn, out);
-    const DoubleWords products = FirstRounds::products(noise_, place_, whole);
-    WidePhilox streams[kStreams];
-    for (int i = 0; i < kStreams; ++i) {
-      const DoubleWords row = (double_word_ramp(1) + static_cast<uint64_t>(i * kDrawn / 4)) >> shift_;
-      streams[i] = rounds(columns_ <= kDrawn ? 0 : i % (columns_ / kDrawn)).after(__builtin_shuffle(products, row));
-    }
-    finish_streams<kStreams>(noise_, streams, out);
+    draw<kStreams>(0, whole, out, [this](DoubleWords x, int i) {
+      return __builtin_shuffle(x, (double_word_ramp(1) + static_cast<uint64_t>(i * kDrawn / 4)) >> shift_);
+    });
   }
 
  private:
-  static constexpr int kKept = 8;  // registers of counters; rows of more columns have more of them
+  static constexpr int kKept = 16;
 
+  // lanes(numbers of rows, i): those of stream i's lanes.
+  template <int kStreams, class Lanes>
+  RK_HOST_DEVICE void draw(int64_t first, DoubleWords rows, uint32_t* out, const Lanes& lanes) const {
+    WidePhilox streams[kStreams];
+    const int period = columns_ > kDrawn ? columns_ / kDrawn : (columns_ ? 1 : kStreams);
+    if (first + period <= kept_) {
+      const DoubleWords products = FirstRounds::products(noise_, place_, rows);
+      for (int i = 0; i < kStreams; ++i) streams[i] = kept_rounds_[first + i % period].after(lanes(products, i));
+      finish<kStreams, 3>(streams, out);
+    } else {
+      for (int i = 0; i < kStreams; ++i)
+        streams[i] = {{blocks(first + i % period), lanes(rows, i), DoubleWords{} + uint64_t{place_},
+                       DoubleWords{} + uint64_t{noise_.step}}};
+      finish<kStreams, 0>(streams, out);
+    }
+  }
+  // The rounds after the first kDone, and the words.
+  template <int kStreams, int kDone>
+  RK_HOST_DEVICE void finish(WidePhilox* streams, uint32_t* out) const {
+    uint32_t key0 = noise_.seed_low + kDone * kPhiloxW0, key1 = noise_.seed_high + kDone * kPhiloxW1;
+    for (int round = kDone + 1; round < kPhiloxRounds; ++round) {
+      for (int i = 0; i < kStreams; ++i) streams[i].round(key0, key1);
+      key0 += kPhiloxW0;
+      key1 += kPhiloxW1;
+    }
+    for (int i = 0; i < kStreams; ++i) streams[i].finish(key0, key1, out + i * kDrawn);
+  }
+  // The first words of stream s of a row.
+  RK_HOST_DEVICE DoubleWords blocks(int64_t s) const {
+    DoubleWords of_row = double_word_ramp(1) + static_cast<uint64_t>(s * kDrawn / 4);
+    if (columns_) of_row &= static_cast<uint64_t>(columns_ / 4 - 1);
+    return of_row + uint64_t{noise_.shard.first_block};
+  }
   RK_HOST_DEVICE void keep(uint32_t place) {
-    if (__builtin_expect(place == place_, 1)) return;
+    if (__builtin_expect(place != place_, 0)) keep_rounds(place);
+  }
+  __attribute__((noinline)) void keep_rounds(uint32_t place) {
     place_ = place;
-    kept_ = 0;
-  }
-  // Of stream number s of a row.
-  RK_HOST_DEVICE FirstRounds rounds(int64_t s) {
-    if (__builtin_expect(s < kept_, 1)) return kept_rounds_[s];
-    const FirstRounds made = make(s);
-    if (s == kept_ && s < kKept) kept_rounds_[kept_++] = made;
-    return made;
-  }
-  // Not inlined: few streams ask.
-  __attribute__((noinline)) FirstRounds make(int64_t s) const {
-    DoubleWords blocks = double_word_ramp(1) + static_cast<uint64_t>(s * kDrawn / 4);
-    if (columns_) blocks &= static_cast<uint64_t>(columns_ / 4 - 1);
-    return FirstRounds::of(noise_, place_, blocks + uint64_t{noise_.shard.first_block});
+    for (kept_ = 0; kept_ < wanted_; ++kept_) kept_rounds_[kept_] = FirstRounds::of(noise_, place, blocks(kept_));
   }
   // Rows on both sides of a multiple of 2^32.
   __attribute__((noinline)) void draw_one_by_one(const int64_t* rows, int count, uint32_t* out) const {
@@ -145,9 +150,9 @@ class RowWords {
   }
 
   const Noise& noise_;
-  int columns_, shift_ = 0;      // a row has 2^shift counters in a draw
-  uint32_t place_ = 0xFFFFFFFF;  // of the kept rounds
-  int64_t kept_ = 0;
+  int columns_, shift_ = 0;  // a row has 2^shift counters in a draw
+  int64_t wanted_, kept_ = 0;
+  uint32_t place_ = 0xFFFFFFFF;  // of the kept rounds; no place has all bits
   FirstRounds kept_rounds_[kKept];
 };
 

@@ -25,7 +25,11 @@ template <bool kStochastic>
 class RowNoise {
  public:
   RowNoise(const Noise& noise, const RowPlaces& places, int64_t N, int64_t D)
-      : places_(places), N_(N), D_(D), columns_(columns_of(D)), random_(noise, columns_ < kWords ? columns_ : 0) {}
+      : places_(places),
+        N_(N),
+        D_(D),
+        columns_(columns_of(D)),
+        random_(noise, columns_ < kWords ? columns_ : 0, streams_to_keep()) {}
   RK_HOST_DEVICE void start(int64_t n) {
     row_ = n;
     const int64_t within = n % (kWords / columns_);
@@ -43,11 +47,17 @@ class RowNoise {
   static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
   static_assert(kWords % (4 * kLanes) == 0 && kWords % kStep == 0, "what is asked for at once is drawn at once");
 
-  // Of a row's words in a draw.
+  // Columns that a draw has of a row.
   static int columns_of(int64_t D) {
     int columns = kStep;
     while (columns < D && columns < kWords) columns *= 2;
     return columns;
+  }
+  // Streams of a row; none where too few rows draw them.
+  int64_t streams_to_keep() const {
+    const bool narrow = columns_ < kWords;
+    const int64_t draws = narrow ? ceil_div(N_ * columns_, kWords) : N_;
+    return draws < 2 ? 0 : (narrow ? ceil_div(columns_, kDrawn) : ceil_div(D_, kWords) * kStreams);
   }
   // Not inlined: in place it would take registers from its caller.
   __attribute__((noinline)) void draw_more(int64_t c) {
@@ -72,7 +82,7 @@ class RowNoise {
   const RowPlaces& places_;
   int64_t N_, D_, row_ = 0, drawn_ = 0;
   int64_t shared_ = -1;  // the first row of the draw that several rows share
-  int columns_;          // of a row's words in a draw
+  int columns_;          // that a draw has of a row
   const uint32_t* first_ = words_;
   alignas(64) uint32_t words_[kWords];
   RowWords random_;
@@ -183,6 +193,16 @@ struct RowWriter<Affine<kBits>, kStochastic> {
 
     RK_HOST_DEVICE Grids(const float* x, int64_t count, int64_t D) {
       FloatLanes lows[kLanes], highs[kLanes], finite = {};
+      const auto lower = [](FloatLanes a, FloatLanes b) { return smaller(a, b); };
+      const auto higher = [](FloatLanes a, FloatLanes b) { return larger(a, b); };
+      if (count < kFew) {
+        for (int64_t n = 0; n < count; ++n) {
+          const LaneRange r = range_of(x + n * D, D);
+          set(n, x + n * D, D, reduce_lanes(r.low, lower)[0], reduce_lanes(r.high, higher)[0],
+              !any_lane(r.finite != 0.0f));
+        }
+        return;
+      }
       for (int64_t n = 0; n < kLanes; ++n) {
         if (n < count) {
           const LaneRange r = range_of(x + n * D, D);
@@ -193,8 +213,7 @@ struct RowWriter<Affine<kBits>, kStochastic> {
           lows[n] = highs[n] = FloatLanes{} + 1.0f;
         }
       }
-      const FloatLanes low = reduce_each(lows, [](FloatLanes a, FloatLanes b) { return smaller(a, b); });
-      const FloatLanes high = reduce_each(highs, [](FloatLanes a, FloatLanes b) { return larger(a, b); });
+      const FloatLanes low = reduce_each(lows, lower), high = reduce_each(highs, higher);
       const bool all_finite = !any_lane(finite != 0.0f);
       if constexpr (kBits == 8) {
         const AffineGridOf<FloatLanes> g = Format::template grid_of_bytes<kStochastic>(low, high);
@@ -212,6 +231,8 @@ struct RowWriter<Affine<kBits>, kStochastic> {
     RK_HOST_DEVICE AffineGrid of(int64_t n) const { return {scale[n], bias[n], inverse[n]}; }
 
    private:
+    static constexpr int64_t kFew = 3;  // rows that are quicker one by one
+
     // A zero has the sign of the row's first zero.
     void set(int64_t n, const float* x, int64_t D, float low, float high, bool all_finite) {
       const bool finite = all_finite || is_finite(x, D);
