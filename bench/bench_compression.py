@@ -1,6 +1,7 @@
-"""Tables of quotients and remainders beside a plain table of as many bytes, hashing, and the public recipe in torch.
+"""Tables of quotients and remainders beside a plain table of as many bytes, hashing, the recipe in torch, and a limit.
 
-The plain table and the hashed one have as many rows as the parts together; the plain one gets the ids modulo them.
+The limit is a bare loop over the same rows (bench/step_limit.cpp). The plain table and the hashed one have as many rows
+as the parts together; the plain one gets the ids modulo them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 
 import rec_kernels as rk
 from bench import peers
+from bench.limits import ProductLimit
 from bench.shapes import BATCHES
 from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
 
 COLLISIONS = 4
-IMPLEMENTATIONS = ["ours", "plain table", "hash", "torch"]
+IMPLEMENTATIONS = ["ours", "plain table", "hash", "torch", "limit"]
 
 
 class Lookups(Subject):
@@ -38,9 +40,14 @@ class Lookups(Subject):
                 "plain table": lambda: peers.Ours(replace(w, rows=self.rows)),
                 "hash": lambda: peers.Ours(w, compression=rk.Hash(self.rows)),
                 "torch": lambda: peers.TorchQuotientRemainder(w, COLLISIONS),
+                "limit": self._limit,
             }
             self._built[name] = make[name]()
         return self._built[name]
+
+    def _limit(self) -> ProductLimit:
+        module = self.built("ours").module
+        return ProductLimit(self.workload, COLLISIONS, module._weights, module._sum, peers.LR, peers.EPS)
 
     def ids(self, name: str) -> list[torch.Tensor]:
         """The batches."""
@@ -49,11 +56,15 @@ class Lookups(Subject):
     def forward(self, name: str) -> Callable[[int], object]:
         """A function of a batch number that looks the batch up."""
         tables, batches = self.built(name), self.ids(name)
+        if name == "limit":
+            return lambda i: tables(batches[i], None)
         return lambda i: tables.forward(batches[i])
 
     def train(self, name: str) -> Callable[[int], object]:
         """A function of a batch number that trains on it."""
         tables, batches = self.built(name), self.ids(name)
+        if name == "limit":
+            return lambda i: tables(batches[i], self.grad)
         return lambda i: tables.train(batches[i], self.grad)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.shapes import Shape
+from bench.shapes import Shape, Workload
 
 
 @functools.cache
@@ -55,6 +55,12 @@ class Limits:
         if not self._library.step_rowwise_adagrad(*pointers[:5], *numbers[0], *pointers[5:], *numbers[1]):
             raise ValueError(f"dim = {sizes[2]} must be 16, 64 or 128")
 
+    def step_products(self, sizes: Tensor, rates: tuple[float, float], *tensors: Tensor | None) -> None:
+        """Looks up and updates tables of quotients and remainders, as ``ProductLimit`` says, with its tensors."""
+        pointers = [ctypes.c_void_p(t.data_ptr() if t is not None else None) for t in (*tensors, sizes)]
+        if not self._library.step_quotient_remainder(*pointers, *map(ctypes.c_float, rates)):
+            raise ValueError(f"dim = {sizes[3]} must be 16, 64 or 128")
+
     def touch(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
         """Reads a word of every cache line of the rows; weights uint8 [N, row bytes], out [n / bag, dim] float32."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
@@ -88,3 +94,25 @@ class StepLimit:
         """Makes one step with ids [N], key-major, and the gradient [B, T * D] of their sums."""
         tensors = *self._tables, ids, self._first_rows, self._bags, grad, self._buffers
         limits().step(self._sizes, self._rates, *tensors)
+
+
+class ProductLimit:
+    """Lookup and step of multiplied quotients and remainders as a bare loop: both rows of each id, every gradient once.
+
+    Args:
+        shape: the workload.
+        collisions: ids that share a row of a table's first part, [E / collisions, D]; rows of its second part.
+        weights: float32, both parts of each table, one table after the other. state: float32, a number for each row.
+    """
+
+    def __init__(self, shape: Workload, collisions: int, weights: Tensor, state: Tensor, lr: float, eps: float) -> None:
+        self._tables, self._rates = (weights, state), (lr, eps)
+        rows = -(-shape.rows // collisions)
+        self._sizes = torch.tensor([shape.tables, shape.batch, shape.bag, shape.dim, rows, collisions])
+        self._out = torch.empty(shape.batch, shape.tables * shape.dim)
+        self._buffers = torch.empty(2 * shape.num_ids, dtype=torch.int64)
+
+    def __call__(self, ids: Tensor, grad: Tensor | None) -> Tensor:
+        """The lookup [B, T * D] of ids [N], key-major; with its gradient also makes one step."""
+        limits().step_products(self._sizes, self._rates, *self._tables, ids, grad, self._out, self._buffers)
+        return self._out

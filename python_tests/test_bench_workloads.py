@@ -16,11 +16,13 @@ import pytest
 import torch
 from backends import ROOT
 
+import rec_kernels as rk
+
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
 from bench import bench_embedding_bag_formats as formats
 from bench import peers
-from bench.limits import StepLimit
+from bench.limits import ProductLimit, StepLimit
 from bench.reuse import REUSE_2021, REUSE_2022, STEADY_COUNT, reused_ids
 from bench.shapes import Shape, Workload
 from bench.subject import Subject
@@ -83,6 +85,26 @@ def test_the_limit_of_a_step_is_a_step(shape: Shape) -> None:
         step(ids, grad)
     torch.testing.assert_close(state, ours.module._sum, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weights, ours.module._weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Workload("", 3, 300, 10_001, 16, 1), Workload("", 2, 30, 1000, 64, 20), Workload("", 2, 9, 90, 128, 7)],
+    ids=str,
+)
+def test_the_limit_of_products_is_a_step(shape: Workload) -> None:
+    """The bare loop of quotients and remainders has the lookup and the update, but for the order of sums."""
+    torch.manual_seed(0)
+    ours = peers.Ours(shape, compression=rk.QuotientRemainder(4))
+    weights, state = ours.module._weights.clone(), ours.module._sum.clone()
+    limit = ProductLimit(shape, 4, weights, state, peers.LR, peers.EPS)
+    for seed in range(3):
+        ids, grad = shape.ids(seed), torch.randn(shape.batch, shape.tables * shape.dim)
+        torch.testing.assert_close(limit(ids, None), ours.forward(ids), rtol=1e-4, atol=1e-6)
+        ours.train(ids, grad)
+        limit(ids, grad)
+    torch.testing.assert_close(state, ours.module._sum, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights, ours.module._weights, rtol=1e-4, atol=1e-5)
 
 
 def test_first_id_decides_on_a_bag() -> None:

@@ -6,7 +6,6 @@
 
 #include "core/cpu/simd.h"
 #include "core/lanes.h"
-#include "core/philox.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -298,79 +297,6 @@ RK_HOST_DEVICE void weave(DoubleWords a, DoubleWords b, DoubleWords* lower, Doub
   }
   *lower = __builtin_shuffle(a, b, low);
   *upper = __builtin_shuffle(a, b, high);
-}
-
-// Philox of core/philox.h for several counters: each word in the low half of a 64-bit lane, where a product is what the
-// next round wants. What is left in the high halves is never read.
-struct WidePhilox {
-  DoubleWords word[4];
-
-  RK_HOST_DEVICE void round(uint64_t key0, uint64_t key1) {
-    const DoubleWords p0 = multiply_low_halves(word[0], DoubleWords{} + uint64_t{kPhiloxM0});
-    const DoubleWords p1 = multiply_low_halves(word[2], DoubleWords{} + uint64_t{kPhiloxM1});
-    word[0] = xor_three(p1 >> 32, word[1], DoubleWords{} + key0);
-    word[2] = xor_three(p0 >> 32, word[3], DoubleWords{} + key1);
-    word[1] = p1;
-    word[3] = p0;
-  }
-  // The words of 2 * kLanes columns.
-  RK_HOST_DEVICE void store(uint32_t* out) const {
-    const DoubleWords first = (word[0] & 0xFFFFFFFFu) | (word[1] << 32);
-    const DoubleWords second = (word[2] & 0xFFFFFFFFu) | (word[3] << 32);
-    DoubleWords low, high;
-    weave(first, second, &low, &high);
-    store_as(out, low);
-    store_as(out + kLanes, high);
-  }
-};
-
-// Columns that a WidePhilox has the words of.
-constexpr int kDrawn = 2 * kLanes;
-
-// The words of all streams' counters. A round waits for the one before it: several streams fill the time.
-template <int kStreams>
-RK_HOST_DEVICE void draw_streams(const Noise& n, WidePhilox* streams, uint32_t* out) {
-  uint32_t key0 = n.seed_low, key1 = n.seed_high;
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    for (int i = 0; i < kStreams; ++i) streams[i].round(key0, key1);
-    key0 += kPhiloxW0;
-    key1 += kPhiloxW1;
-  }
-  for (int i = 0; i < kStreams; ++i) streams[i].store(out + i * kDrawn);
-}
-
-// The words of kStreams * kDrawn columns of a row, from column 4 * first_block on.
-template <int kStreams>
-RK_HOST_DEVICE void draw_columns(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
-  const PhiloxWords first = noise_counters(n, row, first_block);
-  const DoubleWords zero = {}, low = zero + uint64_t{first.word[1]}, at = zero + uint64_t{first.word[2]},
-                    step = zero + uint64_t{n.step};
-  WidePhilox streams[kStreams];
-  for (int i = 0; i < kStreams; ++i)
-    streams[i] = {
-        {double_word_ramp(1) + uint64_t{first.word[0] + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
-  draw_streams<kStreams>(n, streams, out);
-}
-
-// The words of the first `columns` columns of kStreams * kDrawn / columns rows, one row after the other.
-template <int kStreams>
-RK_HOST_DEVICE void draw_rows(const Noise& n, const int64_t* rows, int columns, uint32_t* out) {
-  constexpr int kCounters = kStreams * kDrawn / 4;
-  uint64_t block[kCounters], low[kCounters], at[kCounters];
-  for (int i = 0, row = 0; i < kCounters; ++row)
-    for (int b = 0; b < columns / 4; ++b, ++i) {
-      const PhiloxWords counters = noise_counters(n, rows[row], static_cast<uint32_t>(b));
-      block[i] = counters.word[0];
-      low[i] = counters.word[1];
-      at[i] = counters.word[2];
-    }
-  WidePhilox streams[kStreams];
-  for (int i = 0; i < kStreams; ++i) {
-    const int first = i * kDrawn / 4;
-    streams[i] = {{load_as<DoubleWords>(block + first), load_as<DoubleWords>(low + first),
-                   load_as<DoubleWords>(at + first), DoubleWords{} + uint64_t{n.step}}};
-  }
-  draw_streams<kStreams>(n, streams, out);
 }
 
 }  // namespace RK_ISA

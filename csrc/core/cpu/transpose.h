@@ -1,4 +1,4 @@
-// Transposing squares of numbers in registers.
+// Squares of numbers in registers: transposed, or each register reduced to a number.
 #pragma once
 
 #include "core/cpu/simd_words.h"
@@ -6,28 +6,38 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Swaps, of each two registers kDistance apart, the blocks of kDistance lanes beside the diagonal.
+// Swaps every second block of kDistance lanes of a for the block of b before it.
 template <int kDistance>
-RK_HOST_DEVICE void swap_blocks(FloatLanes* rows) {
+RK_HOST_DEVICE void swap_blocks(FloatLanes* a, FloatLanes* b) {
   WordLanes upper, lower;
   for (int lane = 0; lane < kLanes; ++lane) {
     const bool second = (lane & kDistance) != 0;
     upper[lane] = static_cast<uint32_t>(second ? kLanes + lane - kDistance : lane);
     lower[lane] = static_cast<uint32_t>(second ? kLanes + lane : lane + kDistance);
   }
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & kDistance) continue;
-    const FloatLanes a = rows[i], b = rows[i + kDistance];
-    rows[i] = __builtin_shuffle(a, b, upper);
-    rows[i + kDistance] = __builtin_shuffle(a, b, lower);
-  }
+  const FloatLanes x = *a, y = *b;
+  *a = __builtin_shuffle(x, y, upper);
+  *b = __builtin_shuffle(x, y, lower);
 }
 
 // Lane l of register r becomes lane r of register l, in kLanes registers.
 template <int kDistance = kLanes / 2>
 RK_HOST_DEVICE void transpose(FloatLanes* rows) {
-  swap_blocks<kDistance>(rows);
+  for (int i = 0; i < kLanes; ++i)
+    if ((i & kDistance) == 0) swap_blocks<kDistance>(rows + i, rows + i + kDistance);
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
+}
+
+// Lane l: choose(a, b), which does not depend on their order, over all lanes of rows[l], of kLanes registers that are
+// overwritten.
+template <int kDistance = kLanes / 2, class Choose>
+RK_HOST_DEVICE FloatLanes reduce_each(FloatLanes* rows, const Choose& choose) {
+  for (int i = 0; i < kDistance; ++i) {
+    swap_blocks<kDistance>(rows + i, rows + i + kDistance);
+    rows[i] = choose(rows[i], rows[i + kDistance]);
+  }
+  if constexpr (kDistance > 1) return reduce_each<kDistance / 2>(rows, choose);
+  else return rows[0];
 }
 
 }  // namespace RK_ISA

@@ -19,6 +19,8 @@ struct TableRuns {
   int64_t first_run;    // runs of the tables before
   int64_t first_float;  // floats of row gradients of the tables before
   bool multiplied;      // with rows of other tables
+  const Part* other;    // the one part that this is multiplied with, of floats; null where several parts read the
+                        // table or there are more than two
   float* sums;          // [num_runs, D] gradients of the runs that are not long, where they are known already; or null
 };
 
@@ -67,7 +69,7 @@ struct RowTarget {
 
 // Updated rows that wait for each other, so that they are encoded together: the work of one fills the pauses of
 // another.
-constexpr int64_t kRowsHeld = 8, kFloatsHeld = 2048;
+constexpr int64_t kRowsHeld = 16, kFloatsHeld = 2048;
 inline int64_t rows_held(int64_t D) {
   const int64_t rows = kFloatsHeld / D;
   return rows < 1 ? 1 : (rows < kRowsHeld ? rows : kRowsHeld);

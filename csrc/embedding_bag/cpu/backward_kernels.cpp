@@ -124,10 +124,14 @@ class ProductRuns {
 
 // Sums the short runs of a multiplied table.
 void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  const int64_t D = table.part->embedding_dim;
   ProductRuns runs(a, table, scratch);
-  for (int64_t r = begin; r < end; ++r)
-    if (table.starts[r + 1] - table.starts[r] <= kChunk)
-      runs.sum_run(r, end, table.sums + r * table.part->embedding_dim);
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t first = table.starts[r], count = table.starts[r + 1] - first;
+    if (count > kChunk) continue;
+    if (!table.other) runs.sum_run(r, end, table.sums + r * D);
+    else sum_terms(SortedProducts(a, table, table.starts[end]), first, count, D, table.sums + r * D);
+  }
 }
 
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
@@ -137,6 +141,7 @@ void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_
     const bool goes_on = i + 1 < end && chunks[i + 1].table == c.table && !chunks[i + 1].partials;
     const int64_t seen = goes_on ? chunks[i + 1].first + chunks[i + 1].count : last;  // gradients to come are fetched
     if (c.partials) sum_terms(RowsInMemory{c.partials, D}, 0, c.count, D, c.out);
+    else if (c.table->other) sum_terms(SortedProducts(a, *c.table, seen), c.first, c.count, D, c.out);
     else if (c.table->multiplied) ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
     else if (a.bag_of) sum_terms(SortedTerms<true>(a, *c.table, seen), c.first, c.count, D, c.out);
     else sum_terms(SortedTerms<false>(a, *c.table, seen), c.first, c.count, D, c.out);
@@ -192,7 +197,7 @@ const LongRun* first_long_run(const RunArgs& a, int64_t run) {
 }
 
 // The sums of runs that are not those of a table's occurrences as they are sorted: of long runs, which have partial
-// sums, of multiplied tables, and those that are known.
+// sums, of tables that are multiplied with several, and those that are known.
 class OtherSums {
  public:
   OtherSums(const RunArgs& a, const TableRuns& table, float* scratch, int64_t begin, int64_t end)
@@ -203,7 +208,7 @@ class OtherSums {
         products_(a, table, scratch + scratch_floats(D_)),
         out_(scratch) {}
 
-  bool has(int64_t count) const { return count > kChunk || table_.sums || table_.multiplied; }
+  bool has(int64_t count) const { return count > kChunk || table_.sums || (table_.multiplied && !table_.other); }
   // Run r of `count` occurrences. Runs are asked for in ascending order, and may be written to until the next call.
   float* sum(int64_t r, int64_t count) {
     if (count > kChunk) {
@@ -250,7 +255,7 @@ RK_HOST_DEVICE void for_runs(const RunArgs& a, Target target, const TableRuns& t
 }
 
 // for_blocks of rows that fit in the registers: sum, statistic and target without touching memory between.
-template <class Target, bool kWeighted>
+template <class Target, class Terms>
 struct FinishNarrow {
   const RunArgs& a;
   const Target& target;
@@ -260,7 +265,7 @@ struct FinishNarrow {
 
   template <int NV, bool kTail>
   void block(int64_t column, int tail) const {
-    const SortedTerms<kWeighted> terms(a, table, table.starts[end]);
+    const Terms terms(a, table, table.starts[end]);
     const float inverse_scale = a.inverse_scale;
     for_runs(a, target, table, scratch, begin, end,
              [=](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
@@ -278,14 +283,14 @@ struct FinishNarrow {
   }
 };
 
-template <bool kWeighted, class Target>
+template <class Terms, class Target>
 void finish_sorted(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
                    int64_t end) {
   if constexpr (!Target::kElementwise) {
     if (target.D <= kBlock && !target.takes_whole_rows())
-      return for_blocks(target.D, FinishNarrow<Target, kWeighted>{a, target, table, scratch, begin, end});
+      return for_blocks(target.D, FinishNarrow<Target, Terms>{a, target, table, scratch, begin, end});
   }
-  const SortedTerms<kWeighted> terms(a, table, table.starts[end]);
+  const Terms terms(a, table, table.starts[end]);
   for_runs(a, target, table, scratch, begin, end,
            [&](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
              sum_terms(terms, start, count, target.D, scratch);
@@ -297,8 +302,9 @@ template <class Target>
 void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
                  int64_t end) {
   if (begin == end) return;
-  if (a.bag_of) finish_sorted<true>(a, target, table, scratch, begin, end);
-  else finish_sorted<false>(a, target, table, scratch, begin, end);
+  if (table.other && !table.sums) finish_sorted<SortedProducts>(a, target, table, scratch, begin, end);
+  else if (a.bag_of) finish_sorted<SortedTerms<true>>(a, target, table, scratch, begin, end);
+  else finish_sorted<SortedTerms<false>>(a, target, table, scratch, begin, end);
 }
 
 // Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "embedding_bag/cpu/backward.h"
-#include "rows/cpu/blocks.h"
+#include "embedding_bag/cpu/pool_composed.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Terms are numbered; row(i) is where the floats of term i lie, coefficient(i) what they are multiplied by if
+// Terms are numbered; load(i, column, tail, x) gives columns of term i, coefficient(i) what they are multiplied by if
 // kWeighted, and prefetch(i, column) asks for columns of a term that comes later.
 
 // sum[] = columns [column, column + NV * W) of terms [first, first + count), added up in ascending order from the
@@ -16,13 +16,13 @@ template <int NV, bool kTail, class Terms>
 RK_HOST_DEVICE void sum_columns(const Terms& terms, int64_t first, int64_t count, int64_t column, int tail, Vec* sum) {
   constexpr bool kWeighted = Terms::kWeighted;
   terms.template prefetch<NV>(first, column);
-  load_row<NV, kTail>(terms.row(first) + column, tail, sum);
+  terms.template load<NV, kTail>(first, column, tail, sum);
   if (kWeighted)
     for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(terms.coefficient(first)) * sum[v];
   for (int64_t i = first + 1; i < first + count; ++i) {
     terms.template prefetch<NV>(i, column);
     Vec x[NV];
-    load_row<NV, kTail>(terms.row(i) + column, tail, x);
+    terms.template load<NV, kTail>(i, column, tail, x);
     const Vec c = Vec::broadcast(kWeighted ? terms.coefficient(i) : 1.0f);
     for (int v = 0; v < NV; ++v) sum[v] = kWeighted ? fused_multiply_add(c, x[v], sum[v]) : sum[v] + x[v];
   }
@@ -107,12 +107,57 @@ struct SortedTerms {
       return gradients + number * stride;
     return place_in_shared_table(*args, *table, static_cast<uint32_t>(bag)).gradient;
   }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void load(int64_t i, int64_t column, int tail, Vec* x) const {
+    load_row<NV, kTail>(row(i) + column, tail, x);
+  }
   RK_HOST_DEVICE float coefficient(int64_t i) const {
     return coefficients ? coefficients[sorted[i] & payload_mask] : 1.0f;
   }
   template <int NV>
   RK_HOST_DEVICE void prefetch(int64_t i, int64_t column) const {
     if (__builtin_expect(i + kTermsAhead < end, 1)) prefetch_bytes(row(i + kTermsAhead) + column, NV * W * 4);
+  }
+};
+
+// The gradients of a table that has an `other` part, times that part's rows of the occurrences' ids.
+struct SortedProducts {
+  static constexpr bool kWeighted = true;
+  SortedTerms<true> gradients;
+  const void* ids;  // of payload 0 and after
+  bool ids64, partitioned, far;
+  Partition partition;
+  const float* factors;
+  int64_t D;
+
+  SortedProducts(const RunArgs& a, const TableRuns& runs, int64_t last)
+      : gradients(a, runs, last),
+        ids(static_cast<const uint8_t*>(a.bags.ids) + a.first_id * (a.bags.ids64 ? 8 : 4)),
+        ids64(a.bags.ids64),
+        partitioned(runs.other->partitioned),
+        far(is_far(*runs.other)),
+        partition(runs.other->partition),
+        factors(reinterpret_cast<const float*>(a.weights + runs.other->weight_offset)),
+        D(runs.other->embedding_dim) {}
+
+  RK_HOST_DEVICE const float* factor(int64_t i) const {
+    const auto payload = gradients.sorted[i] & gradients.payload_mask;
+    const int64_t id = ids64 ? static_cast<const int64_t*>(ids)[payload] : static_cast<const int32_t*>(ids)[payload];
+    return factors + (partitioned ? partition.row(id) : id) * D;
+  }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void load(int64_t i, int64_t column, int tail, Vec* x) const {
+    Vec own[NV];
+    gradients.load<NV, kTail>(i, column, tail, x);
+    load_row<NV, kTail>(factor(i) + column, tail, own);
+    for (int v = 0; v < NV; ++v) x[v] = x[v] * own[v];
+  }
+  RK_HOST_DEVICE float coefficient(int64_t i) const { return gradients.coefficient(i); }
+  template <int NV>
+  RK_HOST_DEVICE void prefetch(int64_t i, int64_t column) const {
+    gradients.prefetch<NV>(i, column);
+    if (far && __builtin_expect(i + kTermsAhead < gradients.end, 1))
+      prefetch_bytes(factor(i + kTermsAhead) + column, NV * W * 4);
   }
 };
 
@@ -123,6 +168,10 @@ struct RowsInMemory {
   int64_t D;
 
   RK_HOST_DEVICE const float* row(int64_t i) const { return rows + i * D; }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void load(int64_t i, int64_t column, int tail, Vec* x) const {
+    load_row<NV, kTail>(row(i) + column, tail, x);
+  }
   RK_HOST_DEVICE static float coefficient(int64_t) { return 1.0f; }
   template <int NV>
   RK_HOST_DEVICE static void prefetch(int64_t, int64_t) {}

@@ -84,12 +84,20 @@ class TableSorter {
     runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
     for (int64_t place = table.first; place < table.last; ++place)
       runs.multiplied = runs.multiplied || part(place).combine == Combine::kMult;
+    if (runs.multiplied && table.last - table.first == 1) runs.other = only_other(first);
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
     return bounds.position;
   }
 
  private:
   int64_t part_of(const Part& f) const { return &f - in_.parts.get(); }
+  // The other part of a feature of two, whose rows are floats; else null.
+  const Part* only_other(const Part& f) const {
+    const Part* parts = in_.parts.get() + in_.bags.first_part(f.number);
+    if (in_.bags.first_part(f.number + 1) - in_.bags.first_part(f.number) != 2) return nullptr;
+    const Part& other = parts[parts == &f ? 1 : 0];
+    return other.format == RowFormat::kFp32 ? &other : nullptr;
+  }
   const Part& part(int64_t place) const { return in_.parts[plan_.parts[static_cast<size_t>(place)]]; }
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {

@@ -1,6 +1,8 @@
 // Writing rows: RowsWriter<Format, kStochastic> encodes rows of floats.
 #pragma once
 
+#include "core/cpu/transpose.h"
+#include "core/cpu/wide_philox.h"
 #include "rows/cpu/reader.h"
 #include "rows/cpu/row_formats.h"
 
@@ -23,9 +25,11 @@ template <bool kStochastic>
 class RowNoise {
  public:
   RowNoise(const Noise& noise, const RowPlaces& places, int64_t N, int64_t D)
-      : noise_(noise), places_(places), N_(N), D_(D) {
-    while (columns_ < D && columns_ < kWords) columns_ *= 2;
-  }
+      : places_(places),
+        N_(N),
+        D_(D),
+        columns_(columns_of(D)),
+        random_(noise, columns_ < kWords ? columns_ : 0, streams_to_keep()) {}
   RK_HOST_DEVICE void start(int64_t n) {
     row_ = n;
     const int64_t within = n % (kWords / columns_);
@@ -43,13 +47,24 @@ class RowNoise {
   static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
   static_assert(kWords % (4 * kLanes) == 0 && kWords % kStep == 0, "what is asked for at once is drawn at once");
 
+  // Columns that a draw has of a row.
+  static int columns_of(int64_t D) {
+    int columns = kStep;
+    while (columns < D && columns < kWords) columns *= 2;
+    return columns;
+  }
+  // Streams of a row; none where too few rows draw them.
+  int64_t streams_to_keep() const {
+    const bool narrow = columns_ < kWords;
+    const int64_t draws = narrow ? ceil_div(N_ * columns_, kWords) : N_;
+    return draws < 2 ? 0 : (narrow ? ceil_div(columns_, kDrawn) : ceil_div(D_, kWords) * kStreams);
+  }
   // Not inlined: in place it would take registers from its caller.
   __attribute__((noinline)) void draw_more(int64_t c) {
-    const auto block = static_cast<uint32_t>(c / 4);
     if (columns_ < kWords) return draw_narrow();
     const int64_t left = D_ - c, row = places_.number(row_);
-    if (left <= 2 * kDrawn || kStreams == 2) draw_columns<2>(noise_, row, block, words_);
-    else draw_columns<kStreams>(noise_, row, block, words_);
+    if (left <= 2 * kDrawn || kStreams == 2) random_.template draw_columns<2>(row, c, words_);
+    else random_.template draw_columns<kStreams>(row, c, words_);
     drawn_ = c + kWords;
   }
   // Rows of at most half as many columns as are drawn at once share a draw.
@@ -57,20 +72,20 @@ class RowNoise {
     const int64_t most = kWords / columns_;
     shared_ = row_ - row_ % most;
     const int64_t rows = N_ - shared_ < most ? N_ - shared_ : most;
-    int64_t numbers[kWords / kStep] = {};
-    for (int64_t i = 0; i < rows; ++i) numbers[i] = places_.number(shared_ + i);
-    if (rows * columns_ <= kWords / 2 && kStreams > 2) draw_rows<2>(noise_, numbers, columns_, words_);
-    else draw_rows<kStreams>(noise_, numbers, columns_, words_);
+    alignas(64) int64_t numbers[kLanes / 2];
+    for (int64_t i = 0; i < kLanes / 2; ++i) numbers[i] = places_.number(shared_ + (i < rows ? i : 0));
+    if (rows * columns_ <= kWords / 2 && kStreams > 2) random_.template draw_rows<2>(numbers, words_);
+    else random_.template draw_rows<kStreams>(numbers, words_);
     drawn_ = columns_;
   }
 
-  const Noise& noise_;
   const RowPlaces& places_;
   int64_t N_, D_, row_ = 0, drawn_ = 0;
   int64_t shared_ = -1;  // the first row of the draw that several rows share
-  int columns_ = kStep;  // of a row's words in a draw
+  int columns_;          // that a draw has of a row
   const uint32_t* first_ = words_;
   alignas(64) uint32_t words_[kWords];
+  RowWords random_;
 };
 
 // Rounding to nearest takes none.
@@ -133,11 +148,6 @@ struct RowWriter {                        // floats
   }
 };
 
-struct RowRange {
-  float low, high;  // a zero has the sign of the row's first zero
-  bool finite;
-};
-
 inline float first_zero(const float* x) {
   while (*x != 0.0f) ++x;
   return *x;
@@ -155,7 +165,7 @@ struct LaneRange {
   }
 };
 
-RK_HOST_DEVICE RowRange range_of(const float* x, int64_t D) {
+RK_HOST_DEVICE LaneRange range_of(const float* x, int64_t D) {
   const FloatLanes first = FloatLanes{} + x[0];
   LaneRange r = {first, first, FloatLanes{}};
   int64_t c = 0;
@@ -167,35 +177,81 @@ RK_HOST_DEVICE RowRange range_of(const float* x, int64_t D) {
     const IntLanes present = (IntLanes)word_ramp() < left;
     r.add(present ? (FloatLanes)Vec::load_partial(x + c, left).v : first);
   }
-  RowRange row = {reduce_lanes(r.low, [](FloatLanes a, FloatLanes b) { return smaller(a, b); })[0],
-                  reduce_lanes(r.high, [](FloatLanes a, FloatLanes b) { return larger(a, b); })[0],
-                  !any_lane(r.finite != 0.0f)};
-  if (row.low == 0.0f && row.finite) row.low = first_zero(x);
-  if (row.high == 0.0f && row.finite) row.high = first_zero(x);
-  return row;
+  return r;
 }
+
+// Not inlined: few rows ask.
+__attribute__((noinline)) bool is_finite(const float* x, int64_t D) { return !any_lane(range_of(x, D).finite != 0.0f); }
 
 template <int kBits, bool kStochastic>
 struct RowWriter<Affine<kBits>, kStochastic> {
   using Format = Affine<kBits>;
 
-  struct Grid {
-    AffineGrid g;
-    bool finite;
+  // Grids of at most kLanes rows, found together: a lane for each.
+  struct Grids {
+    alignas(64) float scale[kLanes], bias[kLanes], inverse[kLanes];
+
+    RK_HOST_DEVICE Grids(const float* x, int64_t count, int64_t D) {
+      FloatLanes lows[kLanes], highs[kLanes], finite = {};
+      const auto lower = [](FloatLanes a, FloatLanes b) { return smaller(a, b); };
+      const auto higher = [](FloatLanes a, FloatLanes b) { return larger(a, b); };
+      if (count < kFew) {
+        for (int64_t n = 0; n < count; ++n) {
+          const LaneRange r = range_of(x + n * D, D);
+          set(n, x + n * D, D, reduce_lanes(r.low, lower)[0], reduce_lanes(r.high, higher)[0],
+              !any_lane(r.finite != 0.0f));
+        }
+        return;
+      }
+      for (int64_t n = 0; n < kLanes; ++n) {
+        if (n < count) {
+          const LaneRange r = range_of(x + n * D, D);
+          lows[n] = r.low;
+          highs[n] = r.high;
+          finite = finite + r.finite;
+        } else {
+          lows[n] = highs[n] = FloatLanes{} + 1.0f;
+        }
+      }
+      const FloatLanes low = reduce_each(lows, lower), high = reduce_each(highs, higher);
+      const bool all_finite = !any_lane(finite != 0.0f);
+      if constexpr (kBits == 8) {
+        const AffineGridOf<FloatLanes> g = Format::template grid_of_bytes<kStochastic>(low, high);
+        const FloatLanes sum = g.scale + low;
+        const IntLanes usual = (low * high != 0.0f) & (sum - sum == 0.0f);
+        if (__builtin_expect(all_finite && !any_lane(~usual), 1)) {
+          store_as(scale, g.scale);
+          store_as(bias, g.bias);
+          store_as(inverse, g.inverse);
+          return;
+        }
+      }
+      for (int64_t n = 0; n < count; ++n) set(n, x + n * D, D, low[n], high[n], all_finite);
+    }
+    RK_HOST_DEVICE AffineGrid of(int64_t n) const { return {scale[n], bias[n], inverse[n]}; }
+
+   private:
+    static constexpr int64_t kFew = 3;  // rows that are quicker one by one
+
+    // A zero has the sign of the row's first zero.
+    void set(int64_t n, const float* x, int64_t D, float low, float high, bool all_finite) {
+      const bool finite = all_finite || is_finite(x, D);
+      if (low == 0.0f && finite) low = first_zero(x);
+      if (high == 0.0f && finite) high = first_zero(x);
+      const AffineGrid g = Format::template grid<kStochastic>(low, finite ? high : float_of(kInfinityBits));
+      scale[n] = g.scale;
+      bias[n] = g.bias;
+      inverse[n] = g.inverse;
+    }
   };
 
-  RK_HOST_DEVICE static Grid grid_of(const float* x, int64_t D) {
-    const RowRange range = range_of(x, D);
-    return {Format::template grid<kStochastic>(range.low, range.finite ? range.high : float_of(kInfinityBits)),
-            range.finite};
-  }
-  RK_HOST_DEVICE static bool write(const float* x, int64_t D, RowNoise<kStochastic>& noise, const Grid& grid,
+  // Returns false where the row cannot be held because of a number in it.
+  RK_HOST_DEVICE static bool write(const float* x, int64_t D, RowNoise<kStochastic>& noise, const AffineGrid& g,
                                    uint8_t* row) {
-    const AffineGrid& g = grid.g;
     store_grid(g, row + Format::code_bytes(D));
     if (__builtin_expect(g.scale != g.scale, 0)) {
       memset(row, 0, static_cast<size_t>(Format::code_bytes(D)));
-      return grid.finite;
+      return is_finite(x, D);
     }
     int64_t c = 0;
     if constexpr (kBits != 2) {
@@ -362,21 +418,29 @@ struct RowsWriter {
   }
 };
 
-// A row's codes wait for its range: they are written while the next row's is found.
+// Rows whose grids are found together stay in the first-level cache until their codes are written.
 template <int kBits, bool kStochastic>
 struct RowsWriter<Affine<kBits>, kStochastic> {
   static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
-    using Writer = RowWriter<Affine<kBits>, kStochastic>;
-    const int64_t bytes = Affine<kBits>::row_bytes(D);
+    return D == kStep ? write_rows(x, N, kStep, how, to) : write_rows(x, N, D, how, to);
+  }
+
+ private:
+  using Writer = RowWriter<Affine<kBits>, kStochastic>;
+
+  RK_HOST_DEVICE static int64_t write_rows(const float* x, int64_t N, int64_t D, const RowRounding& how,
+                                           const RowPlaces& to) {
+    const int64_t bytes = Affine<kBits>::row_bytes(D), fit = 1 + 2048 / D, most = fit < kLanes ? fit : kLanes;
     RowNoise<kStochastic> noise(how.noise, to, N, D);
     int64_t bad = N;
-    auto grid = Writer::grid_of(x, D);
-    for (int64_t n = 0; n < N; ++n) {
-      const auto next = n + 1 < N ? Writer::grid_of(x + (n + 1) * D, D) : grid;
-      fetch_ahead(x, n, N, D);
-      noise.start(n);
-      if (!Writer::write(x + n * D, D, noise, grid, to.row(n, bytes)) && bad == N) bad = n;
-      grid = next;
+    for (int64_t first = 0; first < N; first += most) {
+      const int64_t count = N - first < most ? N - first : most;
+      const typename Writer::Grids grids(x + first * D, count, D);
+      for (int64_t n = first; n < first + count; ++n) {
+        fetch_ahead(x, n, N, D);
+        noise.start(n);
+        if (!Writer::write(x + n * D, D, noise, grids.of(n - first), to.row(n, bytes)) && bad == N) bad = n;
+      }
     }
     return bad;
   }

@@ -8,10 +8,12 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// A row's grid, as stored, and what (x - bias) is multiplied by to be in steps of it.
-struct AffineGrid {
-  float scale, bias, inverse;
+// A row's grid, as stored, and what (x - bias) is multiplied by to be in steps of it; with registers those of rows.
+template <class F>
+struct AffineGridOf {
+  F scale, bias, inverse;
 };
+using AffineGrid = AffineGridOf<float>;
 
 #if !RK_CONVERTS_HALVES
 // The half at or below x, and the one at or above it.
@@ -41,10 +43,7 @@ struct Affine {
   RK_HOST_DEVICE static AffineGrid grid(float low, float high) {
     AffineGrid g;
     if constexpr (kBits == 8) {
-      const float range = high - low;
-      g = {range / 255.0f, low, 0.0f};
-      if constexpr (kStochastic) g.inverse = g.scale < 0x1p-126f ? 0.0f : 1.0f / g.scale;
-      else g.inverse = 255.0f / (range + 1e-8f);
+      g = grid_of_bytes<kStochastic>(low, high);
     } else {
       const uint32_t bias = kStochastic ? half_below(low) : Fp16::encode<false>(low, 0u);
       g.bias = Fp16::decode(bias);
@@ -58,6 +57,13 @@ struct Affine {
     if (!(sum - sum == 0.0f) || !(high - high == 0.0f)) return {float_of(0x7FC00000u), 0.0f, 0.0f};
     return g;
   }
+  // int8's, where the row can be held.
+  template <bool kStochastic, class F>
+  RK_HOST_DEVICE static AffineGridOf<F> grid_of_bytes(F low, F high) {
+    const F range = high - low, scale = range / 255.0f;
+    if constexpr (kStochastic) return {scale, low, scale < 0x1p-126f ? F{} : 1.0f / scale};
+    else return {scale, low, 255.0f / (range + 1e-8f)};
+  }
 
   // The code of x; 0 of a NaN, as in rows that cannot be held.
   template <bool kStochastic, class F, class U>
@@ -65,12 +71,15 @@ struct Affine {
     const F steps = larger((x - g.bias) * g.inverse, F{});
     return steps_on_grid<kStochastic>(smaller(steps, F{} + static_cast<float>(kMaxCode)), word);
   }
-  // encode() for rows that can be held. To the nearest, int8's grid has the row's smallest number as its bias, and its
-  // largest at most 2^-14 of a step above the last code: nothing is clamped.
+  // encode() for rows that can be held. Rounded by chance, no number is below the grid's bias. To the nearest, int8's
+  // grid has the row's smallest number as its bias, and its largest at most 2^-14 of a step above the last code:
+  // nothing is clamped.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode_held(F x, const AffineGrid& g, U word) {
-    if constexpr (kBits == 8 && !kStochastic) return to_nearest_word((x - g.bias) * g.inverse);
-    else return encode<kStochastic>(x, g, word);
+    const F steps = (x - g.bias) * g.inverse;
+    if constexpr (kStochastic) return steps_on_grid<true>(smaller(steps, F{} + static_cast<float>(kMaxCode)), word);
+    else if constexpr (kBits == 8) return to_nearest_word(steps);
+    else return encode<false>(x, g, word);
   }
 
   template <class F>
