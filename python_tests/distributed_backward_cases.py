@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import distributed_cases
 import distributed_sequence_cases as sequences
 import torch
 import torch.distributed as dist
-from distributed_cases import OPTIMIZERS, Case, Model, batch, blocks, coefficients, collection, sharded
+from distributed_cases import KEYS, OPTIMIZERS, Case, Model, batch, blocks, coefficients, collection, sharded
 from torch import Tensor, nn
 
 
@@ -242,3 +243,23 @@ def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
 def scaled_by_all(case: Case) -> tuple[list[float], dict[str, Any]]:
     """Scales and blocks of this rank, with the scaler of FSDP."""
     return scaled(case, by_all=True)
+
+
+def read_first(case: Case | sequences.Sequences, reader: int | None) -> list[dict[str, Any]]:
+    """Blocks of two collections that are trained together, where rank ``reader`` reads the second's output first."""
+    own: Any = sequences if isinstance(case, sequences.Sequences) else distributed_cases
+    rank, tables = dist.get_rank(), []
+    for _ in range(2):
+        model = own.sharded(case, own.collection(case)).module
+        tables.append(model.ebc if own is distributed_cases else model.sequences)
+    for step in range(case.steps):
+        outputs = [each(own.batch(case, step, [rank])) for each in tables]
+        if rank == reader:
+            _numbers(outputs[1]["f0"]).norm()
+        losses = [sum(_numbers(output[key]).sum() for key in KEYS) for output in outputs]
+        (losses[0] + 2 * losses[1]).backward()
+    return [blocks(each.state_dict()) for each in tables]
+
+
+def _numbers(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else values.values()

@@ -41,6 +41,16 @@ def test_lookups_of_one_backward(plan: str, format: str) -> None:
     assert model.ebc.step == case.steps
 
 
+@pytest.mark.parametrize("case", [Case(optimizer="sgd"), Sequences(optimizer="sgd", sizes=(8, 8))])
+def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
+    """Where a rank reads an output, as for a log, changes no gradient: they are sent in one order on all ranks."""
+    found = pool(2).run(HERE, "read_first", case, 0)
+    for got, wanted in zip(found, pool(2).run(HERE, "read_first", case, None), strict=True):
+        for blocks_of_one, others in zip(got, wanted, strict=True):
+            for name, own in blocks_of_one.items():
+                assert all(same_bits(a, b) for (_, a), (_, b) in zip(own, others[name], strict=True)), name
+
+
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank", "row_wise")])
 def test_scaled_losses(plan: str) -> None:
     """An overflow on one rank skips the update on all, and every rank's scaler hears of it; bits of one process."""

@@ -16,7 +16,7 @@ from rec_kernels.distributed.agreement import Agreed
 from rec_kernels.distributed.batches import CheckedBatch, SortedIds
 from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowTrip
 from rec_kernels.distributed.sharded_collection import ShardedCollection
-from rec_kernels.distributed.trips import ArrivingRows
+from rec_kernels.distributed.trips import ArrivingRows, run_early
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
@@ -93,4 +93,4 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
 
 def _rows_of(blocks: Callable[[], Sequence[Tensor]], feature: int, dim: int) -> Tensor:
-    return blocks()[feature][:, :dim]
+    return run_early(blocks()[feature][:, :dim])

@@ -72,7 +72,7 @@ def leave(trip: Trip, token: Tensor, rows: Tensor, weights: Tensor | None) -> Ca
     @functools.cache
     def arrived() -> Tensor:
         with torch.set_grad_enabled(has_gradients):
-            output = _Arrive.apply(sent, trip)
+            output = run_early(_Arrive.apply(sent, trip))
         trip.module.backwards.watch(trip.batch.begun, output)
         return output
 
@@ -104,6 +104,27 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.trip.send_gradients(grad.float())
         return grad.new_zeros(0), None
+
+
+#: Added to the numbers of nodes that autograd is to run as soon as it can. Those of a forward are far below.
+_EARLY = 1 << 62
+
+
+def run_early(output: Tensor) -> Tensor:
+    """Has autograd send the gradients of a lookup's output as soon as it has them, wherever the output was read.
+
+    Of the nodes that it can run, autograd takes the one that was made last. A rank may read an output earlier than the
+    others do, for a log, and collectives of a backward must begin in one order on all ranks.
+
+    Args:
+        output: what arrived, or a view of it that its container keeps.
+    """
+    nodes: list[Any] = [output.grad_fn]
+    while nodes[-1] is not None and not isinstance(nodes[-1], _Depart._backward_cls):
+        nodes.append(nodes[-1].next_functions[0][0])
+    for node in nodes[:-1]:
+        node._set_sequence_nr(_EARLY + nodes[-1]._sequence_nr())
+    return output
 
 
 class ArrivingColumns(KeyedTensor):
