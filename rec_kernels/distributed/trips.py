@@ -122,8 +122,9 @@ def run_early(output: Tensor) -> Tensor:
     nodes: list[Any] = [output.grad_fn]
     while nodes[-1] is not None and not isinstance(nodes[-1], _Depart._backward_cls):
         nodes.append(nodes[-1].next_functions[0][0])
-    for node in nodes[:-1]:
-        node._set_sequence_nr(_EARLY + nodes[-1]._sequence_nr())
+    depart: Any = nodes.pop()
+    for node in nodes:
+        node._set_sequence_nr(_EARLY + depart._sequence_nr())
     return output
 
 
