@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
         for blocks_of_one, others in zip(got, wanted, strict=True):
             for name, own in blocks_of_one.items():
                 assert all(same_bits(a, b) for (_, a), (_, b) in zip(own, others[name], strict=True)), name
+
+
+def test_numbers_of_nodes() -> None:
+    """torch lets nodes of autograd have other numbers than it gives them, which no documentation says."""
+    node: Any = torch.ones(1, requires_grad=True).sum().grad_fn
+    node._set_sequence_nr(1 << 62)
+    assert node._sequence_nr() == 1 << 62
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank", "row_wise")])

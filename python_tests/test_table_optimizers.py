@@ -383,18 +383,6 @@ def test_groups() -> None:
     assert "b: 12 x 4 sum optimizer=Adam(lr=0.1)" in repr(collection)
 
 
-def test_refused_rates() -> None:
-    """A state with a rate that kernels cannot have changes none, and the groups go on setting those of the kernels."""
-    optimizer = made(OWN).fused_optimizer
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"], state["param_groups"][1]["lr"] = 0.5, float("inf")
-    with pytest.raises(ValueError, match="lr = inf must be finite as float32"):
-        optimizer.load_state_dict(state)
-    assert [g["lr"] for g in optimizer.param_groups[:2]] == [0.05, 0.1]
-    with pytest.raises(ValueError, match="lr = inf must be finite as float32"):
-        optimizer.param_groups[1]["lr"] = float("inf")
-
-
 def test_equal_optimizers_are_one() -> None:
     """Rates aside: such a collection has the update, and the state, of one optimizer."""
     mixed = made(dict.fromkeys(OWN, rk.Adam(lr=0.5)) | {"a": None, "c": None}, rk.Adam(lr=0.1))
