@@ -261,5 +261,31 @@ def read_first(case: Case | sequences.Sequences, reader: int | None) -> list[dic
     return [blocks(each.state_dict()) for each in tables]
 
 
+class WithLayers(nn.Module):
+    """Layers between a lookup and where its output is used, so large that DDP reduces their gradients in parts."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.layers = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 64))
+
+    def forward(self, features: Any, way: str) -> Tensor:
+        """[B, 64]; ``way``: "log", "by_feature" or "", how this rank reads the lookup's output."""
+        found = self.ebc.by_feature(features) if way == "by_feature" else self.ebc(features)
+        if way == "log":
+            found.values().norm()
+        hidden = self.layers(torch.ones(features.stride(), 4))
+        return hidden * torch.cat([found[key] for key in KEYS], dim=1)
+
+
+def beside_layers(case: Case, ways: tuple[str, str]) -> dict[str, Any]:
+    """Blocks of tables that are trained beside layers under DDP, whose gradients are reduced in the same group."""
+    torch.manual_seed(0)
+    model, rank = sharded(case, collection(case), WithLayers), dist.get_rank()
+    for step in range(case.steps):
+        model(batch(case, step, [rank]), ways[rank]).sum().backward()
+    return blocks(model.module.ebc.state_dict())
+
+
 def _numbers(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else values.values()

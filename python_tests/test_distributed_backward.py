@@ -47,9 +47,20 @@ def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
     """Where a rank reads an output, as for a log, changes no gradient: they are sent in one order on all ranks."""
     found = pool(2).run(HERE, "read_first", case, 0)
     for got, wanted in zip(found, pool(2).run(HERE, "read_first", case, None), strict=True):
-        for blocks_of_one, others in zip(got, wanted, strict=True):
-            for name, own in blocks_of_one.items():
-                assert all(same_bits(a, b) for (_, a), (_, b) in zip(own, others[name], strict=True)), name
+        assert all(map(_same_blocks, got, wanted))
+
+
+@pytest.mark.parametrize("way", ["log", "by_feature"])
+def test_layers_beside_outputs_that_one_rank_reads_first(way: str) -> None:
+    """Collectives of DDP are in the same order, too, where one rank reads the output before the layers are called."""
+    case = Case(optimizer="sgd")
+    found = pool(2).run(HERE, "beside_layers", case, (way, ""))
+    for got, wanted in zip(found, pool(2).run(HERE, "beside_layers", case, ("", "")), strict=True):
+        assert _same_blocks(got, wanted)
+
+
+def _same_blocks(found: dict[str, list], wanted: dict[str, list]) -> bool:
+    return all(same_bits(a, b) for n in wanted for (_, a), (_, b) in zip(found[n], wanted[n], strict=True))
 
 
 def test_numbers_of_nodes() -> None:
