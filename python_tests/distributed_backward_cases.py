@@ -245,8 +245,12 @@ def scaled_by_all(case: Case) -> tuple[list[float], dict[str, Any]]:
     return scaled(case, by_all=True)
 
 
-def read_first(case: Case | sequences.Sequences, reader: int | None) -> list[dict[str, Any]]:
-    """Blocks of two collections that are trained together, where rank ``reader`` reads the second's output first."""
+def read_first(case: Case | sequences.Sequences, reader: int | None, mode: str = "enable_grad") -> list[dict[str, Any]]:
+    """Blocks of two collections that are trained together, where rank ``reader`` reads the second's output first.
+
+    Args:
+        mode: of torch, in which it does so.
+    """
     own: Any = sequences if isinstance(case, sequences.Sequences) else distributed_cases
     rank, tables = dist.get_rank(), []
     for _ in range(2):
@@ -255,7 +259,8 @@ def read_first(case: Case | sequences.Sequences, reader: int | None) -> list[dic
     for step in range(case.steps):
         outputs = [each(own.batch(case, step, [rank])) for each in tables]
         if rank == reader:
-            _numbers(outputs[1]["f0"]).norm()
+            with getattr(torch, mode)():
+                _numbers(outputs[1]["f0"]).norm()
         losses = [sum(_numbers(output[key]).sum() for key in KEYS) for output in outputs]
         (losses[0] + 2 * losses[1]).backward()
     return [blocks(each.state_dict()) for each in tables]

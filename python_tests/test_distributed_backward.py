@@ -45,9 +45,10 @@ def test_lookups_of_one_backward(plan: str, format: str) -> None:
 @pytest.mark.parametrize("case", [Case(optimizer="sgd"), Sequences(optimizer="sgd", sizes=(8, 8))])
 def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
     """Where a rank reads an output, as for a log, changes no gradient: they are sent in one order on all ranks."""
-    found = pool(2).run(HERE, "read_first", case, 0)
-    for got, wanted in zip(found, pool(2).run(HERE, "read_first", case, None), strict=True):
-        assert all(map(_same_blocks, got, wanted))
+    alike = pool(2).run(HERE, "read_first", case, None)
+    for mode in ("enable_grad", "no_grad", "inference_mode"):
+        for got, wanted in zip(pool(2).run(HERE, "read_first", case, 0, mode), alike, strict=True):
+            assert all(map(_same_blocks, got, wanted)), mode
 
 
 @pytest.mark.parametrize("way", ["log", "by_feature"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from rec_kernels.nn.jagged.tensors import JaggedTensor
 if TYPE_CHECKING:
     from rec_kernels.distributed.row_exchange import RowContext
     from rec_kernels.distributed.sharded_collection import ShardedCollection
+
+T = TypeVar("T")
 
 
 class Trip(ABC):
@@ -67,16 +69,26 @@ def leave(trip: Trip, token: Tensor, rows: Tensor, weights: Tensor | None) -> Ca
     Returns:
         A function that returns the lookup's output, of the module's output dtype; the first call waits for it.
     """
-    sent, has_gradients = _Depart.apply(token, rows, weights, trip), torch.is_grad_enabled()
+    sent = _Depart.apply(token, rows, weights, trip)
 
-    @functools.cache
-    def arrived() -> Tensor:
-        with torch.set_grad_enabled(has_gradients):
-            output = run_early(_Arrive.apply(sent, trip))
+    def arrive() -> Tensor:
+        output = run_early(_Arrive.apply(sent, trip))
         trip.module.backwards.watch(trip.batch.begun, output)
         return output
 
-    return arrived
+    return later(arrive)
+
+
+def later(read: Callable[[], T]) -> Callable[[], T]:
+    """A function that calls ``read`` once, with gradients if there are any now: a log may be what reads it first."""
+    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    @functools.cache
+    def found() -> T:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+            return read()
+
+    return found
 
 
 class _Depart(torch.autograd.Function):
