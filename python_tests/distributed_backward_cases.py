@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import distributed_cases
 import distributed_sequence_cases as sequences
 import torch
 import torch.distributed as dist
-from distributed_cases import OPTIMIZERS, Case, Model, batch, blocks, coefficients, collection, sharded
+from distributed_cases import KEYS, OPTIMIZERS, Case, Model, batch, blocks, coefficients, collection, sharded
 from torch import Tensor, nn
 
 
@@ -242,3 +243,54 @@ def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
 def scaled_by_all(case: Case) -> tuple[list[float], dict[str, Any]]:
     """Scales and blocks of this rank, with the scaler of FSDP."""
     return scaled(case, by_all=True)
+
+
+def read_first(case: Case | sequences.Sequences, reader: int | None, mode: str = "enable_grad") -> list[dict[str, Any]]:
+    """Blocks of two collections that are trained together, where rank ``reader`` reads the second's output first.
+
+    Args:
+        mode: of torch, in which it does so.
+    """
+    own: Any = sequences if isinstance(case, sequences.Sequences) else distributed_cases
+    rank, tables = dist.get_rank(), []
+    for _ in range(2):
+        model = own.sharded(case, own.collection(case)).module
+        tables.append(model.ebc if own is distributed_cases else model.sequences)
+    for step in range(case.steps):
+        outputs = [each(own.batch(case, step, [rank])) for each in tables]
+        if rank == reader:
+            with getattr(torch, mode)():
+                _numbers(outputs[1]["f0"]).norm()
+        losses = [sum(_numbers(output[key]).sum() for key in KEYS) for output in outputs]
+        (losses[0] + 2 * losses[1]).backward()
+    return [blocks(each.state_dict()) for each in tables]
+
+
+class WithLayers(nn.Module):
+    """Layers between a lookup and where its output is used, so large that DDP reduces their gradients in parts."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.layers = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 64))
+
+    def forward(self, features: Any, way: str) -> Tensor:
+        """[B, 64]; ``way``: "log", "by_feature" or "", how this rank reads the lookup's output."""
+        found = self.ebc.by_feature(features) if way == "by_feature" else self.ebc(features)
+        if way == "log":
+            found.values().norm()
+        hidden = self.layers(torch.ones(features.stride(), 4))
+        return hidden * torch.cat([found[key] for key in KEYS], dim=1)
+
+
+def beside_layers(case: Case, ways: tuple[str, str]) -> dict[str, Any]:
+    """Blocks of tables that are trained beside layers under DDP, whose gradients are reduced in the same group."""
+    torch.manual_seed(0)
+    model, rank = sharded(case, collection(case), WithLayers), dist.get_rank()
+    for step in range(case.steps):
+        model(batch(case, step, [rank]), ways[rank]).sum().backward()
+    return blocks(model.module.ebc.state_dict())
+
+
+def _numbers(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else values.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,35 @@ def test_lookups_of_one_backward(plan: str, format: str) -> None:
     assert all(same_bits(torch.cat(got), want) for *got, want in zip(*(o for o, _ in found), outputs, strict=True))
     assert differences(dict(model.ebc.state_dict()), [blocks for _, blocks in found]) == []
     assert model.ebc.step == case.steps
+
+
+@pytest.mark.parametrize("case", [Case(optimizer="sgd"), Sequences(optimizer="sgd", sizes=(8, 8))])
+def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
+    """Where a rank reads an output, as for a log, changes no gradient: they are sent in one order on all ranks."""
+    alike = pool(2).run(HERE, "read_first", case, None)
+    for mode in ("enable_grad", "no_grad", "inference_mode"):
+        for got, wanted in zip(pool(2).run(HERE, "read_first", case, 0, mode), alike, strict=True):
+            assert all(map(_same_blocks, got, wanted)), mode
+
+
+@pytest.mark.parametrize("way", ["log", "by_feature"])
+def test_layers_beside_outputs_that_one_rank_reads_first(way: str) -> None:
+    """Collectives of DDP are in the same order, too, where one rank reads the output before the layers are called."""
+    case = Case(optimizer="sgd")
+    found = pool(2).run(HERE, "beside_layers", case, (way, ""))
+    for got, wanted in zip(found, pool(2).run(HERE, "beside_layers", case, ("", "")), strict=True):
+        assert _same_blocks(got, wanted)
+
+
+def _same_blocks(found: dict[str, list], wanted: dict[str, list]) -> bool:
+    return all(same_bits(a, b) for n in wanted for (_, a), (_, b) in zip(found[n], wanted[n], strict=True))
+
+
+def test_numbers_of_nodes() -> None:
+    """torch lets nodes of autograd have other numbers than it gives them, which no documentation says."""
+    node: Any = torch.ones(1, requires_grad=True).sum().grad_fn
+    node._set_sequence_nr(1 << 62)
+    assert node._sequence_nr() == 1 << 62
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank", "row_wise")])

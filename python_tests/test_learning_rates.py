@@ -170,6 +170,18 @@ def test_schedulers_and_states() -> None:
         few.fused_optimizer.load_state_dict(collection.fused_optimizer.state_dict())
 
 
+def test_refused_rates() -> None:
+    """A state with a rate that kernels cannot have changes none, and the groups go on setting those of the kernels."""
+    optimizer = _make().fused_optimizer
+    before, state = [group["lr"] for group in optimizer.param_groups], optimizer.state_dict()
+    state["param_groups"][0]["lr"], state["param_groups"][1]["lr"] = 0.5, float("inf")
+    with pytest.raises(ValueError, match="lr = inf must be finite as float32"):
+        optimizer.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == before
+    with pytest.raises(ValueError, match="lr = inf must be finite as float32"):
+        optimizer.param_groups[1]["lr"] = float("inf")
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "double"])
 def test_copies_keep_their_rates(way: str) -> None:
     """Copied and moved: the groups write into the tensor of their own collection."""

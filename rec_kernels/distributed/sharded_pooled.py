@@ -16,7 +16,7 @@ from rec_kernels.distributed.distinct_exchange import DistinctTrip, by_feature
 from rec_kernels.distributed.exchange import PooledTrip
 from rec_kernels.distributed.row_exchange import Parcels, RowContext
 from rec_kernels.distributed.sharded_collection import ShardedCollection
-from rec_kernels.distributed.trips import ArrivingColumns
+from rec_kernels.distributed.trips import ArrivingColumns, run_early
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
@@ -116,10 +116,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``, or its bags as ``by_feature``."""
         keys, dims = self._features.output_keys, self._features.output_dims
         arrived = self._leave(PooledTrip(self, ctx) if ctx.asked is None else DistinctTrip(self, ctx), output)
-        if ctx.asked is not None and ctx.by_feature:
-            return dict(zip(keys, by_feature(arrived(), ctx, dims), strict=True))
-        samples = ArrivingColumns(keys, dims, arrived)
-        return samples.to_dict() if ctx.by_feature else samples
+        if not ctx.by_feature:
+            return ArrivingColumns(keys, dims, arrived)
+        blocks = arrived().split(dims, dim=1) if ctx.asked is None else by_feature(arrived(), ctx, dims)
+        return dict(zip(keys, map(run_early, blocks), strict=True))
 
     def by_feature(self, features: Any) -> dict[str, Tensor]:
         """Looks up as ``rk.EmbeddingBagCollection.by_feature``: a [B_f, D_f] tensor for each feature; a collective.

@@ -16,7 +16,7 @@ from rec_kernels.distributed.agreement import Agreed
 from rec_kernels.distributed.batches import CheckedBatch, SortedIds
 from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowTrip
 from rec_kernels.distributed.sharded_collection import ShardedCollection
-from rec_kernels.distributed.trips import ArrivingRows
+from rec_kernels.distributed.trips import ArrivingRows, later, run_early
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
@@ -85,13 +85,13 @@ class ShardedEmbeddingCollection(ShardedCollection):
         bags = given.bag_starts(len(self.feature_names))
         bounds = given.offsets[bags].tolist()
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-        blocks = functools.cache(lambda: arrived().split(sizes))
+        blocks = later(lambda: arrived().split(sizes))
         found: dict[str, JaggedTensor] = {}
         for f, (key, dim) in enumerate(zip(self._features.output_keys, self.output_dims, strict=True)):
             own = given.offsets[bags[f] : bags[f + 1] + 1]
-            found[key] = ArrivingRows(functools.partial(_rows_of, blocks, f, dim), own - own[:1])
+            found[key] = ArrivingRows(later(functools.partial(_rows_of, blocks, f, dim)), own - own[:1])
         return found
 
 
 def _rows_of(blocks: Callable[[], Sequence[Tensor]], feature: int, dim: int) -> Tensor:
-    return blocks()[feature][:, :dim]
+    return run_early(blocks()[feature][:, :dim])

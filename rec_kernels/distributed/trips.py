@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from rec_kernels.nn.jagged.tensors import JaggedTensor
 if TYPE_CHECKING:
     from rec_kernels.distributed.row_exchange import RowContext
     from rec_kernels.distributed.sharded_collection import ShardedCollection
+
+T = TypeVar("T")
 
 
 class Trip(ABC):
@@ -72,17 +74,27 @@ def leave(trip: Trip, token: Tensor, rows: Tensor, weights: Tensor | None) -> Ca
     Returns:
         A function that returns the lookup's output, of the module's output dtype; the first call waits for it.
     """
-    sent, has_gradients = _Depart.apply(token, rows, weights, trip), torch.is_grad_enabled()
+    sent = _Depart.apply(token, rows, weights, trip)
     trip.joined.keeps, trip.joined.answers = sent.requires_grad, weights is not None
 
-    @functools.cache
-    def arrived() -> Tensor:
-        with torch.set_grad_enabled(has_gradients):
-            output = _Arrive.apply(sent, trip)
+    def arrive() -> Tensor:
+        output = run_early(_Arrive.apply(sent, trip))
         trip.module.backwards.watch(trip.batch.begun, output)
         return output
 
-    return arrived
+    return later(arrive)
+
+
+def later(read: Callable[[], T]) -> Callable[[], T]:
+    """A function that calls ``read`` once, with gradients if there are any now: a log may be what reads it first."""
+    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    @functools.cache
+    def found() -> T:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+            return read()
+
+    return found
 
 
 class _Depart(torch.autograd.Function):
@@ -110,6 +122,28 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.trip.send_gradients(grad.float())
         return grad.new_zeros(0), None
+
+
+#: Added to the numbers of nodes that autograd is to run as soon as it can. Those of a forward are far below.
+_EARLY = 1 << 62
+
+
+def run_early(output: Tensor) -> Tensor:
+    """Has autograd send the gradients of a lookup's output as soon as it has them, wherever the output was read.
+
+    Of the nodes that it can run, autograd takes the one that was made last. A rank may read an output earlier than the
+    others do, for a log, and collectives of a backward must begin in one order on all ranks.
+
+    Args:
+        output: what arrived, or a view of it that its container keeps.
+    """
+    nodes: list[Any] = [output.grad_fn]
+    while nodes[-1] is not None and not isinstance(nodes[-1], _Depart._backward_cls):
+        nodes.append(nodes[-1].next_functions[0][0])
+    depart: Any = nodes.pop()
+    for node in nodes:
+        node._set_sequence_nr(_EARLY + depart._sequence_nr())
+    return output
 
 
 class ArrivingColumns(KeyedTensor):

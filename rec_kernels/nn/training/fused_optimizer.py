@@ -51,9 +51,7 @@ class _Group(dict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr":
-            value = float(value)
-            if not abs(value) <= LARGEST_FLOAT:
-                raise ValueError(f"lr = {value} must be finite as float32")
+            value = _checked_rate(value)
             for lr in self.kernel_lr:
                 lr.fill_(value)
         if key in self.numbers and value != self.numbers[key]:
@@ -72,6 +70,13 @@ class _Group(dict):
         return self
 
     __ior__: Any = _updated  # dict's would go past __setitem__
+
+
+def _checked_rate(value: Any) -> float:
+    rate = float(value)
+    if not abs(rate) <= LARGEST_FLOAT:
+        raise ValueError(f"lr = {rate} must be finite as float32")
+    return rate
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -148,7 +153,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the learning rates, for the kernels too."""
+        """Loads the learning rates, for the kernels too.
+
+        Raises:
+            ValueError: the state has other groups, or a rate that is not finite as float32; nothing was changed.
+        """
+        for group in state_dict["param_groups"]:
+            _checked_rate(group.get("lr", 0.0))
         with self._tables_only() as groups:
             super().load_state_dict(state_dict)
             # torch puts plain dicts in the groups' place.
