@@ -130,9 +130,9 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
     assert checked >= 7 * (12 + 3 + 2)
 
 
-# Lookups, pool_kernel<FORMAT, 32, blocks of 128 columns, weighted>, that keep one, two and four blocks of columns, or 16
-# lanes two in place of one: the most instructions of a round of rows, the fewest resident blocks, and bytes of a lane
-# before it first waits.
+# Lookups, pool_kernel<FORMAT, 32, blocks of 128 columns, weighted>, that keep one, two and four blocks of columns, or
+# with 16 lanes two in place of one: the most instructions of a round of rows, the fewest resident blocks, and bytes of
+# a lane before it first waits.
 HALF_THE_LANES = ("Affine<8>", "Affine<4>", "SharedMicroexponents<7>")
 LOOKUPS = {
     ("Fp32", "false"): ((50, 4, 64), (78, 3, 128), (80, 2, 128)),
