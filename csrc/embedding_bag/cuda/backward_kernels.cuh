@@ -180,7 +180,10 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 template <int kBlocks, class Target>
-constexpr int kResident = (kBlocks > 1 ? 2 : (Target::kEncodes ? 3 : 4)) - (Target::kElementwise ? 1 : 0);
+constexpr int kResident = (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
+                           : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
+                                          : 2) -
+                          (Target::kElementwise ? 1 : 0);
 template <int kBlocks, class Target>
 constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
 
@@ -190,7 +193,7 @@ constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlig
 template <int kBlocks>
 constexpr int kRunsAhead = kBlocks == 1 ? 4 : 2;
 
-// What a group has to know of a run before it sums its gradient.
+// RunAhead is what a group has to know of a run before it sums its gradient.
 struct RunAhead {
   int64_t row;
   uint32_t start, part;
