@@ -173,6 +173,7 @@ UPDATES = {
     r"<\d+, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": 3,
     r"<32, 2, ElementwiseTarget<UpdateTarget<Sgd>>>": 2,
     r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*, Sgd>>>": 2,
+    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<(Fp16|Bf16), Sgd>>>": 3,
 }
 
 

@@ -179,11 +179,14 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 // element (kElementwise) turns gradients into directions first.
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
+// kNarrow: rows of up to 128 columns keep a block where others with state for every element lose one.
+template <class Target>
+constexpr bool kNarrow = false;
 template <int kBlocks, class Target>
 constexpr int kResident = (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
                            : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
                                           : 2) -
-                          (Target::kElementwise ? 1 : 0);
+                          (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) ? 1 : 0);
 template <int kBlocks, class Target>
 constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
 

@@ -75,6 +75,11 @@ struct EncodedTarget {
   }
 };
 
+template <>
+inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Fp16, Sgd>>> = true;
+template <>
+inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16, Sgd>>> = true;
+
 }  // namespace RK_ISA
 
 template <class Target>
