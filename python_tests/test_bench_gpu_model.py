@@ -60,10 +60,13 @@ def test_expected_rows_are_those_of_drawn_ids() -> None:
 
 
 def test_widths_are_those_of_the_kernels() -> None:
-    """with_widths of csrc/core/cuda/group.cuh."""
+    """with_widths of csrc/core/cuda/group.cuh, and with_lookup_widths of csrc/embedding_bag/cuda/pool_table.cu."""
     assert [expected.widths(d) for d in (1, 16, 17, 64, 128, 129, 256, 512, 2000)] == [
         *((4, 1), (4, 1), (8, 1), (16, 1), (32, 1), (32, 2), (32, 2), (32, 4), (32, 4)),
     ]
+    of_int8 = [expected.lookup_widths(d, "int8") for d in (16, 17, 64, 128, 129, 512)]
+    assert of_int8 == [(4, 1), (4, 2), (8, 2), (16, 2), (32, 2), (32, 4)]
+    assert expected.lookup_widths(128, "mx4") == expected.widths(128)
 
 
 def test_short_bags_are_taken_together() -> None:
@@ -217,6 +220,35 @@ def test_paths_of_short_bags_by_hand() -> None:
     """Sums are stored in the loop: the shortest way past the store outside of its own loops."""
     paths = code_paths.paths_of("pool_short_kernel<Fp32, 32, false>", 80, 0, SHORT)
     assert paths == Paths(registers=80, blocks=3, before=3, round=6, rows=1, after=2)
+
+
+AHEAD = listing(
+    "ISETP.GE.AND P0, PT, R0, R1, PT",  # 0x00
+    "@P0 BRA 0x40",  # past what is asked for ahead
+    "IADD3 R2, R2, 0x1, RZ",  # 0x20
+    "CCTL.E.PF2 [R2]",
+    "SHFL.IDX PT, R4, R2, R0, R3",  # 0x40: the loop
+    "SHFL.IDX PT, R5, R2, R0, R3",
+    "SHFL.IDX PT, R6, R2, R0, R3",
+    "LDG.E.128 R8, desc[UR4][R4.64]",
+    "@P1 BRA 0x40",  # 0x80
+    "STG.E.128 desc[UR4][R6.64], R8",
+    "EXIT",
+)
+
+
+def test_paths_past_what_is_asked_for_ahead_by_hand() -> None:
+    """Two instructions lead to the loop, two more past the prefetch."""
+    paths = code_paths.paths_of("finish_short_kernel<32, 1, UpdateTarget<Sgd>>", 64, 0, AHEAD)
+    assert paths == Paths(registers=64, blocks=4, before=2, round=5, rows=1, after=2, ahead=2)
+
+
+def test_runs_are_looked_up_together_where_groups_have_several() -> None:
+    """Many rows share the instructions ahead and the waits; a few have a group of lanes, and a look-up, each."""
+    for batch, waits in ((200_000, 2 / 4 + 2), (1000, 2 + 2)):
+        w = cases.Workload("u", 1, batch, 10**9, 128, 1)
+        works = expected.backward(w, cases.ADAGRAD, expected.reuse_of(w), KERNELS, H100)
+        assert next(work for work in works if work.name == "update").waits == waits
 
 
 def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:

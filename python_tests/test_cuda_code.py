@@ -58,7 +58,8 @@ def resources(usage) -> list[tuple[str, dict[str, int]]]:
 
 def test_no_main_kernel_spills(resources) -> None:
     """Rows of up to 128 columns: two blocks of 256 threads fit, and nothing goes to local memory."""
-    main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ \d+ 1$", name)]
+    widths = r"(\d+ 1|(4|8|16) 2)"
+    main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ {widths}$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
     for name, numbers in main:
         assert numbers["STACK"] == 0, name
@@ -129,8 +130,10 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
     assert checked >= 7 * (12 + 3 + 2)
 
 
-# Lookups, pool_kernel<FORMAT, 32, blocks of 128 columns, weighted>, that keep one, two and four blocks of columns: the
-# most instructions of a round of rows, the fewest resident blocks, and bytes of a lane before it first waits.
+# Lookups, pool_kernel<FORMAT, 32, blocks of 128 columns, weighted>, that keep one, two and four blocks of columns, or
+# with 16 lanes two in place of one: the most instructions of a round of rows, the fewest resident blocks, and bytes of
+# a lane before it first waits.
+HALF_THE_LANES = ("Affine<8>", "Affine<4>", "SharedMicroexponents<7>")
 LOOKUPS = {
     ("Fp32", "false"): ((50, 4, 64), (78, 3, 128), (80, 2, 128)),
     ("Fp32", "true"): ((54, 3, 64), (76, 2, 128), (82, 2, 128)),
@@ -138,12 +141,12 @@ LOOKUPS = {
     ("Fp16", "true"): ((164, 4, 64), (146, 4, 64), (262, 2, 128)),
     ("Bf16", "false"): ((126, 4, 64), (124, 4, 48), (204, 2, 128)),
     ("Bf16", "true"): ((134, 4, 64), (128, 4, 48), (206, 2, 128)),
-    ("Affine<8>", "false"): ((240, 4, 96), (214, 3, 64), (394, 2, 96)),
-    ("Affine<8>", "true"): ((250, 3, 96), (218, 3, 64), (398, 2, 96)),
-    ("Affine<4>", "false"): ((288, 4, 48), (232, 3, 32), (402, 2, 48)),
-    ("Affine<4>", "true"): ((296, 3, 48), (236, 3, 32), (406, 2, 48)),
-    ("SharedMicroexponents<7>", "false"): ((536, 3, 48), (508, 3, 36), (498, 2, 48)),
-    ("SharedMicroexponents<7>", "true"): ((544, 3, 48), (512, 3, 36), (500, 2, 48)),
+    ("Affine<8>", "false"): ((210, 3, 64), (214, 3, 64), (394, 2, 96)),
+    ("Affine<8>", "true"): ((214, 3, 64), (218, 3, 64), (398, 2, 96)),
+    ("Affine<4>", "false"): ((229, 3, 32), (232, 3, 32), (402, 2, 48)),
+    ("Affine<4>", "true"): ((233, 3, 32), (236, 3, 32), (406, 2, 48)),
+    ("SharedMicroexponents<7>", "false"): ((501, 3, 42), (508, 3, 36), (498, 2, 48)),
+    ("SharedMicroexponents<7>", "true"): ((506, 3, 42), (512, 3, 36), (500, 2, 48)),
     ("SharedMicroexponents<4>", "false"): ((290, 3, 20), (540, 2, 40), (556, 2, 40)),
     ("SharedMicroexponents<4>", "true"): ((294, 3, 20), (544, 2, 40), (558, 2, 40)),
     ("SharedMicroexponents<2>", "false"): ((298, 3, 16), (556, 2, 32), (572, 2, 32)),
@@ -170,17 +173,19 @@ UPDATES = {
     r"<\d+, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": 3,
     r"<32, 2, ElementwiseTarget<UpdateTarget<Sgd>>>": 2,
     r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*, Sgd>>>": 2,
+    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<(Fp16|Bf16), Sgd>>>": 3,
 }
 
 
 @pytest.mark.full
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
     """A change that needs more than its ceiling says so here, and in docs/results.md."""
-    wanted = re.compile(r"11pool_kernel.*Li32ELi[124]ELb")
+    wanted = re.compile(r"11pool_kernel.*(Li32ELi[124]|Li16ELi2)ELb")
     kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if wanted.search(s)]
     for (format, weighted), widths in LOOKUPS.items():
-        for columns, (instructions, blocks, waited) in zip((1, 2, 4), widths, strict=True):
-            k = machine_code.find(kernels, f"pool_kernel<{format}, 32, {columns}, {weighted}>")
+        narrow = "16, 2" if format in HALF_THE_LANES else "32, 1"
+        for columns, (instructions, blocks, waited) in zip((narrow, "32, 2", "32, 4"), widths, strict=True):
+            k = machine_code.find(kernels, f"pool_kernel<{format}, {columns}, {weighted}>")
             assert k.loop.instructions <= instructions, k
             assert k.blocks >= blocks, k
             assert k.loop.first_wait_bytes >= waited, k
@@ -224,3 +229,29 @@ def test_updates_share_a_multiprocessor(usage) -> None:
                 assert k.blocks >= blocks, k
                 assert k.stack == 0, k
     assert checked == set(UPDATES)
+
+
+# Updates of a row that was read once: the most instructions from the start to the gradients and from there to the end,
+# and those of looking up several rows together.
+UPDATE_PATHS = {
+    "finish_short_kernel<32, 1, UpdateTarget<RowwiseAdagrad>>": (257, 190),
+    "finish_short_kernel<4, 1, UpdateTarget<RowwiseAdagrad>>": (236, 197),
+    "finish_short_kernel<32, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": (326, 205),
+}
+
+
+@pytest.mark.full
+def test_updates_look_up_several_rows_together(functions, usage) -> None:
+    """A group of lanes asks for the rows, the state and the gradients of several runs before it sums the first."""
+    checked = set()
+    for symbol, code in functions:
+        name = machine_code.kernel_name(symbol) if "19finish_short_kernel" in symbol else None
+        if name not in UPDATE_PATHS:
+            continue
+        checked.add(name)
+        k = machine_code.compiled(symbol, usage[symbol], "")
+        paths = code_paths.paths_of(name, k.registers, k.shared, machine_code.instructions_of(code))
+        alone, together = UPDATE_PATHS[name]
+        assert paths.before + paths.after <= alone, paths
+        assert 0 < paths.ahead <= together, paths
+    assert checked == set(UPDATE_PATHS)

@@ -82,6 +82,17 @@ def test_looks() -> None:
     check_dedup(batch, [0, 0])
 
 
+def test_more_features_than_lanes() -> None:
+    """Samples differ in the length or an id of a feature far behind those that a group of lanes takes at once."""
+    rows = [[[f] for f in range(9)] for _ in range(5)]
+    rows[1][8], rows[2][8], rows[3][5] = [], [9], [5, 5]
+    batch = batch_of([[row[f] for row in rows] for f in range(9)])
+    check_dedup(batch, [0] * 9)
+    for backend in every_backend():
+        _, inverse, *_ = backend.ops.jagged_dedup(batch.values, batch.offsets, [0] * 9)
+        assert inverse.tolist() == [[0, 1, 2, 3, 0]]
+
+
 def test_bits_of_weights() -> None:
     """0 and -0 differ, and a NaN is like itself."""
     nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)

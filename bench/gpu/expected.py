@@ -23,12 +23,16 @@ READ, UNREAD = 1.4, 2.0
 BOOKKEEPING = 28
 #: Bits that a pass of a sort takes.
 SORT_BITS = 8
-#: Bytes that sum_rows moves for a number besides the gradient, and for a pass of its sort: keys of 8 bytes.
-SUMMED, SUMMED_PASS = 100, 24
+#: Bytes that sum_rows moves for a number besides the gradient, and for a pass of its sort: keys and places of 4 bytes.
+SUMMED, SUMMED_PASS = 64, 16
 #: Entries of one row that are summed at once: kChunk of csrc.
 CHUNK = 64
 #: Bags that a group of lanes takes together where they are short: kShortBags of csrc.
 SHORT_BAGS = 4
+#: Runs of one row that a group of lanes looks up together, of rows of up to 128 columns and of wider ones: kRunsAhead
+#: of csrc. It has several where there are more runs than lanes for them in as many blocks as a launch has at most.
+RUNS_AHEAD = (4, 2)
+LAUNCHED_THREADS = 4 * 2048
 #: Share of the loop over gradients that is executed where rows are aligned.
 ALIGNED = 0.4
 FORMATS = {
@@ -40,6 +44,8 @@ FORMATS = {
     "mx9": "SharedMicroexponents<7>",
     "mx4": "SharedMicroexponents<2>",
 }
+#: Formats whose lookups take half as many lanes for a row of up to 128 columns: kHalfTheLanes of csrc.
+HALF_THE_LANES = ("int8", "int4", "mx9")
 TARGETS = {
     SGD: "UpdateTarget<Sgd>",
     ADAGRAD: "UpdateTarget<RowwiseAdagrad>",
@@ -86,6 +92,13 @@ def widths(dim: int) -> tuple[int, int]:
     return lanes, blocks if blocks <= 2 else 4
 
 
+def lookup_widths(dim: int, format: str) -> tuple[int, int]:
+    """``widths`` of a lookup: with_lookup_widths of csrc/embedding_bag/cuda/pool_table.cu."""
+    lanes, blocks = widths(dim)
+    halves = format in HALF_THE_LANES and blocks == 1 and lanes > 4
+    return (lanes // 2, 2) if halves else (lanes, blocks)
+
+
 def bags_together(w: Workload, format: str) -> int:
     """Number of bags that a group of lanes takes: are_short of csrc/embedding_bag/cuda/pool_table.cu."""
     lanes, blocks = widths(w.dim)
@@ -95,7 +108,7 @@ def bags_together(w: Workload, format: str) -> int:
 
 def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = "fp32") -> list[Work]:
     """A forward: the layout is checked, then a group of lanes takes a bag, or several short ones."""
-    lanes, blocks = widths(w.dim)
+    lanes, blocks = lookup_widths(w.dim, format)
     weighted, together = str(is_weighted(w)).lower(), bags_together(w, format)
     if together > 1:
         code = kernels[f"pool_short_kernel<{FORMATS[format]}, {lanes}, {weighted}>"]
@@ -143,13 +156,16 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     update = 2 * reuse.unique * (row + STATE_BYTES[optimizer](w.dim) + ROW_OVERHEAD)
     of_run = (ids - reuse.chunks * CHUNK) / reuse.unique
     rounds = max(1.0, of_run / short.rows)
+    of_group = reuse.unique * lanes / (LAUNCHED_THREADS * gpu.multiprocessors)
+    together = min(RUNS_AHEAD[blocks > 1], max(1.0, of_group))
     finish = Work(
         "update",
         memory=gradient_rows * (row + ROW_OVERHEAD) + update,
         cached=ids * (row + ROW_OVERHEAD) + update,
         warps=reuse.unique * lanes / WARP,
-        instructions=short.before + rounds * ALIGNED * short.round + short.after,
-        waits=3 + is_weighted(w) + rounds,  # the run's ends, its first entry, rows of the gradient, the row
+        instructions=short.before + short.ahead / together + rounds * ALIGNED * short.round + short.after,
+        # The ends and first entries of runs, of several together; then each one's rows of the gradient, and the row.
+        waits=(2 + is_weighted(w)) / together + rounds + 1,
         blocks=short.blocks,
     )
     return [

@@ -4,7 +4,7 @@
 cuobjdump and nvdisasm (of the CUDA toolkit or of the triton package) are. In Python::
 
     kernels = machine_code.read()                          # every kernel of ours, or None: no library or no cuobjdump
-    pool = machine_code.find(kernels, "pool_kernel<Affine<8>, 32, 1, false>")
+    pool = machine_code.find(kernels, "pool_kernel<Affine<8>, 16, 2, false>")
     pool.registers, pool.blocks, pool.loop.instructions, pool.loop.first_wait_bytes
 
 Names are those of the C++ sources without namespaces: ``pool_kernel<Format, lanes of a group, blocks of columns,

@@ -16,7 +16,7 @@ struct DenseTarget {
   float* gradient;
 
   __device__ static bool needs_mean_square() { return false; }
-  __device__ void expect(const Part&, int64_t, int) const {}
+  __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
   __device__ float open(const Part&, int64_t, int64_t, float) const { return 0.0f; }
   __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
@@ -37,7 +37,7 @@ struct SparseTarget {
     return 0.0f;
   }
   __device__ static bool needs_mean_square() { return false; }
-  __device__ void expect(const Part&, int64_t, int) const {}
+  __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
   __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
@@ -50,9 +50,9 @@ struct UpdateTarget {
   RowUpdate u;
 
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
-  __device__ void expect(const Part& f, int64_t row, int lane) const {
-    for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) prefetch(place(f, row, 0) + c);
-    if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
+  __device__ void expect(int64_t, const Part& f, int64_t row, PrefetchLanes lanes) const {
+    lanes.bytes(place(f, row, 0), 4 * f.embedding_dim);
+    if (Optimizer::kNeedsMeanSquare) lanes.one(u.state.sum + row);
   }
   __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
   __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {

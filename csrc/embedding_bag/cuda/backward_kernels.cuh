@@ -14,6 +14,20 @@ inline namespace RK_ISA {
 // Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
 constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 
+// Lanes that ask for the same memory ahead, each for its share of the sectors.
+struct PrefetchLanes {
+  int lane, count;
+
+  __device__ __forceinline__ void bytes(const void* p, int64_t bytes) const {
+    constexpr int64_t kSector = 32;
+#pragma unroll 1
+    for (int64_t i = kSector * lane; i < bytes; i += kSector * count) prefetch(static_cast<const uint8_t*>(p) + i);
+  }
+  __device__ __forceinline__ void one(const void* p) const {
+    if (lane == 0) prefetch(p);
+  }
+};
+
 // The columns of a row of floats; g holds their gradient, which gradient(column, last, read) makes block by block where
 // a row is wider, read(c) being columns c .. c+3 of its weights.
 template <int G, int kBlocks, class Target, class Gradient>
@@ -117,8 +131,6 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   const float inverse = inverse_of(a.grad_scale);
-  target.expect(f, row, group.lane);
-  if constexpr (Target::kElementwise) target.expect_state(part, f, row, group.lane);
   Vec4 g[kBlocks];
   StepOf<Target> step(target);
   const auto sum_scaled = [&](int64_t column, const auto& read) {
@@ -167,29 +179,73 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 // element (kElementwise) turns gradients into directions first.
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
+// kNarrow: rows of up to 128 columns keep a block where others with state for every element lose one.
+template <class Target>
+constexpr bool kNarrow = false;
 template <int kBlocks, class Target>
-constexpr int kResident = (kBlocks > 1 ? 2 : (Target::kEncodes ? 3 : 4)) - (Target::kElementwise ? 1 : 0);
+constexpr int kResident = (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
+                           : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
+                                          : 2) -
+                          (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) ? 1 : 0);
 template <int kBlocks, class Target>
 constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
+
+// Runs that a group looks up together: three reads, each of which needs the one before, tell what is to be known of a
+// run, and the rows, state and first gradients of all are on their way to the L2 before the first is summed. What all
+// groups of a GPU ask for with more of them would push rows out of the L2 before they are read.
+template <int kBlocks>
+constexpr int kRunsAhead = kBlocks == 1 ? 4 : 2;
+
+// RunAhead is what a group has to know of a run before it sums its gradient.
+struct RunAhead {
+  int64_t row;
+  uint32_t start, part;
+  int count;  // 0: the row is not to be finished here
+};
+
+// Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
+template <int G, int kRuns, class Target>
+__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group, int64_t first,
+                                           RunAhead* ahead) {
+  const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
+  const int64_t run = first + group.lane / lanes.count * Group<G>::stride();
+  RunAhead known{};
+  if (run < *a.runs.num_runs && a.runs.count(run) <= kChunk) {
+    const int64_t part = part_of_run(a.runs, a.bags, run), row = a.runs.row(run);
+    if (a.finishes(run, part)) {
+      const uint32_t start = a.runs.starts[run];
+      const Part f = a.table_of(run, part, row);
+      target.expect(part, f, row, lanes);
+      lanes.bytes(a.gradient_of(a.runs.payloads[start]), 4 * f.embedding_dim);
+      known = {row, start, static_cast<uint32_t>(part), static_cast<int>(a.runs.count(run))};
+    }
+  }
+  if (lanes.lane == 0) ahead[group.lane / lanes.count] = known;
+}
 
 // Runs of at most kChunk occurrences.
 template <int G, int kBlocks, class Target>
 __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
     finish_short_kernel(SumArgs a, Target target) {
   if (a.skip.now()) return;
+  constexpr int kRuns = kRunsAhead<kBlocks>;
   const Group<G> group;
-  for (int64_t run = Group<G>::first(); run < *a.runs.num_runs; run += Group<G>::stride()) {
-    const uint32_t start = a.runs.starts[run];
-    const int64_t count = a.runs.count(run);
-    if (count > kChunk) continue;
-    const int64_t part = part_of_run(a.runs, a.bags, run);
-    Part f;
-    if (!a.finishes(run, part, &f)) continue;
-    const bool summed = a.weights && a.parts.records[part].multiplied;
+  RunAhead* ahead = shared_memory<RunAhead>() + threadIdx.x / G * kRuns;
+  for (uint32_t turn = 0;; ++turn) {
+    const int64_t run = Group<G>::first() + turn * Group<G>::stride();
+    if (turn % kRuns == 0) {
+      if (run >= *a.runs.num_runs) return;
+      __syncwarp(group.mask);  // the runs before are read
+      look_ahead<G, kRuns>(a, target, group, run, ahead);
+      __syncwarp(group.mask);
+    }
+    const RunAhead known = ahead[turn % kRuns];
+    if (known.count == 0) continue;
+    const Part f = a.table_of(run, known.part, known.row);
+    const bool summed = a.weights && a.parts.records[known.part].multiplied;
     const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, Target>> sum{
-        a,     group, summed ? a.runs.first_chunks[run] : start, summed ? 1 : static_cast<int>(count), f.embedding_dim,
-        summed};
-    finish_row<G, kBlocks>(a, target, group, part, f, a.runs.keys[start], run, sum);
+        a, group, summed ? a.runs.first_chunks[run] : known.start, summed ? 1 : known.count, f.embedding_dim, summed};
+    finish_row<G, kBlocks>(a, target, group, known.part, f, known.row, run, sum);
   }
 }
 
@@ -250,8 +306,10 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     const int64_t run = a.runs.owners[chunk];
     if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    Part f;
-    if (!a.finishes(run, part, &f)) continue;  // the whole block
+    if (!a.finishes(run, part)) continue;  // the whole block
+    const int64_t row = a.runs.row(run);
+    const Part f = a.table_of(run, part, row);
+    if (mine == 0) target.expect(part, f, row, {group.lane, G});
     const int64_t D = f.embedding_dim;
     int64_t count = ceil_div(a.runs.count(run), kChunk);
     float* from = a.partials + int64_t{chunk} * a.max_dim;
@@ -277,7 +335,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     }
     if (mine == 0) {
       const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
-      finish_row<G, kBlocks>(a, target, group, part, f, a.runs.row(run), run, sum);
+      finish_row<G, kBlocks>(a, target, group, part, f, row, run, sum);
     }
     __syncthreads();  // the next run of this block may use the same memory
   }
@@ -287,7 +345,8 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
 
 template <int G, int kBlocks, class Target>
 void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), 0, stream, a,
+  const size_t ahead = kThreads / G * kRunsAhead<kBlocks> * sizeof(RunAhead);
+  launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), ahead, stream, a,
          target);
   if (a.runs.most_runs <= kChunk) return;  // too few occurrences for a long run
   launch(finish_long_kernel<G, kBlocks, Target>, at_most(kLongRunBlocks, a.runs.most_chunks, kThreads), dim3(kThreads),

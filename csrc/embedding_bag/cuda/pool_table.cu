@@ -1,9 +1,9 @@
 // Forward of embedding_bag.
 //
-// A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned floats). The
-// group loads its ids together, one to a lane, and passes them around; it asks for kRowsOf rows before it decodes the
-// first of them. Rows are added in ascending position. Bytes moved: every row read once per occurrence, the
-// ids, the output written once.
+// A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned floats), or,
+// of formats that take more instructions than bytes, four twice. The group loads its ids together, one to a lane, and
+// passes them around; it asks for kRowsOf rows before it decodes the first of them. Rows are added in ascending
+// position. Bytes moved: every row read once per occurrence, the ids, the output written once.
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
@@ -13,6 +13,10 @@ template <class Format>
 constexpr bool kHalves = std::is_same<Format, Fp16>::value || std::is_same<Format, Bf16>::value;
 template <class Format>
 constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<Format, Int4>::value;
+// Formats whose lookups take half the lanes with two blocks of columns for rows of up to 128: what a row and a bag cost
+// besides their columns is for eight of a lane then. Other formats would lose resident blocks.
+template <class Format>
+constexpr bool kHalfTheLanes = kIntegers<Format> || std::is_same<Format, Mx9>::value;
 
 // The rows of a table.
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
@@ -44,7 +48,7 @@ struct TableRows {
 // Rows on their way: as many as registers hold without spills and without fewer resident blocks than kResident. A
 // factor for each of them takes its own register.
 template <class Format>
-constexpr bool kTwice = kHalves<Format> || kIntegers<Format> || std::is_same<Format, Mx9>::value;
+constexpr bool kTwice = kHalves<Format> || kHalfTheLanes<Format>;
 template <class Format, int kBlocks>
 constexpr int kRowsOf =
     kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kFewInFlight : kRowsInFlight<kBlocks>)
@@ -234,9 +238,19 @@ bool are_short(const Bags& bags, int64_t max_dim) {
   return bags.num_ids <= kMost * bags.num_bags && max_dim % 4 == 0;
 }
 
+// with_widths() for the lookups of a format.
+template <class Format, class Body>
+void with_lookup_widths(int64_t max_dim, const Body& body) {
+  with_widths(max_dim, [&](auto group, auto blocks) {
+    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    constexpr int kTimes = kHalfTheLanes<Format> && kBlocks == 1 && G > 4 ? 2 : 1;
+    body(std::integral_constant<int, G / kTimes>(), std::integral_constant<int, kBlocks * kTimes>());
+  });
+}
+
 template <class Format, bool kWeighted>
 void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
-  with_widths(max_dim, [&](auto group, auto blocks) {
+  with_lookup_widths<Format>(max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     if constexpr (kShort<Format> && kBlocks == 1) {
       if (are_short<G>(a.bags, max_dim)) {

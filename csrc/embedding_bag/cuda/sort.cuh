@@ -98,15 +98,25 @@ struct SumArgs {
   int64_t max_dim;
   CachedRuns cache;
 
-  // True if a run's row is to be finished now; *f is then its table, or for a row in a slot one in which it lies there.
-  __device__ __forceinline__ bool finishes(int64_t run, int64_t part, Part* f) const {
+  // True if a run's row is to be finished now.
+  __device__ __forceinline__ bool finishes(int64_t run, int64_t part) const {
     const int64_t slot = cache.slots ? cache.slots[run] : -1;
-    if (cache.hot ? slot < 0 : slot >= 0 || !parts.has_format(part, format)) return false;
-    *f = parts[part];
-    if (slot < 0) return true;
-    const int64_t number = runs.row(run) - f->row_offset;
-    f->weight_offset = 4 * (parts.records[part].cache_row_offset + (slot - number) * f->embedding_dim);
-    return true;
+    return cache.hot ? slot >= 0 : slot < 0 && parts.has_format(part, format);
+  }
+  // The table of a row that is to be finished; for a row in a slot, one in which it lies there.
+  __device__ __forceinline__ Part table_of(int64_t run, int64_t part, int64_t row) const {
+    Part f = parts[part];
+    if (!cache.hot) return f;
+    const int64_t slot = cache.slots[run] - (row - f.row_offset);
+    f.weight_offset = 4 * (parts.records[part].cache_row_offset + slot * f.embedding_dim);
+    return f;
+  }
+  // The first column of the gradient that an entry adds to its row's.
+  __device__ __forceinline__ const float* gradient_of(uint32_t payload) const {
+    if (runs.gradients) return runs.gradients[payload];
+    const uint32_t bag = runs.bag(payload), batch = static_cast<uint32_t>(bags.batch);
+    if (bags.starts) return grad + int64_t{bag} * output_dim;
+    return grad + int64_t{bag % batch} * output_dim + parts[bag / batch].output_offset;
   }
 };
 
@@ -142,7 +152,7 @@ struct OccurrenceSum {
       float c = 1.0f;
       if (begin + group.lane < count && !summed) {
         const uint32_t payload = a.runs.payloads[first + begin + group.lane];
-        term = gradient_of(payload);
+        term = a.gradient_of(payload);
         if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
       }
       const int here = count - begin < G ? count - begin : G;
@@ -163,14 +173,6 @@ struct OccurrenceSum {
           if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
       }
     }
-  }
-
- private:
-  __device__ __forceinline__ const float* gradient_of(uint32_t payload) const {
-    if (a.runs.gradients) return a.runs.gradients[payload];
-    const uint32_t bag = a.runs.bag(payload), batch = static_cast<uint32_t>(a.bags.batch);
-    if (a.bags.starts) return a.grad + int64_t{bag} * a.output_dim;
-    return a.grad + int64_t{bag % batch} * a.output_dim + a.parts[bag / batch].output_offset;
   }
 };
 

@@ -13,10 +13,10 @@ namespace {
 struct SumRowsArgs {
   RowNumbers numbers;
   RowSums sums;
-  const uint64_t* keys;    // of each place: its number, behind those of the groups before
-  const uint32_t* order;   // of each place: the position in its group
-  int64_t *begins, *ends;  // [G, rows + 1]: the places of each number
-  float* partials;         // of each window of kChunk places of a group, the sum of the full chunk that begins in it
+  RowKeys keys;             // of each place: its number, behind those of the groups before
+  const uint32_t* order;    // of each place: the position in its group
+  uint32_t *begins, *ends;  // [G, rows + 1]: the places of each number, which are fewer than 2^32
+  float* partials;          // of each window of kChunk places of a group, the sum of the full chunk that begins in it
   Divisor columns;
 
   __device__ int group_of(int64_t column) const { return sums.column_groups ? sums.column_groups[column] : 0; }
@@ -32,14 +32,14 @@ struct SumRowsArgs {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) keys_kernel(SumRowsArgs a, uint64_t* keys, uint32_t* positions) {
+__global__ void __launch_bounds__(kThreads) keys_kernel(SumRowsArgs a, RowKeys keys, uint32_t* positions) {
   const int64_t count = a.numbers.count, all = a.numbers.groups * count;
   for (int64_t i = Group<1>::first(); i < a.numbers.groups * (a.numbers.rows + 1); i += Group<1>::stride())
     a.begins[i] = a.ends[i] = 0;
   for (int64_t i = Group<1>::first(); i < all; i += Group<1>::stride()) {
     const int64_t group = i / count, number = a.numbers.numbers[i], size = a.size_of(group);
     const bool good = number >= 0 && number < size;
-    keys[i] = static_cast<uint64_t>(a.key_of(group, good ? number : a.numbers.rows));
+    keys.set(i, a.key_of(group, good ? number : a.numbers.rows));
     positions[i] = static_cast<uint32_t>(i - group * count);
   }
 }
@@ -47,20 +47,21 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(SumRowsArgs a, uint64_t*
 __global__ void __launch_bounds__(kThreads) places_kernel(SumRowsArgs a) {
   const int64_t all = a.numbers.groups * a.numbers.count;
   for (int64_t i = Group<1>::first(); i < all; i += Group<1>::stride()) {
-    const uint64_t key = a.keys[i];
-    if (i == 0 || a.keys[i - 1] != key) a.begins[key] = i;
-    if (i == all - 1 || a.keys[i + 1] != key) a.ends[key] = i + 1;
+    const int64_t key = a.keys[i];
+    if (i == 0 || a.keys[i - 1] != key) a.begins[key] = static_cast<uint32_t>(i);
+    if (i == all - 1 || a.keys[i + 1] != key) a.ends[key] = static_cast<uint32_t>(i + 1);
   }
 }
 
 // Start of the full chunk of a longer row among the kChunk places from `window` on; -1: none. There is one at most.
 __device__ int64_t chunk_in(const SumRowsArgs& a, int64_t window, int64_t last) {
-  const uint64_t first_key = a.keys[window], last_key = a.keys[last];
+  const int64_t first_key = a.keys[window], last_key = a.keys[last];
   const int64_t begin = a.begins[first_key], end = a.ends[first_key];
   const int64_t next = begin + (window - begin + kChunk - 1) / kChunk * kChunk;
   if (end - begin > kChunk && next + kChunk <= end) return next;
-  if (first_key == last_key || a.ends[last_key] - a.begins[last_key] <= kChunk) return -1;
-  return a.begins[last_key];  // which goes on behind the window
+  const int64_t last_begin = a.begins[last_key];
+  if (first_key == last_key || a.ends[last_key] - last_begin <= kChunk) return -1;
+  return last_begin;  // which goes on behind the window
 }
 
 __global__ void __launch_bounds__(kThreads) sum_full_chunks_kernel(SumRowsArgs a, int64_t windows) {
@@ -141,26 +142,33 @@ void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like
   check_value(all < INT64_C(0xffffffff), "gradients are summed by ", all,
               " numbers; at most 2^32 - 2 fit in a call on a GPU");
   const int64_t windows = numbers.count > kChunk ? ceil_div(numbers.count, kChunk) : 0;
+  const bool wide = keys > INT64_C(0xffffffff);
+  const int64_t key_bytes = wide ? 8 : 4;
   const auto make = [&](int64_t bytes) { return new_tensor(like, {bytes}, ScalarType::Byte); };
-  const Tensor unsorted = make(8 * all), sorted = make(8 * all), positions = make(4 * all), order = make(4 * all),
-               places = make(16 * keys), partials = make(4 * windows * sums.columns);
-  auto* begins = static_cast<int64_t*>(places.mutable_data_ptr());
+  const Tensor unsorted = make(key_bytes * all), sorted = make(key_bytes * all), positions = make(4 * all),
+               order = make(4 * all), places = make(8 * keys), partials = make(4 * windows * sums.columns);
+  auto* begins = static_cast<uint32_t*>(places.mutable_data_ptr());
   const SumRowsArgs args{numbers,
                          sums,
-                         static_cast<const uint64_t*>(sorted.const_data_ptr()),
+                         {sorted.mutable_data_ptr(), wide},
                          static_cast<const uint32_t*>(order.const_data_ptr()),
                          begins,
                          begins + keys,
                          static_cast<float*>(partials.mutable_data_ptr()),
                          Divisor::of(sums.columns)};
-  auto* unsorted_keys = static_cast<uint64_t*>(unsorted.mutable_data_ptr());
+  const RowKeys unsorted_keys{unsorted.mutable_data_ptr(), wide};
   auto* unsorted_positions = static_cast<uint32_t*>(positions.mutable_data_ptr());
   const dim3 block(kThreads);
   launch(keys_kernel, blocks_for(std::max(all, keys), 1), block, 0, stream, args, unsorted_keys, unsorted_positions);
   if (all > 0) {
-    sort_pairs(unsorted_keys, static_cast<uint64_t*>(sorted.mutable_data_ptr()), unsorted_positions,
-               static_cast<uint32_t*>(order.mutable_data_ptr()), all, bit_width(static_cast<uint64_t>(keys)), like,
-               stream);
+    const auto sort = [&](auto key) {
+      using Key = decltype(key);
+      sort_pairs(static_cast<const Key*>(unsorted_keys.keys), static_cast<Key*>(args.keys.keys), unsorted_positions,
+                 static_cast<uint32_t*>(order.mutable_data_ptr()), all, bit_width(static_cast<uint64_t>(keys - 1)),
+                 like, stream);
+    };
+    if (wide) sort(uint64_t{});
+    else sort(uint32_t{});
     launch(places_kernel, blocks_for(all, 1), block, 0, stream, args);
   }
   if (windows > 0)

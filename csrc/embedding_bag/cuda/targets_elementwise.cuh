@@ -65,14 +65,15 @@ struct ElementwiseTarget : Base {
   __device__ Elementwise optimizer() const { return elementwise_of(u); }
   __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
 
-  __device__ void expect_state(int64_t part, const Part& f, int64_t row, int lane) const {
+  __device__ void expect(int64_t part, const Part& f, int64_t row, PrefetchLanes lanes) const {
+    Base::expect(part, f, row, lanes);
     const OptimizerState& s = u.state;
-    for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) {
-      const int64_t place = place_of(part, f, row) + c;
-      if (s.sum) prefetch(s.moment(s.sum, place));
-      if (s.exp_avg) prefetch(s.moment(s.exp_avg, place));
-      if (s.exp_avg_sq) prefetch(needs_mean_square() ? s.exp_avg_sq + row : s.moment(s.exp_avg_sq, place));
-    }
+    const int64_t place = place_of(part, f, row), bytes = f.embedding_dim * (s.bf16 ? 2 : 4);
+    if (s.sum) lanes.bytes(s.moment(s.sum, place), bytes);
+    if (s.exp_avg) lanes.bytes(s.moment(s.exp_avg, place), bytes);
+    if (!s.exp_avg_sq) return;
+    if (needs_mean_square()) lanes.one(s.exp_avg_sq + row);
+    else lanes.bytes(s.moment(s.exp_avg_sq, place), bytes);
   }
   // The divisor of row-wise Adam.
   __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {

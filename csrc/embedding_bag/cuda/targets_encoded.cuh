@@ -17,10 +17,9 @@ struct EncodedTarget {
   static constexpr bool kElementwise = false, kEncodes = true, kUpdates = true;
   RowUpdate u;
 
-  __device__ void expect(const Part& f, int64_t row, int lane) const {
-    const int64_t bytes = Format::row_bytes(f.embedding_dim);
-    for (int64_t i = 128 * lane; i < bytes; i += 128 * kWarpSize) prefetch(place(f, row) + i);
-    if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
+  __device__ void expect(int64_t, const Part& f, int64_t row, PrefetchLanes lanes) const {
+    lanes.bytes(place(f, row), Format::row_bytes(f.embedding_dim));
+    if (Optimizer::kNeedsMeanSquare) lanes.one(u.state.sum + row);
   }
   __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
   __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
@@ -75,6 +74,11 @@ struct EncodedTarget {
     return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
   }
 };
+
+template <>
+inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Fp16, Sgd>>> = true;
+template <>
+inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16, Sgd>>> = true;
 
 }  // namespace RK_ISA
 

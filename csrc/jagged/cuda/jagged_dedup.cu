@@ -33,6 +33,7 @@ struct DedupArgs {
   __device__ __forceinline__ Range ids_of(int64_t member, int64_t sample) const {
     return good_range(bags, members[member] * batch + sample);
   }
+  __device__ __forceinline__ Range members_in(int64_t g) const { return {member_starts[g], member_starts[g + 1]}; }
   // The first sample that looks like the i-th of all.
   __device__ __forceinline__ int64_t first_of(int64_t i) const { return table[i / batch * slots + slot_of[i]]; }
 };
@@ -48,15 +49,21 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
   const Group<G> group;
   for (int64_t i = Group<G>::first(); i < a.groups * a.batch; i += Group<G>::stride()) {
     const int64_t g = i / a.batch, sample = i - g * a.batch;
+    const auto of_feature = [](int64_t member) { return static_cast<uint64_t>(member) * UINT64_C(0x9e3779b97f4a7c15); };
+    const Range members = a.members_in(g);
     uint64_t hash = 0;
-    for (int64_t j = a.member_starts[g]; j < a.member_starts[g + 1]; ++j) {
-      const Range r = a.ids_of(j, sample);
-      const uint64_t of_feature = static_cast<uint64_t>(j) * UINT64_C(0x9e3779b97f4a7c15);
-      if (group.lane == 0) hash += fmix64(of_feature ^ static_cast<uint64_t>(r.stop - r.start));
-      for (int64_t k = r.start + group.lane; k < r.stop; k += G) {
-        uint64_t term = of_feature + static_cast<uint64_t>(k - r.start + 1) * UINT64_C(0xd1342543de82ef95);
-        if (a.weights) term += a.bits_of_weight(k) * UINT64_C(0xaf251af3b0f025b5);
-        hash += fmix64(fmix64(static_cast<uint64_t>(a.ids[k])) + term);
+    for (int64_t begin = members.start; begin < members.stop; begin += G) {
+      // The offsets of a member are a lane's, and those of all are read at once.
+      const int64_t mine = begin + group.lane, left = members.stop - begin;
+      const Range r = mine < members.stop ? a.ids_of(mine, sample) : Range{0, 0};
+      if (mine < members.stop) hash += fmix64(of_feature(mine) ^ static_cast<uint64_t>(r.stop - r.start));
+      for (int m = 0; m < left && m < G; ++m) {
+        const int64_t start = group.broadcast(r.start, m), stop = group.broadcast(r.stop, m);
+        for (int64_t k = start + group.lane; k < stop; k += G) {
+          uint64_t term = of_feature(begin + m) + static_cast<uint64_t>(k - start + 1) * UINT64_C(0xd1342543de82ef95);
+          if (a.weights) term += a.bits_of_weight(k) * UINT64_C(0xaf251af3b0f025b5);
+          hash += fmix64(fmix64(static_cast<uint64_t>(a.ids[k])) + term);
+        }
       }
     }
     for (int distance = G / 2; distance > 0; distance /= 2) hash += __shfl_xor_sync(group.mask, hash, distance, G);
@@ -67,18 +74,24 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
 // True, on every lane, if two samples look alike in group g.
 template <int G>
 __device__ bool look_alike(const DedupArgs& a, const Group<G>& group, int64_t g, int64_t one, int64_t other) {
-  for (int64_t j = a.member_starts[g]; j < a.member_starts[g + 1]; ++j) {
-    const Range x = a.ids_of(j, one), y = a.ids_of(j, other);
-    const int64_t length = x.stop - x.start;
-    if (y.stop - y.start != length) return false;
-    for (int64_t begin = 0; begin < length; begin += G) {
-      const int64_t k = begin + group.lane;
-      bool differ = false;
-      if (k < length) {
-        differ = a.ids[x.start + k] != a.ids[y.start + k];
-        if (a.weights) differ = differ || a.bits_of_weight(x.start + k) != a.bits_of_weight(y.start + k);
+  const Range members = a.members_in(g);
+  for (int64_t begin = members.start; begin < members.stop; begin += G) {
+    const int64_t mine = begin + group.lane, left = members.stop - begin;
+    const Range x = mine < members.stop ? a.ids_of(mine, one) : Range{0, 0};
+    const Range y = mine < members.stop ? a.ids_of(mine, other) : Range{0, 0};
+    if (__any_sync(group.mask, x.stop - x.start != y.stop - y.start)) return false;
+    for (int m = 0; m < left && m < G; ++m) {
+      const int64_t start = group.broadcast(x.start, m), stop = group.broadcast(x.stop, m);
+      const int64_t to_other = group.broadcast(y.start, m) - start;
+      for (int64_t first = start; first < stop; first += G) {
+        const int64_t k = first + group.lane;
+        bool differ = false;
+        if (k < stop) {
+          differ = a.ids[k] != a.ids[k + to_other];
+          if (a.weights) differ = differ || a.bits_of_weight(k) != a.bits_of_weight(k + to_other);
+        }
+        if (__any_sync(group.mask, differ)) return false;
       }
-      if (__any_sync(group.mask, differ)) return false;
     }
   }
   return true;
