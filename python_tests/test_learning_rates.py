@@ -182,6 +182,16 @@ def test_refused_rates() -> None:
         optimizer.param_groups[1]["lr"] = float("inf")
 
 
+def test_no_further_groups() -> None:
+    """Parameters that no kernel updates are refused, in a copy, too; the groups stay as they are."""
+    collection = _make()
+    for optimizer in (collection.fused_optimizer, copy.deepcopy(collection).fused_optimizer):
+        count = len(optimizer.param_groups)
+        with pytest.raises(ValueError, match="give other parameters to an optimizer"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        assert len(optimizer.param_groups) == count
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "double"])
 def test_copies_keep_their_rates(way: str) -> None:
     """Copied and moved: the groups write into the tensor of their own collection."""

@@ -116,6 +116,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         own = {"param_groups": groups, "state": defaultdict(dict), "_step": None, "_rate_groups": self._rate_groups}
         return super().__getstate__() | own
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError, but for the groups that it is made with: kernels update the tables alone."""
+        if hasattr(self, "_step"):
+            raise ValueError(
+                "a collection's fused optimizer has groups of the collection's tables and no others: give other "
+                "parameters to an optimizer of torch.optim"
+            )
+        super().add_param_group(param_group)
+
     def retie(self, tables: Sequence[Tensor], lr: Tensor, step: Tensor, token: Tensor | None = None) -> None:
         """Uses other tensors from now on: those of the collection after it has moved. The learning rate stays.
 
