@@ -72,9 +72,9 @@ MUTANTS = [
         "jagged_dedup",
     ),
     Mutant(
-        "csrc/row_cache/cpu/find_kernels.cpp",
-        "tags[maybe[j]] == rows[j] : ways <= kWaysAtOnce;",
-        "tags[maybe[j]] == rows[j] : true;",
+        "csrc/embedding_bag/cpu/slot_finder.h",
+        "return cache_.ways <= kWaysAtOnce ? -1 : cache_.slot_of(place_, row);",
+        "return -1;",
         "row_cache row_cache_reference",
     ),
     Mutant(

@@ -16,9 +16,9 @@
 //
 // row_cache_lookup says where the rows of ids are; row_cache_insert_ takes rows in first, and evicts others; both
 // return int64 [N], the slot of each id's row, -1 where it is in none or the id does not count. The embedding_bag ops
-// read such rows from their slots (cache_slots). Their update looks there first, and then finds rows by tag, because
-// others may have come in since. row_cache_flush_ encodes dirty rows of some slots into their tables and leaves them
-// dirty. Ops that encode rows are to be told of all cached tables: rows of others are never evicted or flushed.
+// read such rows from their slots (cache_slots). Their update finds rows by tag, once for each row, because others may
+// have come in since. row_cache_flush_ encodes dirty rows of some slots into their tables and leaves them dirty. Ops
+// that encode rows are to be told of all cached tables: rows of others are never evicted or flushed.
 //
 // row_cache_plan says, on the CPU, which linear rows an insertion and the lookup and update after it will read in their
 // tables, and which of them they may write there: those that leave, and those that are in no slot. Without `inserts`:

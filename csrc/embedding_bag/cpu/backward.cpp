@@ -330,21 +330,21 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   check_step_and_lr(step, lr);
   const int64_t next_step = advanced(step, "step");
   const CacheInput cache = has_cache ? read_cache(arguments, in) : CacheInput{};
-  const OptionalTensor& cache_slots = cached.slots;
-  if (cache_slots) check_slots_of_ids(*cache_slots, values);
+  if (cached.slots) check_slots_of_ids(*cached.slots, values);
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
   const int64_t* found = in.raises ? optional_status(status, values) : nullptr;
   if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;
 
   const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
   const Tensor grad = as_contiguous(grad_in);
-  const int64_t* before = cache_slots ? cache_slots->const_data_ptr<int64_t>() : nullptr;
   const SharedRows shared = sum_shared(grad, &in);
-  const Occurrences o = sort_occurrences(in, grad, {cache.view, before});
+  const Occurrences o = sort_occurrences(in, grad);
+  const Scratch<int64_t> slots(has_cache ? o.num_runs : 0);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
   target.update = update;
   target.cache = cache.view;
+  target.slots = slots.get();
   target.rounding = {make_noise(update.seed ? *update.seed : 0, *update.step), update.stochastic};
   finish_all(in, o, grad, target.weights, inverse_of(update.grad_scale), target, kernel_of(update.optimizer));
   *step.mutable_data_ptr<int64_t>() = next_step;

@@ -45,7 +45,7 @@ struct RunArgs {
   Bags bags;
   const Part* parts;
   const uint8_t* weights;  // as they were; for multiplied tables
-  const uint64_t* sorted;  // row of its table, or key of a cached one (sort.h) << payload_bits | payload
+  const uint64_t* sorted;  // row of its table << payload_bits | payload
   int payload_bits;
   int64_t first_id;           // of the first bag: payload 0 where payloads are not bags
   const uint32_t* bag_of;     // payload -> bag; null: the payload is the bag
@@ -65,6 +65,7 @@ struct RowTarget {
   int64_t* rows;         // row of each run of sparse gradients; null for dense ones
   RowRounding rounding;  // of encoded rows; the noise's table is the feature's
   CacheView cache;
+  int64_t* slots;  // of the rows of all tables' runs, with a cache: found where runs are finished
 };
 
 // Updated rows that wait for each other, so that they are encoded together: the work of one fills the pauses of

@@ -5,6 +5,7 @@
 // announced a few runs ahead so that their memory is on its way.
 #include "embedding_bag/cpu/gradient_sums.h"
 #include "embedding_bag/cpu/pool_composed.h"
+#include "embedding_bag/cpu/slot_finder.h"
 #include "embedding_bag/cpu/targets.h"
 #include "rows/cpu/statistics.h"
 #include "rows/optimizers/rowwise_adagrad.h"
@@ -239,14 +240,13 @@ RK_HOST_DEVICE void for_runs(const RunArgs& a, Target target, const TableRuns& t
   const uint64_t* const sorted = a.sorted;
   const int payload_bits = a.payload_bits;
   const int64_t ahead = rows_ahead(target.D);
-  const auto key_of = [=](int64_t run) { return static_cast<int64_t>(sorted[starts[run]] >> payload_bits); };
-  for (int64_t r = begin; r < end && r < begin + 2 * ahead; ++r) target.announce(key_of(r));
-  for (int64_t r = begin; r < end && r < begin + ahead; ++r) target.prefetch(key_of(r));
+  const auto row_of = [=](int64_t run) { return static_cast<int64_t>(sorted[starts[run]] >> payload_bits); };
+  for (int64_t r = begin; r < end && r < begin + ahead; ++r) target.prefetch(row_of(r), r);
   OtherSums others(a, table, scratch, begin, end);
   for (int64_t r = begin; r < end; ++r) {
-    if (r + 2 * ahead < end) target.announce(key_of(r + 2 * ahead));
-    if (r + ahead < end) target.prefetch(key_of(r + ahead));
-    const int64_t start = starts[r], count = starts[r + 1] - start, row = target.select(key_of(r));
+    if (r + ahead < end) target.prefetch(row_of(r + ahead), r + ahead);
+    const int64_t start = starts[r], count = starts[r + 1] - start, row = row_of(r);
+    target.select(r);
     if (__builtin_expect(others.has(count), 0))
       target = after_summed(target, row, r, a.inverse_scale, others.sum(r, count));
     else in_order(target, row, r, start, count);
@@ -323,16 +323,34 @@ float* state_of(const RowTarget& t, const TableRuns& table) {
   return t.update.state.sum ? t.update.state.sum + table.part->row_offset : nullptr;
 }
 
+// True if rows of the table may be in a cache.
+bool is_cached(const RunArgs& a, const RowTarget& t, const Part& f) {
+  return t.cache.tags && t.cache.places[&f - a.parts].sets > 0;
+}
 // True if the table's rows are floats in memory, and none of them may be in a cache.
 bool is_plain(const RunArgs& a, const RowTarget& t, const Part& f) {
-  const bool cached = t.cache.tags && t.cache.places[&f - a.parts].sets > 0;
-  return f.format == RowFormat::kFp32 && !cached;
+  return f.format == RowFormat::kFp32 && !is_cached(a, t, f);
 }
 FloatRows float_rows(const RowTarget& t, const Part& f) {
   return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
 }
-KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const Part& f, float* scratch) {
-  return {f, t, &f - a.parts, scratch + scratch_held(f.embedding_dim)};
+// Finds the slots of runs [begin, end) of a cached table; returns those of all its runs.
+__attribute__((noinline)) const int64_t* slots_of_runs(const RunArgs& a, const RowTarget& t, const TableRuns& table,
+                                                       int64_t begin, int64_t end) {
+  const Part& f = *table.part;
+  int64_t* slots = t.slots + table.first_run;
+  const auto read = [&](int64_t first, int64_t count, int64_t* rows) {
+    for (int64_t j = 0; j < count; ++j)
+      rows[j] = f.row_offset + static_cast<int64_t>(a.sorted[table.starts[begin + first + j]] >> a.payload_bits);
+  };
+  SlotFinder(t.cache, t.cache.places[&f - a.parts]).find(end - begin, read, slots + begin);
+  return slots;
+}
+KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
+                   int64_t end) {
+  const Part& f = *table.part;
+  const int64_t* slots = is_cached(a, t, f) ? slots_of_runs(a, t, table, begin, end) : nullptr;
+  return {f, t, &f - a.parts, slots, scratch + scratch_held(f.embedding_dim)};
 }
 
 template <class Optimizer>
@@ -347,7 +365,8 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
                 scratch, begin, end);
   else
     finish_runs(a,
-                UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, shrinkage, sum, kept_rows(a, t, f, scratch)},
+                UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, shrinkage, sum,
+                                                  kept_rows(a, t, table, scratch, begin, end)},
                 table, scratch, begin, end);
 }
 
@@ -378,7 +397,9 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
     finish_runs(a, ElementwiseTarget<FloatRows>{D, o, lr, t.update.gradient_step, moments, float_rows(t, f)}, table,
                 scratch, begin, end);
   else
-    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, lr, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
+    finish_runs(a,
+                ElementwiseTarget<KeptRows>{D, o, lr, t.update.gradient_step, moments,
+                                            kept_rows(a, t, table, scratch, begin, end)},
                 table, scratch, begin, end);
 }
 

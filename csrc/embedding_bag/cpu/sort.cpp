@@ -52,14 +52,10 @@ Plan plan_tables(const BagInput& in) {
   return plan;
 }
 
-// Ids between the prefetch of a slot's tag and its use.
-constexpr int64_t kAhead = 16;
-
 // Writes, sorts and cuts into runs the occurrences of one table at a time.
 class TableSorter {
  public:
-  TableSorter(const BagInput& in, const Plan& plan, const CachedKeys& cached, Occurrences* out)
-      : in_(in), plan_(plan), cached_(cached), out_(*out) {
+  TableSorter(const BagInput& in, const Plan& plan, Occurrences* out) : in_(in), plan_(plan), out_(*out) {
     out_.entries = Scratch<uint64_t>(out_.count);
     out_.other = Scratch<uint64_t>(out_.count + static_cast<int64_t>(plan.tables.size()));
     base_ = in.bags.num_bags ? in.bags.offset(0) : 0;
@@ -69,8 +65,7 @@ class TableSorter {
   int64_t sort(int64_t number, int64_t workers) const {
     const Table& table = plan_.tables[static_cast<size_t>(number)];
     const Part& first = part(table.first);
-    const int64_t keys = cached_.slots_of(part_of(first)) + first.num_embeddings;
-    const RowSort sort(table.count, bit_width(static_cast<uint64_t>(keys)), out_.payload_bits);
+    const RowSort sort(table.count, bit_width(static_cast<uint64_t>(first.num_embeddings)), out_.payload_bits);
     uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
     Bounds bounds;
     write(table, sort.first_buffer(sorted, other), workers, &bounds);
@@ -90,7 +85,6 @@ class TableSorter {
   }
 
  private:
-  int64_t part_of(const Part& f) const { return &f - in_.parts.get(); }
   // The other part of a feature of two, whose rows are floats; else null.
   const Part* only_other(const Part& f) const {
     const Part* parts = in_.parts.get() + in_.bags.first_part(f.number);
@@ -148,31 +142,17 @@ class TableSorter {
   template <class Id>
   void write_entries(const Id* ids, int64_t begin, int64_t end, const Part& part, Destination entries,
                      Bounds* bounds) const {
-    const int64_t rows = part.num_embeddings;
-    if (cached_.slots_of(part_of(part)) == 0) {
-      if (!part.partitioned)
-        return write_keys(ids, begin, end, part, rows, entries, bounds, [](int64_t id, int64_t) { return id; });
-      const Part f = part;
-      return write_keys(ids, begin, end, part, rows, entries, bounds, [f](int64_t id, int64_t) { return f.row(id); });
-    }
-    const CachePlace place = cached_.cache.places[part_of(part)];
-    const CacheView cache = cached_.cache;
+    if (!part.partitioned) return write_rows(ids, begin, end, part, entries, bounds, [](int64_t id) { return id; });
     const Part f = part;
-    const int64_t num_slots = cached_.slots_of(part_of(part)), last = entries.last;
-    const int64_t* before = cached_.before;
-    write_keys(ids, begin, end, part, num_slots + rows, entries, bounds, [=](int64_t id, int64_t i) {
-      if (before && i + kAhead < last && before[i + kAhead] >= 0) __builtin_prefetch(cache.tags + before[i + kAhead]);
-      const int64_t slot = cache.slot_of(place, f.row_offset + f.row(id), before ? before[i] : -1);
-      return slot >= 0 ? slot - place.first * cache.ways : num_slots + f.row(id);
-    });
+    write_rows(ids, begin, end, part, entries, bounds, [f](int64_t id) { return f.row(id); });
   }
 
-  // key(id, position) is below num_keys, with which what is left out sorts behind every key.
-  template <class Id, class Key>
-  void write_keys(const Id* ids, int64_t begin, int64_t end, const Part& f, int64_t num_keys, Destination entries,
-                  Bounds* bounds, const Key& key) const {
+  // row(id) is below num_embeddings, with which what is left out sorts behind every row.
+  template <class Id, class Row>
+  void write_rows(const Id* ids, int64_t begin, int64_t end, const Part& f, Destination entries, Bounds* bounds,
+                  const Row& row) const {
     const Bags bags = in_.bags;  // copies, which the stores below cannot change
-    const int64_t limit = f.id_limit, padding = bags.padding_of(f);
+    const int64_t limit = f.id_limit, padding = bags.padding_of(f), rows = f.num_embeddings;
     const int64_t base = base_;
     const int bits = out_.payload_bits;
     const bool by_bag = !out_.bag_of, check = bags.check_ids;
@@ -182,9 +162,9 @@ class TableSorter {
       for (int64_t i = start; i < stop; ++i) {
         const int64_t id = static_cast<int64_t>(ids[i]);
         const bool in_range = !check || static_cast<uint64_t>(id) < static_cast<uint64_t>(limit);
-        int64_t own = num_keys;
+        int64_t own = rows;
         if (__builtin_expect(in_range && id != padding, 1)) {
-          own = key(id, i);
+          own = row(id);
         } else {
           if (!in_range) found.position = std::min(found.position, i);
           ++found.skipped;
@@ -221,19 +201,18 @@ class TableSorter {
 
   const BagInput& in_;
   const Plan& plan_;
-  const CachedKeys& cached_;
   Occurrences& out_;
   int64_t base_;
 };
 
 // Decides how an entry gives its occurrence's bag and coefficient; `ids` counts those of all bags.
-void choose_payload(const BagInput& in, const CachedKeys& cached, int64_t ids, Occurrences* out) {
+void choose_payload(const BagInput& in, int64_t ids, Occurrences* out) {
   bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;
   for (int64_t p = 0; p < in.num_parts; ++p) {
     weighted = weighted || in.parts[p].mean;
     multiplied = multiplied || in.parts[p].combine == Combine::kMult;
-    most_rows = std::max(most_rows, cached.slots_of(p) + in.parts[p].num_embeddings);
+    most_rows = std::max(most_rows, in.parts[p].num_embeddings);
   }
   const bool by_id = weighted || multiplied;
   const int64_t payloads = std::max(by_id ? ids : in.bags.num_bags, int64_t{1});
@@ -279,7 +258,7 @@ int64_t bad_boundary(const Bags& bags, int64_t f) {
 
 }  // namespace
 
-Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const CachedKeys& cached) {
+Occurrences sort_occurrences(const BagInput& in, const Tensor& grad) {
   Bounds bounds;
   for (int64_t f = 0; f < in.num_features && bounds.position == kNoBadPosition; ++f)
     bounds.position = bad_boundary(in.bags, f);
@@ -287,9 +266,9 @@ Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const Cache
   Occurrences out;
   const Plan plan = plan_tables(in);
   for (const Table& t : plan.tables) out.count += t.count;
-  choose_payload(in, cached, in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0, &out);
+  choose_payload(in, in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0, &out);
   out.tables.resize(plan.tables.size());
-  bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, cached, &out));
+  bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, &out));
   in.raise(bounds);
   out.part_tables.resize(static_cast<size_t>(in.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {

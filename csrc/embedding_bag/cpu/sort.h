@@ -21,17 +21,8 @@ struct Occurrences {
   int64_t num_floats = 0;  // of row gradients
 };
 
-// Rows that are in a row cache, by which the tables that are cached are sorted: a row in a slot has the number of that
-// slot among the table's, any other its own number behind those.
-struct CachedKeys {
-  CacheView cache;
-  const int64_t* before;  // the slots of ids not long ago, or null
-
-  int64_t slots_of(int64_t part) const { return cache.tags ? cache.places[part].sets * cache.ways : 0; }
-};
-
 // Throws for bad offsets and, when the caller asked for it, for bad ids.
 // Where gradients lie in `grad` is noted; nothing is read there.
-Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const CachedKeys& cached = {});
+Occurrences sort_occurrences(const BagInput& in, const Tensor& grad);
 
 }  // namespace rec_kernels

@@ -13,8 +13,8 @@ inline namespace RK_ISA {
 constexpr int64_t kAhead = 8, kNarrow = 32;
 RK_HOST_DEVICE int64_t rows_ahead(int64_t D) { return D <= kNarrow ? 2 * kAhead : kAhead; }
 
-// A target is what becomes of a row's gradient, for the rows of one table. announce(key) comes long before its run, and
-// prefetch(key) rows_ahead() runs before. open(row, run, mean of g^2) starts a row;
+// A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run) comes rows_ahead() runs
+// before its turn, and select(run) just before. open(row, run, mean of g^2) starts a row;
 // put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
 struct StoredGradients {
   static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
@@ -22,9 +22,8 @@ struct StoredGradients {
   float* gradients;  // of the table: dense ones by row, sparse ones by run
   int64_t* rows;     // of the table's runs; null for dense gradients
 
-  static void announce(int64_t) {}
-  void prefetch(int64_t) const {}
-  static int64_t select(int64_t key) { return key; }
+  void prefetch(int64_t, int64_t) const {}
+  static void select(int64_t) {}
   float* open(int64_t row, int64_t run, float) const {
     if (!rows) return gradients + row * D;
     rows[run] = row;
@@ -55,16 +54,14 @@ inline void take_step(const GradientStep& step, const float* w, int64_t D, float
   if (row.adds_decay()) add_scaled(own.weight_decay, w, D, g);
 }
 
-// Rows to be updated, of a table whose rows are floats and in no cache: their number is what sorts runs. open(row)
-// gives the row as floats, which close(row) takes back; flush() when all are done.
+// Rows to be updated, of a table whose rows are floats and in no cache. open(row) gives the row as floats, which
+// close(row) takes back; flush() when all are done.
 struct FloatRows {
   int64_t D;
   float* weights;  // of the table
 
-  static int64_t row_of(int64_t key) { return key; }
-  static void announce(int64_t) {}
   static void select(int64_t) {}
-  void prefetch(int64_t row) const { prefetch_bytes(weights + row * D, D * 4); }
+  void prefetch(int64_t row, int64_t) const { prefetch_bytes(weights + row * D, D * 4); }
   RK_HOST_DEVICE float* open(int64_t row) const { return weights + row * D; }
   void close(int64_t) {}
   void flush() {}
@@ -111,45 +108,42 @@ struct EncodedRows {
   }
 };
 
-// Rows of a table that has a format, or of which some are in a row cache, and are updated there. Without a cache there
-// are no slots, and keys are rows.
+// Rows of a table that has a format, or of which some are in a row cache, and are updated there.
 class KeptRows {
  public:
-  KeptRows(const Part& f, const RowTarget& t, int64_t part, float* held)
-      : rows_(f, t, held), cache_(t.cache), first_row_(f.row_offset), D_(f.embedding_dim) {
-    if (!t.cache.tags) return;
-    const auto& place = t.cache.places[part];
-    first_slot_ = place.first * t.cache.ways;
-    num_slots_ = place.sets * t.cache.ways;
-    slots_ = t.cache.rows + (place.offset + first_slot_ * D_);
+  // `slots`: of the rows of the table's runs; null where the table is not cached.
+  KeptRows(const Part& f, const RowTarget& t, int64_t part, const int64_t* slots, float* held)
+      : rows_(f, t, held), slots_(slots), D_(f.embedding_dim) {
+    if (!slots) return;
+    cached_ = t.cache.rows;
+    offset_ = t.cache.places[part].offset;
+    dirty_ = t.cache.dirty;
   }
 
-  // Keys are as in sort.h.
-  int64_t row_of(int64_t key) const {
-    return key < num_slots_ ? cache_.tags[first_slot_ + key] - first_row_ : key - num_slots_;
+  void prefetch(int64_t row, int64_t run) const {
+    const int64_t slot = slot_of(run);
+    if (slot < 0) return rows_.prefetch(row);
+    prefetch_bytes(in_slot(slot), D_ * 4);
+    prefetch_line(dirty_ + slot);
   }
-  // Fetches the tag first: it decides whose state is fetched next.
-  void announce(int64_t key) const {
-    if (key < num_slots_) prefetch_line(cache_.tags + first_slot_ + key);
-  }
-  void prefetch(int64_t key) const {
-    if (key < num_slots_) prefetch_bytes(slots_ + key * D_, D_ * 4);
-    else rows_.prefetch(key - num_slots_);
-  }
-  void select(int64_t key) { key_ = key; }
-  RK_HOST_DEVICE float* open(int64_t row) const { return key_ < num_slots_ ? slots_ + key_ * D_ : rows_.open(row); }
+  void select(int64_t run) { slot_ = slot_of(run); }
+  RK_HOST_DEVICE float* open(int64_t row) const { return slot_ >= 0 ? in_slot(slot_) : rows_.open(row); }
   void close(int64_t row) {
-    if (key_ < num_slots_) cache_.dirty[first_slot_ + key_] = 1;
+    if (slot_ >= 0) dirty_[slot_] = 1;
     else rows_.close(row);
   }
   void flush() { rows_.flush(); }
 
  private:
+  RK_HOST_DEVICE int64_t slot_of(int64_t run) const { return slots_ ? slots_[run] : -1; }
+  RK_HOST_DEVICE float* in_slot(int64_t slot) const { return cached_ + (offset_ + slot * D_); }
+
   EncodedRows rows_;
-  CacheView cache_;
-  int64_t first_row_, D_, first_slot_ = 0, num_slots_ = 0;
-  float* slots_ = nullptr;  // the table's first
-  int64_t key_ = 0;         // of the row at hand
+  const int64_t* slots_;
+  int64_t D_, offset_ = 0;
+  float* cached_ = nullptr;
+  uint8_t* dirty_ = nullptr;
+  int64_t slot_ = -1;  // of the row at hand
 };
 
 // An optimizer that only scales the gradient, by one factor for the row.
@@ -168,15 +162,11 @@ struct UpdateTarget {
     float* weights;
     float factor;
   };
-  void announce(int64_t key) const { rows.announce(key); }
-  void prefetch(int64_t key) const {
-    rows.prefetch(key);
-    if (kNeedsMeanSquare) prefetch_line(sum + rows.row_of(key));
+  void prefetch(int64_t row, int64_t run) const {
+    rows.prefetch(row, run);
+    if (kNeedsMeanSquare) prefetch_line(sum + row);
   }
-  int64_t select(int64_t key) {
-    rows.select(key);
-    return rows.row_of(key);
-  }
+  void select(int64_t run) { rows.select(run); }
   RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
     return {rows.open(row), optimizer.prepare(row, mean_square)};
   }
@@ -258,15 +248,11 @@ struct ElementwiseTarget {
   MomentRows moments;
   Rows rows;
 
-  void announce(int64_t key) const { rows.announce(key); }
-  void prefetch(int64_t key) const {
-    rows.prefetch(key);
-    moments.prefetch(rows.row_of(key), optimizer.needs_mean_square());
+  void prefetch(int64_t row, int64_t run) const {
+    rows.prefetch(row, run);
+    moments.prefetch(row, optimizer.needs_mean_square());
   }
-  int64_t select(int64_t key) {
-    rows.select(key);
-    return rows.row_of(key);
-  }
+  void select(int64_t run) { rows.select(run); }
 
   static bool takes_whole_rows() { return true; }
   // g [D] is overwritten.

@@ -118,7 +118,7 @@ class Insertion {
 
  private:
   static constexpr int64_t kSetsAtOnce = 32;
-  static constexpr int64_t kAhead = 16;                      // ids between a slot's prefetch and its use
+  static constexpr int64_t kAhead = 64;                      // ids between a slot's prefetch and its use
   static constexpr int64_t kSetsAhead = 4, kMovesAhead = 8;  // the same of sets, and of rows that move
 
   struct Worker {
@@ -240,29 +240,28 @@ class Insertion {
 
   // Marks the rows that are in slots.
   void touch_all(const int64_t* slots) const {
-    for_ids(split_bags(in_), [&](int64_t, int64_t begin, int64_t end, size_t) {
+    for_ids(split_bags(in_), [&](int64_t feature, int64_t begin, int64_t end, size_t) {
+      const Part& f = in_.parts[in_.bags.first_part(feature)];
       for (int64_t i = begin; i < end; ++i) {
         if (i + kAhead < end && slots[i + kAhead] >= 0) prefetch_slot(slots[i + kAhead]);
-        if (slots[i] >= 0) touch(slots[i]);
+        if (slots[i] >= 0) touch(slots[i], f, i);
       }
     });
   }
 
   void prefetch_slot(int64_t slot) const {
     __builtin_prefetch(memory_.stamps + slot, 1);
-    if (!memory_.counts) return;
-    __builtin_prefetch(memory_.counts + slot, 1);
-    __builtin_prefetch(memory_.tags + slot);
+    if (memory_.counts) __builtin_prefetch(memory_.counts + slot, 1);
   }
 
   // Many ids may name a row, and many threads may see them: the first of all raises the count. Those after it write
-  // nothing, for which cores would have to pass the memory on.
-  void touch(int64_t slot) const {
+  // nothing, for which cores would have to pass the memory on. The row is that of id i of a feature's only part.
+  void touch(int64_t slot, const Part& f, int64_t i) const {
     int64_t* stamp = memory_.stamps + slot;
     if (__atomic_load_n(stamp, __ATOMIC_RELAXED) == clock_) return;
     if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);
     if (__atomic_exchange_n(stamp, clock_, __ATOMIC_RELAXED) == clock_) return;
-    memory_.counts[slot] = raised(memory_.counts[slot], memory_.tags[slot]);
+    memory_.counts[slot] = raised(memory_.counts[slot], f.row_offset + f.row(in_.bags.id(i)));
   }
 
   // Reads the candidates of one set, in the order in which they are served.

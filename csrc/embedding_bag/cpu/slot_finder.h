@@ -1,0 +1,90 @@
+// Finds rows of a table in a row cache, many at a time, for the kernels of one instruction set.
+#pragma once
+
+#include "core/cpu/simd.h"
+#include "row_cache/places.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// marked_ways() of places.h, with registers of bytes for the usual number of ways.
+RK_HOST_DEVICE uint32_t ways_marked(const uint8_t* marks, int64_t n, uint8_t mark) {
+#if defined(__AVX2__)
+  if (n == 32) {
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(marks));
+    return static_cast<uint32_t>(
+        _mm256_movemask_epi8(_mm256_cmpeq_epi8(all, _mm256_set1_epi8(static_cast<char>(mark)))));
+  }
+#endif
+  return marked_ways(marks, n, mark);
+}
+
+// Rows go through three steps, a group at a time: marks are asked for, marks are compared and tags asked for, tags are
+// compared. A group takes a step while the memory of those behind it is on its way.
+class SlotFinder {
+ public:
+  // The place is of a table that is cached.
+  RK_HOST_DEVICE SlotFinder(const CacheView& cache, const CachePlace& place)
+      : cache_(cache), place_(place), at_once_(cache.ways < kWaysAtOnce ? cache.ways : kWaysAtOnce) {}
+
+  // slots[i] = the slot of linear row i of `count`, or -1. read(first, how many, rows) writes some of these rows.
+  template <class Read>
+  RK_HOST_DEVICE void find(int64_t count, const Read& read, int64_t* slots) const {
+    Group groups[3];
+    const int64_t last = (count + kGroup - 1) / kGroup;
+    for (int64_t i = 0; i < last + 2; ++i) {
+      if (i < last) {
+        Group& g = groups[i % 3];
+        g.begin = i * kGroup;
+        g.count = count - g.begin < kGroup ? count - g.begin : kGroup;
+        read(g.begin, g.count, g.rows);
+        ask_for_marks(&g);
+      }
+      if (i >= 1 && i <= last) ask_for_tags(&groups[(i - 1) % 3]);
+      if (i >= 2) compare_tags(groups[(i - 2) % 3], slots);
+    }
+  }
+
+ private:
+  static constexpr int64_t kGroup = 32;
+
+  struct Group {
+    int64_t begin, count;
+    int64_t rows[kGroup], firsts[kGroup];  // the first slot of the row's set
+    uint32_t marked[kGroup];               // the ways that may be the row's
+  };
+
+  RK_HOST_DEVICE void ask_for_marks(Group* g) const {
+    for (int64_t j = 0; j < g->count; ++j) {
+      g->firsts[j] = place_.set(g->rows[j]) * cache_.ways;
+      prefetch_bytes(cache_.marks + g->firsts[j], at_once_);
+    }
+  }
+  // Asks for two tags: where more marks than one are equal, the row is mostly one of the first two.
+  RK_HOST_DEVICE void ask_for_tags(Group* g) const {
+    for (int64_t j = 0; j < g->count; ++j) {
+      const int64_t first = g->firsts[j];
+      const uint32_t found = ways_marked(cache_.marks + first, at_once_, mark_of(g->rows[j]));
+      g->marked[j] = found;
+      if (!found) continue;
+      const uint32_t others = found & (found - 1);
+      prefetch_line(cache_.tags + first + lowest_bit(found));
+      prefetch_line(cache_.tags + first + lowest_bit(others ? others : found));
+    }
+  }
+  RK_HOST_DEVICE void compare_tags(const Group& g, int64_t* slots) const {
+    for (int64_t j = 0; j < g.count; ++j) slots[g.begin + j] = slot_of(g.rows[j], g.firsts[j], g.marked[j]);
+  }
+  RK_HOST_DEVICE int64_t slot_of(int64_t row, int64_t first, uint32_t marked) const {
+    for (; marked; marked &= marked - 1)
+      if (cache_.tags[first + lowest_bit(marked)] == row) return first + lowest_bit(marked);
+    return cache_.ways <= kWaysAtOnce ? -1 : cache_.slot_of(place_, row);
+  }
+
+  const CacheView cache_;  // copies, which no store of slots changes
+  const CachePlace place_;
+  const int64_t at_once_;
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels
