@@ -17,7 +17,7 @@ from tiers import full
 
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
-from bench import compare, compile_times, figures, report, run
+from bench import compare, compile_times, figures, report, run, step_parts
 from bench.figures import FiguresError
 from bench.subject import Subject
 from bench.workloads import NAMED
@@ -306,3 +306,28 @@ def test_compile_times(tmp_path: Path) -> None:
     assert found[0] == "rows/cuda/a.cu"
     assert found[1] > 0.01
     assert not (tmp_path / "kept.o").exists()
+
+
+def test_parts_of_a_step() -> None:
+    """Functions of our library belong to parts by their own names, not by their template arguments."""
+    space = "[.] rec_kernels::v4::(anonymous namespace)::"
+    report = "\n".join(
+        [
+            "# Overhead;Shared Object;Symbol",
+            f" 40.00% ;librec_kernels_cpu.so ;{space}FinishNarrow<rec_kernels::UpdateTarget<rec_kernels::Sorted>>",
+            f" 30.00% ;librec_kernels_cpu.so ;{space}pool_block<(rec_kernels::v4::BagKind)0>",
+            f" 10.00% ;librec_kernels_cpu.so ;{space}TableSorter::write_entries<long>",
+            f"  5.00% ;librec_kernels_cpu.so ;{space}copy_somewhere<Update>",
+            " 10.00% ;libpython3.11.so.1.0  ;[.] _PyEval_EvalFrameDefault",
+            "  5.00% ;[unknown] ;[k] 0xffffffff",
+        ]
+    )
+    assert step_parts.shares(report) == pytest.approx(
+        {
+            "lookup": 0.3,
+            "keys, sort, runs": 0.1,
+            "sums of gradients, update": 0.4,
+            "other kernels": 0.05,
+            step_parts.OUTSIDE: 0.15,
+        }
+    )
