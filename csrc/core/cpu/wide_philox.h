@@ -94,7 +94,7 @@ class RowWords {
     keep(noise_counters(noise_, rows[0], 0).word[2]);
     const DoubleWords whole = load_as<DoubleWords>(rows) + static_cast<uint64_t>(noise_.shard.first_row);
     const DoubleWords apart = (whole ^ whole[0]) >> 32;
-    if (__builtin_expect(any_lane((IntLanes)apart), 0)) return draw_one_by_one(rows, kStreams * kDrawn, out);
+    if (__builtin_expect(any_lane((IntLanes)(apart != 0)), 0)) return draw_one_by_one(rows, kStreams * kDrawn, out);
     draw<kStreams>(0, whole, out, [this](DoubleWords x, int i) {
       return __builtin_shuffle(x, (double_word_ramp(1) + static_cast<uint64_t>(i * kDrawn / 4)) >> shift_);
     });
