@@ -246,7 +246,7 @@ def test_paths_past_what_is_asked_for_ahead_by_hand() -> None:
 def test_runs_are_looked_up_together_where_groups_have_several() -> None:
     """Many rows share the instructions ahead and the waits; a few have a group of lanes, and a look-up, each."""
     for batch, waits in ((200_000, 2 / 4 + 2), (1000, 2 + 2)):
-        w = cases.Workload("u", 1, batch, 10**9, 128, 1)
+        w = cases.Workload("u", 1, batch, 10**7, 128, 1)
         works = expected.backward(w, cases.ADAGRAD, expected.reuse_of(w), KERNELS, H100)
         assert next(work for work in works if work.name == "update").waits == waits
 
