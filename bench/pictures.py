@@ -1,4 +1,4 @@
-"""Draws README's pictures from bench/results: `python -m bench.pictures`, which `make docs` runs.
+"""Draws pictures of README and docs/results.md from bench/results: `python -m bench.pictures`, which `make docs` runs.
 
 Texts in them stay texts, so that a test can compare every number with the files.
 """
@@ -15,7 +15,7 @@ from matplotlib.ticker import NullFormatter
 
 from bench import RESULTS, ROOT
 from bench.figures import load
-from bench.report import COLOURS
+from bench.report import COLOURS, LIMIT_COLOUR
 
 IMAGES = ROOT / "docs" / "images"
 SPEED = "embedding_bag-workloads-1thread.json"
@@ -87,7 +87,30 @@ def formats() -> Figure:
     return figure
 
 
-PICTURES = {"speed": speed, "formats": formats}
+def steps() -> Figure:
+    """Where a training step's time goes, and how long the bare loop of the same update takes."""
+    found = json.loads((RESULTS / "step_parts.json").read_text())["results"]
+    figure = Figure(figsize=(7.6, 3.4), layout="constrained")
+    panels = figure.subplots(len(found), 1)
+    for axes, (name, step) in zip(panels, found.items(), strict=True):
+        left = 0.0
+        for (part, share), colour in zip(step["parts"].items(), COLOURS, strict=False):
+            axes.barh(0, share * step["ms"], left=left, color=colour, label=part)
+            left += share * step["ms"]
+        axes.barh(1, step["limit_ms"], color=LIMIT_COLOUR, label="bare loop")
+        for y, ms in enumerate((step["ms"], step["limit_ms"])):
+            axes.text(ms, y, f" {ms:.2f} ms", va="center", fontsize=7)
+        axes.set_yticks(range(2), ["step", "bare loop"], fontsize=7)
+        axes.set_ylim(1.6, -0.6)
+        axes.set_xlim(0, 1.15 * max(step["ms"], step["limit_ms"]))
+        axes.set_xticks([])
+        axes.set_title(name, fontsize=8, loc="left", pad=2)
+    legend = panels[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+PICTURES = {"speed": speed, "formats": formats, "steps": steps}
 
 
 def draw(folder: Path) -> list[Path]:

@@ -283,10 +283,18 @@ struct FinishNarrow {
   }
 };
 
+// True if rows that fit in the registers have code of their own: products have it where rows of floats are updated.
+template <class Terms, class Target>
+constexpr bool kNarrow = !Target::kElementwise;
+template <class Target>
+constexpr bool kNarrow<SortedProducts, Target> = false;
+template <class Optimizer>
+constexpr bool kNarrow<SortedProducts, UpdateTarget<Optimizer, FloatRows>> = true;
+
 template <class Terms, class Target>
 void finish_sorted(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
                    int64_t end) {
-  if constexpr (!Target::kElementwise) {
+  if constexpr (kNarrow<Terms, Target>) {
     if (target.D <= kBlock && !target.takes_whole_rows())
       return for_blocks(target.D, FinishNarrow<Target, Terms>{a, target, table, scratch, begin, end});
   }
