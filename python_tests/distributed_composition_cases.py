@@ -8,8 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_backward_cases import train_together, train_weighted
-from distributed_cases import Case, Model, batch, blocks, coefficients, collection, sharded
+from distributed_backward_cases import of_rank, train_together, train_weighted
+from distributed_cases import (
+    Case,
+    Model,
+    batch,
+    blocks,
+    coefficients,
+    collection,
+    differences,
+    same_bits,
+    sharded,
+)
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -49,6 +59,18 @@ def train(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> tuple[
     if fused:
         outputs += train_weighted(replace(case, steps=3), model, tables, ranks)
     return outputs, grads
+
+
+def check_trained(found: list[dict[str, Any]], case: Case, outputs: list[Tensor], state: dict) -> None:
+    """Two ranks' ``run`` has the bits of one process: outputs and state, and that which was loaded."""
+    for i, want in enumerate(outputs[:7]):
+        assert same_bits(torch.cat([own["outputs"][i] for own in found]), want)
+    for step, want in enumerate(outputs[7:]):  # gradients of weights; in step 1 rank 0's want none
+        for rank in [1] if step == 1 else [0, 1]:
+            assert same_bits(found[rank]["outputs"][7 + step], want[of_rank(case, step, rank)])
+    for name in ("state", "loaded"):
+        assert differences(state, [own[name] for own in found]) == []
+    assert differences(state, [own["begun"] for own in found]) != []
 
 
 def run(case: Case, other: str, folder: str) -> dict[str, Any]:

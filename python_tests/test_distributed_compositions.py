@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_backward_cases import of_rank
 from distributed_cases import Case, collection, differences, same_bits
-from distributed_composition_cases import COMPRESSIONS, Model, batch, coefficients, one_process
+from distributed_composition_cases import COMPRESSIONS, Model, batch, check_trained, coefficients, one_process
 from distributed_distinct_cases import Distinct
 from distributed_distinct_cases import one_process as one_distinct_process
 from distributed_pool import pool
@@ -27,14 +26,7 @@ def test_training(kind: str, plan: str, other: str, optimizer: str, tmp_path: Pa
     case = Case(plan, optimizer=optimizer, compression=COMPRESSIONS[kind], sizes=(8, 5))
     found = pool(2).run(HERE, "run", case, other, str(tmp_path / "checkpoint"))
     outputs, grads, state = one_process(case)
-    for i, want in enumerate(outputs[:7]):
-        assert same_bits(torch.cat([own["outputs"][i] for own in found]), want)
-    for step, want in enumerate(outputs[7:]):  # gradients of weights; in step 1 rank 0's want none
-        for rank in [1] if step == 1 else [0, 1]:
-            assert same_bits(found[rank]["outputs"][7 + step], want[of_rank(case, step, rank)])
-    for name in ("state", "loaded"):
-        assert differences(state, [own[name] for own in found]) == []
-    assert differences(state, [own["begun"] for own in found]) != []
+    check_trained(found, case, outputs, state)
     narrow = [f"embedding_bags.t{i}.projection" for i in range(3)] if kind == "narrow" else []
     assert [name for name in grads if name.endswith("projection")] == narrow
     for name, wanted in grads.items():

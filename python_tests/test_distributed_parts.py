@@ -21,6 +21,7 @@ from distributed_cases import (
     plan_of,
     same_bits,
 )
+from distributed_composition_cases import check_trained
 from distributed_composition_cases import one_process as trained_alone
 from distributed_distinct_cases import Distinct, own_batch
 from distributed_distinct_cases import one_process as distinct_alone
@@ -178,14 +179,7 @@ def test_training(kind: str, other: str, optimizer: str, tmp_path: Path) -> None
     case = case_of(kind, optimizer=optimizer)
     found = pool(2).run("distributed_composition_cases", "run", case, other, str(tmp_path / "checkpoint"))
     outputs, grads, state = trained_alone(case)
-    for i, want in enumerate(outputs[:7]):
-        assert same_bits(torch.cat([own["outputs"][i] for own in found]), want)
-    for step, want in enumerate(outputs[7:]):  # gradients of weights; in step 1 rank 0's want none
-        for rank in [1] if step == 1 else [0, 1]:
-            assert same_bits(found[rank]["outputs"][7 + step], want[of_rank(case, step, rank)])
-    for name in ("state", "loaded"):
-        assert differences(state, [own[name] for own in found]) == []
-    assert differences(state, [own["begun"] for own in found]) != []
+    check_trained(found, case, outputs, state)
     if optimizer == "torch":
         assert {name for own in found for name in own["names"]} == set(grads)
 

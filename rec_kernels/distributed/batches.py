@@ -167,7 +167,7 @@ def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
     if not routes.means:
         return None
     starts = given.offsets[given.bag_starts(routes.num_features)]
-    # No rows of one with every integer for an id are split, so its mean is not asked for.
+    # A lookup without a limit is in a whole table: nothing divides by its counts.
     known = [limit or 0 for limit in routes.limits]
     numbers = torch.tensor([known, routes.padding], device=starts.device)
     limits, padding = numbers.repeat_interleave(starts.diff(), dim=1)

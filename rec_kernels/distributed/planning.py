@@ -53,7 +53,7 @@ def shard_bytes(
     Args:
         module: the collection that has the table. rows, columns, first_row: of the block, in ids of a compressed table.
     """
-    stored = list(zip(_part_rows(table, rows, first_row), _dims(table, columns), strict=True))
+    stored = _stored(table, rows, columns, first_row)
     cache = None if module.row_cache is None else module.row_cache.cache
     fraction = 0.0 if cache is None or len(stored) > 1 else cache.of(table.name)
     slots = 0 if cache is None else sum(_slots(cache, fraction, *own) for own in stored)
@@ -61,14 +61,13 @@ def shard_bytes(
     return ShardBytes(sum(e * row for e, row, _ in each), sum(e * state for e, _, state in each), slots)
 
 
-def _part_rows(table: EmbeddingConfig, rows: int, first_row: int) -> list[int]:
-    """Rows of each part in a block of a table."""
-    return [part_block(first_row, rows, table.planned_rows, t.num_embeddings)[1] for t in table.stored]
-
-
-def _dims(table: EmbeddingConfig, columns: int) -> list[int]:
-    """Columns of each part in a block of a table."""
-    return [t.embedding_dim if columns == table.embedding_dim else columns for t in table.stored]
+def _stored(table: EmbeddingConfig, rows: int, columns: int, first_row: int) -> list[tuple[int, int]]:
+    """Rows and columns of each part in a block of a table."""
+    ids, has_all_columns = table.planned_rows, columns == table.embedding_dim
+    return [
+        (part_block(first_row, rows, ids, t.num_embeddings)[1], t.embedding_dim if has_all_columns else columns)
+        for t in table.stored
+    ]
 
 
 def _row(module: TableCollection, table: EmbeddingConfig, columns: int) -> tuple[int, int]:
@@ -145,20 +144,19 @@ class ShardCosts(ShardEstimator):
         world, (rows, columns) = self._topology.world_size, shard.size
         bags = option.batch_size * len(option.input_lengths) * world if parts else 0
         ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
-        sharder, dims = self._sharders[type(module)], _dims(table, columns)
+        sharder, stored = self._sharders[type(module)], _stored(table, rows, columns, shard.offset[0])
         by_id = not module._pools or (parts > 1 and sharder.row_wise == "exact")
         sent = ids if by_id else bags
         asked, travels = ids, [(columns, sent)]  # for each part that travels by itself, its columns and rows
-        if parts > 1 and len(dims) > 1:
-            asked, travels = ids * len(dims), [(d, sent) for d in dims]
+        if parts > 1 and len(stored) > 1:
+            asked, travels = ids * len(stored), [(d, sent) for _, d in stored]
             if not by_id and is_by_id(table):  # a rank asks for a row once
-                own = _part_rows(table, rows, shard.offset[0])
-                travels = [(d, min(ids, world * n)) for d, n in zip(dims, own, strict=True)]
+                travels = [(d, min(ids, world * n)) for n, d in stored]
                 asked = sum(n for _, n in travels)
         held, cache = shard_bytes(module, table, rows, columns, shard.offset[0]), module.row_cache
         replica = option.sharding_type == "data_parallel"
         on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
-        row, state = (sum(own) for own in zip(*(_row(module, table, d) for d in dims), strict=True))
+        row, state = (sum(own) for own in zip(*(_row(module, table, d) for _, d in stored), strict=True))
         reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
         if kept < 1:
             reading += (1 - kept) * ids * max(row, _BLOCK) / self._topology.ssd_mem_bw

@@ -2,7 +2,7 @@
 //
 // Occurrences arrive sorted by row. A row's terms are summed in registers, column block by column block, into a scratch
 // row that stays in the first-level cache; then the target (gradient or optimizer) reads it once. Rows to come are
-// announced a few runs ahead so that their memory is on its way.
+// fetched a few runs ahead.
 #include "embedding_bag/cpu/gradient_sums.h"
 #include "embedding_bag/cpu/pool_composed.h"
 #include "embedding_bag/cpu/slot_finder.h"
