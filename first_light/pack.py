@@ -81,6 +81,8 @@ def build(architectures: list[str], python: str | None, output: Path) -> None:
         "REC_KERNELS_CUDA": "ON",
         "CMAKE_CUDA_COMPILER": shutil.which("nvcc") or "nvcc",
         "CMAKE_CUDA_ARCHITECTURES": ";".join(map(cmake_architecture, architectures)),
+        # compute-sanitizer and Nsight Compute name lines of the sources by it; the kernels' instructions are the same.
+        "CMAKE_CUDA_FLAGS": "-lineinfo",
     }
     environment = os.environ | {"PYTHONPATH": str(packages)}
     configure = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *(f"-D{name}={v}" for name, v in options.items())]

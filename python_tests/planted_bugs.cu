@@ -1,4 +1,6 @@
 // One kernel per kind of bug that the emulator finds; test_emulator.py runs them.
+#include <optional>
+
 #include "core/cuda/vec.cuh"
 
 namespace rec_kernels {
@@ -17,6 +19,8 @@ enum Bug {
   kRace,
   kOutside,
   kOutsideShared,
+  kOtherStream,
+  kNoGuard,
 };
 
 // x [n] -> out [64]: each thread's own element of x, after a shuffle and a trip through shared memory.
@@ -37,9 +41,11 @@ __global__ void planted_kernel(int bug, const float* x, int64_t n, float* out) {
 }
 
 Tensor planted(int64_t bug, const Tensor& x) {
-  const OnDeviceOf device(x);
+  std::optional<OnDeviceOf> device(std::in_place, x);
+  const cudaStream_t stream = bug == kOtherStream ? nullptr : device->stream();
+  if (bug == kNoGuard) device.reset();
   Tensor out = new_tensor(x, {kThreads}, ScalarType::Float);
-  launch(planted_kernel, dim3(1), dim3(kThreads), kThreads * sizeof(float), device.stream(), static_cast<int>(bug),
+  launch(planted_kernel, dim3(1), dim3(kThreads), kThreads * sizeof(float), stream, static_cast<int>(bug),
          x.const_data_ptr<float>(), x.numel(), out.mutable_data_ptr<float>());
   return out;
 }

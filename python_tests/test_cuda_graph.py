@@ -270,6 +270,27 @@ def test_few_ops_wait_in_the_sources() -> None:
     assert found == MAY_WAIT
 
 
+def test_errors_are_taken_back() -> None:
+    """Every CUDA call is checked by the one function that leaves no error behind for the next launch."""
+    found = {
+        (str(path.relative_to(ROOT)), *call)
+        for path in _device_sources()
+        for call in _calls(_code(path), r"STD_CUDA\w*|cudaGetLastError|cudaPeekAtLastError")
+    }
+    header = "csrc/core/cuda/launch.h"
+    assert found == {
+        (header, "check_cuda", "cudaGetLastError"),
+        (header, "check_cuda", "STD_CUDA_CHECK"),
+        (header, "launch", "cudaGetLastError"),
+    }
+    called = r"(?<!\w)(?:cuda[A-Z]\w*|cub::\w+::\w+)\("
+    for path in _device_sources():
+        code = _code(path)
+        for call in re.finditer(called, code):
+            before = code[: call.start()]
+            assert before.endswith(("check_cuda(", "static_cast<void>(")), (path, call[0])
+
+
 def test_a_total_is_not_read_back() -> None:
     """One that is given, of jagged_index_select, jagged_windows and jagged_permute."""
     code = _code(ROOT / "csrc/jagged/cuda/copy_rows.cu")

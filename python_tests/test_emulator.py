@@ -8,7 +8,7 @@ import torch
 from backends import ROOT, build, sanitized_environment
 
 NONE, LANE_MISSING, OTHER_COLLECTIVE, LANE_NOT_IN_MASK, BARRIER_MISSED = range(5)
-MISALIGNED, UNWRITTEN_SHARED, RACE, OUTSIDE, OUTSIDE_SHARED = range(5, 10)
+MISALIGNED, UNWRITTEN_SHARED, RACE, OUTSIDE, OUTSIDE_SHARED, OTHER_STREAM, NO_GUARD = range(5, 12)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,17 @@ def test_a_kernel_without_bugs(planted) -> None:
 def test_forbidden_steps_are_named(bug: int, message: str, planted) -> None:
     """The block, the thread and what it did; the next launch works again."""
     with pytest.raises(RuntimeError, match=rf"block 0: thread \d+:? {message}"):
+        planted.planted(bug, torch.randn(65))
+    assert planted.planted(NONE, torch.randn(65)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [(OTHER_STREAM, "on a stream that is not torch's"), (NO_GUARD, "where no OnDeviceOf is in scope")],
+)
+def test_launches_are_on_torchs_stream_and_device(bug: int, message: str, planted) -> None:
+    """A GPU runs such a kernel, too early or on another GPU; the next launch works again."""
+    with pytest.raises(RuntimeError, match=f"a kernel is started {message}"):
         planted.planted(bug, torch.randn(65))
     assert planted.planted(NONE, torch.randn(65)).isfinite().all()
 

@@ -1,11 +1,12 @@
 // One CUDA block at a time, its threads taking turns on one OS thread. Test-only.
 //
 // What it finds: barriers, shuffles and votes that a named thread does not reach or reaches as something else; vector
-// accesses that are not aligned; shared memory read before it is written (it starts as NaN); and, together with
-// AddressSanitizer, accesses outside of a tensor or of the shared memory. Threads that read what others write without a
-// meeting show as results that depend on the order of turns (set_order). What it cannot show: updates that get lost or
-// torn because two threads make them at the same time (a thread is never interrupted between meetings), memory ordering
-// between blocks, timing, registers, occupancy.
+// accesses that are not aligned; shared memory read before it is written (it starts as NaN); kernels on another stream
+// than torch's, or where no guard has chosen the GPU; and, together with AddressSanitizer, accesses outside of a tensor
+// or of the shared memory. Threads that read what others write without a meeting show as results that depend on the
+// order of turns (set_order). What it cannot show: updates that get lost or torn because two threads make them at the
+// same time (a thread is never interrupted between meetings), memory ordering between blocks, timing, registers,
+// occupancy.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,8 @@
 // core/cuda/launch.h for the emulator: the same names, for CPU tensors.
 #pragma once
 
+#include <stdexcept>
+
 #include "core/cpu/parallel.h"
 #include "cuda_runtime.h"
 
@@ -13,25 +15,44 @@ constexpr int64_t kMostBlocks = 3;
 
 inline int64_t resident_threads() { return 1; }
 
+// Stands for torch's stream. Another address, or null as the default stream of a kernel<<<>>>, is not it.
+inline char torch_stream;
+
 class OnDeviceOf {
  public:
-  explicit OnDeviceOf(const Tensor&) {}
-  cudaStream_t stream() const { return nullptr; }
+  explicit OnDeviceOf(const Tensor&) { ++guards; }
+  OnDeviceOf(const OnDeviceOf&) = delete;
+  OnDeviceOf& operator=(const OnDeviceOf&) = delete;
+  ~OnDeviceOf() { --guards; }
+  cudaStream_t stream() const { return &torch_stream; }
+
+  static inline thread_local int guards = 0;  // that are in scope
 };
+
+// Every launch, sort, sum and copy passes here what a GPU would take without a word: a stream that is not torch's, and
+// work for the GPU that is current by chance.
+inline void check_stream(cudaStream_t stream) {
+  if (OnDeviceOf::guards == 0) throw std::runtime_error("a kernel is started where no OnDeviceOf is in scope");
+  if (stream != &torch_stream) throw std::runtime_error("a kernel is started on a stream that is not torch's");
+}
 
 // Nodes that a CUDA graph of the calls since the last _count_nodes() would have: kernels, and fillings of memory.
 inline int64_t graph_nodes = 0;
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
+  check_stream(stream);
   ++graph_nodes;
   const KeepDenormals guard;  // a GPU does not care what the CPU's threads are set to
   emulator::run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes,
                      [&] { kernel(static_cast<Parameters>(arguments)...); });
 }
 
-inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t) { std::memcpy(to, from, bytes); }
+inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  check_stream(stream);
+  std::memcpy(to, from, bytes);
+}
 
 // Every tensor is in host memory here. Whether that counts as pinned is for tests to say.
 inline bool memory_is_pinned = true;

@@ -26,8 +26,9 @@ inline void count_sum() { graph_nodes += 2; }
 // Counts are below 2^32. Stable sort of (key, value) pairs by the lowest `bits` bits of the keys.
 template <class Key>
 void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint32_t* sorted_values, int64_t count,
-                int bits, [[maybe_unused]] const Tensor& like, [[maybe_unused]] cudaStream_t stream) {
+                int bits, [[maybe_unused]] const Tensor& like, cudaStream_t stream) {
 #if defined(RK_EMULATED)
+  check_stream(stream);
   count_sort(bits);
   const Key mask = bits >= static_cast<int>(8 * sizeof(Key)) ? ~Key{0} : (Key{1} << bits) - 1;
   std::vector<int64_t> order(static_cast<size_t>(count));
@@ -41,11 +42,11 @@ void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint3
 #else
   const auto items = static_cast<uint32_t>(count);  // 64-bit counts cost CUB registers
   size_t bytes = 0;
-  STD_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, sorted_keys, values, sorted_values, items, 0,
-                                                 bits, stream));
+  check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, sorted_keys, values, sorted_values, items, 0, bits,
+                                             stream));
   Tensor memory = new_tensor(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-  STD_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(memory.mutable_data_ptr(), bytes, keys, sorted_keys, values,
-                                                 sorted_values, items, 0, bits, stream));
+  check_cuda(cub::DeviceRadixSort::SortPairs(memory.mutable_data_ptr(), bytes, keys, sorted_keys, values, sorted_values,
+                                             items, 0, bits, stream));
 #endif
 }
 
@@ -89,9 +90,9 @@ struct TakenBy {
 
 // sums[i] = values[0] + ... + values[i - 1], of pointers or iterators.
 template <class Values, class Sums>
-void exclusive_sum(Values values, Sums sums, int64_t count, [[maybe_unused]] const Tensor& like,
-                   [[maybe_unused]] cudaStream_t stream) {
+void exclusive_sum(Values values, Sums sums, int64_t count, [[maybe_unused]] const Tensor& like, cudaStream_t stream) {
 #if defined(RK_EMULATED)
+  check_stream(stream);
   count_sum();
   typename std::iterator_traits<Values>::value_type sum = 0;
   for (uint32_t i = 0; i < count; ++i) {
@@ -102,9 +103,9 @@ void exclusive_sum(Values values, Sums sums, int64_t count, [[maybe_unused]] con
 #else
   const auto items = static_cast<uint32_t>(count);
   size_t bytes = 0;
-  STD_CUDA_CHECK(cub::DeviceScan::ExclusiveSum(nullptr, bytes, values, sums, items, stream));
+  check_cuda(cub::DeviceScan::ExclusiveSum(nullptr, bytes, values, sums, items, stream));
   Tensor memory = new_tensor(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-  STD_CUDA_CHECK(cub::DeviceScan::ExclusiveSum(memory.mutable_data_ptr(), bytes, values, sums, items, stream));
+  check_cuda(cub::DeviceScan::ExclusiveSum(memory.mutable_data_ptr(), bytes, values, sums, items, stream));
 #endif
 }
 

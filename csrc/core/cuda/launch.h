@@ -18,6 +18,13 @@
 
 namespace rec_kernels {
 
+// Raises the error of a CUDA call, if it is one. This library has a CUDA runtime of its own, linked in, and torch
+// clears the last error of torch's alone: one that stayed here would be blamed on the next launch.
+inline void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  STD_CUDA_CHECK(error);
+}
+
 // Blocks of a grid, at most; kernels take more work than that in a grid stride.
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
@@ -26,10 +33,10 @@ inline int64_t resident_threads() {
   constexpr int kKnown = 64;
   static std::atomic<int64_t> known[kKnown];
   int device = 0, processors = 0, each = 0;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
+  check_cuda(cudaGetDevice(&device));
   if (device < kKnown && known[device] > 0) return known[device];
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&each, cudaDevAttrMaxThreadsPerMultiProcessor, device));
+  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  check_cuda(cudaDeviceGetAttribute(&each, cudaDevAttrMaxThreadsPerMultiProcessor, device));
   const int64_t threads = int64_t{processors} * each;
   if (device < kKnown) known[device] = threads;
   return threads;
@@ -54,19 +61,19 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
   kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_cuda(cudaGetLastError());
 }
 
 // Waits for the stream: not for what runs in every step.
 inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) {
-  STD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
-  STD_CUDA_CHECK(cudaStreamSynchronize(stream));
+  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+  check_cuda(cudaStreamSynchronize(stream));
 }
 
 // Address at which the current GPU sees host memory; null if that is not pinned.
 inline void* mapped_address(void* p) {
   cudaPointerAttributes found{};
-  STD_CUDA_CHECK(cudaPointerGetAttributes(&found, p));
+  check_cuda(cudaPointerGetAttributes(&found, p));
   return found.type == cudaMemoryTypeUnregistered ? nullptr : found.devicePointer;
 }
 
