@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from row_cache_collections import OPTIMIZERS, SMALL, batch, differing, everything, make, train
 from row_cache_host_cases import in_host, step, train_ahead
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rec_kernels as rk
+from rec_kernels.nn.tables.prefetch import PrefetchedBatch
+from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.testing import same_bits
 
 LFU = rk.RowCache(0.4, ways=4, policy="lfu", decay_every=3)
@@ -159,6 +163,31 @@ class Stream:
 
     def wait_event(self, event: object) -> None:
         self.waited_for.append(event)
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for.append(other)
+
+    def record_event(self) -> object:
+        return object()
+
+
+def test_a_stream_beside_keeps_what_it_uses(monkeypatch) -> None:
+    """Every tensor of a GPU that the call holds or the insertion uses: none has its memory given away too early."""
+    kept: list[torch.Tensor] = []
+    main, beside = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: beside)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: kept.append(t))
+    with FakeTensorMode():  # tensors of a GPU, without one
+        values, offsets, records, seed, tags = (torch.empty(3, device="cuda") for _ in range(5))
+        weights = torch.empty(3, device="cpu")
+        call = TableCall(weights, (values, offsets, None), {"layout": records, "layout_sizes": [3]}, {"seed": seed})
+        ahead = PrefetchedBatch()
+        ahead.announce(call, call.bags)
+        ahead.insert(lambda given: given.bags[0], [tags])
+    assert beside.waited_for == [main]
+    assert {id(t) for t in kept} == {id(t) for t in (values, offsets, records, seed, tags)}
 
 
 @pytest.mark.parametrize("what", ["lookup", "memory_report", "tier_report", "compiled lookup"])

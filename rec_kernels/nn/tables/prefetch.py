@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 #: Values, offsets, and where features begin if every bag has a row of the output.
 Bags = tuple[Tensor, Tensor, Tensor | None]
@@ -70,25 +71,28 @@ class PrefetchedBatch(Generic[Call]):
     def insert(self, insert: Callable[[Call], Tensor], used: Iterable[Tensor]) -> None:
         """Has the announced batch's rows come in, unless an update is to come first.
 
-        On a GPU this runs beside what is launched later. ``used``: further tensors that ``insert`` reads and writes.
+        On a GPU this runs beside what is launched later. ``used``: the tensors that ``insert`` reads and writes besides
+        those of the call.
         """
         if self._bags is None or self._slots is not None or self._waiting:
             return
         call, bags = self._call, self._bags
         self.forget()  # an error leaves nothing
-        slots = self._insert_beside(lambda: insert(call), bags, used) if bags[0].is_cuda else insert(call)
+        slots = self._insert_beside(insert, call, bags[0].device, used) if bags[0].is_cuda else insert(call)
         self._bags, self._slots = bags, slots
         self._versions = [_version(t) for t in bags if t is not None]
 
-    def _insert_beside(self, insert: Callable[[], Tensor], bags: Bags, used: Iterable[Tensor]) -> Tensor:
-        device = bags[0].device
+    def _insert_beside(
+        self, insert: Callable[[Call], Tensor], call: Call, device: torch.device, used: Iterable[Tensor]
+    ) -> Tensor:
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            slots = insert()
-        for t in (*bags, *used):
-            if t is not None:
+            slots = insert(call)
+        # Whoever lets go of one of them before the lookup must not give its memory to others.
+        for t in (*tree_leaves(call), *used):
+            if isinstance(t, Tensor) and t.is_cuda:
                 t.record_stream(self._stream)
         self._event = self._stream.record_event()
         return slots
