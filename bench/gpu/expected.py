@@ -169,7 +169,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
         blocks=short.blocks,
     )
     return [
-        Work("start", fixed_us=2.5 + 0.25 * w.tables),
+        Work("start", fixed_us=2.5),
         stream("bookkeeping", ids * (BOOKKEEPING + 8 * is_weighted(w)), kernels=4),
         stream("sort", ids * (key + passes * 2 * entry), kernels=4 + 2 * passes, fixed_us=3.0 * passes),
         *long_runs(w, reuse, kernels),
