@@ -72,6 +72,12 @@ def test_files_of_a_wheel(check: ModuleType, names: set[str]) -> None:
     assert "_host for cp311 is expected" in check.wrong_names(WHEEL.format(""), names - {HOST})[0]
 
 
+@pytest.mark.parametrize(("label", "limit"), [("", 3), ("+cu12", 45), ("+cu13", 20), ("+cu14", 20)])
+def test_sizes(label: str, limit: int, check: ModuleType) -> None:
+    """Kernels for the drivers of CUDA 12 take more bytes than those of later ones."""
+    assert check.limit_of(WHEEL.format(label)) == limit
+
+
 def test_needs_of_a_library(check: ModuleType) -> None:
     """Versions are compared as numbers, not as text."""
     good = "NEEDED libtorch_cpu.so\nNEEDED libstdc++.so.6\nGLIBC_2.3.4\nGLIBC_2.28\nGLIBCXX_3.4.9\nCXXABI_1.3.11\n"
