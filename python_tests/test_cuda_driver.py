@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from backends import ROOT
 from process_cases import run_script
 
 from rec_kernels import _cuda_driver, _library
@@ -64,6 +66,13 @@ def test_oldest_driver(library: str, allowed: tuple[int, int], tmp_path: Path, m
     assert _cuda_driver.too_old(tmp_path) is None
     monkeypatch.setattr(_cuda_driver, "installed", lambda: (allowed[0] - 1, 9))
     assert f"is of CUDA {library} and needs a driver of CUDA {allowed[0]}" in _cuda_driver.too_old(tmp_path)
+
+
+def test_the_oldest_driver_reads_the_kernels() -> None:
+    """Drivers before 550, of CUDA 12.4, cannot read kernels that nvcc has compressed for size."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    first = re.search(r"VERSION_GREATER_EQUAL (\d+)\S*\)\n +set\(COMPRESS --compress-mode=size\)", text)
+    assert all(driver >= 550 for major, driver in _cuda_driver._OLDEST.items() if major >= int(first[1]))
 
 
 def test_library_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
