@@ -177,7 +177,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             ctx.features = given.bags
             bags, ctx.inverse = self.parts.lookups_of(given.bags)
             given = given._replace(bags=bags)
-        except (IndexError, KeyError, TypeError, ValueError) as refused:
+        except Exception as refused:  # whatever it is: other ranks wait for what this one tells
             error = refused
         ctx.splits = IdSplits(self, ctx, given, error)
         return KJTListSplitsAwaitable([ctx.splits], ctx)
