@@ -44,6 +44,10 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: rk.SGD(lr=0.1, clip_grad_norm="x"), "clip_grad_norm = 'x' must be a number above 0, or None"),
     (lambda: _rate("x"), "lr = 'x' must be finite as float32"),
     (lambda: rk.EmbeddingBagCollection([_table()], seed=True), "seed must be an int in [-2^63, 2^63), got True"),
+    (
+        lambda: rk.RowCache(0.5, backing="disk", path=7, memory_budget=10**6),
+        "path must be a str or an os.PathLike, got 7",
+    ),
     (lambda: rk.Partitions(None), "Partitions: there must be 1 to 4 (divisor, modulus) pairs, got None"),
     (lambda: rk.Partitions([(1,)]), "Partitions: pairs[0] must be (divisor, modulus), got (1,)"),
     (lambda: rk.Partitions([(1, 2), 3]), "Partitions: pairs[1] must be (divisor, modulus), got 3"),
