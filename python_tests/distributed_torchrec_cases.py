@@ -80,7 +80,7 @@ def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.ebc.state_dict())
     errors = []
-    for mistake in ("id", "key", "kind", "sizes"):
+    for mistake in ("id", "key", "kind", "sizes", "meta", "none"):
         given: Any = batch(case, 0, [rank])
         if rank == 1 and mistake == "id":
             values = given.values().clone()
@@ -90,12 +90,16 @@ def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
             given = rk.KeyedJaggedTensor(["x", *KEYS[1:]], given.values(), lengths=given.lengths())
         elif rank == 1 and mistake == "kind":
             given = 3
+        elif rank == 1 and mistake == "meta":
+            given = given.to("meta")
+        elif rank == 1 and mistake == "none":  # AttributeError, as of a container that is not what it says
+            given = SimpleNamespace(keys=None, offsets=None)
         elif rank == 1:
             own = [case.sizes[1] + k for k in (1, -1, 0, 0)]
             given = rk.KeyedJaggedTensor(KEYS, given.values(), lengths=given.lengths(), stride_per_key=own)
         try:
             model(given)
-        except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     after = blocks(model.module.ebc.state_dict())
     same = all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))

@@ -317,7 +317,7 @@ BAD = {
     "huge divisor": (lambda: rk.Partitions.mixed_radix([2**32, 2**32, 2]), "divisor must .*, got 18446744073709551616"),
     "float columns": (
         lambda: rk.Partitions([(1, 9)], combine="concat", columns=[2.0]),
-        "Partitions: columns must be an integer, .*, got 2.0",
+        "Partitions: columns\\[0\\] must be an integer, .*, got 2.0",
     ),
     "many": (lambda: rk.Partitions([(1, 2)] * 5), "there must be 1 to 4"),
     "none": (lambda: rk.Partitions([]), "there must be 1 to 4"),

@@ -43,6 +43,7 @@ KINDS = {
     "pooled": rk.QuotientRemainder(10, compose="pooled"),
     "pooled_digits": rk.Partitions.mixed_radix([11, 11, 11], compose="pooled"),
     "tiny": rk.Partitions([(1, 1), (1, 1030)]),
+    "pooled_tiny": rk.Partitions([(1, 1), (1, 1030)], combine="add", compose="pooled"),
 }
 LAST = (3, None, ROWS[2] - 1)
 
@@ -182,6 +183,22 @@ def test_training(kind: str, other: str, optimizer: str, tmp_path: Path) -> None
     check_trained(found, case, outputs, state)
     if optimizer == "torch":
         assert {name for own in found for name in own["names"]} == set(grads)
+
+
+@pytest.mark.parametrize("kind", ["concat", "pooled_tiny", *full("hash", "mult", "add", "pooled")])
+def test_training_of_means(kind: str, tmp_path: Path) -> None:
+    """A weight's gradient is divided behind the sum over parts, also where one rank has all of a part."""
+    case = case_of(kind, pooling="mean", optimizer="sgd")
+    found = pool(2).run("distributed_composition_cases", "run", case, "table_wise", str(tmp_path / "checkpoint"))
+    outputs, _, state = trained_alone(case)
+    check_trained(found, case, outputs, state)
+
+
+@pytest.mark.parametrize("kind", ["mult", *full("hash", "add")])
+def test_rank_without_tables(kind: str) -> None:
+    """One rank has all blocks of the rows, and both have samples with weights, pooled and not."""
+    check(case_of(kind, plan="rows_of_one_rank", weighted=True))
+    check_sequences(Sequences("rows_of_one_rank", compression=KINDS[kind], weighted=True))
 
 
 @pytest.mark.parametrize("kind", ["mult", *full("hash", "pooled")])

@@ -201,3 +201,39 @@ def test_errors() -> None:
         planned(both)
     with pytest.raises(ValueError, match="model must have a collection of a kind that one of the sharders shards"):
         planned(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"model": None}, "model must be a torch.nn.Module, got None"),
+        ({"sharders": "x"}, "sharders must be a list of sharders, got 'x'"),
+        ({"sharders": ["x"]}, r"sharders must be a list of sharders, got \['x'\]"),
+        ({"topology": 2}, "topology must be TorchRec's Topology, got 2"),
+        ({"batch_size": 0}, "batch_size must be an integer, at least 1 and below 2.63, got 0"),
+        ({"lengths": [1]}, r"lengths must be a dict of features' numbers of ids, got \[1\]"),
+        ({"lengths": {"f0": -1}}, r"lengths\['f0'\] = -1 must be a number, at least 0"),
+        ({"lengths": {"f0": "x"}}, r"lengths\['f0'\] = 'x' must be a number, at least 0"),
+    ],
+)
+def test_wrong_arguments(given: dict, text: str) -> None:
+    """The planner names what is wrong before TorchRec's meets it."""
+    from torchrec.distributed.planner import Topology
+
+    known = {"model": Model(tables_of([10])), "sharders": [rk.distributed.EmbeddingBagCollectionSharder()]}
+    known["topology"] = Topology(2, compute_device="cpu", local_world_size=2)
+    with pytest.raises((TypeError, ValueError), match=text):
+        rk.distributed.planner(**{**known, **given})
+
+
+def test_wrong_sharders() -> None:
+    """Sharding types are a list, and a plan has blocks of each table but replicas."""
+    from rec_kernels.distributed.plan import shards_of
+
+    for types in ("row_wise", None, []):
+        with pytest.raises(ValueError, match="sharding_types must be a list of one or more of"):
+            rk.distributed.EmbeddingBagCollectionSharder(sharding_types=types)
+    ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 2)
+    plan["t1"].sharding_spec = None
+    with pytest.raises(ValueError, match="table 't1': the plan has no sharding_spec, whose blocks table_wise needs"):
+        shards_of(ebc.tables, ebc.optimizer, plan, 2)

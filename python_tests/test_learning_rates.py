@@ -242,7 +242,7 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("lr", [-0.1, torch.inf, torch.nan, 1e39])
 def test_wrong_rates_of_tables(lr: float) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"table 'b': lr = {lr} must be at least 0, and finite")):
+    with pytest.raises(ValueError, match=re.escape(f"table 'b': lr = {lr} must be a number, at least 0, and finite")):
         _tables({"b": lr})
 
 

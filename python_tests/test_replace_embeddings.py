@@ -180,7 +180,7 @@ def test_errors() -> None:
             ValueError,
             "tower.0: table 'weight' of ours is trained by SGD",
         ),
-        (model, {"format": "int3", "optimizer": rk.SGD()}, ValueError, "bags.user: table 'weight': format must be one"),
+        (model, {"format": "int3", "optimizer": rk.SGD()}, ValueError, "bags.user: format must be .fp32., "),
         (model, {"formats": "int8"}, TypeError, r"bags.user: convert_embeddings\(\) got an unexpected keyword"),
     ]
     for given, options, error, message in cases:

@@ -13,10 +13,11 @@ from rec_kernels.convert import fbgemm_peer
 from rec_kernels.convert.peer import Peer, check_weight
 from rec_kernels.convert.tables import copy_in, is_fbgemm, is_sharded, kinds, peer_of, torchrec_layers
 from rec_kernels.convert.torch_peer import TrainedBy
+from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
-from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
+from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.given_tables import from_torchrec
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
@@ -71,6 +72,8 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
     if reason := refusal(theirs):
         raise ValueError(f"theirs: {reason}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "format" in given:
+        check_choice("format", given["format"], BAG_FORMATS)
     peer = peer_of(theirs, [] if "optimizer" in options and "optimizer" not in given else trained_by)
     own = peer.counterparts() if peer.families and "optimizer" not in given else []
     if own:

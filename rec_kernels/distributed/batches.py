@@ -126,6 +126,8 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
     values, weights = given.values, given.weights
     if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"values must be int32 or int64 with one dimension, got {values.dtype} {list(values.shape)}")
+    if values.is_meta or given.offsets.is_meta:
+        raise ValueError("the batch must have numbers, got tensors on the meta device")
     check_integers("offsets", given.offsets, values)
     bags, features = given.offsets.shape[0] - 1, len(names)
     if given.strides is None and (bags < 0 or bags % max(features, 1)):

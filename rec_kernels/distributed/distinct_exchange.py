@@ -89,10 +89,7 @@ class DistinctTrip(RowTrip):
     def _counts(self, feature: int, bags: SelectedKeys) -> Tensor | None:
         """[bags] float32: what sums of a feature's rows are divided by; None: nothing."""
         found = self.module.parts.features[feature]
-        if not found.mean:
-            return None
-        before = torch.nn.functional.pad(found.count(bags.values).cumsum(0), (1, 0))
-        return before[bags.offsets].diff().clamp(min=1).float()
+        return found.counts(bags) if found.mean else None
 
     def _of_rows(self, rows: Tensor, grads: list[Tensor]) -> None:
         """Makes gradients of rows that were combined id by id those of the parts, in place.

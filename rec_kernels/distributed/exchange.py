@@ -96,7 +96,7 @@ class PooledTrip(Trip):
                 torch.mul(block, 1.0 if wanted else scale, out=out)
         factors, grad_weights = self._by_id([message.numbers[FACTS:] for message in arrived]), None
         if wanted:  # by the losses of their ranks
-            grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch)
+            grad_weights = weight_gradients(batch.looked_up(columns), module, batch)
             for rows, scale in zip(columns.split(sizes), scales, strict=True):
                 rows *= scale
         columns = batch.looked_up(columns, trains=True)

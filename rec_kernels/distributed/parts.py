@@ -64,6 +64,11 @@ class JoinedFeature:
             good = (ids >= 0) & (ids < self.num_ids)
         return good if self.padding is None else good & (ids != self.padding)
 
+    def counts(self, bags: SelectedKeys) -> Tensor:
+        """[bags] float32: what a mean over each of the feature's bags is divided by, at least 1."""
+        before = torch.nn.functional.pad(self.count(bags.values).cumsum(0), (1, 0))
+        return before[bags.offsets].diff().clamp(min=1).float()
+
 
 class LookupBags(NamedTuple):
     """A batch, by lookups.

@@ -108,6 +108,8 @@ def _shards_of(
         raise ValueError(f"table {table.name!r} cannot be sharded {kind}: {reason}; it can be sharded {near}")
     if kind == "data_parallel":
         return [Shard(number, rank, 0, rows, 0, columns, replica=True) for rank in range(world_size)]
+    if sharding.sharding_spec is None:
+        raise ValueError(f"table {table.name!r}: the plan has no sharding_spec, whose blocks {kind} needs")
     shards = []
     for block in sharding.sharding_spec.shards:
         (first_row, first_column), (n, d) = block.shard_offsets, block.shard_sizes

@@ -21,6 +21,7 @@ from torchrec.distributed.planner.types import (
 from rec_kernels.distributed.parts import is_by_id, part_block
 from rec_kernels.distributed.sharder import CollectionSharder
 from rec_kernels.distributed.wire import travelling_bytes
+from rec_kernels.nn.arguments import check_rate, positive_integer
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.optimizer_state import StatePlaces
@@ -200,8 +201,10 @@ def planner(
 
     Raises:
         ValueError: the model has no collection that a sharder shards, or tables of one name in two; ``lengths`` name a
-            feature that no table has; a collection cannot be sharded.
+            feature that no table has, or a number below 0; a collection cannot be sharded. TypeError: an argument is of
+            another type.
     """
+    _check_arguments(model, sharders, topology, batch_size, lengths)
     constraints: dict[str, ParameterConstraints] = {}
     given, features = dict(lengths or {}), set()
     for name, module in model.named_modules():
@@ -224,3 +227,23 @@ def planner(
     return EmbeddingShardingPlanner(
         topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=constraints, **options
     )
+
+
+def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any) -> None:
+    is_list = isinstance(sharders, Sequence)
+    for name, good, told, given in (
+        ("model", isinstance(model, nn.Module), "a torch.nn.Module", model),
+        (
+            "sharders",
+            is_list and all(isinstance(s, CollectionSharder) for s in sharders),
+            "a list of sharders",
+            sharders,
+        ),
+        ("topology", isinstance(topology, Topology), "TorchRec's Topology", topology),
+        ("lengths", isinstance(lengths, Mapping | None), "a dict of features' numbers of ids", lengths),
+    ):
+        if not good:
+            raise TypeError(f"{name} must be {told}, got {given!r}")
+    positive_integer("batch_size", batch_size)
+    for feature, number in (lengths or {}).items():
+        check_rate(f"lengths[{feature!r}]", number)

@@ -25,7 +25,7 @@ class Entry:
         bounds: where the row shards of these columns begin, and the last one ends: with more than one, this shard pools
             a part of each bag.
         coefficient: whether the gradients of ids are divided by the number of ids of the whole bag, which only its
-            sample knows: "mean" pooling of several row shards.
+            sample knows: "mean" pooling of several row shards, and of parts of a table that is split by rows.
         is_part: whether the table is a part of one, of which ids that do not count have no row.
     """
 
@@ -101,7 +101,7 @@ class Routes:
 
         for shard in sorted(shards, key=place_of):  # stable
             table, bounds = tables[shard.table], ends[shard.table, shard.first_column]
-            is_part = pooled and (len(bounds) > 2 or shard.table in by_id)
+            is_part = pooled and (len(bounds) > 2 or shard.table in parts.mapped)
             mean = is_part and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
                 self.entries[shard.rank].append(Entry(feature, shard, bounds, mean, shard.table in parts.mapped))

@@ -316,7 +316,7 @@ class RowTrip(Trip):
         factors, columns = None, own[:, :width].contiguous()
         if pooled and module.routes.coefficients[module.routes.rank]:
             factors = own[:, -1].repeat_interleave(bags.offsets.diff())
-        grad_weights = weight_gradients(batch.looked_up(columns), factors, module, batch) if any(batch.wants) else None
+        grad_weights = weight_gradients(batch.looked_up(columns), module, batch) if any(batch.wants) else None
         scales = module.gradient_scales(batch.batch_sizes)
         if set(scales) != {1.0}:
             each = columns.new_tensor(scales).repeat(len(batch.row_counts))

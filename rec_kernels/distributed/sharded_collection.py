@@ -177,7 +177,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             ctx.features = given.bags
             bags, ctx.inverse = self.parts.lookups_of(given.bags)
             given = given._replace(bags=bags)
-        except (IndexError, KeyError, TypeError, ValueError) as refused:
+        except Exception as refused:  # whatever it is: other ranks wait for what this one tells
             error = refused
         ctx.splits = IdSplits(self, ctx, given, error)
         return KJTListSplitsAwaitable([ctx.splits], ctx)
@@ -256,7 +256,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         bags = ctx.bags
         unweighted = self.routes.unweighted
         if unweighted and bags.weights is not None:  # their samples multiply rows by weights
-            plain = torch.tensor([e.feature in unweighted for e in self.routes.own], device=counts.device)
+            flags = [e.feature in unweighted for e in self.routes.own]
+            plain = torch.tensor(flags, dtype=torch.bool, device=counts.device)  # a rank may have no entries
             ids = bags.offsets[ctx.starts].diff()
             bags = bags._replace(weights=torch.where(plain.repeat_interleave(ids), 1, bags.weights))
         return self._composed(ctx, self._looked_up(ctx, bags, 0, ctx.starts), counts)

@@ -50,8 +50,12 @@ class CollectionSharder(ModuleSharder):
         if not isinstance(wire, (Wire, type(None))):
             raise ValueError(f"wire must be an rk.distributed.Wire or None, got {wire!r}")
         self.wire = wire or Wire()
-        for kind in sharding_types:
-            check_choice("sharding_types", kind, SHARDING_TYPES)
+        if isinstance(sharding_types, str) or not isinstance(sharding_types, Sequence) or not sharding_types:
+            raise ValueError(
+                f"sharding_types must be a list of one or more of {SHARDING_TYPES}, got {sharding_types!r}"
+            )
+        for i, kind in enumerate(sharding_types):
+            check_choice(f"sharding_types[{i}]", kind, SHARDING_TYPES)
         self._options: dict[str, Any] = {"gradient": gradient, "wire": self.wire}
         self._types = list(sharding_types)
 
@@ -83,7 +87,7 @@ class CollectionSharder(ModuleSharder):
         try:
             _check(module)
             shards = shards_of(module.tables, module.optimizer, params, env.world_size)
-        except ValueError as refused:
+        except Exception as refused:  # whatever it is: other ranks wait for what this one tells
             error = refused
         raise_together(error, env.process_group, "cannot shard as it was told, and none has")
         device = torch.device("cpu") if device is None else device

@@ -47,8 +47,11 @@ def torchrec_state(model: nn.Module) -> TorchRecState:
 
     Raises:
         ValueError: a collection's optimizer is another than SGD, RowwiseAdagrad and Adagrad with state in float32; the
-            rows of a table are not fp32, fp16 or bf16, or have a compression; a collection has a row cache.
+            rows of a table are not fp32, fp16 or bf16, or have a compression; a collection has a row cache. TypeError:
+            ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     root = model.module if isinstance(model, DistributedModelParallel) else model
     whole, optimizer, weights = dict(model.state_dict()), {}, set()
     for name, module in root.named_modules():

@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry, Routes
 from rec_kernels.nn.collection import TableCollection
-from rec_kernels.nn.jagged.select_features import SelectedKeys, ids_of
+from rec_kernels.nn.jagged.select_features import SelectedKeys, bags_of, ids_of
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.row_exchange import RowContext
@@ -20,22 +20,17 @@ if TYPE_CHECKING:
 _ops = torch.ops.rec_kernels
 
 
-def weight_gradients(
-    grad: Tensor, factors: Tensor | None, module: ShardedCollection, batch: RowContext
-) -> Tensor | None:
+def weight_gradients(grad: Tensor, module: ShardedCollection, batch: RowContext) -> Tensor | None:
     """[N] float32: the gradients of this rank's weights, or None if it wants none; a collective of all ranks.
 
-    Columns of a row that several shards have are added up in their order.
+    Columns of a row that several shards have are added up in their order, and means are divided behind them.
 
     Args:
         grad: as the ranks' losses have them, [samples of all ranks, columns of this rank's entries], or where rows are
             sent, a row for each.
-        factors: for each id that this rank looks up, what its bag's gradient is divided by, inverted; None: nothing.
     """
     routes, world = module.routes, module.routes.world_size
     products = module._agreed(lambda: _products(module.shards, grad, batch.bags, batch.starts))
-    if factors is not None:
-        products = products * factors
     counts = batch.batch_sizes * len(routes.own) if batch.row_counts is None else batch.row_counts.flatten().tolist()
     bounds = batch.bags.offsets[list(itertools.accumulate(counts, initial=0))]
     parts, answers = products.split(bounds.diff().tolist()), []  # parts by entry, and there by rank
@@ -53,10 +48,13 @@ def weight_gradients(
     for (entry, place), block in sorted(blocks, key=lambda b: b[0][0].shard.first_column):
         found[place] = block if entry.shard.first_column == 0 else found[place] + block
     found = module.parts.of_features(found, batch.fed, batch.features)
-    if batch.answers:
-        sizes = ids_of(batch.features, len(module.parts.features))
-        for f, own in batch.answers.items():
-            found.split(sizes)[f].copy_(own)
+    blocks = found.split(ids_of(batch.features, len(module.parts.features)))
+    for f, feature in enumerate(module.parts.features):
+        if f in batch.answers:
+            blocks[f].copy_(batch.answers[f])
+        elif feature.lookups[0] in routes.means:
+            bags = bags_of(batch.features, f, len(blocks))
+            blocks[f].mul_((1 / feature.counts(bags)).repeat_interleave(bags.offsets.diff()))
     return found
 
 

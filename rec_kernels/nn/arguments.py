@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -53,10 +54,18 @@ def positive_integers(name: str, values: Any) -> tuple[int, ...]:
     return tuple(positive_integer(f"{name}[{i}]", value) for i, value in enumerate(given))
 
 
+def number_of(value: Any) -> float:
+    """``value`` as a float, NaN unless it is a number."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # of several elements, too large
+        return math.nan
+
+
 def check_rate(name: str, value: Any) -> None:
     """Raises ValueError unless ``value`` is a number of at least 0 that is finite as float32."""
-    if not 0 <= value <= LARGEST_FLOAT:
-        raise ValueError(f"{name} = {value} must be at least 0, and finite as float32")
+    if not 0 <= number_of(value) <= LARGEST_FLOAT:
+        raise ValueError(f"{name} = {value!r} must be a number, at least 0, and finite as float32")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -67,7 +76,13 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
-    """Raises ValueError unless a layer with parameters of dtype ``own`` takes ``x``: under autocast, any of three."""
+    """Raises an error unless a layer with parameters of dtype ``own`` takes ``x``: under autocast, any of three.
+
+    Raises:
+        TypeError: it is no tensor. ValueError: it has another dtype.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     device = x.device.type  # "meta" has no autocast
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if x.dtype != own and not (autocast and x.dtype in FLOAT_DTYPES.values()):

@@ -22,7 +22,7 @@ def check_options(
     check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
     check_optimizer("optimizer", optimizer)
     check_choice("rounding", rounding, ("stochastic", "nearest"))
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
     if output_dtype not in FLOAT_DTYPES.values():
         raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")

@@ -31,6 +31,9 @@ def deduplicated(module: nn.Module, group: int | str = 0) -> Deduplicated:
     Returns:
         A module with ``module`` as its submodule of that name. Its ``forward`` raises as ``InverseKeyedJaggedTensor
         .unique``, and ValueError where a tensor that ``module`` returns has not a row for each distinct sample.
+
+    Raises:
+        TypeError: ``module`` is no module; ``group`` is neither a number nor a name.
     """
     return Deduplicated(module, group)
 
@@ -40,6 +43,10 @@ class Deduplicated(nn.Module):
 
     def __init__(self, module: nn.Module, group: int | str) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(group, bool) or not isinstance(group, (int, str)):
+            raise TypeError(f"group must be a group's number, or the name of one of its features, got {group!r}")
         self.module, self.group = module, group
 
     def forward(self, features):

@@ -337,6 +337,8 @@ class Embedding(EmbeddingLayer):
         """
         if not isinstance(input, Tensor):
             raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
+        if input.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
         ids = input.reshape(-1)
         rows = self._rows(ids, sparse=self.sparse)
         is_compressed = self.collection is not None and self.collection.tables[0].compression is not None

@@ -32,13 +32,16 @@ class _Feature(NamedTuple):
 
 def from_dict(features: Mapping[str, Any], padding_value: int | None) -> Parts:
     """``rk.KeyedJaggedTensor.from_dict``."""
+    _check_dict("features", features)
     return _joined({name: _feature(f"features[{name!r}]", x, padding_value) for name, x in features.items()})
 
 
 def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -> Parts:
     """``rk.KeyedJaggedTensor.from_lists``."""
+    _check_dict("features", features)
     found = {name: _of_lists(f"features[{name!r}]", bags, torch.int64) for name, bags in features.items()}
     if weights is not None:
+        _check_dict("weights", weights)
         if sorted(weights) != sorted(features):
             raise ValueError(f"weights must have the features {sorted(features)}, got {sorted(weights)}")
         for name, bags in weights.items():
@@ -109,6 +112,11 @@ def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tu
     return values[inside], to_offsets(lengths), None if weights is None else weights[inside]
 
 
+def _check_dict(name: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict with the names of features, got {type(given).__name__}")
+
+
 def _check_offsets(f: int, ends: Tensor) -> None:
     if not has_data(ends):
         return
@@ -141,8 +149,10 @@ def _of_jagged(x: Any) -> _Feature:
 
 
 def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
-    if x.dim() not in (1, 2) or x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be ids, int32 or int64 [B] or [B, L], got {x.dtype} {list(x.shape)}")
+    is_dense = x.layout == torch.strided and not x.is_nested
+    if not is_dense or x.dim() not in (1, 2) or x.dtype not in (torch.int32, torch.int64):
+        found = f"{x.dtype} {list(x.shape)}" if is_dense else f"a tensor of layout {x.layout}"
+        raise ValueError(f"{name} must be ids, int32 or int64 [B] or [B, L], got {found}")
     bags = x[:, None] if x.dim() == 1 else x
     if padding_value is None:
         return _Feature(x.reshape(-1), torch.full((bags.shape[0],), bags.shape[1], dtype=torch.int64, device=x.device))
@@ -160,6 +170,8 @@ def _of_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
     for number in flat:
         if not isinstance(number, kinds) or isinstance(number, bool):
             raise TypeError(f"{name} must have {'ids' if len(kinds) == 1 else 'numbers'}, got {number!r}")
+        if len(kinds) == 1 and not -(2**63) <= number < 2**63:
+            raise ValueError(f"{name} must have ids in [-2^63, 2^63), got {number}")
     return _Feature(
         torch.tensor(flat, dtype=dtype, device="cpu"),
         torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device="cpu"),
@@ -174,6 +186,10 @@ def _joined(features: dict[str, _Feature]) -> Parts:
     without = [key for key, x in features.items() if x.weights is None]
     if without and len(without) < len(keys):
         raise ValueError(f"features {without} have no weights, and others do: all must have them, or none")
+    for key, x in features.items():
+        if x.values.device != found[0].values.device:
+            first = f"feature {keys[0]!r} is on {found[0].values.device}"
+            raise ValueError(f"features must be on one device: {first}, and {key!r} on {x.values.device}")
     sizes = [x.lengths.shape[0] for x in found]
     weights = None if without else torch.cat([x.weights for x in found])
     values, lengths = torch.cat([x.values for x in found]), torch.cat([x.lengths for x in found])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,8 +165,16 @@ def place_of_bag(bag: int, keys: list[str], strides: list[int]) -> str:
     return "in no feature" if f is None else f"feature {keys[f]!r}, bag {bag - bounds[f]}"
 
 
+def check_batch(name: str, given: Any) -> None:
+    """Raises TypeError unless ``given`` is a batch of features, ``rk.KeyedJaggedTensor`` or TorchRec's."""
+    if not (hasattr(given, "keys") and hasattr(given, "offsets")):
+        raise TypeError(f"{name} must be an rk.KeyedJaggedTensor or TorchRec's, got {type(given).__name__}")
+
+
 def check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: list[int] | None) -> None:
     """Raises an error unless ``inverse`` names bags of all ``keys``, of which each has as many as ``strides`` say."""
+    if not isinstance(inverse, Sequence) or len(inverse) != 2:
+        raise TypeError(f"inverse_indices must be names and their bags, (list, int64 [F, B]), got {inverse!r}"[:300])
     names, places = inverse
     if strides is None:
         raise ValueError("inverse_indices are for features with batch sizes of their own: give stride_per_key")

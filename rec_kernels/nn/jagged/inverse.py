@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import check_tensor, has_data
+from rec_kernels.nn.jagged.checks import check_batch, check_tensor, has_data
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, check_keys, select_bags
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
@@ -87,6 +87,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         """
         if isinstance(kjt, InverseKeyedJaggedTensor):
             raise TypeError("kjt is an rk.InverseKeyedJaggedTensor: give kjt.to_kjt() to group it in another way")
+        check_batch("kjt", kjt)
         keys = list(kjt.keys())
         groups = _checked_groups(groups, keys)
         if getattr(kjt, "variable_stride_per_key", bool)():
@@ -152,6 +153,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         Raises:
             ValueError: they have not a bag for each sample, or as ``rk.KeyedJaggedTensor.concat``.
         """
+        check_batch("features", features)
         if features.keys() and set(features.stride_per_key()) != {self.stride()}:
             raise ValueError(
                 f"features must have {self.stride()} bags each, one for each sample, got {features.stride_per_key()}"
@@ -320,7 +322,8 @@ def _entry(groups: dict[str, int | None], key: str) -> int | None:
 
 
 def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[list[str]]:
-    if isinstance(groups, str) or any(not isinstance(group, (list, tuple)) for group in groups):
+    is_list = isinstance(groups, (list, tuple))
+    if not is_list or any(not isinstance(group, (list, tuple)) for group in groups):
         raise ValueError(f"groups must be lists of feature names, one for each group, got {groups!r}")
     checked, known = [list(group) for group in groups], set(keys)
     seen: dict[str, int] = {}

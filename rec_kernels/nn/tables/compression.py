@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.arguments import check_choice, positive_integer, positive_integers
 
 #: Ways to make a row from parts, by their numbers in the ops' ``combine``.
 COMBINE = ("concat", "add", "mult")
@@ -105,6 +105,10 @@ class Hash(Compression):
         return [(1, self.buckets)]
 
 
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
 def _check_combine(name: str, combine: str, compose: str) -> None:
     if combine not in COMBINE:
         raise ValueError(f"{name}: combine must be one of {', '.join(COMBINE)}, got {combine!r}")
@@ -148,23 +152,23 @@ class Partitions(Compression):
 
     def __post_init__(self) -> None:
         _check_combine("Partitions", self.combine, self.compose)
-        if not 1 <= len(self.pairs) <= MAX_PARTS:
-            raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs}")
-        pairs = [
-            (
-                positive_integer(f"Partitions: pairs[{i}]: divisor", a),
-                positive_integer(f"Partitions: pairs[{i}]: modulus", m),
-            )
-            for i, (a, m) in enumerate(self.pairs)
-        ]
+        if not _is_list(self.pairs) or not 1 <= len(self.pairs) <= MAX_PARTS:
+            raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs!r}")
+        pairs = []
+        for i, pair in enumerate(self.pairs):
+            if not _is_list(pair) or len(pair) != 2:
+                raise ValueError(f"Partitions: pairs[{i}] must be (divisor, modulus), got {pair!r}")
+            names = f"Partitions: pairs[{i}]: divisor", f"Partitions: pairs[{i}]: modulus"
+            pairs.append(tuple(map(positive_integer, names, pair)))
         object.__setattr__(self, "pairs", tuple(pairs))
         if self.columns is not None:
-            if self.combine != "concat" or len(self.columns) != len(self.pairs):
+            columns = positive_integers("Partitions: columns", self.columns)
+            if self.combine != "concat" or len(columns) != len(pairs):
                 raise ValueError(
                     "Partitions: columns must be one number for each pair, and are for combine='concat', got "
-                    f"{list(self.columns)} and {self.combine!r}"
+                    f"{list(columns)} and {self.combine!r}"
                 )
-            object.__setattr__(self, "columns", tuple(positive_integer("Partitions: columns", c) for c in self.columns))
+            object.__setattr__(self, "columns", columns)
 
     @classmethod
     def mixed_radix(cls, radices: Sequence[int], **options: Any) -> Partitions:
@@ -174,7 +178,8 @@ class Partitions(Compression):
             radices: [m0, m1, ...]; the parts are (1, m0), (m0, m1), (m0 * m1, m2), ...
             options: ``combine``, ``compose``, ``columns``.
         """
-        return cls([(math.prod(radices[:i]), m) for i, m in enumerate(radices)], **options)
+        digits = positive_integers("radices", radices)
+        return cls([(math.prod(digits[:i]), m) for i, m in enumerate(digits)], **options)
 
     @classmethod
     def chinese_remainder(cls, moduli: Sequence[int], **options: Any) -> Partitions:
@@ -184,7 +189,7 @@ class Partitions(Compression):
             moduli: of the parts (1, m).
             options: ``combine``, ``compose``, ``columns``.
         """
-        return cls([(1, m) for m in moduli], **options)
+        return cls([(1, m) for m in positive_integers("moduli", moduli)], **options)
 
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         check_complementary(self.pairs, num_embeddings)

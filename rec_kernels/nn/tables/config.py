@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
@@ -117,10 +117,14 @@ class EmbeddingConfig:
     def __post_init__(self) -> None:
         name, feature_names = self.name, self.feature_names
         self._check_sizes()
-        if not name or "." in name:
-            raise ValueError(f"table name {name!r} must be non-empty and without dots")
-        if not feature_names or isinstance(feature_names, str):
-            raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
+        if not isinstance(name, str) or not name or "." in name:
+            raise ValueError(f"table name {name!r} must be a string, non-empty and without dots")
+        is_list = isinstance(feature_names, Sequence) and not isinstance(feature_names, str)
+        if not is_list or not feature_names or not all(isinstance(f, str) and f for f in feature_names):
+            names = "a non-empty list of names, which are non-empty strings"
+            raise ValueError(f"table {name!r}: feature_names must be {names}, got {feature_names!r}")
+        if self.init is not None and not callable(self.init):
+            raise ValueError(f"table {name!r}: init must be a function of the weight, or None, got {self.init!r}")
         if self.format not in BAG_FORMATS:
             raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {self.format!r}")
         object.__setattr__(self, "feature_names", list(feature_names))

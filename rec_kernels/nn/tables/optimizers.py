@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from rec_kernels.nn.arguments import check_choice, check_rate
+from rec_kernels.nn.arguments import check_choice, check_rate, number_of
 
 # State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
 State = dict[str, bool]
@@ -42,8 +42,8 @@ class _Common:
         check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         for name in ("clip_grad_value", "clip_grad_norm"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} = {value} must be above 0, or None")
+            if value is not None and not number_of(value) > 0:
+                raise ValueError(f"{name} = {value!r} must be a number above 0, or None")
 
     def __repr__(self) -> str:
         """The learning rate, and what is not the default."""

@@ -62,7 +62,7 @@ class RowCache:
     Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached, and have no fraction but 0.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range. TypeError: ``path`` is no path.
     """
 
     fraction: float | Mapping[str, float] = 0.05
@@ -95,6 +95,8 @@ class RowCache:
                 need = "must be given for" if on_disk else "is for"
                 raise ValueError(f"{name} {need} backing 'disk', got {name}={getattr(self, name)!r}, {self.backing!r}")
         if on_disk:
+            if not isinstance(self.path, str | os.PathLike):
+                raise TypeError(f"path must be a str or an os.PathLike, got {self.path!r}")
             positive_integer("memory_budget", self.memory_budget)
             if self.generation is not None:
                 integer_from(0, "generation", self.generation)

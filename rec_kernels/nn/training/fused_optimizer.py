@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.arguments import LARGEST_FLOAT
+from rec_kernels.nn.arguments import LARGEST_FLOAT, number_of
 
 
 class RateGroup(NamedTuple):
@@ -73,9 +73,10 @@ class _Group(dict):
 
 
 def _checked_rate(value: Any) -> float:
-    rate = float(value)
+    rate = number_of(value)
     if not abs(rate) <= LARGEST_FLOAT:
-        raise ValueError(f"lr = {rate} must be finite as float32")
+        shown = repr(value) if isinstance(value, str | None) else value
+        raise ValueError(f"lr = {shown} must be finite as float32")
     return rate
 
 

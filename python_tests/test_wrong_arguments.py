@@ -1,0 +1,97 @@
+"""Arguments of the wrong kind: each error names the argument, the value and what may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import rec_kernels as rk
+
+
+def _table(**given: object) -> rk.EmbeddingBagConfig:
+    return rk.EmbeddingBagConfig(100, 8, **{"name": "t", "feature_names": ["a"], **given})
+
+
+def _batch(**given: object) -> rk.KeyedJaggedTensor:
+    return rk.KeyedJaggedTensor(["a"], torch.tensor([1]), lengths=torch.tensor([1]), **given)
+
+
+def _rate(value: object) -> None:
+    collection = rk.EmbeddingBagCollection([_table()], optimizer=rk.SGD(lr=0.1))
+    collection.fused_optimizer.param_groups[0]["lr"] = value
+
+
+NUMBER = "must be a number, at least 0, and finite as float32"
+NAMES = "must be a non-empty list of names, which are non-empty strings"
+RADIX = rk.Partitions.mixed_radix
+INVERSE = rk.InverseKeyedJaggedTensor
+MIXED = {"a": torch.tensor([1]), "b": torch.tensor([1], device="meta")}
+CASES: list[tuple[Callable[[], object], str]] = [
+    (lambda: _table(name=3), "table name 3 must be a string, non-empty and without dots"),
+    (lambda: _table(feature_names=[1]), f"table 't': feature_names {NAMES}, got [1]"),
+    (lambda: _table(feature_names=[""]), f"table 't': feature_names {NAMES}, got ['']"),
+    (lambda: _table(feature_names=5), f"table 't': feature_names {NAMES}, got 5"),
+    (lambda: _table(init="zeros"), "table 't': init must be a function of the weight, or None, got 'zeros'"),
+    (lambda: _table(lr="x"), f"table 't': lr = 'x' {NUMBER}"),
+    (lambda: rk.SGD(lr=None), f"lr = None {NUMBER}"),
+    (lambda: rk.Adam(lr=10**400), f"{NUMBER}"),
+    (lambda: rk.Adam(lr=torch.ones(2)), f"lr = tensor([1., 1.]) {NUMBER}"),
+    (lambda: rk.Adam(lr=0.1, eps=None), f"eps = None {NUMBER}"),
+    (lambda: rk.Adam(lr=0.1, weight_decay="x"), f"weight_decay = 'x' {NUMBER}"),
+    (lambda: rk.SGD(lr=0.1, clip_grad_norm="x"), "clip_grad_norm = 'x' must be a number above 0, or None"),
+    (lambda: _rate("x"), "lr = 'x' must be finite as float32"),
+    (lambda: rk.EmbeddingBagCollection([_table()], seed=True), "seed must be an int in [-2^63, 2^63), got True"),
+    (
+        lambda: rk.RowCache(0.5, backing="disk", path=7, memory_budget=10**6),
+        "path must be a str or an os.PathLike, got 7",
+    ),
+    (lambda: rk.Partitions(None), "Partitions: there must be 1 to 4 (divisor, modulus) pairs, got None"),
+    (lambda: rk.Partitions([(1,)]), "Partitions: pairs[0] must be (divisor, modulus), got (1,)"),
+    (lambda: rk.Partitions([(1, 2), 3]), "Partitions: pairs[1] must be (divisor, modulus), got 3"),
+    (lambda: rk.Partitions([(1, 9)], columns=3), "Partitions: columns must be a sequence of integers, each at least 1"),
+    (lambda: RADIX(5), "radices must be a sequence of integers, each at least 1, got 5"),
+    (lambda: RADIX([2, "x"]), "radices[1] must be an integer, at least 1 and below 2^63, got 'x'"),
+    (lambda: rk.Partitions.chinese_remainder(None), "moduli must be a sequence of integers, each at least 1, got None"),
+    (lambda: rk.KeyedJaggedTensor.from_lists(None), "features must be a dict with the names of features, got NoneType"),
+    (lambda: rk.KeyedJaggedTensor.from_dict([1]), "features must be a dict with the names of features, got list"),
+    (
+        lambda: rk.KeyedJaggedTensor.from_lists({"a": [[2**70]]}),
+        f"features['a'] must have ids in [-2^63, 2^63), got {2**70}",
+    ),
+    (
+        lambda: rk.KeyedJaggedTensor.from_dict({"a": torch.tensor([[1]]).to_sparse()}),
+        "features['a'] must be ids, int32 or int64 [B] or [B, L], got a tensor of layout torch.sparse_coo",
+    ),
+    (
+        lambda: rk.KeyedJaggedTensor.from_dict(MIXED),
+        "features must be on one device: feature 'a' is on cpu, and 'b' on meta",
+    ),
+    (
+        lambda: _batch(stride_per_key=[1], inverse_indices=torch.tensor([[0]])),
+        "inverse_indices must be names and their bags, (list, int64 [F, B]), got tensor([[0]])",
+    ),
+    (lambda: INVERSE.from_kjt(None, [["a"]]), "kjt must be an rk.KeyedJaggedTensor or TorchRec's, got NoneType"),
+    (lambda: INVERSE.from_kjt(_batch(), None), "groups must be lists of feature names, one for each group, got None"),
+    (
+        lambda: INVERSE.from_kjt(_batch(), [["a"]]).with_rest(None),
+        "features must be an rk.KeyedJaggedTensor or TorchRec's, got NoneType",
+    ),
+    (lambda: rk.deduplicated(5, "a"), "module must be a torch.nn.Module, got int"),
+    (lambda: rk.deduplicated(torch.nn.Linear(1, 1), None), "group must be a group's number, or the name of one of its"),
+    (lambda: rk.LowRankCrossNet(4, num_layers=1, low_rank=1)(None), "input must be a tensor, got NoneType"),
+    (lambda: rk.Embedding(10, 4)(torch.tensor([1.0])), "input must be int32 or int64 ids, got torch.float32 [1]"),
+    (
+        lambda: rk.replace_embeddings(torch.nn.Sequential(torch.nn.Embedding(10, 4)), format="x"),
+        "0: format must be 'fp32', 'fp16', 'bf16', 'int8', 'int4', 'mx9', 'mx6' or 'mx4', got 'x'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES, ids=[message[:40] for _, message in CASES])
+def test_errors_say_what_is_wrong(call: Callable[[], object], message: str) -> None:
+    """TypeError or ValueError of this package, not of what a wrong value meets first."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call()
