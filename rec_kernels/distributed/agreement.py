@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rec_kernels.distributed.batches import CheckedBatch
+from rec_kernels.distributed.collectives import gathered
 
 Batch = TypeVar("Batch")
 
@@ -21,8 +22,7 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: on all ranks, if a rank has another text.
     """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, {name: _short(text) for name, text in facts.items()}, group=group)
+    found = gathered({name: _short(text) for name, text in facts.items()}, group)
     for rank, theirs in enumerate(found):
         for name in facts:
             if theirs[name] != found[0][name]:
@@ -46,8 +46,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup, what: str)
     Raises:
         ``error``; RuntimeError: other ranks have one, with their messages.
     """
-    texts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    texts = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)

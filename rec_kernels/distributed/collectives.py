@@ -1,9 +1,20 @@
-"""Tensors from every rank to every other, and their sums, which are under way while the caller does something else."""
+"""Objects and tensors of all ranks; tensors and their sums are under way while the caller does something else."""
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch.distributed as dist
 from torch import Tensor
+
+Told = TypeVar("Told")
+
+
+def gathered(value: Told, group: dist.ProcessGroup) -> list[Told]:
+    """The values of all ranks, objects that are pickled, by rank; nothing else goes on meanwhile."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class UnderWay:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rec_kernels.distributed.collectives import gathered
 from rec_kernels.distributed.local_shards import Piece
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.row_cache import COUNTERS
@@ -31,13 +32,12 @@ def memory_report(
         for key in COUNTERS:  # shards of one table have its sums
             if key in table:
                 found[key] = table[key]
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, {number: dict(found) for number, found in own.items()}, group=group)
+    ranks = gathered({number: dict(found) for number, found in own.items()}, group)
     tables = []
     for number, stored in enumerate(features.stored):
         sums: Counter[str] = Counter()
-        for found in ranks:
-            sums.update(found.get(number, {}))
+        for theirs in ranks:
+            sums.update(theirs.get(number, {}))
         names = ("name", "num_embeddings", "embedding_dim", "format")
         whole = {name: getattr(stored, name) for name in names} | dict(sums)
         if "lookups" in sums:
@@ -48,6 +48,5 @@ def memory_report(
 
 def tier_report(report: Mapping[str, int], group: dist.ProcessGroup) -> dict[str, int]:
     """The sums of all ranks' ``tier_report()``; a collective. ``report``: of this rank's own collection."""
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, dict(report), group=group)
+    ranks = gathered(dict(report), group)
     return {key: sum(found[key] for found in ranks) for key in report}

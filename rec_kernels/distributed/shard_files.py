@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from rec_kernels.distributed.collectives import gathered
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.load_state import check_tensors
 from rec_kernels.nn.tables.store import FileStore
@@ -20,12 +21,10 @@ def check_files(shards: TableCollection, group: dist.ProcessGroup) -> None:
         ValueError: on all ranks, if some have made theirs and others have found one, or generations differ. This rank's
         file is closed then, and deleted if it was made.
     """
-    store, facts = shards._store, [None] * dist.get_world_size(group)
-    own = None
+    store, own = shards._store, None
     if isinstance(store, FileStore):
         own = str(store.file.path), store.file.is_new, store.file.file.generation
-    dist.all_gather_object(facts, own, group=group)
-    found: list[Any] = [fact for fact in facts if fact is not None]
+    found = [fact for fact in gathered(own, group) if fact is not None]
     for path, is_new, generation in found:
         first, was_new, expected = found[0]
         if (is_new, generation) != (was_new, expected):
@@ -53,12 +52,11 @@ def flush(shards: TableCollection, group: dist.ProcessGroup, agreed: Callable[[C
         agreed: calls a function, and raises any rank's error on all.
     """
     agreed(shards.flush)
-    store, found = shards._store, [0] * dist.get_world_size(group)
-    file = store.file if isinstance(store, FileStore) else None
-    dist.all_gather_object(found, 0 if file is None else file.file.generation, group=group)
+    file = shards._store.file if isinstance(shards._store, FileStore) else None
+    latest = max(gathered(0 if file is None else file.file.generation, group))
 
     def catch_up() -> None:  # other ranks' flushes have been successful when this rank's was not
-        while file is not None and file.file.generation < max(found):
+        while file is not None and file.file.generation < latest:
             file.flush()
 
     agreed(catch_up)
