@@ -14,11 +14,9 @@ import argparse
 import csv
 import gzip
 import itertools
-import json
 import math
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -27,10 +25,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-# Processes that are spawned import this file from wherever it was started.
-sys.path.insert(0, str(Path(__file__).parent))
-from train_step import RESULTS, environment, positive
-
+from bench.script import options_of, parser_of, positive, write_result
 from rec_kernels.dlrm.criteo import Criteo, train_rows
 from rec_kernels.dlrm.runs import peak_memory_bytes
 
@@ -124,25 +119,18 @@ def table(summary: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "criteo_reader.json")
     parser.add_argument("--sample", type=Path, required=True, help="rows in Criteo's format, .gz")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the plain file (default: 2)")
     parser.add_argument("--gz-gigabytes", type=float, default=0.5, help="text in the .gz file (default: 0.5)")
     parser.add_argument("--python-rows", type=positive, default=200_000, help="rows for Python (default: 200000)")
     parser.add_argument("--rounds", type=positive, default=3, help="times each case is measured (default: 3)")
     parser.add_argument("--scratch", type=Path, help="folder for the files (default: the system's)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "criteo_reader.json", help="result file")
-    options = parser.parse_args()
+    options = options_of(parser)
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         summary = measure(options, Path(scratch))
     print(table(summary))
-    settings = {key: getattr(options, key) for key in ("gigabytes", "gz_gigabytes", "python_rows", "rounds")}
-    result = {"environment": environment(), "settings": settings, "results": summary}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.out}")
+    write_result(options, ("gigabytes", "gz_gigabytes", "python_rows", "rounds"), summary)
 
 
 if __name__ == "__main__":

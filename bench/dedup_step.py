@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-from pathlib import Path
 
 import torch
-from timing import take_turns
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
-from train_step import RESULTS, add_data_flags, environment, positive
 
 import rec_kernels as rk
+from bench import RESULTS
+from bench.script import options_of, parser_of, positive, write_result
+from bench.timing import take_turns
 from rec_kernels.dlrm import DLRM, Batch, DataSet, load_completejourney
 from rec_kernels.dlrm.completejourney import HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
@@ -167,33 +166,23 @@ def sizes(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "dedup_step.json", data=True)
     lengths, rows = (",".join(map(str, given)) for given in (HISTORIES, BATCHES))
     parser.add_argument("--histories", type=sizes, default=HISTORIES, help=f"longest histories (default: {lengths})")
     parser.add_argument("--batch-sizes", type=sizes, default=BATCHES, help=f"rows of a batch (default: {rows})")
     parser.add_argument("--embedding-dim", type=positive, default=64, help="columns of every table (default: 64)")
     parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn, at the least (default: 0.5)")
-    add_data_flags(parser)
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs: its figures mean nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "dedup_step.json", help="result file")
-    options = parser.parse_args()
+    options = options_of(parser)
     if options.quick:
         options.histories, options.batch_sizes = [10, 50], [256]
         options.weeks, options.turns, options.seconds = 3, 2, 0.0
-    if options.threads:
-        torch.set_num_threads(options.threads)
     results = cases(options)
     print(table(results))
     if options.quick and options.out == RESULTS / "dedup_step.json":
         return
-    settings = {key: getattr(options, key) for key in ("embedding_dim", "turns", "seconds", "weeks")}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(), "settings": settings, "results": results}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.out}")
+    write_result(options, ("embedding_dim", "turns", "seconds", "weeks"), results)
 
 
 if __name__ == "__main__":

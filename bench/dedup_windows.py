@@ -16,16 +16,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
-from pathlib import Path
 
 import numpy as np
 import torch
-from dedup_step import INPUTS, num_bytes, sizes, some_batches, times
 from tqdm import tqdm
-from train_step import RESULTS, add_data_flags, environment, positive
 
 import rec_kernels as rk
+from bench.dedup_step import INPUTS, num_bytes, sizes, some_batches, times
+from bench.script import options_of, parser_of, positive, write_result
 from rec_kernels.dlrm import Batch, CompleteJourney, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
@@ -118,26 +116,16 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "dedup_windows.json", data=True)
     lengths, rows = (",".join(map(str, given)) for given in (HISTORIES, BATCHES))
     parser.add_argument("--histories", type=sizes, default=HISTORIES, help=f"longest histories (default: {lengths})")
     parser.add_argument("--batch-sizes", type=sizes, default=BATCHES, help=f"rows of a batch (default: {rows})")
     parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, at the least (default: 0.3)")
-    add_data_flags(parser)
-    parser.add_argument("--out", type=Path, default=RESULTS / "dedup_windows.json", help="result file")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = options_of(parser)
     results = cases(options)
     print(table(results))
-    settings = {key: getattr(options, key) for key in ("turns", "seconds", "weeks")}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(), "settings": settings, "results": results}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.out}")
+    write_result(options, ("turns", "seconds", "weeks"), results)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ import json
 import math
 import re
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import rec_kernels as rk
+from bench import RESULTS, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "bench" / "results" / "format_quality.json"
+RESULT = RESULTS / "format_quality.json"
 PAGE = ROOT / "docs" / "results.md"
 PART = re.compile(r"(<!-- generated: format quality -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
@@ -123,7 +122,7 @@ def main(given: list[str] | None = None) -> None:
     write = parser.parse_args(given).write
     formats = {format: measure(format, ROWS) for format in rk.ROW_FORMATS}
     about = {
-        "command": "python bench/format_quality.py --write",
+        "command": "python -m bench.format_quality --write",
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
         "rec_kernels": rk.__version__,

@@ -7,7 +7,6 @@ turns, so that a change of the machine's speed meets all of them. Writes a JSON 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from train_step import RESULTS, environment, positive
+from bench.script import environment, parser_of, positive
 
 WAITS = {
     "the trainer's": {},
@@ -59,10 +58,9 @@ def write(path: Path, threads: int, passes: dict[str, dict[str, list[float]]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "neighbour.json")
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="threads that compute (all cores)")
     parser.add_argument("--passes", type=positive, default=3, help="trainings per figure (3); the median is written")
-    parser.add_argument("--output", type=Path, default=RESULTS / "neighbour.json", help="the JSON file")
     arguments = parser.parse_args()
     found: dict[str, dict[str, list[float]]] = {name: {"idle": [], "busy": []} for name in WAITS}
     for _ in range(arguments.passes):
@@ -71,7 +69,7 @@ def main() -> None:
                 with neighbours(count):
                     found[name][key].append(train(arguments.threads, variables))
                 print(f"{name:<26} {key}  {found[name][key][-1]:>10,.0f} examples/s", flush=True)
-        write(arguments.output, arguments.threads, found)
+        write(arguments.out, arguments.threads, found)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 
 import torch
-from shapes import Workload
 from torch import nn
-from train_step import RESULTS, environment, positive
 
 import rec_kernels as rk
+from bench.script import environment, parser_of, positive
+from bench.shapes import Workload
 
 WORKLOAD = Workload("disk", tables=8, batch=512, rows=1_000_000, dim=64, bag=2, zipf=1.15)
 FRACTION = 0.05
@@ -98,7 +98,7 @@ def run(name: str, has_model: bool, folder: Path | None, budget: int, threads: i
     """``train`` in a new process."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         arguments = [json.dumps([name, has_model, own, budget, threads])]
-        command = [sys.executable, __file__, "--child", *arguments]
+        command = [sys.executable, "-m", "bench.row_cache_disk", "--child", *arguments]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -121,12 +121,9 @@ def table(found: dict[str, dict[str, dict]]) -> str:
 
 def main() -> None:
     """Runs every implementation, checks that all learn the same, prints and saves the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "row_cache_disk.json")
     parser.add_argument("--threads", type=positive, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--folder", type=Path, help="where the files of tables are (default: the system's)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "row_cache_disk.json", help="JSON file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -144,7 +141,7 @@ def main() -> None:
             sys.exit(f"{kind}: the losses differ: { {name: r['loss'] for name, r in runs.items()} }")
     print(f"tables {4 * budget / 1e6:.0f} MB, memory budget {budget / 1e6:.0f} MB\n\n{table(found)}")
     workload = WORKLOAD.__dict__ | {"fraction": FRACTION, "budget": budget}
-    args.output.write_text(json.dumps(environment() | {"workload": workload, "runs": found}, indent=1) + "\n")
+    args.out.write_text(json.dumps(environment() | {"workload": workload, "runs": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

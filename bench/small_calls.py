@@ -7,20 +7,18 @@ that is asked for numbers; "under no_grad" also disables them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import rec_kernels as rk
 from bench.peers import available
+from bench.script import environment, parser_of, positive
 from bench.shapes import Workload
 from bench.timing import take_turns
-from bench.train_step import RESULTS, environment, positive
 
 #: One id in each of 26 tables.
 TABLES = Workload("26 tables", 26, 1, 10_000, 16, 1)
@@ -89,10 +87,9 @@ def measure(case: Case, turns: int, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "small_calls.json")
     parser.add_argument("--turns", type=positive, default=10, help="how often each implementation has its turn (10)")
     parser.add_argument("--seconds", type=float, default=0.1, help="how long a turn lasts (0.1)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "small_calls.json", help="the JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -102,7 +99,7 @@ def main() -> None:
         figures = "  ".join(f"{who} {time:7.2f} us" for who, time in found[name].items())
         print(f"{name:<32} {figures}  ours / torch {ratio:.2f}", flush=True)
     document = {"machine": environment(), "threads": 1, "microseconds": found}
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

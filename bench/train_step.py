@@ -15,29 +15,22 @@ that every part of a step can be timed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 from tqdm import tqdm
 
+from bench.script import options_of, parser_of, positive, write_result
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
-from rec_kernels.dlrm.devices import cpu_model
 
 PARTS = ("batch", "forward", "backward", "optimizer")
-RESULTS = Path(__file__).parent / "results"
 
 
 def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
@@ -224,57 +217,20 @@ def table(summary: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def environment() -> dict:
-    """Environment that a result depends on besides the code."""
-    script = Path(sys.argv[0])
-    study = script.resolve().parent.name == "studies"
-    program = ["-m", f"bench.studies.{script.stem}"] if study else [f"bench/{script.name}"]
-    return {
-        "torch": torch.__version__,
-        "cpu": cpu_model(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *program, *sys.argv[1:]]),
-    }
-
-
-def positive(text: str) -> int:
-    """Type of command line options that count something."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of commands that read the Complete Journey: threads, weeks and folder."""
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
-    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "train_step.json", data=True)
     parser.add_argument("--rounds", type=positive, default=7, help="measured rounds (default: 7)")
     parser.add_argument(
         "--steps", type=positive, default=40, help="steps of each implementation per round (default: 40)"
     )
     parser.add_argument("--batch-size", type=positive, default=2048, help="rows per step (default: 2048)")
     parser.add_argument("--embedding-dim", type=positive, default=16, help="columns of every table (default: 16)")
-    add_data_flags(parser)
-    parser.add_argument("--out", type=Path, default=RESULTS / "train_step.json", help="result file")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = options_of(parser)
     implementations = steppers(options.batch_size, options.embedding_dim, options.weeks, options.data_dir)
     summary = summarise(measure(implementations, options.rounds, options.steps), options.batch_size)
     print(table(summary))
-    settings = {key: getattr(options, key) for key in ("rounds", "steps", "batch_size", "embedding_dim", "weeks")}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(), "settings": settings, "results": summary}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.out}")
+    settings = ("rounds", "steps", "batch_size", "embedding_dim", "weeks")
+    write_result(options, settings, summary)
 
 
 if __name__ == "__main__":

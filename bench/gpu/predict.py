@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 
+from bench import ROOT
 from bench.gpu import code_paths, machine_code, published, recorded, report
 from bench.gpu.code_paths import Paths
 from bench.gpu.every_case import every_case
 from bench.gpu.expected import bytes_of, works_of
 from bench.gpu.model import GPUS, Gpu, predict
 
-PAGE = report.ROOT / "docs" / "gpu-model.md"
+PAGE = ROOT / "docs" / "gpu-model.md"
 #: Rows of the page: the start of a case's name, and of the operation's.
 SHORT = [
     ("t32-b512-e1e5-d128-uniform", ("forward", "backward")),

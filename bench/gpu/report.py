@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 
 import rec_kernels as rk
+from bench import RESULTS, ROOT
 from bench.gpu import published, recorded
 from bench.gpu.model import GPUS
 from bench.peers import fbgemm_version
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "bench" / "results"
 OURS = "ours"
 #: Our ops without autograd: the backward's time as a replay of a graph.
 OPS = "ops"

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import ROOT
 from bench.gpu.report import commit_here
-from bench.train_step import RESULTS, environment, positive
+from bench.script import environment, options_of, parser_of, positive
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"auc": (1, 2, 4), "bytes": (2, 4), "step": (2,), "memory": (2,)}
 
 
@@ -68,14 +68,11 @@ def summarised(part: str, found: dict[str, dict]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "distributed.json")
     parser.add_argument("parts", nargs="+", choices=PARTS, help="of the study")
     parser.add_argument("--weeks", type=positive, default=8, help="of Complete Journey, for auc and bytes (default: 8)")
     parser.add_argument("--seeds", type=positive, default=32, help="of auc (default: 32)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "distributed.json", help="result file")
-    options = parser.parse_args()
+    options = options_of(parser)
     result = json.loads(options.out.read_text()) if options.out.exists() else {}
     for part in options.parts:
         found = {str(world): on_processes(world, part, options) for world in PARTS[part]}

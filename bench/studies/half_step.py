@@ -9,7 +9,6 @@ Runs of the training are ordinary runs in runs/half-step, those that are there a
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -17,8 +16,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rec_kernels as rk
+from bench.script import environment, options_of, parser_of
 from bench.studies import compare, compare_report
-from bench.train_step import RESULTS, add_data_flags, environment
 from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.datasets import open_data
@@ -158,17 +157,11 @@ def text(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "half_step.json", data=True)
     parser.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     parser.add_argument("--drift-only", action="store_true", help="no training")
-    add_data_flags(parser)
     parser.add_argument("--runs-dir", default="runs", help="folder that gets half-step/ with the runs (default: runs)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "half_step.json", help="result file")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = options_of(parser)
     given = {key: getattr(options, key) for key in ("threads", "weeks", "data_dir", "runs_dir")}
     try:
         comparison = compare.plan(CONFIGURATIONS, TrainConfig(lr=LR, **given), options.seeds, "half-step")

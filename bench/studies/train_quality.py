@@ -9,7 +9,6 @@ are kept, so an interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bench.train_step import RESULTS, RecipeDLRM, TunedDLRM, add_data_flags, environment, positive
+from bench.script import environment, options_of, parser_of, positive
+from bench.train_step import RecipeDLRM, TunedDLRM
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
 from rec_kernels.dlrm.data import ahead
 from rec_kernels.dlrm.dedup import dedup_batch
@@ -144,15 +144,9 @@ def write(path: Path, settings: dict, runs: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "train_quality.json", data=True)
     parser.add_argument("--seeds", type=positive, default=5, help="seeds 0 .. N-1 (default: 5)")
-    add_data_flags(parser)
-    parser.add_argument("--out", type=Path, default=RESULTS / "train_quality.json", help="result file")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = options_of(parser)
     data = load_completejourney(options.weeks, options.data_dir, progress=True)
     base = TrainConfig(weeks=options.weeks)
     settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}

@@ -1,0 +1,70 @@
+"""Parts of scripts that measure: their options, the environment of a result, and its file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import RESULTS, ROOT
+from rec_kernels.dlrm.devices import cpu_model
+
+
+def positive(text: str) -> int:
+    """Type of command line options that count something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def parser_of(about: str | None, file: str, *, data: bool = False) -> argparse.ArgumentParser:
+    """The parser of a script's options, with ``--out``.
+
+    Args:
+        about: docstring of the script. file: the result's, in bench/results.
+        data: whether it reads the Complete Journey: ``--threads``, ``--weeks`` and ``--data-dir``.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=form, allow_abbrev=False)
+    if data:
+        parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+        parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
+        parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    parser.add_argument("--out", type=Path, default=RESULTS / file, help=f"result file (default: {file})")
+    return parser
+
+
+def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line; torch has the number of threads that they name."""
+    options = parser.parse_args()
+    if getattr(options, "threads", None):
+        torch.set_num_threads(options.threads)
+    return options
+
+
+def environment() -> dict:
+    """Environment that a result depends on besides the code."""
+    module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+    return {
+        "torch": torch.__version__,
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+    }
+
+
+def write_result(options: argparse.Namespace, settings: Sequence[str], results: Any) -> None:
+    """Writes results to ``options.out``, with the environment and the options that ``settings`` names."""
+    given = {name: getattr(options, name) for name in settings}
+    result = {"environment": environment(), "settings": given, "results": results}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {options.out}")
