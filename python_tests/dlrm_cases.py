@@ -5,11 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rec_kernels.dlrm.config import TrainConfig
     from rec_kernels.dlrm.reader import Reader
 
-#: A run on what the fixture ``data`` of conftest.py is, with a model of few numbers.
-OPTIONS: dict[str, Any] = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
-OPTIONS |= {"embedding_dim": 4, "bottom": (5,), "top": (6,)}
+#: A run on what the fixture ``data`` of conftest.py is; with a model of few numbers.
+PLAIN: dict[str, Any] = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
+OPTIONS: dict[str, Any] = PLAIN | {"embedding_dim": 4, "bottom": (5,), "top": (6,)}
+
+
+def flags_of(options: dict[str, Any]) -> list[str]:
+    """The options as a command line has them."""
+    return [item for name, value in options.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def plain_config(runs_dir: Path, **options: Any) -> TrainConfig:
+    """The config of a run of ``PLAIN``."""
+    from rec_kernels.dlrm.config import TrainConfig
+
+    return TrainConfig(**PLAIN | {"runs_dir": str(runs_dir), "run": "run"} | options)
 
 
 class Changed:

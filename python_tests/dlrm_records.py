@@ -1,3 +1,18 @@
-"""Keys of a run's records that differ when it is run again."""
+"""Records of a run, and which of their keys differ when it is run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
 
 TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes"}
+
+
+def records(run: Path) -> list[dict]:
+    """All records of a run, the test's last."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(run: Path, *others: str) -> list[dict]:
+    """All records of a run, without what differs when it is run again, and without other keys."""
+    return [{key: value for key, value in record.items() if key not in {*TIMES, *others}} for record in records(run)]

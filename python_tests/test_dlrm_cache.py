@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-import dlrm_records
 import pytest
 import torch
 from command_lines import main
+from dlrm_records import records, without_times
 from dlrm_stops import StopAfter
 from row_cache_disk_cases import skip_without_host
 
@@ -21,7 +20,6 @@ from rec_kernels.testing import same_bits
 
 skip_without_host()
 
-TIMES = dlrm_records.TIMES | {"tiers"}
 OPTIONS = {
     "data": "synthetic",
     "rows": 1_500,
@@ -58,12 +56,6 @@ def whole(config, tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def records(run: Path) -> list[dict]:
-    """Records without times and without what depends on where the tables are."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
 def state(run: Path) -> dict[str, torch.Tensor]:
     """State of the model without the tables' bytes, which a run on disk keeps in its files."""
     found = checkpoint.load(run)["model"]
@@ -72,7 +64,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
 
 def assert_same(one: Path, other: Path) -> None:
     """Records and checkpoints; counters of a resumed run begin anew."""
-    a, b = records(one), records(other)
+    a, b = without_times(one, "tiers"), without_times(other, "tiers")
     for r in (*a, *b):
         r.pop("tables", None)
     assert a == b
@@ -88,14 +80,14 @@ def test_on_disk_as_in_memory(whole) -> None:
     assert_same(whole["device"], whole["host"])
     assert state(whole["host"]).keys() == state(whole["device"]).keys()
     assert (whole["disk"] / "embeddings.rows").exists()
-    tests = [records(run)[-1] for run in whole.values()]
+    tests = [without_times(run, "tiers")[-1] for run in whole.values()]
     assert tests[0] == tests[1] == tests[2]
 
 
 def test_records(whole) -> None:
     """Hit rates of every table between two records; tiers at the end."""
     for backing, run in whole.items():
-        found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found = records(run)
         test, windows = found[-1], [r for r in found if r["kind"] == "train"]
         names = {t["name"] for t in test["tables"]}
         for record in windows:
@@ -112,7 +104,7 @@ def test_records(whole) -> None:
 def test_report(whole) -> None:
     """Text and page have the caches, and the pictures their hit rates."""
     for backing, run in whole.items():
-        test = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        test = records(run)[-1]
         hits, lookups = (sum(table[key] for table in test["tables"]) for key in ("hits", "lookups"))
         total = rf"^total +{hits / lookups:.1%} +[\d,.]+ +[\d,]+ +{lookups:,} +{hits:,} "
         assert re.search(total, summary(test), re.MULTILINE)
@@ -138,7 +130,7 @@ def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
         with pytest.raises(Exception, match="interrupted after step 9 of"):
             train(config(tmp_path, **more), progress=False)
     train(config(tmp_path, **more), resume=tmp_path / "run", progress=False)
-    one, other = records(whole["device"]), records(tmp_path / "run")
+    one, other = without_times(whole["device"], "tiers"), without_times(tmp_path / "run", "tiers")
     for r in (*one, *other):
         r.pop("tables", None), r.pop("hit_rates", None)
     assert one == other

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from dlrm_cases import Changed, reader
-from dlrm_records import TIMES
+from dlrm_records import records, without_times
 from dlrm_stops import StopAfter
 
 pytest.importorskip("pyarrow")
@@ -46,10 +46,6 @@ SESSIONS = {"table_rows": 200, "samples_per_session": 12, "unchanged": 0.9}
 def config(runs_dir: Path, **options) -> TrainConfig:
     given = {"data": "synthetic", "rows": ROWS, "batch_size": SIZE, "threads": 1, "run": "run"} | SESSIONS
     return TrainConfig(**given | {"runs_dir": str(runs_dir), "lr": 0.1} | options)
-
-
-def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def each_changed(data: Synthetic, change: Callable[[Batch], Batch]) -> Changed:
@@ -157,10 +153,7 @@ def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, run
     given = each_changed(data, knows)
     for mode in ("on", "off"):
         train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
-        found, expected = (
-            [{k: v for k, v in r.items() if k not in TIMES} for r in records(run)]
-            for run in (tmp_path / mode, runs[mode])
-        )
+        found, expected = (without_times(run) for run in (tmp_path / mode, runs[mode]))
         assert found == expected
     assert reader(given, SIZE).dedup.on
     batch = knows(next(data.batches("train", SIZE)))
@@ -233,9 +226,7 @@ def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pyte
     assert settings["dedup"] == {"on": True, "factor": pytest.approx(7, rel=0.3)}
     monkeypatch.setattr(dedup, "THRESHOLD", 1e9)  # of a later version
     train(config(tmp_path, epochs=2), resume=run, progress=False)
-    found, expected = (
-        [{k: v for k, v in r.items() if k not in TIMES} for r in records(path)] for path in (run, tmp_path / "whole")
-    )
+    found, expected = (without_times(path) for path in (run, tmp_path / "whole"))
     assert found == expected
     assert found[-1]["dedup"]
     assert found[-1]["dedup_factors"] == whole["dedup_factors"]

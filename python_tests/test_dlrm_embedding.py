@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 from command_lines import main
+from dlrm_cases import PLAIN, flags_of
+from dlrm_records import records
 
 import rec_kernels as rk
 from bench.studies import compare
@@ -23,8 +24,7 @@ from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import build_model
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
-FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = flags_of(PLAIN)
 
 
 @pytest.mark.parametrize("embedding", EMBEDDINGS)
@@ -37,14 +37,14 @@ def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_pat
     run = next(tmp_path.iterdir())
     kind = {"full": "", "mixed": "-mixed0.3"}.get(embedding, f"-{embedding}5")
     assert run.name.startswith(f"{data.name}-d16{kind}-{'b500' if format == 'fp32' else 'int8-stochastic'}")
-    test = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    test = records(run)[-1]
     assert test["log_loss"] < 0.7
     full = sum(f.num_embeddings for f in data.features) * rk.row_bytes(format, 16)
     kept = sum(table["weight_bytes"] for table in test["tables"])
     assert kept == full if embedding == "full" else kept < 0.65 * full
     config = TrainConfig.read(run)
     assert (config.embedding, config.collisions) == (embedding, 5)
-    options = OPTIONS | {"embedding": embedding, "collisions": 5, "format": format, "epochs": 2}
+    options = PLAIN | {"embedding": embedding, "collisions": 5, "format": format, "epochs": 2}
     again = train(TrainConfig(**options, runs_dir=str(tmp_path), run="again"), data, progress=False)
     states = [checkpoint.load(directory)["model"] for directory in (run, Path(again["directory"]))]
     assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
@@ -72,7 +72,7 @@ def test_which_tables_are_compressed() -> None:
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic) -> None:
     """Tables that are not compressed, and the MLPs, start with the same numbers beside compressed ones."""
-    options = OPTIONS | {"threshold": 14, "temperature": 0.5, "format": format}  # 15 rows stay full for mixed only
+    options = PLAIN | {"threshold": 14, "temperature": 0.5, "format": format}  # 15 rows stay full for mixed only
     full, other = (build_model(TrainConfig(**options, embedding=kind), data) for kind in ("full", embedding))
     plain = [t.name for t in other.embeddings.tables if t.compression is None]
     names = [t.name for t in other.embeddings.tables]
@@ -87,7 +87,7 @@ def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic)
 
 def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing in pieces of any size gives the same initial weights."""
-    config = TrainConfig(**OPTIONS, embedding="hash", threshold=14)
+    config = TrainConfig(**PLAIN, embedding="hash", threshold=14)
     whole = build_model(config, data)
     monkeypatch.setattr(model, "_SKIPPED_AT_ONCE", 7)
     pieces = build_model(config, data)
@@ -110,7 +110,7 @@ def test_compressed_tables_have_streams_of_their_own(monkeypatch: pytest.MonkeyP
 
 def test_projections_are_dense_parameters(data: Synthetic) -> None:
     """They are the MLPs' optimizer's."""
-    made = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
+    made = build_model(TrainConfig(**PLAIN, embedding="mixed", temperature=0.5), data)
     shapes = [tuple(p.shape) for p in made.dense_parameters()]
     narrow = [t.projection for t in made.embeddings.tables if t.projection]
     assert narrow

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_cases import PLAIN, flags_of, plain_config
+from dlrm_records import records
 from dlrm_stops import StopAfter
 
 pytest.importorskip("matplotlib")
@@ -37,19 +39,9 @@ from rec_kernels.dlrm.train import Run, build_model
 from rec_kernels.nn.tables.rows import decode, encode
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500, "threads": 1}
-FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = flags_of(PLAIN)
 ALL_NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6"
 LOW = [name for name in FORMATS if name != "fp32"]
-
-
-@pytest.fixture(scope="module")
-def data() -> Synthetic:
-    return Synthetic(3000, 200)
-
-
-def config(tmp_path: Path, **options) -> TrainConfig:
-    return TrainConfig(**OPTIONS | {"runs_dir": str(tmp_path), "run": "run"} | options)
 
 
 def tables(model: DLRM) -> dict[str, torch.Tensor]:
@@ -76,7 +68,7 @@ def test_every_format_trains_and_says_what_it_saves(
     assert run.name == re.sub("^synthetic", data.name, name)
     recorded = json.loads((run / "config.json").read_text())["config"]
     assert (recorded["format"], recorded["rounding"]) == (format, "stochastic")
-    test = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    test = records(run)[-1]
     assert {table["format"] for table in test["tables"]} == {format}
     assert all(t["weight_bytes"] == t["num_embeddings"] * rk.row_bytes(format, 16) for t in test["tables"])
     assert test["log_loss"] < 0.7
@@ -101,7 +93,7 @@ def test_memory_is_said_in_words() -> None:
 
 @pytest.mark.parametrize("format", LOW)
 def test_initial_weights_are_those_of_fp32_rounded(format: str, data: Synthetic, tmp_path: Path) -> None:
-    full, low = (build_model(config(tmp_path, format=f, seed=5), data) for f in ("fp32", format))
+    full, low = (build_model(plain_config(tmp_path, format=f, seed=5), data) for f in ("fp32", format))
     own = tables(low)
     for name, weight in tables(full).items():
         assert torch.equal(own[name], encode(weight.detach(), format)), name
@@ -113,11 +105,11 @@ def test_initial_weights_are_those_of_fp32_rounded(format: str, data: Synthetic,
 
 def trained(data: Synthetic, tmp_path: Path, name: str, **options) -> dict[str, torch.Tensor]:
     """The saved model of a run."""
-    return saved(Path(train(config(tmp_path, run=name, **options), data, progress=False)["directory"]))
+    return saved(Path(train(plain_config(tmp_path, run=name, **options), data, progress=False)["directory"]))
 
 
 def test_noise_follows_the_seed_and_roundings_differ(data: Synthetic, tmp_path: Path, monkeypatch) -> None:
-    model = build_model(config(tmp_path, format="int8", seed=3), data)
+    model = build_model(plain_config(tmp_path, format="int8", seed=3), data)
     assert (model.embeddings.seed, model.embeddings.rounding) == (3, "stochastic")
     first = trained(data, tmp_path, "a", format="int8", seed=3)
     assert_same(first, trained(data, tmp_path, "b", format="int8", seed=3))
@@ -132,7 +124,7 @@ def test_noise_follows_the_seed_and_roundings_differ(data: Synthetic, tmp_path: 
 
     monkeypatch.setattr(sys.modules[Run.__module__], "build_model", other_noise)
     assert not torch.equal(first[weight], trained(data, tmp_path, "d", format="int8", seed=3)[weight])
-    large = build_model(config(tmp_path, format="int8", seed=2**63), data)
+    large = build_model(plain_config(tmp_path, format="int8", seed=2**63), data)
     assert large.embeddings.seed < 2**63
 
 
@@ -153,12 +145,12 @@ def test_resumed_runs_end_with_the_same_bits(
     format: str, rounding: str, dtype: torch.dtype, data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"format": format, "rounding": rounding, "epochs": 2, "accumulate": 2}
-    whole = train(config(tmp_path / "whole", **options), data, progress=False)
+    whole = train(plain_config(tmp_path / "whole", **options), data, progress=False)
     fit = Run.fit
     with monkeypatch.context() as patch:
         patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
         with pytest.raises(RunInterruptedError):
-            train(config(tmp_path, **options), data, progress=False)
+            train(plain_config(tmp_path, **options), data, progress=False)
     # Options come from the command line, so that the run's config has them.
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
     state = saved(tmp_path / "run")
@@ -173,7 +165,7 @@ def test_other_formats_are_refused_with_the_way_out(
     data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    train(config(tmp_path, format="int8"), data, progress=False)
+    train(plain_config(tmp_path, format="int8"), data, progress=False)
     before = (run / checkpoint.NAME).read_bytes()
     assert main(["train", "--resume", str(run), "--format", "bf16", "--rounding", "nearest"]) == 1
     error = capsys.readouterr().err
@@ -196,8 +188,8 @@ def test_other_formats_are_refused_with_the_way_out(
 
 def test_the_way_out_works(data: Synthetic, tmp_path: Path) -> None:
     """A model in another format takes a run's tables with convert_formats()."""
-    train(config(tmp_path, format="fp32"), data, progress=False)
-    model = build_model(config(tmp_path, format="int8"), data)
+    train(plain_config(tmp_path, format="fp32"), data, progress=False)
+    model = build_model(plain_config(tmp_path, format="int8"), data)
     state = saved(tmp_path / "run")
     with pytest.raises(RuntimeError, match="has rows of format fp32, this collection's are int8"):
         model.load_state_dict(state)
@@ -208,7 +200,7 @@ def test_the_way_out_works(data: Synthetic, tmp_path: Path) -> None:
 
 def test_a_saved_table_that_lost_its_format_is_refused(data: Synthetic, tmp_path: Path) -> None:
     """int4 and mx6 rows of 16 columns have the same width: nothing but the name tells them apart."""
-    train(config(tmp_path, format="int4"), data, progress=False)
+    train(plain_config(tmp_path, format="int4"), data, progress=False)
     state = checkpoint.load(tmp_path / "run")
     name = "embeddings.embedding_bags.user.format"
     for found in (None, torch.tensor(list(b"mx6")), torch.tensor(list(b"int9")), torch.tensor([300, -1, 0, 0])):
@@ -294,7 +286,7 @@ def test_lists_of_formats_and_roundings_are_configurations() -> None:
     assert list(plan.configs) == ["int8-stochastic", "int8-nearest"]
 
 
-def test_comparison_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_comparison_of_formats(data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flags = [*FLAGS, "--runs-dir", str(tmp_path), "--name", "c", "--seeds", "2"]
     command = ["compare", "--format", "fp32,int8,mx4", "--rounding", "stochastic,nearest", *flags]
     assert main(command) == 0
@@ -321,7 +313,7 @@ def test_comparison_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert re.search(r"^\| int8-nearest +\|.* 37\.5% ", out, re.MULTILINE)
     assert (tmp_path / "c" / "compare.png").read_bytes().startswith(b"\x89PNG")
     # A run of the comparison is the run that the trainer makes by itself, and is there to be gone on with.
-    alone = train(config(tmp_path, format="int8", rounding="nearest", seed=1), Synthetic(3000, 200), progress=False)
+    alone = train(plain_config(tmp_path, format="int8", rounding="nearest", seed=1), data, progress=False)
     assert alone["auc"] == aucs["int8-nearest"][1]
     shutil.rmtree(tmp_path / "c" / "mx4-nearest-seed1")
     assert main(command) == 0
@@ -351,7 +343,7 @@ def test_half_steps_are_half_the_distance_of_neighbours() -> None:
 def test_half_step_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it on little data: fp32 goes all of its own way, frozen tables none of it."""
     monkeypatch.setattr(half_step, "FRACTIONS", (4.0,))
-    options = config(tmp_path, run=None, lr=half_step.LR)
+    options = plain_config(tmp_path, run=None, lr=half_step.LR)
     comparison = compare.plan(half_step.CONFIGURATIONS, options, "1", "half-step")
     result = {"drift": half_step.drifts(), "training": half_step.training(comparison)}
     ways = {c["name"]: c["progress"] for c in result["training"]["configurations"]}

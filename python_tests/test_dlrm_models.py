@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_cases import OPTIONS as SMALL
 from dlrm_stops import StopAfter
 
 pytest.importorskip("matplotlib")
@@ -27,8 +28,7 @@ from rec_kernels.dlrm.runs import Records
 from rec_kernels.dlrm.synthetic import NUM_DENSE, Synthetic
 from rec_kernels.dlrm.train import Run, RunInterruptedError, TrainingError, build_model
 
-OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1, "embedding_dim": 4}
-OPTIONS |= {"bottom": (5,), "top": (6,), "cross_layers": 2, "cross_rank": 3}
+OPTIONS = SMALL | {"cross_layers": 2, "cross_rank": 3}
 OPTIONS |= {"wukong_layers": 2, "wukong_features": 3, "wukong_factors": 2, "wukong_hidden": (7,)}
 D, VECTORS = 4, 10  # columns; the dense vector and those of 9 features
 

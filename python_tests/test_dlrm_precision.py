@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import main
+from dlrm_cases import PLAIN, flags_of, plain_config
+from dlrm_records import records
 from dlrm_stops import StopAfter
 from tiers import full
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, Batch, Feature, RunInterruptedError, TrainConfig, checkpoint, evaluate, train
+from rec_kernels.dlrm import DLRM, Batch, Feature, RunInterruptedError, checkpoint, evaluate, train
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import Run
 from rec_kernels.reference import row_formats
@@ -206,27 +208,15 @@ def test_wrong_names_of_a_model() -> None:
         make_model(activations="mx5")
 
 
-OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500, "threads": 1}
-FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = flags_of(PLAIN)
 RUNS = [{"precision": "bf16"}, {"activations": "mx6"}, {"precision": "bf16", "activations": "mx9"}]
-
-
-@pytest.fixture(scope="module")
-def data() -> Synthetic:
-    """Data for the trainer."""
-    return Synthetic(3000, 200)
-
-
-def config(tmp_path: Path, **options) -> TrainConfig:
-    """Configuration of a small run."""
-    return TrainConfig(**OPTIONS | {"runs_dir": str(tmp_path), "run": "run"} | options)
 
 
 def assert_same_runs(one: Path, other: Path) -> None:
     """Asserts equal weights and scores."""
     states = [checkpoint.load(run)["model"] for run in (one, other)]
     assert [name for name, t in states[0].items() if not torch.equal(t, states[1][name])] == []
-    lines = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (one, other)]
+    lines = [records(run)[-1] for run in (one, other)]
     assert lines[0]["auc"] == lines[1]["auc"]
 
 
@@ -237,20 +227,20 @@ def test_runs_go_on_and_are_scored(
 ) -> None:
     """Resumed with the same bits; evaluate gives the run's scores; another precision is refused."""
     pytest.importorskip("sklearn")
-    whole = train(config(tmp_path, run="whole", **options), data, progress=False)
-    plain = train(config(tmp_path, run="plain"), data, progress=False)
+    whole = train(plain_config(tmp_path, run="whole", **options), data, progress=False)
+    plain = train(plain_config(tmp_path, run="plain"), data, progress=False)
     assert whole["auc"] != plain["auc"]
     assert whole["log_loss"] == pytest.approx(plain["log_loss"], rel=0.05)
     fit = Run.fit
     with monkeypatch.context() as patch:
         patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
         with pytest.raises(RunInterruptedError):
-            train(config(tmp_path, **options), data, progress=False)
-    train(config(tmp_path, **options), data, resume=tmp_path / "run", progress=False)
+            train(plain_config(tmp_path, **options), data, progress=False)
+    train(plain_config(tmp_path, **options), data, resume=tmp_path / "run", progress=False)
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
     assert evaluate(tmp_path / "run", data)["auc"] == whole["auc"]
     with pytest.raises(RuntimeError, match=f"another config: .*is 'fp32', was {next(iter(options.values()))!r}"):
-        train(config(tmp_path), data, resume=tmp_path / "run", progress=False)
+        train(plain_config(tmp_path), data, resume=tmp_path / "run", progress=False)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -270,7 +260,7 @@ def test_beside_other_options(options: dict, data: Synthetic, tmp_path: Path) ->
     """Shared bags, windows, compressed tables, a row cache, other models."""
     pytest.importorskip("sklearn")
     options = options | {"precision": "bf16", "activations": "mx9"}
-    assert train(config(tmp_path, **options), data, progress=False)["log_loss"] < 0.7
+    assert train(plain_config(tmp_path, **options), data, progress=False)["log_loss"] < 0.7
 
 
 @pytest.mark.usefixtures("no_pictures")

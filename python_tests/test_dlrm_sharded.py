@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -16,6 +15,7 @@ from shutil import copytree as copy
 import pytest
 import torch
 from distributed_pool import pool
+from dlrm_records import records
 from dlrm_sharded_cases import DATA, options, run, scores
 from tiers import full
 
@@ -43,11 +43,6 @@ def weights(folder: Path, data: DataSet, **more: object) -> dict[str, torch.Tens
     return restored_model(config, reader, folder / "run", checkpoint.load(folder / "run")).state_dict()
 
 
-def last_record(folder: Path) -> dict:
-    """The last line of metrics.jsonl."""
-    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-
-
 def test_beside_one_process(tmp_path: Path) -> None:
     """A run that one process began goes on on two, and ends where it would have ended alone, but for rounding.
 
@@ -65,10 +60,10 @@ def test_beside_one_process(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=lambda text, name=name: name + text)
-    records = [json.loads(line) for line in (tmp_path / "two" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(record["examples"] for record in records if record["kind"] == "train") == 720
-    assert [record["step"] for record in records if record["kind"] == "eval"] == [2, 4, 6]
-    assert records[-1]["machines"][1]["processes"] == len(records[-1]["ranks"]) == 2
+    found = records(tmp_path / "two" / "run")
+    assert sum(record["examples"] for record in found if record["kind"] == "train") == 720
+    assert [record["step"] for record in found if record["kind"] == "eval"] == [2, 4, 6]
+    assert found[-1]["machines"][1]["processes"] == len(found[-1]["ranks"]) == 2
 
 
 def test_stopped_and_resumed(tmp_path: Path) -> None:
@@ -96,10 +91,10 @@ def test_row_cache(tmp_path: Path, policy: str) -> None:
     assert cached[0]["log_loss"] == plain[0]["log_loss"]
     alone = on(1, str(tmp_path / "one"), "bags", 0, True)[0]
     assert alone["log_loss"] == pytest.approx(plain[0]["log_loss"], abs=1e-5)
-    records = [json.loads(line) for line in (tmp_path / "two" / "run" / "metrics.jsonl").read_text().splitlines()]
-    test, sizes = records[-1], {"id": 20, "bag": 9}
+    found = records(tmp_path / "two" / "run")
+    test, sizes = found[-1], {"id": 20, "bag": 9}
     assert {t["name"]: t["num_embeddings"] for t in test["tables"]} == sizes
-    for record in [r for r in records if r["kind"] == "train"]:
+    for record in [r for r in found if r["kind"] == "train"]:
         assert set(record["hit_rates"]) == set(sizes)
     assert {t["name"]: t["hits"] for t in test["tables"]} == {t["name"]: t["hits"] for t in cached[1]["tables"]}
     assert all(0 < t["cached_rows"] <= t["num_embeddings"] for t in test["tables"])
@@ -113,7 +108,7 @@ def test_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert re.fullmatch("NotFiniteError: the loss of process 1 is (inf|nan) at step 3", first)
     assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite; the batch is in ", second)
     assert len(torch.load(tmp_path / "run" / "bad_batch.pt")["batch"]["label"]) == 30
-    assert last_record(tmp_path)["kind"] == "failed"
+    assert records(tmp_path / "run")[-1]["kind"] == "failed"
 
 
 @pytest.mark.parametrize("option", [{"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str)
@@ -166,4 +161,4 @@ def test_killed(tmp_path: Path) -> None:
     resume = ["--", "rec_kernels.dlrm", "train", "--resume", str(tmp_path / "killed")]
     done = subprocess.run([*command, "2", *resume], env=settings, capture_output=True, text=True, check=True)
     assert done.stdout.count("test AUC") == 1
-    assert len(json.loads((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1])["ranks"]) == 2
+    assert len(records(tmp_path / "killed")[-1]["ranks"]) == 2

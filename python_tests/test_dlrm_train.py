@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from dlrm_cases import Changed
-from dlrm_records import TIMES
+from dlrm_records import records, without_times
 from dlrm_tiny import TinyData
 from sklearn.metrics import roc_auc_score
 
@@ -54,10 +54,6 @@ def command(data, data_dir, tmp_path):
     return ["train", "--weeks", str(WEEKS), "--data-dir", str(data_dir), "--runs-dir", str(runs)]
 
 
-def records(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_command_line_trains_tests_and_reports(command, data, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "rec_kernels.dlrm", *command, "--threads", "2"],
@@ -90,10 +86,7 @@ def test_command_line_trains_tests_and_reports(command, data, tmp_path):
 def test_same_seed_same_bits(command, tmp_path):
     for run, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert main([*command, "--run", run, "--seed", str(seed)]) == 0
-    a, b, c = (
-        [{k: v for k, v in record.items() if k not in TIMES} for record in records(tmp_path / "runs" / run)]
-        for run in "abc"
-    )
+    a, b, c = (without_times(tmp_path / "runs" / run) for run in "abc")
     assert a == b
     assert a[-1]["log_loss"] != c[-1]["log_loss"]
 

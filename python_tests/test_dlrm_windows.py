@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dlrm_cases import Changed, reader
+from dlrm_records import records
 
 pytest.importorskip("pyarrow")
 
@@ -45,10 +46,6 @@ def data() -> Changed:
 def config(runs_dir: Path, **options) -> TrainConfig:
     given = {"data": "synthetic", "rows": ROWS, "batch_size": SIZE, "threads": 1, "table_rows": TABLE_ROWS}
     return TrainConfig(**given | {"runs_dir": str(runs_dir), "lr": 0.1} | options)
-
-
-def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_batch_has_each_id_once(data: Changed) -> None:
