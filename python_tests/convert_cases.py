@@ -48,9 +48,9 @@ def train(look_up: Callable[[int], Tensor], steps: range, optimizers: Sequence[A
     return losses
 
 
-def layer_lookup(layer: nn.Module, rows: int = 30) -> Callable[[int], Tensor]:
+def layer_lookup(layer: nn.Module) -> Callable[[int], Tensor]:
     """Lookups of a layer of torch.nn or ours."""
-    return lambda step: layer(ids_of(step, rows))
+    return lambda step: layer(ids_of(step, 30))
 
 
 def same_bits(ours: dict[str, Tensor], others: dict[str, Tensor]) -> bool:

@@ -41,10 +41,10 @@ def make(optimizer=OPTIMIZERS[1], cache: rk.RowCache | None = SMALL, formats=FOR
     return rk.EmbeddingBagCollection(tables, optimizer=optimizer, cache=cache, **options)
 
 
-def with_floats(collection, cache: rk.RowCache | None = None):
+def with_floats(collection):
     """A collection with fp32 tables that hold what the rows decode to."""
     tables = [t.__class__(**{**_fields(t), "format": "fp32"}) for t in collection.tables]
-    other = type(collection)(tables, optimizer=collection.optimizer, cache=cache)
+    other = type(collection)(tables, optimizer=collection.optimizer)
     with torch.no_grad():
         for t in tables:
             other.embedding_bags[t.name].weight.copy_(numbers(collection, t.name))

@@ -64,13 +64,13 @@ def noise(seed: int, size: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def flip(path: Path, place: int, mask: int = 0x40) -> None:
+def flip(path: Path, place: int) -> None:
     """One bit of a file."""
     with path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
         file.seek(place)
-        file.write(bytes([byte ^ mask]))
+        file.write(bytes([byte ^ 0x40]))
 
 
 def run_script(script: str, *arguments: object, launcher: tuple[str, ...] = (), timeout: float = 120) -> str:

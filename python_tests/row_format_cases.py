@@ -20,9 +20,9 @@ PLACE = {"seed": 0x123456789ABCDEF, "step": 9, "table": 3, "first_row": 2**33 + 
 WAYS = [(f, r, rule) for f in rk.ROW_FORMATS for r in ROUNDINGS for rule in (RULES if f in BLOCKS else [None])]
 
 
-def any_bits(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+def any_bits(*shape: int) -> Tensor:
     """Float32 numbers of any exponent, mantissa and sign, all of them finite."""
-    bits = torch.randint(-(2**31), 2**31, shape, generator=generator)
+    bits = torch.randint(-(2**31), 2**31, shape)
     x = bits.int().view(torch.float32)
     return torch.where(x.isfinite(), x, 1.0)
 

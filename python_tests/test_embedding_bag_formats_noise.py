@@ -96,8 +96,9 @@ def test_small_updates_are_lost_to_the_nearest(format: str) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
 
 
-def case_of_all_formats(rows: int = 20) -> EncodedCase:
+def case_of_all_formats() -> EncodedCase:
     """Tables in which every row that occurs does so once, so that no order of a sum matters."""
+    rows = 20
     case = make_case([(rows, 20)] * 8, list(range(8)), [1] * 8 * rows, seed=5)
     case.values.copy_(torch.cat([torch.randperm(rows) for _ in range(8)]))
     return every_format_once(case)

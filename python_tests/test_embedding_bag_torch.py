@@ -23,17 +23,13 @@ ROWS, DIM, BATCH = 40, 37, 24
 LONGEST = 16
 
 
-def _input(kind: str, dtype: torch.dtype = torch.int64) -> dict[str, Tensor | bool]:
+def _input(kind: str) -> dict[str, Tensor | bool]:
     """input, offsets and include_last_offset: bags of up to 16 ids, some empty; or 2-D without offsets."""
     if kind == "2-D":
-        return {"input": torch.randint(ROWS, (BATCH, 5)).to(dtype)}
+        return {"input": torch.randint(ROWS, (BATCH, 5))}
     values, offsets = jagged_batch([ROWS], BATCH, mean_length=LONGEST / 2, ids="zipf", seed=3)
     last = kind == "include_last_offset"
-    return {
-        "input": values.to(dtype),
-        "offsets": (offsets if last else offsets[:-1]).to(dtype),
-        "include_last_offset": last,
-    }
+    return {"input": values, "offsets": offsets if last else offsets[:-1], "include_last_offset": last}
 
 
 def _call(function, arguments: dict, weight: Tensor, factors: Tensor | None) -> Tensor:

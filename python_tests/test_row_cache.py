@@ -82,13 +82,13 @@ def test_every_backend(given: Given) -> None:
     check(given)
 
 
-def _steps(features: int, batch: int, count: int, flush: bool = True) -> list[Action]:
+def _steps(features: int, batch: int, count: int) -> list[Action]:
     """Insertions, each followed by an update and a lookup of the next batch; now and then rows are flushed."""
     actions = []
     for i in range(count):
         here, after = (Batch([[3] * batch] * features, seed=i + more) for more in (0, 1))
         actions += [Action("insert", here), Action("update", Update(i)), Action("lookup", after)]
-        actions += [Action("flush")] if flush and i % 3 == 1 else []
+        actions += [Action("flush")] if i % 3 == 1 else []
     return actions
 
 

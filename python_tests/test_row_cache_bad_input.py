@@ -330,9 +330,9 @@ def test_bad_slot(slot: int) -> None:
             check_refused(op, given, rf"cache_slots\[{place}\] = {slot}")
 
 
-def with_foreign_tags(ops: object = ops) -> dict[str, object]:
+def with_foreign_tags() -> dict[str, object]:
     """A row of width 8 in a slot of width 4, and the other way round; both are dirty."""
-    given = arguments(ops=ops)
+    given = arguments()
     given["cache_tags"][[1, 8]] = torch.tensor([17, 3])
     given["cache_dirty"][[1, 8]] = 1
     return given

@@ -36,11 +36,11 @@ USERS = {user: ("FM"[user % 2], 20 + user % 3, ("artist", "lawyer")[user % 2], f
 BASE = 1_000_000_000  # a Sunday, 01:46:40 in UTC
 
 
-def make_ratings(count: int = 300) -> list[tuple[int, int, int, int]]:
+def make_ratings() -> list[tuple[int, int, int, int]]:
     """(user, movie, stars, second) with many in the same second; user 9 and movie 40 are in no other file."""
     rng = random.Random(0)
     rows = {}
-    for _ in range(count):
+    for _ in range(300):
         user, movie = rng.randrange(1, 10), rng.choice([*MOVIES, 40])
         rows[user, movie, BASE + 5_000 * rng.randrange(40)] = rng.randrange(1, 6)
     rows = [(user, movie, stars, time) for (user, movie, time), stars in rows.items() if movie != 32]

@@ -69,13 +69,13 @@ def _both(tables: int, batch: int, rows: int, dim: int, bag: int) -> list[Worklo
     return [Workload(f"{name}-uniform", *sizes), Workload(f"{name}-zipf", *sizes, zipf=ZIPF)]
 
 
-def tables_that_fit(rows: int, dim: int, memory: int, most: int = 32) -> int:
-    """The largest power of two, from 1 to ``most``, of float32 tables [rows, dim] within their share of the memory.
+def tables_that_fit(rows: int, dim: int, memory: int) -> int:
+    """The largest power of two, from 1 to 32, of float32 tables [rows, dim] within their share of the memory.
 
     Args:
         memory: bytes of the device.
     """
-    tables = most
+    tables = 32
     while tables > 1 and tables * rows * dim * 4 > SHARE_OF_MEMORY * memory:
         tables //= 2
     return tables

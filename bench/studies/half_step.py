@@ -40,7 +40,7 @@ CONFIGURATIONS = (
 LOOK_EVERY = 20  # steps between looks at the sizes of the updates
 
 
-def drift(format: str, rounding: str, fraction: float, rows: int = 1000, columns: int = 16) -> dict:
+def drift(format: str, rounding: str, fraction: float, rows: int = 1000) -> dict:
     """Moves a table by ``WAY`` in updates of ``fraction`` half steps.
 
     The first and the last column of every row stay at LOW and HIGH and hold an int8 row's step in place.
@@ -55,7 +55,7 @@ def drift(format: str, rounding: str, fraction: float, rows: int = 1000, columns
 
     update = fraction * STEPS[format] / 2
     updates = round(WAY / update)
-    table = rk.EmbeddingBagConfig(rows, columns, name="t", feature_names=["t"], format=format, init=start)
+    table = rk.EmbeddingBagConfig(rows, 16, name="t", feature_names=["t"], format=format, init=start)
     collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=update), rounding=rounding)
     every_row = rk.KeyedJaggedTensor(["t"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.int64))
     for _ in range(updates):
