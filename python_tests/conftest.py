@@ -114,6 +114,14 @@ def batch(data: Synthetic) -> Batch:
     return next(data.batches("train", 500))
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the trainer that was stopped; to be copied, not changed."""
+    from dlrm_stops import stopped_run
+
+    return stopped_run(tmp_path_factory.mktemp("runs"))
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""

@@ -27,6 +27,7 @@ from distributed_distinct_cases import Distinct, own_batch
 from distributed_distinct_cases import one_process as distinct_alone
 from distributed_pool import pool
 from distributed_sequence_cases import Sequences
+from test_distributed import check
 from test_distributed_sequences import check as check_sequences
 from tiers import full
 
@@ -52,12 +53,6 @@ def case_of(kind: str, **options: object) -> Case:
     """A case whose outputs have the bits of one process."""
     given = {"plan": "row_wise", "row_wise": "exact", "sizes": (8, 5), "compression": KINDS[kind]}
     return Case(**{**given, **options})
-
-
-def check(case: Case, *, same_outputs: bool = True) -> None:
-    """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
-    found = pool(len(case.sizes)).run("distributed_cases", "run", case)
-    check_found(found, *one_process(case), same_outputs=same_outputs)
 
 
 @pytest.mark.parametrize("kind", ["hash", "digits", "add", "concat", "pooled_digits", *full("mult", "pooled", "tiny")])

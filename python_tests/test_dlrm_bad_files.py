@@ -27,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    return stopped_run(tmp_path_factory.mktemp("runs"))
-
-
 @pytest.fixture
 def run(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "run"))

@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 
 import pytest
-from dlrm_stops import stopped_run
 from dlrm_tiny import TinyData
 
 pytest.importorskip("matplotlib")
@@ -30,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
 # Files that a continued run writes; names that begin with a dot are those of new files.
 REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new"]
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    return stopped_run(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_pool import pool
+from row_cache_collections import differing
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -68,12 +69,6 @@ def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
     return copy.deepcopy(module.state_dict())
 
 
-def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of what is not the same, bit for bit."""
-    assert a.keys() == b.keys()
-    return [name for name in a if not same_bits(a[name], b[name])]
-
-
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.3),
     "warm-up": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 4)),
@@ -100,7 +95,7 @@ def test_schedulers(name: str, optimizer) -> None:
         expected.load_state_dict(model.state_dict())
         for either in (model, expected):
             train(either, first=step, steps=1)
-        assert not differences(model.state_dict(), expected.state_dict())
+        assert not differing(model.state_dict(), expected.state_dict())
         for either in (model.tables.fused_optimizer, torch_optimizer, schedule, reference):
             either.step()
     assert len(set(rates)) > 2
@@ -157,11 +152,11 @@ def test_casts_keep_every_bit(name: str) -> None:
         either.tables.fused_optimizer.param_groups[0]["lr"] = 0.1
     CASTS[name](model)
     assert model.top.weight.dtype != torch.float32
-    assert not differences(model.tables.state_dict(), expected.tables.state_dict())
+    assert not differing(model.tables.state_dict(), expected.tables.state_dict())
     assert same_bits(model.tables.lr, torch.tensor(0.1))
     for either in (model, expected):
         either.tables(batch()).values().sum().backward()
-    assert not differences(model.tables.state_dict(), expected.tables.state_dict())
+    assert not differing(model.tables.state_dict(), expected.tables.state_dict())
 
 
 def test_through_the_meta_device() -> None:
@@ -177,7 +172,7 @@ def test_through_the_meta_device() -> None:
     expected.tables.fused_optimizer.param_groups[0]["lr"] = 0.125
     for either in (model, expected):
         train(either)
-    assert not differences(model.state_dict(), expected.state_dict())
+    assert not differing(model.state_dict(), expected.state_dict())
 
 
 def test_partial_states() -> None:
@@ -189,7 +184,7 @@ def test_partial_states() -> None:
     result = model.tables.load_state_dict(state | {"nothing": torch.zeros(1)}, strict=False)
     assert set(result.missing_keys) == {"embedding_bags.a.weight", "embedding_bags.a.sum"}
     assert result.unexpected_keys == ["nothing"]
-    assert not differences(model.tables.state_dict(), before | state)
+    assert not differing(model.tables.state_dict(), before | state)
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
@@ -204,7 +199,7 @@ def test_wrong_shapes_change_nothing(name: str, assign: bool) -> None:
         inner = {f"tables.{k}": v for k, v in (state | {name: wrong}).items()}
         with pytest.raises(RuntimeError, match=rf"size mismatch for tables\.{re.escape(name)}"):
             model.load_state_dict(inner, strict=False, assign=assign)
-        assert not differences(model.tables.state_dict(), before)
+        assert not differing(model.tables.state_dict(), before)
     train(model)
 
 
@@ -217,7 +212,7 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     dcp.load(other.state_dict(), checkpoint_id=tmp_path / "saved", no_dist=True)
     for either in (model, other):
         train(either, first=5)
-    assert not differences(model.state_dict(), other.state_dict())
+    assert not differing(model.state_dict(), other.state_dict())
     assert other.tables.step.item() == 4
 
 
@@ -245,7 +240,7 @@ def test_distributed_checkpoint_with_optimizers(tmp_path: Path, optimizer) -> No
     assert other.tables.lr.item() == other.tables.fused_optimizer.param_groups[0]["lr"] == 0.125
     for either in (model, other):
         train(either, first=5)
-    assert not differences(model.state_dict(), other.state_dict())
+    assert not differing(model.state_dict(), other.state_dict())
 
 
 def test_gradients_and_freezing() -> None:
@@ -260,13 +255,13 @@ def test_gradients_and_freezing() -> None:
         frozen = model.tables(batch()).values()
     model.eval()
     model.top(frozen).square().sum().backward()
-    assert not differences(model.state_dict(), before)
+    assert not differing(model.state_dict(), before)
     assert model.top.weight.grad is not None
     for first, module in enumerate((model.tables, model)):
         module.requires_grad_()
         train(model, first=first, steps=1)
         assert all(p.grad is None for p in model.tables.parameters())
-    assert not differences(model.tables.state_dict(), expected.tables.state_dict())
+    assert not differing(model.tables.state_dict(), expected.tables.state_dict())
 
 
 def test_inference_mode() -> None:
@@ -278,10 +273,10 @@ def test_inference_mode() -> None:
         with pytest.raises(RuntimeError, match="does not require grad"):
             loss.backward()
         built = Model(ADAGRAD).tables
-    assert not differences(model.state_dict(), before)
+    assert not differing(model.state_dict(), before)
     for tables in (built, expected.tables):
         tables(batch()).values().square().sum().backward()
-    assert not differences(built.state_dict(), expected.tables.state_dict())
+    assert not differing(built.state_dict(), expected.tables.state_dict())
 
 
 @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=str)
@@ -296,7 +291,7 @@ def test_activation_checkpointing(optimizer) -> None:
         output.square().sum().backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         results.append(snapshot(model) | {f"grad {n}": g for n, g in grads.items()} | {"factors": factors.grad})
-    assert not differences(*results)
+    assert not differing(*results)
 
 
 @pytest.fixture
@@ -321,7 +316,7 @@ def test_ddp_refuses_fused_tables(compiled: bool) -> None:
             forward(batch())
     with torch.no_grad():
         forward(batch())
-    assert not differences(model.state_dict(), before)
+    assert not differing(model.state_dict(), before)
     train(model)
     assert model.tables.step.item() == 2
 
@@ -377,14 +372,14 @@ def test_seeds_decide_the_weights(two_processes) -> None:
     """Equal seeds give equal bits in any process; another seed changes every table."""
     starts = [start for start, _ in two_processes]
     for rank, start in enumerate(starts):
-        assert not differences(start, Model(seed=rank).state_dict())
-    assert set(differences(*starts)) == set(starts[0])
+        assert not differing(start, Model(seed=rank).state_dict())
+    assert set(differing(*starts)) == set(starts[0])
 
 
 def test_ddp_trains_tables_with_torch_gradients(two_processes) -> None:
     """Both ranks end with equal bits: those of both halves' averaged gradients, from rank 0's weights."""
     (_, first), (_, second) = two_processes
-    assert not differences(first, second)
+    assert not differing(first, second)
     model = Model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):

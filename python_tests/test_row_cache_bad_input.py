@@ -8,6 +8,7 @@ import pytest
 import torch
 from backends import cpu_backends, emulated, every_backend
 from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of, taken
+from test_embedding_bag_formats_bad_input import strided
 from torch import Tensor
 
 import rec_kernels as rk
@@ -60,11 +61,6 @@ def test_the_calls_to_be_spoilt_are_good(policy: str) -> None:
     for namespace in (ops, emulated()):
         for op in TAKE_CACHE:
             call(op, arguments(policy, namespace), namespace)
-
-
-def strided(t: Tensor) -> Tensor:
-    """A tensor with equal numbers that is not contiguous."""
-    return torch.stack([t, t], 1)[:, 0]
 
 
 # The good call has 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
