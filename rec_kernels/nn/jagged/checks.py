@@ -15,7 +15,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def has_data(t: Tensor) -> bool:
     """True if a tensor's numbers can be read without waiting for a GPU; a tracer's cannot."""
-    if t.device.type != "cpu" or type(t) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not t.is_cpu or type(t) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     # Tensors of torch.func's transforms have no data of their own.
     return not (torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t))
