@@ -26,6 +26,7 @@ _differentiable: dict[int, Differentiable] = {}
 REFUSED: set[str] = set()
 
 
+@functools.cache
 def overload_of(op: str) -> torch._ops.OpOverload:
     """The op called "scale_rows", or the overload of one called "embedding_bag.layout"."""
     name, _, overload = op.partition(".")
@@ -36,6 +37,12 @@ def overload_of(op: str) -> torch._ops.OpOverload:
 def signature_of(op: str) -> dict[str, object]:
     """Name -> default of the arguments of ``rec_kernels::<op>``, in schema order."""
     return {a.name: a.default_value for a in overload_of(op)._schema.arguments}
+
+
+@functools.cache
+def places_of(op: str) -> dict[str, int]:
+    """Name -> place of the arguments of ``rec_kernels::<op>`` in its schema."""
+    return {name: i for i, name in enumerate(signature_of(op))}
 
 
 def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
@@ -102,7 +109,7 @@ class Differentiable:
     def __init__(self, op: str, backward: Callable, setup_context: Callable | None) -> None:
         self._overload, self._defaults = overload_of(op), tuple(signature_of(op).values())
         self._count = len(self._defaults)
-        self._places = {name: i for i, name in enumerate(signature_of(op))}
+        self._places = places_of(op)
         types = [str(a.type) for a in self._overload._schema.arguments]
         tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Optional[Tensor]")]
         # The dispatcher drops trailing arguments that equal their defaults.
@@ -149,7 +156,7 @@ class Differentiable:
             needs[i] = True
         if self.list_place is not None:
             needs[self.list_place] = [t.requires_grad for t in inputs[self.list_place]]
-        ctx.needs_input_grad = needs
+        ctx.needs_input_grad, ctx.wanted = needs, wanted
         with torch._C._AutoDispatchBelowAutograd():
             output = self._overload(*inputs)
         if self._setup_context is not None:
@@ -157,12 +164,13 @@ class Differentiable:
         return output
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        found = self._backward(ctx, *grads)
         gradients: list[Tensor | None] = [None]
-        for grad, need in zip(self._backward(ctx, *grads), ctx.needs_input_grad, strict=False):
-            if need is True:
-                gradients.append(grad)
-            elif need and any(need):
-                gradients += grad
+        for i in ctx.wanted:
+            if i == self.list_place:
+                gradients += found[i]
+            else:
+                gradients.append(found[i])
         return tuple(gradients)
 
 
