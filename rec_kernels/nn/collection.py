@@ -6,7 +6,6 @@ import contextlib
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, SupportsIndex
 from weakref import WeakMethod
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ops = torch.ops.rec_kernels
-_requires_grad = attrgetter("requires_grad")
 
 
 class TableCollection(nn.Module):
@@ -422,7 +420,7 @@ class TableCollection(nn.Module):
 
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
         """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
-        trained = list(map(_requires_grad, self._update.dense.wanted))
+        trained = [wanted.requires_grad for wanted in self._update.dense.wanted]
         if trained != layout.trained:
             layout.set_trained(trained)
             self._update.dense.forget_nodes()
