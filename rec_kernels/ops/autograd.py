@@ -26,7 +26,6 @@ _differentiable: dict[int, Differentiable] = {}
 REFUSED: set[str] = set()
 
 
-@functools.cache
 def overload_of(op: str) -> torch._ops.OpOverload:
     """The op called "scale_rows", or the overload of one called "embedding_bag.layout"."""
     name, _, overload = op.partition(".")
@@ -122,11 +121,19 @@ class Differentiable:
         self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
-        """All arguments by place."""
-        inputs = [*args, *self._defaults[len(args) :]]
+        """The arguments by place, up to the last one that is given."""
+        inputs, count = self.completed(args), len(args)
         for name, given in kwargs.items():
-            inputs[self._places[name]] = given
+            place = self._places[name]
+            inputs[place] = given
+            if place >= count:
+                count = place + 1
+        del inputs[count:]
         return inputs
+
+    def completed(self, inputs: Sequence) -> list:
+        """All arguments by place: ``inputs``, and the defaults of those behind them."""
+        return [*inputs, *self._defaults[len(inputs) :]]
 
     def require_grad(self, inputs: Sequence) -> list[int]:
         """Places of the arguments that require gradients, and of the list if a tensor in it does."""
@@ -160,7 +167,7 @@ class Differentiable:
         with torch._C._AutoDispatchBelowAutograd():
             output = self._overload(*inputs)
         if self._setup_context is not None:
-            self._setup_context(ctx, inputs if len(inputs) == self._count else self.inputs(inputs, {}), output)
+            self._setup_context(ctx, inputs if len(inputs) == self._count else self.completed(inputs), output)
         return output
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:

@@ -295,7 +295,7 @@ def call_with_updates(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: A
 
 def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``call_with_updates`` where torch does not compile."""
-    inputs = _WithUpdates(_with_updates.inputs(args, kwargs))
+    inputs = _WithUpdates(_with_updates.completed(_with_updates.inputs(args, kwargs)))
     inputs.updates = updates
     refuse_tangents("embedding_bag_fused.layout", inputs)
     return _with_updates(inputs, _with_updates.require_grad(inputs))
