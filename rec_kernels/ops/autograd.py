@@ -121,14 +121,11 @@ class Differentiable:
         self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
-        """The arguments by place, up to the last one that is given."""
-        inputs, count = self.completed(args), len(args)
+        """The arguments by place, up to the last one by name."""
+        inputs, places = self.completed(args), self._places
         for name, given in kwargs.items():
-            place = self._places[name]
-            inputs[place] = given
-            if place >= count:
-                count = place + 1
-        del inputs[count:]
+            inputs[places[name]] = given
+        del inputs[max(map(places.__getitem__, kwargs)) + 1 :]
         return inputs
 
     def completed(self, inputs: Sequence) -> list:

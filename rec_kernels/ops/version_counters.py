@@ -41,7 +41,7 @@ def call_in_place(op: str, arguments: dict[str, Any]) -> None:
     """``torch.ops.rec_kernels.<op>`` as the package's own updates: counters move, and nothing is refused."""
     given = {**_SIGNATURES[op], **arguments}
     call_uncounted(op, *given.values())  # by place, which dozens of arguments by name are slower than
-    increment_version([t for name in _IN_PLACE[op].values() if (t := given[name]) is not None])
+    increment_version([t for t in map(given.get, _IN_PLACE[op].values()) if t is not None])
 
 
 def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,9 @@ def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[Sel
     if used <= {None}:
         return select_keys(features.rest() if used else features.bags(), keys), None
     bags = features.bags()
-    if len(used) == 1 and bags.keys() != keys:
+    if bags.keys() == keys:
+        given = select_keys(bags, keys)
+    elif len(used) == 1:
         unique = features.unique(groups[0])
         given = select_keys(unique, keys)._replace(strides=[unique.stride()] * len(keys))
     else:
