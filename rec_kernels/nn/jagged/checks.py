@@ -95,10 +95,10 @@ def check_offsets(offsets: Tensor, count: int) -> None:
     # The CPU checks here; elsewhere the kernels note features that begin in the wrong place.
     if not has_data(offsets):
         return
-    if offsets[0] != 0 or offsets[-1] != count:
+    ends = offsets.numpy()
+    if ends[0] != 0 or ends[-1] != count:
         raise ValueError(
-            f"offsets must start at 0 and end at {count}, the number of values, got {int(offsets[0])} and "
-            f"{int(offsets[-1])}"
+            f"offsets must start at 0 and end at {count}, the number of values, got {ends[0]} and {ends[-1]}"
         )
     check_bounds(offsets, count)
 
