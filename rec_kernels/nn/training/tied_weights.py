@@ -107,8 +107,8 @@ class DenseGradients:
         if not self.joins():
             return False
         shared = None if given["inverse"] is None else SharedBags(given["inverse"], given["groups"], [], [])
-        names = ("values", "offsets", "per_sample_weights", "status", "bag_starts")
-        self.add(Lookup(grad, *[given[name] for name in names], shared))
+        bags = given["values"], given["offsets"], given["per_sample_weights"]
+        self.add(Lookup(grad, *bags, given["status"], given["bag_starts"], shared))
         return True
 
     def joins(self) -> bool:
