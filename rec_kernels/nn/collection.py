@@ -381,9 +381,7 @@ class TableCollection(nn.Module):
 
     def _update_options(self) -> dict[str, object]:
         options = self._update.options(self._buffers)
-        if self._features.is_rounded:
-            options |= self._rounding()
-        return options
+        return options | self._rounding() if self._features.is_rounded else options
 
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
