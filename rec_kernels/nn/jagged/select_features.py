@@ -77,7 +77,7 @@ class SelectedKeys(NamedTuple):
         return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
 
     def own_starts(self) -> Tensor:
-        """[F + 1] int64: where the bags of each of the features starts, whose batch sizes are ``strides``.
+        """[F + 1] int64: where the bags of each feature start, by their batch sizes ``strides``.
 
         A GPU is not waited for, as a copy of a list would.
         """
