@@ -34,9 +34,10 @@ Reach reach(const Tensor& t, const char* name) {
   check_call(aoti_torch_get_storage_size(t.get(), &storage), "aoti_torch_get_storage_size");
   check_call(aoti_torch_get_storage_offset(t.get(), &offset), "aoti_torch_get_storage_offset");
   const auto item = static_cast<int64_t>(t.element_size());
-  check_value((offset + elements) * item <= storage, name, " of shape ", shape_of(t), " needs ",
-              (offset + elements) * item, " bytes of storage, which has ", storage,
-              ": its memory has been freed, or made smaller (untyped_storage().resize_)");
+  const int64_t needed = (offset + elements) * item;
+  if (needed > storage)  // the text of a shape takes longer than all of this
+    check_value(false, name, " of shape ", shape_of(t), " needs ", needed, " bytes of storage, which has ", storage,
+                ": its memory has been freed, or made smaller (untyped_storage().resize_)");
   const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
   return {begin, begin + static_cast<uintptr_t>(elements * item)};
 }

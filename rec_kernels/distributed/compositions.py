@@ -71,4 +71,4 @@ def _columns(shards: TableCollection, pooled: Tensor, counts: list[int] | None) 
 
 def is_composed(shards: TableCollection) -> bool:
     """True if what a rank looks up is to be combined or projected."""
-    return bool(shards._features.combines_later or shards._features.projected)
+    return shards._features.finishes_later

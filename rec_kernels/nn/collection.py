@@ -319,9 +319,10 @@ class TableCollection(nn.Module):
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
         layout: Any = self._modules["_layout"]
-        if not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
             refuse_replaced(self._tied)
-            self._reports.raise_arrived(layout.bad_position)  # before anything changes
+            self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
         weights, bags, is_cached = self._buffers["_weights"], (given.values, given.offsets), self.row_cache is not None
         options = layout.arguments(starts, shared) | self._features.output(self.output_dtype)
         options["per_sample_weights"] = given.weights
@@ -329,7 +330,7 @@ class TableCollection(nn.Module):
             table_call = self._call(given.values, given.offsets, starts)
             inserts = self.training and torch.is_grad_enabled()
             options |= self._store.lookup_arguments(table_call, inserts=inserts)
-        if tables := self._differentiated(given.weights):
+        if self._update is None and (tables := self._differentiated(given.weights)):
             output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
         elif self._update is None or not torch.is_grad_enabled():
             output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
@@ -337,7 +338,7 @@ class TableCollection(nn.Module):
             refuse_data_parallel(self)
             if self._update.pending is None:
                 self._follow_requires_grad(layout)
-                if torch.compiler.is_compiling():
+                if is_compiling:
                     self._update.dense.is_compiled = True
                 options |= self._update_options() | self._update.scaling()
                 if is_cached:
@@ -349,7 +350,7 @@ class TableCollection(nn.Module):
                 else:
                     output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
                 self._store.watch(output, self._update.dense.is_waiting)
-                if not torch.compiler.is_compiling():
+                if not is_compiling:
                     self._update.dense.opened(output)
             else:
                 output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
@@ -380,9 +381,7 @@ class TableCollection(nn.Module):
 
     def _update_options(self) -> dict[str, object]:
         options = self._update.options(self._buffers)
-        if self._features.is_rounded:
-            options |= self._rounding()
-        return options
+        return options | self._rounding() if self._features.is_rounded else options
 
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}

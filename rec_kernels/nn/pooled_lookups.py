@@ -12,7 +12,7 @@ from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
-from rec_kernels.nn.jagged.shared_bags import SharedBags, starts_on
+from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.served import ServedTables
 from rec_kernels.nn.tables.feature_map import FeatureLookup
 from rec_kernels.ops.grouped_projection import grouped_projection
@@ -65,24 +65,25 @@ def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedK
 
 def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
     """Bags with the starts of features, if these have batch sizes of their own that the lookup must know."""
-    strides, device = given.strides, given.offsets.device
-    if strides is None or (_hands_out_later(tables, device) and all(size == strides[0] for size in strides)):
+    strides = given.strides
+    if strides is None or (_hands_out_later(tables, given.offsets) and all(size == strides[0] for size in strides)):
         return given, None
-    return given, starts_on(strides, device)
+    return given, given.own_starts()
 
 
-def _hands_out_later(tables: TableCollection | ServedTables, device: torch.device) -> bool:
+def _hands_out_later(tables: TableCollection | ServedTables, offsets: Tensor) -> bool:
     """True if distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
 
     The Triton kernels know no shared bags, nor batch sizes that differ.
     """
-    compiled = device.type != "cuda" or _library.cuda_unavailable is None
-    return bool(tables._features.combines_later or tables._features.projected) or not compiled
+    return tables._features.finishes_later or (offsets.is_cuda and _library.cuda_unavailable is not None)
 
 
 def finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
     """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
     feature_map = tables._features
+    if not feature_map.finishes_later:
+        return pooled
     if feature_map.combines_later:
         blocks = zip(feature_map.features, pooled.split(feature_map.widths, dim=1), strict=True)
         pooled = torch.cat([feature.combined(block) for feature, block in blocks], dim=1)
@@ -110,9 +111,9 @@ def _finish_feature(tables: TableCollection | ServedTables, feature: FeatureLook
 
 def _of_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shared: SharedBags) -> Tensor:
     """[B, sum of D] of ``output_dtype``, of bags that samples share."""
+    if not _hands_out_later(tables, given.offsets) and shared.fits_ops():
+        return tables._lookup(given, given.own_starts(), shared)
     given, starts = _with_starts(tables, given)
-    if not _hands_out_later(tables, given.offsets.device) and shared.fits_ops():
-        return tables._lookup(given, starts, shared)
     pooled = tables._lookup(given, starts)
     if starts is not None:
         return _hand_out(tables, finish_each(tables, pooled, shared.sizes), shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,11 +38,21 @@ def by_feature(
         rows: [N, largest D]. offsets: of the batch's bags. bags, bounds: [F + 1], where bags and ids of features begin.
     """
     blocks = rows.split([stop - start for start, stop in itertools.pairwise(bounds)]) if bags[1:] else ()
-    output = {}
-    for f, (key, dim, block) in enumerate(zip(feature_map.output_keys, feature_map.output_dims, blocks, strict=True)):
-        own = offsets[bags[f] : bags[f + 1] + 1]
-        output[key] = JaggedTensor._of(block[:, :dim], own - own[:1])
+    columns, output = rows.shape[1], {}
+    each = zip(feature_map.output_keys, feature_map.output_dims, blocks, _own_offsets(offsets, bags), strict=True)
+    for key, dim, block, own in each:
+        output[key] = JaggedTensor._of(block if dim == columns else block[:, :dim], own)
     return output
+
+
+def _own_offsets(offsets: Tensor, bags: list[int]) -> Sequence[Tensor]:
+    """[bags of the feature + 1] of each feature: its offsets, the first of them 0."""
+    sizes = {stop - start for start, stop in itertools.pairwise(bags)}
+    if len(sizes) == 1 and bags[1] and not torch.compiler.is_compiling():  # which would be compiled anew for each size
+        own = offsets.unfold(0, bags[1] + 1, bags[1])
+        return (own - own[:, :1]).unbind()
+    views = [offsets[start : stop + 1] for start, stop in itertools.pairwise(bags)]
+    return [own - own[:1] for own in views]
 
 
 def look_up_rows(tables: TableCollection | ServedTables, features) -> Tensor:

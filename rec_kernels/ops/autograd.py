@@ -38,6 +38,12 @@ def signature_of(op: str) -> dict[str, object]:
     return {a.name: a.default_value for a in overload_of(op)._schema.arguments}
 
 
+@functools.cache
+def places_of(op: str) -> dict[str, int]:
+    """Name -> place of the arguments of ``rec_kernels::<op>`` in its schema."""
+    return {name: i for i, name in enumerate(signature_of(op))}
+
+
 def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
     """The arguments of a call by their names in the schema, as far as they were given."""
     arguments = dict(zip(signature_of(op), inputs, strict=False))
@@ -102,7 +108,7 @@ class Differentiable:
     def __init__(self, op: str, backward: Callable, setup_context: Callable | None) -> None:
         self._overload, self._defaults = overload_of(op), tuple(signature_of(op).values())
         self._count = len(self._defaults)
-        self._places = {name: i for i, name in enumerate(signature_of(op))}
+        self._places = places_of(op)
         types = [str(a.type) for a in self._overload._schema.arguments]
         tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Optional[Tensor]")]
         # The dispatcher drops trailing arguments that equal their defaults.
@@ -115,11 +121,16 @@ class Differentiable:
         self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
-        """All arguments by place."""
-        inputs = [*args, *self._defaults[len(args) :]]
+        """The arguments by place, up to the last one by name."""
+        inputs, places = self.completed(args), self._places
         for name, given in kwargs.items():
-            inputs[self._places[name]] = given
+            inputs[places[name]] = given
+        del inputs[max(map(places.__getitem__, kwargs)) + 1 :]
         return inputs
+
+    def completed(self, inputs: Sequence) -> list:
+        """All arguments by place: ``inputs``, and the defaults of those behind them."""
+        return [*inputs, *self._defaults[len(inputs) :]]
 
     def require_grad(self, inputs: Sequence) -> list[int]:
         """Places of the arguments that require gradients, and of the list if a tensor in it does."""
@@ -149,20 +160,21 @@ class Differentiable:
             needs[i] = True
         if self.list_place is not None:
             needs[self.list_place] = [t.requires_grad for t in inputs[self.list_place]]
-        ctx.needs_input_grad = needs
+        ctx.needs_input_grad, ctx.wanted = needs, wanted
         with torch._C._AutoDispatchBelowAutograd():
             output = self._overload(*inputs)
         if self._setup_context is not None:
-            self._setup_context(ctx, inputs if len(inputs) == self._count else self.inputs(inputs, {}), output)
+            self._setup_context(ctx, inputs if len(inputs) == self._count else self.completed(inputs), output)
         return output
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        found = self._backward(ctx, *grads)
         gradients: list[Tensor | None] = [None]
-        for grad, need in zip(self._backward(ctx, *grads), ctx.needs_input_grad, strict=False):
-            if need is True:
-                gradients.append(grad)
-            elif need and any(need):
-                gradients += grad
+        for i in ctx.wanted:
+            if i == self.list_place:
+                gradients += found[i]
+            else:
+                gradients.append(found[i])
         return tuple(gradients)
 
 

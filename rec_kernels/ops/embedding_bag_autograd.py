@@ -13,9 +13,9 @@ from rec_kernels.ops.autograd import (
     Differentiable,
     arguments_of,
     differentiable_once,
+    places_of,
     refuse_tangents,
     register_autograd,
-    signature_of,
 )
 from rec_kernels.ops.embedding_bag import NARROW, table_starts
 from rec_kernels.ops.table_layout import Column, Flag, Size
@@ -28,12 +28,6 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 # frozen features may change before the backward, and a layout made in inference mode cannot be saved.
 _BAGS = ("layout", "layout_sizes", "groups", "bounds_check")
 
-# Further arguments of the forward that the fused update needs; much of it may have changed before it runs.
-_UPDATE = (
-    *("weights", "sum", "step", "lr", "optimizer", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode"),
-    *("clip_grad_value", "clip_grad_norm", "exp_avg", "exp_avg_sq", "beta_powers", "rounding", "seed", "status"),
-    *("grad_scale", "cache_rows", "cache_slots", "cache_tags", "cache_marks", "cache_dirty"),
-)
 # Tensors that are saved for the backward.
 _SAVED = ("values", "offsets", "per_sample_weights", "inverse", "bag_starts")
 
@@ -52,7 +46,7 @@ def _keep(ctx, op: str, a: dict) -> None:
     needs_rows = bool(a["layout_sizes"][Size.flags] & Flag.multiplies) or trains_factors
     wants_rows = needs_rows and op != "embedding_bag_fused.layout"
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
-    ctx.names = signature_of(op)
+    ctx.places = places_of(op)
     ctx.save_for_backward(*map(a.pop, _SAVED), *rows)
     # Without reads of rows, later changes to the weights are harmless; a saved tensor would be checked for its version.
     if wants_rows:
@@ -64,40 +58,48 @@ def _keep(ctx, op: str, a: dict) -> None:
 
 
 def _saved(ctx) -> tuple[Tensor, dict]:
-    """The weights of the forward, and its bags by the names of the ops' arguments.
+    """The weights of the forward, and its arguments by name, as far as they were kept.
 
     Activation checkpointing allows one look at ``ctx.saved_tensors``.
     """
     saved, kept = ctx.saved_tensors, ctx.kept
     weights = saved[len(_SAVED)] if len(saved) > len(_SAVED) else kept["weights"]
-    return weights, {**dict(zip(_SAVED, saved, strict=False)), **{name: kept[name] for name in _BAGS}}
+    return weights, kept | dict(zip(_SAVED, saved, strict=False))
 
 
-def _grads(ctx, **by_name) -> tuple:
+def _grads(ctx, **by_name) -> list:
     """Gradients in schema order, None for the arguments that have none."""
-    return tuple(map(by_name.get, ctx.names))
+    grads: list[Any] = [None] * len(ctx.places)
+    for name, grad in by_name.items():
+        grads[ctx.places[name]] = grad
+    return grads
 
 
 def _wanted(ctx, name: str) -> Any:
-    return ctx.needs_input_grad[list(ctx.names).index(name)]
+    return ctx.needs_input_grad[ctx.places[name]]
 
 
-def _factors_gradient(ctx, grad: Tensor, weights: Tensor, bags: dict) -> Tensor | None:
-    if bags["per_sample_weights"] is None or not _wanted(ctx, "per_sample_weights"):
+def _bags(given: dict, *without: str) -> dict[str, Any]:
+    """The arguments of a lookup that say which bags it has."""
+    return {name: given[name] for name in (*_SAVED, *_BAGS) if name not in without}
+
+
+def _factors_gradient(ctx, grad: Tensor, weights: Tensor, given: dict) -> Tensor | None:
+    if given["per_sample_weights"] is None or not _wanted(ctx, "per_sample_weights"):
         return None
-    given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "bounds_check")}
-    if ctx.kept.get("cache_rows") is not None:
-        given |= _rows_in_cache(ctx.kept, bags)
-    return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, **given)
+    bags = _bags(given, "per_sample_weights", "bounds_check")
+    if given.get("cache_rows") is not None:
+        bags |= _rows_in_cache(given)
+    return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, **bags)
 
 
-def _rows_in_cache(kept: dict, bags: dict) -> dict[str, Tensor]:
+def _rows_in_cache(given: dict) -> dict[str, Tensor]:
     """Finds the slots of a lookup's cached rows again if the cache may have changed since the forward."""
-    slots = kept["cache_slots"]
-    if kept["cache_tags"] is not None:
-        given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "inverse", "groups")}
-        slots = _ops.row_cache_lookup.layout(kept["cache_tags"], kept["cache_marks"], **given)
-    return {"cache_rows": kept["cache_rows"], "cache_slots": slots}
+    slots = given["cache_slots"]
+    if given["cache_tags"] is not None:
+        bags = _bags(given, "per_sample_weights", "inverse", "groups")
+        slots = _ops.row_cache_lookup.layout(given["cache_tags"], given["cache_marks"], **bags)
+    return {"cache_rows": given["cache_rows"], "cache_slots": slots}
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -105,14 +107,14 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _):
-    weights, bags = _saved(ctx)
+    weights, given = _saved(ctx)
     grad = grad.float()  # exact, from an output of half precision
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.kept["sparse"]:
         raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
     if ctx.needs_input_grad[0]:
-        grad_weights = _ops.embedding_bag_backward_dense.layout(grad, weights, **bags)
-    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, bags))
+        grad_weights = _ops.embedding_bag_backward_dense.layout(grad, weights, **_bags(given))
+    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, given))
 
 
 # Arguments that the backward ops of one table need beside the tensors.
@@ -127,7 +129,7 @@ def _setup_table(ctx, inputs, output) -> None:
     ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if reads_rows else ()))
     ctx.bags, ctx.bounds_check = [a[name] for name in _TABLE_BAGS], a["bounds_check"]
     ctx.rows = {"format": a["format"], "embedding_dim": a["embedding_dim"]}
-    ctx.sparse, ctx.shape, ctx.names = a["sparse"], a["weights"].shape, list(a)
+    ctx.sparse, ctx.shape = a["sparse"], a["weights"].shape
 
 
 def _backward_table(ctx, grad: Tensor, _):
@@ -143,7 +145,7 @@ def _backward_table(ctx, grad: Tensor, _):
     if factors is not None and ctx.needs_input_grad[3]:
         given = (grad, *weights, values, offsets, *ctx.bags)
         grad_factors = _ops.embedding_bag_backward_per_sample_weights.table(*given, **ctx.rows)
-    return (grad_weights, None, None, grad_factors) + (None,) * (len(ctx.names) - 4)
+    return grad_weights, None, None, grad_factors
 
 
 def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
@@ -159,16 +161,17 @@ def _setup_tables(ctx, inputs, output) -> None:
 
 
 def _backward_tables(ctx, grad: Tensor, _):
-    weights, bags = _saved(ctx)
+    weights, given = _saved(ctx)
     grad = grad.float()  # exact, from an output of half precision
     shapes, wanted = ctx.table_shapes, _wanted(ctx, "tables")
     grads: list[Any] = [None] * len(shapes)
     if any(wanted):
+        bags = _bags(given)
         shown = bags if all(wanted) else bags | {"layout": _frozen_with(bags, shapes, wanted)}
         grads = _gradients_of_tables(ctx, grad, weights, shown, shapes)
         # A view would keep the memory of gradients that nobody wants.
         grads = grads if all(wanted) else [t.clone() if want else None for t, want in zip(grads, wanted, strict=True)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, bags))
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, given))
 
 
 def _gradients_of_tables(ctx, grad: Tensor, weights: Tensor, bags: dict, shapes) -> list[Tensor]:
@@ -214,7 +217,9 @@ def _setup_fused(ctx, inputs, output) -> None:
     a = arguments_of("embedding_bag_fused.layout", inputs)
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
-    a["status"] = output[1]
+    # The update takes all of the forward's arguments but two.
+    a["status"], ctx.token = output[1], a.pop("token")
+    del a["output_dtype"]
     _keep(ctx, "embedding_bag_fused.layout", a)
     # A cache that inserts or evicts rows writes to `weights` without changing a row's value; only updates change
     # `step`.
@@ -225,22 +230,21 @@ def _setup_fused(ctx, inputs, output) -> None:
 def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | None = None):
     if ctx.version is not None:
         _check_version(ctx.watched, ctx.version)
-    weights, bags = _saved(ctx)
-    grad, kept = grad.float(), ctx.kept
+    weights, given = _saved(ctx)
+    grad = grad.float()
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, grad, weights, bags)
-    token = kept["token"]
+    grad_factors = _factors_gradient(ctx, grad, weights, given)
+    token = ctx.token
     # The token's owner may make the update: an attribute of the tensor, as autograd hands on tensors only.
     take_over = getattr(token, "take_over", None)
     # A gradient of nothing would cost a tenth of a small step. Without the owner, in compiled code, its hook needs one.
     grad_token = grad.new_zeros(token.shape) if take_over is None or token.numel() else None
-    if take_over is not None and take_over(grad, bags, kept["status"]):
+    if take_over is not None and take_over(grad, given):
         return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
-    update = {name: kept[name] for name in _UPDATE}
-    if kept["grad_scale"] is not None:
-        update["found_inf"] = overflow_of(grad)
-        grad_token = grad_token + update["found_inf"]
-    given = {**bags, **update, "grad": grad}
+    given["grad"] = grad
+    if given["grad_scale"] is not None:
+        given["found_inf"] = overflow_of(grad)
+        grad_token = grad_token + given["found_inf"]
     if updates is None:
         call_in_place(_UPDATE_OP, given)
     else:
@@ -291,7 +295,7 @@ def call_with_updates(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: A
 
 def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``call_with_updates`` where torch does not compile."""
-    inputs = _WithUpdates(_with_updates.inputs(args, kwargs))
+    inputs = _WithUpdates(_with_updates.completed(_with_updates.inputs(args, kwargs)))
     inputs.updates = updates
     refuse_tangents("embedding_bag_fused.layout", inputs)
     return _with_updates(inputs, _with_updates.require_grad(inputs))
@@ -341,7 +345,7 @@ def _register_autocast(op: str) -> None:
 
     torch's own registration would widen every argument, also state that is kept in bfloat16, and update the copy.
     """
-    place = list(signature_of(op)).index("per_sample_weights")
+    place = places_of(op)["per_sample_weights"]
 
     def prepare(inputs: tuple, _device: str) -> tuple:
         factors = inputs[place] if len(inputs) > place else None

@@ -34,25 +34,26 @@ def _in_place_ops() -> dict[str, dict[int, str]]:
 #: Op -> place -> name of the arguments that it changes.
 _IN_PLACE = _in_place_ops()
 _SIGNATURES = {op: signature_of(op) for op in _IN_PLACE}
+_OVERLOADS = {op: overload_of(op) for op in _IN_PLACE}
 
 
 def call_in_place(op: str, arguments: dict[str, Any]) -> None:
     """``torch.ops.rec_kernels.<op>`` as the package's own updates: counters move, and nothing is refused."""
     given = {**_SIGNATURES[op], **arguments}
     call_uncounted(op, *given.values())  # by place, which dozens of arguments by name are slower than
-    increment_version([t for name in _IN_PLACE[op].values() if (t := given[name]) is not None])
+    increment_version([t for t in map(given.get, _IN_PLACE[op].values()) if t is not None])
 
 
 def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:
     """Calls an in-place op without moving version counters: a row cache moves rows without changing their values."""
     if torch.compiler.is_compiling():  # torch's compilers cannot trace the guard, and leave counters to the op
-        return overload_of(op)(*args, **kwargs)
+        return _OVERLOADS[op](*args, **kwargs)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return overload_of(op)(*args, **kwargs)
+        return _OVERLOADS[op](*args, **kwargs)
 
 
 def _register(op: str) -> None:
-    overload, changed = overload_of(op), _IN_PLACE[op]
+    overload, changed = _OVERLOADS[op], _IN_PLACE[op]
 
     def kernel(keyset: torch.DispatchKeySet, *inputs: object) -> object:
         # The dispatcher has dropped trailing arguments that equal their defaults.

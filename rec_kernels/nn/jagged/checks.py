@@ -16,7 +16,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def has_data(t: Tensor) -> bool:
     """True if a tensor's numbers can be read without waiting for a GPU; a tracer's cannot."""
-    if t.device.type != "cpu" or type(t) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not t.is_cpu or type(t) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     # Tensors of torch.func's transforms have no data of their own.
     return not (torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t))
@@ -96,10 +96,10 @@ def check_offsets(offsets: Tensor, count: int) -> None:
     # The CPU checks here; elsewhere the kernels note features that begin in the wrong place.
     if not has_data(offsets):
         return
-    if offsets[0] != 0 or offsets[-1] != count:
+    ends = offsets.numpy()
+    if ends[0] != 0 or ends[-1] != count:
         raise ValueError(
-            f"offsets must start at 0 and end at {count}, the number of values, got {int(offsets[0])} and "
-            f"{int(offsets[-1])}"
+            f"offsets must start at 0 and end at {count}, the number of values, got {ends[0]} and {ends[-1]}"
         )
     check_bounds(offsets, count)
 

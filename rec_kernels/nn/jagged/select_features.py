@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,23 @@ class SelectedKeys(NamedTuple):
         """[F + 1]: where the bags of each of ``features`` features start."""
         batch = (self.offsets.shape[0] - 1) // max(features, 1)
         return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
+
+    def own_starts(self) -> Tensor:
+        """[F + 1] int64: where the bags of each feature start, by their batch sizes ``strides``.
+
+        A GPU is not waited for, as a copy of a list would.
+        """
+        sizes: Any = self.strides
+        if has_data(self.offsets):
+            starts = array("q", [0, *itertools.accumulate(sizes)])
+            return torch.frombuffer(starts, dtype=torch.int64)  # in a third of the time of torch.tensor
+        device = self.offsets.device
+        if device.type == "cpu":
+            return torch.tensor([0, *itertools.accumulate(sizes)], device=device)
+        runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+        of_features = [torch.full((count,), size, dtype=torch.int64, device=device) for size, count in runs]
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        return torch.cat([zero, *of_features]).cumsum(0)
 
 
 def ids_of(given: SelectedKeys, features: int) -> list[int]:

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-def starts_on(sizes: list[int], device: torch.device) -> Tensor:
-    """[F + 1] int64: where the bags of each feature start. A GPU is not waited for, as a copy of a list would."""
-    if device.type == "cpu":
-        return torch.tensor([0, *itertools.accumulate(sizes)], device=device)
-    runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
-    of_features = [torch.full((count,), size, dtype=torch.int64, device=device) for size, count in runs]
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return torch.cat([zero, *of_features]).cumsum(0)
 
 
 class SharedBags(NamedTuple):
@@ -42,11 +31,12 @@ class SharedBags(NamedTuple):
     @classmethod
     def of_named(cls, inverse: Tensor, names: list[int | None], sizes: list[int], keys: list[str]) -> SharedBags:
         """Makes it from groups that features name as rows of ``inverse``, in any order and not all; None: no group."""
-        rows = list(dict.fromkeys(name for name in names if name is not None))
-        number = {row: group for group, row in enumerate(rows)} | {None: -1}
+        number: dict[int, int] = {}
+        groups = [-1 if name is None else number.setdefault(name, len(number)) for name in names]
+        rows = list(number)
         if rows != list(range(inverse.shape[0])):
             inverse = torch.stack([inverse[row] for row in rows])
-        return cls(inverse, [number[name] for name in names], sizes, keys)
+        return cls(inverse, groups, sizes, keys)
 
     def group_sizes(self) -> list[int]:
         """[G]: bags of the features of each group."""
@@ -67,7 +57,7 @@ class SharedBags(NamedTuple):
 
     def fits_ops(self) -> bool:
         """True if no group has more bags than the batch has samples, as the ops require."""
-        return all(size <= self.inverse.shape[1] for size in self.group_sizes())
+        return max(self.sizes) <= self.inverse.shape[1]  # features in no group have as many
 
     def first_bad(self) -> tuple[int, int] | None:
         """Group and sample of the first number that is out of range. On a GPU the host waits."""

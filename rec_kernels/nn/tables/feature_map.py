@@ -76,7 +76,8 @@ class FeatureMap:
         features: F lookups, in the order of ``feature_names``. The outputs are called ``output_keys`` and have
             ``output_dims`` columns; those of the ops have ``widths``, and ``combined_dims`` when parts are combined.
         projected: the tables of features whose columns are multiplied by a matrix, in the order of features.
-        combines_later: whether pooled parts of a feature are combined after the ops.
+        combines_later: whether pooled parts of a feature are combined after the ops; finishes_later: whether they are,
+            or columns are multiplied.
 
     Raises:
         ValueError: two tables, or two outputs, have one name.
@@ -109,6 +110,7 @@ class FeatureMap:
         self.combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
         self.combines_later = any(f.is_combined_later for f in self.features)
         self.projected = [f.table for f in self.features if f.table.projection]
+        self.finishes_later = self.combines_later or bool(self.projected)
 
     def _states(self, rows: list[int] | None) -> list[StatePlaces]:
         optimizers = self.optimizers
@@ -189,8 +191,7 @@ class FeatureMap:
 
     def output(self, dtype: torch.dtype) -> dict[str, object]:
         """The ops' argument for outputs of ``dtype``; none where they are combined or projected, and then rounded."""
-        whole = dtype == torch.float32 or self.combines_later or self.projected
-        return {} if whole else {"output_dtype": dtype}
+        return {} if dtype == torch.float32 or self.finishes_later else {"output_dtype": dtype}
 
     def _partitions(self, parts: Sequence[StoredTable], has: Sequence[bool], by_row: Sequence[int]) -> IdPartitions:
         """Partitions by which ids find rows: of features whose tables have any, ``has``, and of tables by row."""

@@ -90,11 +90,11 @@ class DenseGradients:
         if output.grad_fn is not None:
             self._open.add(weakref.ref(output.grad_fn, self._open.discard))
 
-    def take_over(self, grad: Tensor, bags: dict[str, Any], status: Tensor) -> bool:
+    def take_over(self, grad: Tensor, given: dict[str, Any]) -> bool:
         """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
 
         Args:
-            grad: of the lookup's output, float32. bags: its arguments by the ops' names. status: what it reported.
+            grad: of the lookup's output, float32. given: its arguments by the ops' names, and its ``status``.
 
         Raises:
             RuntimeError: an ``accumulate()`` block is open, and the lookup was made before it.
@@ -106,9 +106,9 @@ class DenseGradients:
             )
         if not self.joins():
             return False
-        shared = None if bags["inverse"] is None else SharedBags(bags["inverse"], bags["groups"], [], [])
-        tensors = (bags["values"], bags["offsets"], bags["per_sample_weights"], status, bags["bag_starts"])
-        self.add(Lookup(grad, *tensors, shared))
+        shared = None if given["inverse"] is None else SharedBags(given["inverse"], given["groups"], [], [])
+        bags = given["values"], given["offsets"], given["per_sample_weights"]
+        self.add(Lookup(grad, *bags, given["status"], given["bag_starts"], shared))
         return True
 
     def joins(self) -> bool:
