@@ -33,6 +33,21 @@ def _refused(make: Callable[[], object], message: str, error: type[Exception] = 
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_rise(dtype: torch.dtype) -> None:
+    """The op tells good offsets from bad ones, also of a view; a tracer's pass."""
+    offsets_rise = torch.ops.rec_kernels._offsets_rise
+    good, lowest = torch.tensor([0, 2, 2, 5], dtype=dtype), torch.iinfo(dtype).min
+    assert offsets_rise(good, 5)
+    assert not offsets_rise(good, 4)
+    assert offsets_rise(torch.tensor([0, 9, 2, 9], dtype=dtype)[::2], 2)
+    for bad in ([-1, 2], [0, 2, 1], [0, lowest, 2], [3]):
+        assert not offsets_rise(torch.tensor(bad, dtype=dtype), 2)
+    with FakeTensorMode():
+        assert offsets_rise(torch.tensor([2, 0], dtype=dtype), 2)
+    _refused(lambda: offsets_rise(good[:0], 5), "offsets must have one element more than there are bags, got none")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -148,6 +148,12 @@ struct Bags {
     if (stored == end || !rise) return rise;
     return kByOne ? num_ids - offset(stored) == 1 : num_ids >= offset(stored);
   }
+  // True if each of bags [begin, end) has one id, which is among the ids.
+  RK_HOST_DEVICE bool have_one_id(int64_t begin, int64_t end) const {
+    const int64_t first = offset(begin), last = offset(end);
+    const bool inside = 0 <= first && first <= last && last <= num_ids;
+    return inside && last - first == end - begin && offsets_rise<true>(begin, end);
+  }
   // Checks the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
   RK_HOST_DEVICE int64_t bad_offset(int64_t begin, int64_t end) const {
     int64_t previous = offset(begin);

@@ -39,11 +39,12 @@ void pool_rounded(const PoolArgs& a, const Part* f, int64_t parts, PooledBags k,
 }
 
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
-  if (!offsets_good(a.bags, begin, end, bounds)) return;
   const int64_t element = a.output_bytes(), stride = a.output_dim * element;
   PoolArgs uncached = a;  // of features of several parts, whose slots nobody has checked
   uncached.cache.slots = nullptr;
   by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
+    const bool one_id = a.bags.have_one_id(from, to);
+    if (!one_id && !offsets_good(a.bags, from, to, bounds)) return;
     const PoolArgs& its = count == 1 ? a : uncached;
     auto* rows = a.bags.row_of(from, parts->number, a.output, stride);
     const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
@@ -51,7 +52,7 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
     for (int64_t p = 0; p < count; p += combined) {
       auto* out = rows + parts[p].output_offset * element;
       const Sums sums{reinterpret_cast<float*>(out), a.output_dim};
-      const PooledBags k{&a.bags, from, to, parts->mean, sums, p == 0 ? bounds : &repeated};
+      const PooledBags k{&a.bags, from, to, parts->mean, one_id, sums, p == 0 ? bounds : &repeated};
       if (element == 4) pool_feature(its, parts + p, combined, k);
       else pool_rounded(its, parts + p, combined, k, out, stride);
     }

@@ -21,13 +21,14 @@ struct PooledBags {
   const Bags* bags;
   int64_t begin, end;  // of all F * B
   bool mean;
+  bool one_id;  // each has one
   Sums sums;
   Bounds* bounds;
 
   int64_t first_id() const { return bags->offset(begin); }
   int64_t num_ids() const { return bags->offset(end) - first_id(); }
   PooledBags some(int64_t from, int64_t to) const {
-    return {bags, from, to, mean, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds};
+    return {bags, from, to, mean, one_id, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds};
   }
 };
 
@@ -61,7 +62,7 @@ enum class BagKind {
 
 inline BagKind kind_of(const PooledBags& k) {
   if (k.bags->per_sample_weights) return BagKind::kWeighted;
-  return k.bags->offsets_rise<true>(k.begin, k.end) ? BagKind::kOneId : BagKind::kPlain;
+  return k.one_id ? BagKind::kOneId : BagKind::kPlain;
 }
 
 // Pools a block of columns. A source (embedding_bag/cpu/sources.h) knows whether id i counts, its row, and the columns
@@ -79,6 +80,7 @@ __attribute__((noinline)) void pool_block(const PooledBags k, const Source sourc
   Bounds* bounds = source.column() == 0 ? k.bounds : &repeated;
   float* out = k.sums.first + source.column();
   int64_t i = bags.offset(k.begin);
+  for (int64_t first = i; first < last && first < i + ahead; ++first) source.prefetch(first);
   for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.sums.stride) {
     const int64_t stop = kKind == BagKind::kOneId ? i + 1 : bags.offset(bag + 1);
     int64_t counted = stop - i;
