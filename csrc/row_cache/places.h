@@ -24,7 +24,7 @@ struct CachePlace {
   }
   // Set of a linear row.
   RK_HOST_DEVICE int64_t set(int64_t row) const { return set(row, fmix64(static_cast<uint64_t>(row))); }
-  // The same, of a row whose hash, fmix64(), is known.
+  // `hash` is fmix64() of the row.
   RK_HOST_DEVICE int64_t set(int64_t row, uint64_t hash) const {
     const auto n = static_cast<uint64_t>(sets);
     return first + static_cast<int64_t>(in_turn ? static_cast<uint64_t>(row) % n : high_product(hash, n));
