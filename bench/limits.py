@@ -10,10 +10,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bench.shapes import Shape, Workload
+
+SOURCES = ("gather_limit.cpp", "step_limit.cpp", "block_limit.cpp")
 
 
 @functools.cache
@@ -26,7 +29,7 @@ class Limits:
     """Bare loops over the same memory: `gather` for lookups, `update` for distinct rows, `step` for a training step."""
 
     def __init__(self) -> None:
-        sources = [str(Path(__file__).with_name(name)) for name in ("gather_limit.cpp", "step_limit.cpp")]
+        sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "limits.so"
             flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
@@ -71,6 +74,14 @@ class Limits:
         """Reads and writes a byte of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         self._library.rewrite_rows(*pointers, ctypes.c_int64(rows.numel()), ctypes.c_int64(weights.shape[1]))
+
+    def move_blocks(self, files: tuple[int, int], memory: np.ndarray, *numbers: np.ndarray | int) -> None:
+        """Reads and writes blocks of files as bench/block_limit.cpp says: reads, writes and frames int64; first."""
+        *places, first = numbers
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (memory, *places)]
+        sizes = map(ctypes.c_int64, (len(places[0]), len(places[1]), first))
+        if not self._library.move_blocks(*files, *pointers, *sizes):
+            raise OSError("a block could not be read or written")
 
     def multiply_add(self, count: int) -> None:
         """``count`` multiplications, each with an addition, of numbers in registers."""

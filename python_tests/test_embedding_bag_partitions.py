@@ -132,6 +132,16 @@ def test_gradients_are_of_rows_before_the_update() -> None:
         assert same_bits(weights, case.expected_update("sgd")[0]), backend.name
 
 
+@pytest.mark.parametrize("pairs", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(0, 3), (1, 2)]], ids=str)
+def test_many_gradients(pairs: list[tuple[int, int]]) -> None:
+    """Tables so wide that they take turns, but for those that are multiplied with each other, wherever these lie."""
+    tables = [(7, 600), (5, 600), (9, 600), (4, 600)]
+    features = [Parts(list(p), [(1, tables[p[0]][0]), (1, tables[p[1]][0])], 20, "mult") for p in pairs]
+    case = make_case(tables, features, [90, 200, 60, 190], seed=1)
+    check_gradients(case, cpu_backends)
+    check_update(EncodedCase(case, ["fp32"] * 4), "sgd", "nearest", cpu_backends)
+
+
 @pytest.mark.parametrize("combine", ["mult", "add"])
 @pytest.mark.parametrize("dim", [3, 16, 128, 144])
 def test_one_id_each(combine: str, dim: int) -> None:

@@ -12,6 +12,23 @@ using Flag = BlockTable::Flag;
 // Large enough that handing a chunk to a thread costs nothing beside it, small enough to stay in a core's cache.
 constexpr int64_t kChunkBytes = 256 << 10;
 
+// Ranges of memory, of which neighbours are one.
+class Ranges {
+ public:
+  explicit Ranges(size_t most) { ranges_.reserve(most); }
+
+  void add(uint8_t* begin, int64_t bytes) {
+    const auto size = static_cast<size_t>(bytes);
+    if (!ranges_.empty() && static_cast<uint8_t*>(ranges_.back().iov_base) + ranges_.back().iov_len == begin)
+      ranges_.back().iov_len += size;
+    else ranges_.push_back({begin, size});
+  }
+  const std::vector<iovec>& get() const { return ranges_; }
+
+ private:
+  std::vector<iovec> ranges_;
+};
+
 int64_t chunks_of(int64_t count, int64_t per_chunk) { return (count + per_chunk - 1) / per_chunk; }
 
 }  // namespace
@@ -58,7 +75,8 @@ void RowFile::execute(Batch& batch, int64_t chunk) {
   conclude(batch, chunk, room, error);
 }
 
-// True if all victims of the chunk are out of the window; otherwise all are in it.
+// Makes room: true if all victims of the chunk are out of the window, where what is read has memory then; otherwise all
+// are in it.
 bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
   const size_t first = batch.first_victim(chunk), last = batch.first_victim(chunk + 1);
   try {
@@ -69,15 +87,12 @@ bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
       log_.write(victim.slot, address(victim.block));
       victim.done = true;
     }
-    std::vector<iovec> ranges;
-    ranges.reserve(last - first);
-    for (size_t i = first; i < last; ++i) {
-      uint8_t* const begin = address(batch.victims[i].block);
-      if (!ranges.empty() && static_cast<uint8_t*>(ranges.back().iov_base) + ranges.back().iov_len == begin)
-        ranges.back().iov_len += static_cast<size_t>(block_bytes_);
-      else ranges.push_back({begin, static_cast<size_t>(block_bytes_)});
-    }
-    window_->drop(ranges);
+    Ranges out(last - first), in(batch.first_read(chunk + 1) - batch.first_read(chunk));
+    for (size_t i = first; i < last; ++i) out.add(address(batch.victims[i].block), block_bytes_);
+    for (size_t i = batch.first_read(chunk); i < batch.first_read(chunk + 1); ++i)
+      in.add(address(batch.reads[i].block), block_bytes_);
+    window_->drop(out.get());
+    window_->populate(in.get());
   } catch (...) {
     error = std::current_exception();
     return false;

@@ -23,11 +23,15 @@ int handle_of_this_process() {
 #endif
 }
 
-// Number of bytes dropped, or -1.
-int64_t drop_together([[maybe_unused]] int process, [[maybe_unused]] const iovec* ranges,
-                      [[maybe_unused]] size_t count) {
+#if !defined(MADV_POPULATE_WRITE)
+constexpr int MADV_POPULATE_WRITE = 23;
+#endif
+
+// Number of bytes advised, or -1.
+int64_t advise_together([[maybe_unused]] int process, [[maybe_unused]] const iovec* ranges,
+                        [[maybe_unused]] size_t count, [[maybe_unused]] int advice) {
 #if defined(SYS_pidfd_open) && defined(SYS_process_madvise)
-  return ::syscall(SYS_process_madvise, process, ranges, count, MADV_DONTNEED, 0);
+  return ::syscall(SYS_process_madvise, process, ranges, count, advice, 0);
 #else
   return -1;
 #endif
@@ -60,20 +64,28 @@ void Window::drop(int64_t offset, int64_t bytes) const {
 // One range at a time, every other processor that runs this process is interrupted for each of them, which takes
 // longer than reading a block. Newer kernels take many ranges of one's own process and interrupt once.
 void Window::drop(const std::vector<iovec>& ranges) const {
+  for (size_t next = advise(ranges, MADV_DONTNEED); next < ranges.size(); ++next)
+    drop(static_cast<const uint8_t*>(ranges[next].iov_base) - data_, static_cast<int64_t>(ranges[next].iov_len));
+}
+
+// A kernel that cannot leaves it to the page faults of what is read.
+void Window::populate(const std::vector<iovec>& ranges) const { advise(ranges, MADV_POPULATE_WRITE); }
+
+// Returns how many ranges, from the first on, have been advised together with others.
+size_t Window::advise(const std::vector<iovec>& ranges, int advice) const {
   size_t next = 0;
   while (self_ >= 0 && together_ && next + 1 < ranges.size()) {
     const size_t count = std::min<size_t>(ranges.size() - next, IOV_MAX);
-    const int64_t dropped = drop_together(self_, ranges.data() + next, count);
-    if (dropped < 0) together_ = false;
-    int64_t left = dropped;
+    const int64_t advised = advise_together(self_, ranges.data() + next, count, advice);
+    if (advised < 0 && advice == MADV_DONTNEED) together_ = false;
+    int64_t left = advised;
     size_t end = next;
     while (end < next + count && left >= static_cast<int64_t>(ranges[end].iov_len))
       left -= static_cast<int64_t>(ranges[end++].iov_len);
     if (end == next) break;
     next = end;
   }
-  for (; next < ranges.size(); ++next)
-    drop(static_cast<const uint8_t*>(ranges[next].iov_base) - data_, static_cast<int64_t>(ranges[next].iov_len));
+  return next;
 }
 
 int64_t Window::page_bytes() { return ::sysconf(_SC_PAGESIZE); }

@@ -22,13 +22,17 @@ class Window {
   void drop(int64_t offset, int64_t bytes) const;
   // Drops ranges of addresses.
   void drop(const std::vector<iovec>& ranges) const;
+  // Gives ranges of addresses memory, of zeros, before they are written to, where the kernel does so for all at once.
+  void populate(const std::vector<iovec>& ranges) const;
   static int64_t page_bytes();
 
  private:
+  size_t advise(const std::vector<iovec>& ranges, int advice) const;
+
   uint8_t* data_;
   int64_t num_bytes_;
   int self_;                                  // a handle of this process, or -1
-  mutable std::atomic<bool> together_{true};  // whether the kernel drops several ranges at once
+  mutable std::atomic<bool> together_{true};  // whether the kernel takes several ranges at once
 };
 
 }  // namespace rec_kernels::host

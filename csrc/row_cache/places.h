@@ -23,9 +23,11 @@ struct CachePlace {
     return static_cast<uint64_t>(slot) - static_cast<uint64_t>(first * ways) < static_cast<uint64_t>(sets * ways);
   }
   // Set of a linear row.
-  RK_HOST_DEVICE int64_t set(int64_t row) const {
-    const auto key = static_cast<uint64_t>(row), n = static_cast<uint64_t>(sets);
-    return first + static_cast<int64_t>(in_turn ? key % n : high_product(fmix64(key), n));
+  RK_HOST_DEVICE int64_t set(int64_t row) const { return set(row, fmix64(static_cast<uint64_t>(row))); }
+  // `hash` is fmix64() of the row.
+  RK_HOST_DEVICE int64_t set(int64_t row, uint64_t hash) const {
+    const auto n = static_cast<uint64_t>(sets);
+    return first + static_cast<int64_t>(in_turn ? static_cast<uint64_t>(row) % n : high_product(hash, n));
   }
 };
 

@@ -112,9 +112,11 @@ std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
 // Makes the `sums` of those, and owns their memory; sums of long runs are elsewhere.
 class ProductSums {
  public:
-  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, std::vector<TableRuns>* tables)
+  // `tables` are those of the occurrences from number `first` on.
+  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, size_t first,
+              std::vector<TableRuns>* tables)
       : args_(args) {
-    const std::vector<bool> at_once = finished_at_once(in, o, *tables);
+    const std::vector<bool> at_once = finished_at_once(in, o, first, *tables);
     int64_t floats = 0;
     for (size_t t = 0; t < tables->size(); ++t)
       if (!at_once[t]) floats += (*tables)[t].num_runs * (*tables)[t].part->embedding_dim;
@@ -141,7 +143,7 @@ class ProductSums {
 
  private:
   // The largest first, each unless it is multiplied with one that is already among them.
-  static std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o,
+  static std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, size_t first,
                                             const std::vector<TableRuns>& tables) {
     std::vector<size_t> order(tables.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
@@ -152,7 +154,7 @@ class ProductSums {
       if (!tables[t].multiplied) continue;
       for (const bool sets : {false, true})
         for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
-          if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(t)) continue;
+          if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(first + t)) continue;
           if (in.parts[p].combine != Combine::kMult) continue;
           const auto feature = static_cast<size_t>(in.parts[p].number);
           if (sets) taken[feature] = true;
@@ -191,6 +193,53 @@ void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, in
   });
 }
 
+// Tables that are multiplied with each other are read twice, and so are the gradients of their bags. Tables of about so
+// many floats of gradients take turns, so that a core's cache has them the second time.
+constexpr int64_t kFloatsInTurn = 1 << 17;
+
+// Tables [begin, end) of a call's.
+struct TableRange {
+  size_t begin, end;
+};
+
+// The tables in ranges that take turns: none has a table that is multiplied with one of another range.
+std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o) {
+  const size_t tables = o.tables.size();
+  // The first and the last table of each feature; of a first table, the last one that it has to take its turn with.
+  std::vector<size_t> first(static_cast<size_t>(in.num_features), tables), last(first.size(), 0), reach(tables, 0);
+  for (size_t p = 0; p < o.part_tables.size(); ++p) {
+    const auto feature = static_cast<size_t>(in.parts[p].number), table = static_cast<size_t>(o.part_tables[p]);
+    first[feature] = std::min(first[feature], table);
+    last[feature] = std::max(last[feature], table);
+  }
+  for (size_t f = 0; f < first.size(); ++f) reach[first[f]] = std::max(reach[first[f]], last[f]);
+  std::vector<TableRange> ranges;
+  size_t begin = 0, together = 0;
+  int64_t floats = 0;
+  for (size_t t = 0; t < tables; ++t) {
+    together = std::max(together, reach[t]);
+    floats += cost_of(o.tables[t], 0, o.tables[t].num_runs);
+    if (t + 1 < tables && (together > t || floats < kFloatsInTurn)) continue;
+    ranges.push_back({begin, t + 1});
+    begin = t + 1;
+    floats = 0;
+  }
+  return ranges;
+}
+
+// Sums every run of some tables, of which none is multiplied with others, and hands it to `finish`.
+void finish_range(RunArgs args, const BagInput& in, const Occurrences& o, const TableRange& range,
+                  const RowTarget& target, FinishRuns finish) {
+  std::vector<TableRuns> tables(o.tables.data() + range.begin, o.tables.data() + range.end);
+  const LongRuns long_runs(args, tables, in.max_dim);
+  args.long_runs = long_runs.runs().data();
+  args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
+  if (args.product_dim == 0) return finish_tables(args, tables, in.max_dim, target, finish);
+  const ProductSums sums(args, in, o, range.begin, &tables);
+  finish_tables(args, tables, in.max_dim, target, finish);
+  finish_tables(args, sums.tables(), in.max_dim, target, finish);
+}
+
 // Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
 void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
                 float inverse_scale, const RowTarget& target, FinishRuns finish) {
@@ -210,14 +259,8 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                0};
   for (const TableRuns& t : o.tables)
     if (t.multiplied) args.product_dim = std::max(args.product_dim, t.part->embedding_dim);
-  const LongRuns long_runs(args, o.tables, in.max_dim);
-  args.long_runs = long_runs.runs().data();
-  args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
-  if (args.product_dim == 0) return finish_tables(args, o.tables, in.max_dim, target, finish);
-  std::vector<TableRuns> tables = o.tables;
-  const ProductSums sums(args, in, o, &tables);
-  finish_tables(args, tables, in.max_dim, target, finish);
-  finish_tables(args, sums.tables(), in.max_dim, target, finish);
+  if (args.product_dim == 0) return finish_range(args, in, o, {0, o.tables.size()}, target, finish);
+  for (const TableRange& range : ranges_in_turn(in, o)) finish_range(args, in, o, range, target, finish);
 }
 
 // The gradients of the bags that samples share, where the input then says that they are.

@@ -51,12 +51,15 @@ class SlotFinder {
   struct Group {
     int64_t begin, count;
     int64_t rows[kGroup], firsts[kGroup];  // the first slot of the row's set
-    uint32_t marked[kGroup];               // the ways that may be the row's
+    uint64_t hashes[kGroup];
+    uint32_t marked[kGroup];  // the ways that may be the row's
   };
 
+  // A loop of hashes alone is one of registers of several.
   RK_HOST_DEVICE void ask_for_marks(Group* g) const {
+    for (int64_t j = 0; j < g->count; ++j) g->hashes[j] = fmix64(static_cast<uint64_t>(g->rows[j]));
     for (int64_t j = 0; j < g->count; ++j) {
-      g->firsts[j] = place_.set(g->rows[j]) * cache_.ways;
+      g->firsts[j] = place_.set(g->rows[j], g->hashes[j]) * cache_.ways;
       prefetch_bytes(cache_.marks + g->firsts[j], at_once_);
     }
   }
@@ -64,7 +67,7 @@ class SlotFinder {
   RK_HOST_DEVICE void ask_for_tags(Group* g) const {
     for (int64_t j = 0; j < g->count; ++j) {
       const int64_t first = g->firsts[j];
-      const uint32_t found = ways_marked(cache_.marks + first, at_once_, mark_of(g->rows[j]));
+      const uint32_t found = ways_marked(cache_.marks + first, at_once_, static_cast<uint8_t>(g->hashes[j]));
       g->marked[j] = found;
       if (!found) continue;
       const uint32_t others = found & (found - 1);
