@@ -109,20 +109,14 @@ std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
 
 // Gradients of products are of rows as they were. Of the tables that are multiplied with each other, all but one are
 // summed before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
-// Makes the `sums` of those, and owns their memory; sums of long runs are elsewhere.
+// Makes the `sums` of those; sums of long runs are elsewhere.
 class ProductSums {
  public:
-  // `tables` are those of the occurrences from number `first` on.
-  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, size_t first,
+  // `tables` are those of the occurrences from number `first` on; `sums` has room for floats_of() each.
+  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, size_t first, float* sums,
               std::vector<TableRuns>* tables)
       : args_(args) {
     const std::vector<bool> at_once = finished_at_once(in, o, first, *tables);
-    int64_t floats = 0;
-    for (size_t t = 0; t < tables->size(); ++t)
-      if (!at_once[t]) floats += (*tables)[t].num_runs * (*tables)[t].part->embedding_dim;
-    if (floats == 0) return;
-    memory_ = Scratch<float>(floats);
-    float* sums = memory_.get();
     std::vector<TableRuns> rest;
     for (size_t t = 0; t < tables->size(); ++t) {
       TableRuns& table = (*tables)[t];
@@ -131,11 +125,15 @@ class ProductSums {
         continue;
       }
       table.sums = sums;
-      sums += table.num_runs * table.part->embedding_dim;
+      sums += floats_of(table);
       summed_.push_back(table);
     }
     tables->swap(rest);
-    sum();
+    if (!summed_.empty()) sum();
+  }
+
+  static int64_t floats_of(const TableRuns& table) {
+    return table.multiplied ? table.num_runs * table.part->embedding_dim : 0;
   }
 
   // The tables that are finished at the end.
@@ -177,7 +175,6 @@ class ProductSums {
   }
 
   RunArgs args_;
-  Scratch<float> memory_;
   std::vector<TableRuns> summed_;
 };
 
@@ -194,17 +191,24 @@ void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, in
 }
 
 // Tables that are multiplied with each other are read twice, and so are the gradients of their bags. Tables of about so
-// many floats of gradients take turns, so that a core's cache has them the second time.
+// many floats of gradients a thread take turns, so that a core's cache has them the second time.
 constexpr int64_t kFloatsInTurn = 1 << 17;
 
 // Tables [begin, end) of a call's.
 struct TableRange {
   size_t begin, end;
+
+  int64_t product_floats(const Occurrences& o) const {
+    int64_t floats = 0;
+    for (size_t t = begin; t < end; ++t) floats += ProductSums::floats_of(o.tables[t]);
+    return floats;
+  }
 };
 
 // The tables in ranges that take turns: none has a table that is multiplied with one of another range.
 std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o) {
   const size_t tables = o.tables.size();
+  const int64_t enough = kFloatsInTurn * torch::stable::get_num_threads();
   // The first and the last table of each feature; of a first table, the last one that it has to take its turn with.
   std::vector<size_t> first(static_cast<size_t>(in.num_features), tables), last(first.size(), 0), reach(tables, 0);
   for (size_t p = 0; p < o.part_tables.size(); ++p) {
@@ -219,7 +223,7 @@ std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o)
   for (size_t t = 0; t < tables; ++t) {
     together = std::max(together, reach[t]);
     floats += cost_of(o.tables[t], 0, o.tables[t].num_runs);
-    if (t + 1 < tables && (together > t || floats < kFloatsInTurn)) continue;
+    if (t + 1 < tables && (together > t || floats < enough)) continue;
     ranges.push_back({begin, t + 1});
     begin = t + 1;
     floats = 0;
@@ -227,15 +231,16 @@ std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o)
   return ranges;
 }
 
-// Sums every run of some tables, of which none is multiplied with others, and hands it to `finish`.
-void finish_range(RunArgs args, const BagInput& in, const Occurrences& o, const TableRange& range,
+// Sums every run of some tables, of which none is multiplied with others, and hands it to `finish`. `memory` has room
+// for product_floats().
+void finish_range(RunArgs args, const BagInput& in, const Occurrences& o, const TableRange& range, float* memory,
                   const RowTarget& target, FinishRuns finish) {
   std::vector<TableRuns> tables(o.tables.data() + range.begin, o.tables.data() + range.end);
   const LongRuns long_runs(args, tables, in.max_dim);
   args.long_runs = long_runs.runs().data();
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
   if (args.product_dim == 0) return finish_tables(args, tables, in.max_dim, target, finish);
-  const ProductSums sums(args, in, o, range.begin, &tables);
+  const ProductSums sums(args, in, o, range.begin, memory, &tables);
   finish_tables(args, tables, in.max_dim, target, finish);
   finish_tables(args, sums.tables(), in.max_dim, target, finish);
 }
@@ -259,8 +264,12 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                0};
   for (const TableRuns& t : o.tables)
     if (t.multiplied) args.product_dim = std::max(args.product_dim, t.part->embedding_dim);
-  if (args.product_dim == 0) return finish_range(args, in, o, {0, o.tables.size()}, target, finish);
-  for (const TableRange& range : ranges_in_turn(in, o)) finish_range(args, in, o, range, target, finish);
+  if (args.product_dim == 0) return finish_range(args, in, o, {0, o.tables.size()}, nullptr, target, finish);
+  const std::vector<TableRange> ranges = ranges_in_turn(in, o);
+  int64_t most = 0;
+  for (const TableRange& range : ranges) most = std::max(most, range.product_floats(o));
+  const Scratch<float> memory(most);  // before any row is updated: it may be missing
+  for (const TableRange& range : ranges) finish_range(args, in, o, range, memory.get(), target, finish);
 }
 
 // The gradients of the bags that samples share, where the input then says that they are.
