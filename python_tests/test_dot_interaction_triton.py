@@ -1,12 +1,11 @@
 """dot_interaction in Triton against float64, within the bounds of docs/numerics.md.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_dot_interaction_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 
 import pytest
@@ -27,19 +26,14 @@ from dot_interaction_cases import (
 )
 from tiers import cross
 from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
+from rec_kernels.triton import dot_interaction as module
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels.triton import dot_interaction as module  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
+KINDS, PRECISIONS = (list(itertools.product(of, [True, False])) for of in (FLOATS, ["ieee", "tf32"]))
+#: F, D that take several tiles.
+SEVERAL = [MANY, LONG, (2 * module.VECTORS, module.COLUMNS + 1)]
 UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -67,18 +61,17 @@ def check(call: Call, precision: str = "ieee") -> None:
     assert same_bits(found[0][:, :columns], call.dense)
 
 
-@pytest.mark.parametrize(("dtype", "size"), cross(FLOATS, SIZES, (4, 16)), ids=str)
-@pytest.mark.parametrize("self_interaction", [False, True])
-def test_matches_float64(size: tuple[int, int], self_interaction: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "size"), cross(KINDS, SIZES, (4, 16)), ids=str)
+def test_matches_float64(size: tuple[int, int], kind: tuple[torch.dtype, bool]) -> None:
     """Whole tiles and partial ones."""
+    dtype, self_interaction = kind
     check(make_call(size, 3, self_interaction, dtype))
 
 
-@pytest.mark.parametrize("size", [MANY, LONG, (2 * module.VECTORS, module.COLUMNS + 1)], ids=str)
-@pytest.mark.parametrize("self_interaction", [False, True])
-@pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_several_tiles(size: tuple[int, int], self_interaction: bool, precision: str) -> None:
+@pytest.mark.parametrize(("kind", "size"), cross(PRECISIONS, SEVERAL, LONG), ids=str)
+def test_several_tiles(size: tuple[int, int], kind: tuple[str, bool]) -> None:
     """More vectors, or more columns, than a tile has."""
+    precision, self_interaction = kind
     check(make_call(size, 2, self_interaction), precision)
 
 

@@ -1,14 +1,12 @@
 """factorization_machine in Triton against float64, within the bounds of docs/numerics.md.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand:
-``TRITON_INTERPRET=1 pytest python_tests/test_factorization_machine_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import re
 
 import pytest
@@ -27,19 +25,12 @@ from factorization_machine_cases import (
 )
 from tiers import cross, full
 from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
+from rec_kernels.triton import factorization_machine as module
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels.triton import factorization_machine as module  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
+KINDS = list(itertools.product(FLOATS, [True, False]))  # dtypes, and a shared y or each its own
 UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -65,10 +56,10 @@ def check(call: Call, precision: str = "ieee") -> None:
         PASSED["triton"] += 1
 
 
-@pytest.mark.parametrize(("dtype", "size"), cross(FLOATS, SIZES, (3, 10, 5)), ids=str)
-@pytest.mark.parametrize("shared", [False, True])
-def test_matches_float64(size: tuple[int, int, int], shared: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "size"), cross(KINDS, SIZES, (3, 10, 5)), ids=str)
+def test_matches_float64(size: tuple[int, int, int], kind: tuple[torch.dtype, bool]) -> None:
     """Whole tiles and partial ones, one and several."""
+    dtype, shared = kind
     check(make_call(size, 3, shared, dtype))
 
 

@@ -1,12 +1,10 @@
 """grouped_projection in Triton against float64, within the bound of docs/numerics.md.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_grouped_projection_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
@@ -24,20 +22,12 @@ from grouped_projection_cases import (
     make_call,
     most_terms,
 )
+from tiers import cross
 from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels.triton import grouped_projection as module  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
+from rec_kernels.triton import grouped_projection as module
 
 
 def on_device(call: Call) -> Call:
@@ -57,13 +47,13 @@ def check(call: Call) -> None:
         PASSED["triton"] += 1
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("batch", [1, module.ROWS, module.ROWS + 3])
+@pytest.mark.parametrize(("batch", "dims"), cross([module.ROWS + 3, module.ROWS, 1], DIMS, DIMS[4]), ids=str)
 def test_matches_float64(dims: Dims, batch: int) -> None:
     """Whole tiles and partial ones."""
     check(make_call(dims, batch))
 
 
+@pytest.mark.full
 def test_large_dimensions() -> None:
     """Many tiles of a matrix."""
     check(make_call(LARGE, 5))
