@@ -1,4 +1,4 @@
-"""What the tests of dot_interaction, factorization_machine and grouped_projection check of a call of each.
+"""Checks of a call of dot_interaction, factorization_machine or grouped_projection, which their tests share.
 
 A ``Call`` of <op>_cases.py has two tensors that take gradients, the gradient of the result, and the other arguments.
 """

@@ -21,7 +21,7 @@ TESTS = (
 
 
 def run(*command: object) -> str:
-    """What a Python process prints that has the library with the sanitizers, and succeeds.
+    """Output of a Python process that has the library with the sanitizers, and must succeed.
 
     The drivers and one instruction set's kernels have them: their sources are those of the others.
     """
