@@ -14,6 +14,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: F, D: one vector, partial registers and tiles, whole ones, several.
 SIZES = [(0, 1), (0, 20), (1, 1), (3, 5), (4, 16), (13, 10), (15, 32), (27, 64), (40, 70), (5, 130)]
 MANY, LONG = (70, 9), (2, 1024)
+#: Arguments of make_call: what is compared with torch, and what has work for several threads.
+COMPARED = [(size, 20, self_interaction) for size in (*SIZES, MANY, LONG) for self_interaction in (False, True)]
+SHARED_OUT = [((27, 64), 1000, False)]
 
 
 class Call(NamedTuple):
@@ -24,9 +27,23 @@ class Call(NamedTuple):
     grad: Tensor
     self_interaction: bool
 
+    @property
+    def options(self) -> tuple[bool]:
+        """The arguments of the op behind its tensors."""
+        return (self.self_interaction,)
+
+    def by_torch(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        """Computes the op with torch.bmm, its triangle and torch.cat, in any float dtype."""
+        return interaction_reference(dense, sparse, self.self_interaction)
+
+    def most_terms(self) -> tuple[int, int, int]:
+        """The most terms that an element of the result and of each gradient is the sum of."""
+        vectors = self.sparse.shape[1] + 1
+        return self.dense.shape[1], vectors + 1, vectors
+
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:
         """The result and both gradients, as two calls of ``ops``."""
-        options = (self.self_interaction, *precision)
+        options = (*self.options, *precision)
         out = ops.dot_interaction(self.dense, self.sparse, *options)
         return out, *ops.dot_interaction_backward(self.grad, self.dense, self.sparse, *options)
 
@@ -42,22 +59,14 @@ def make_call(size: tuple[int, int], batch: int, self_interaction: bool, dtype: 
     return Call(*(torch.randn(shape).to(dtype) for shape in shapes), self_interaction)
 
 
-def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The result and both gradients by torch's autograd, in float64."""
-    dense, sparse = (t.detach().double().requires_grad_() for t in (call.dense, call.sparse))
-    out = interaction_reference(dense, sparse, call.self_interaction)
-    return out.detach(), *torch.autograd.grad(out, (dense, sparse), call.grad.double(), materialize_grads=True)
+def typical(batch: int) -> Call:
+    """A call of a few vectors."""
+    return make_call((5, 8), batch, True)
 
 
-def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the absolute values of each element's terms, in float64."""
-    return each_by_torch(call.map(torch.abs))
-
-
-def most_terms(call: Call) -> tuple[int, int, int]:
-    """The most terms that an element of the result and of each gradient is the sum of."""
-    vectors = call.sparse.shape[1] + 1
-    return call.dense.shape[1], vectors + 1, vectors
+def tiny(batch: int) -> Call:
+    """A call whose sums are denormal."""
+    return make_call((4, 6), batch, True).map(lambda t: t * 2.0**-70)
 
 
 GOOD = {"dense": torch.ones(2, 3), "sparse": torch.ones(2, 4, 3), "precision": "ieee"}

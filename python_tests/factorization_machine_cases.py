@@ -13,6 +13,9 @@ from rec_kernels.reference.factorization_machine import formula
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: F, D, K: one number, partial registers and tiles, whole ones, several.
 SIZES = [(1, 1, 1), (3, 10, 5), (7, 16, 16), (13, 20, 9), (27, 64, 24), (40, 70, 17), (2, 130, 70)]
+#: Arguments of make_call: what is compared with torch, and what has work for several threads.
+COMPARED = [(size, 70, shared) for size in SIZES for shared in (False, True)]
+SHARED_OUT = [((27, 64, 16), 1000, shared) for shared in (False, True)]
 
 
 class Call(NamedTuple):
@@ -21,6 +24,21 @@ class Call(NamedTuple):
     x: Tensor
     y: Tensor
     grad: Tensor
+
+    @property
+    def options(self) -> tuple[()]:
+        """The arguments of the op behind its tensors: none."""
+        return ()
+
+    def by_torch(self, x: Tensor, y: Tensor) -> Tensor:
+        """Computes the op with torch's products, in any float dtype."""
+        return formula(x, y)
+
+    def most_terms(self) -> tuple[int, int, int]:
+        """The most additions that a term of an element of the result and of each gradient goes through."""
+        (batch, vectors, columns), factors = self.x.shape, self.y.shape[-1]
+        summed = columns * min(batch, 64) + math.ceil(batch / 64) if self.y.dim() == 2 else columns
+        return vectors + columns, vectors + 2 * factors, vectors + summed
 
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:
         """The result and both gradients, as two calls of ``ops``."""
@@ -40,23 +58,14 @@ def make_call(size: tuple[int, int, int], batch: int, shared: bool, dtype: torch
     return Call(*(torch.randn(shape).to(dtype) for shape in shapes))
 
 
-def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The result and both gradients by torch's autograd, in float64."""
-    given = [t.detach().double().requires_grad_() for t in (call.x, call.y)]
-    out = formula(*given)
-    return out.detach(), *torch.autograd.grad(out, given, call.grad.double())
+def typical(batch: int) -> Call:
+    """A call of a few vectors, with y for all samples."""
+    return make_call((5, 8, 3), batch, True)
 
 
-def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the absolute values of each element's terms, in float64."""
-    return each_by_torch(call.map(torch.abs))
-
-
-def most_terms(call: Call) -> tuple[int, int, int]:
-    """The most additions that a term of an element of the result and of each gradient goes through."""
-    (batch, vectors, columns), factors = call.x.shape, call.y.shape[-1]
-    summed = columns * min(batch, 64) + math.ceil(batch / 64) if call.y.dim() == 2 else columns
-    return vectors + columns, vectors + 2 * factors, vectors + summed
+def tiny(batch: int) -> Call:
+    """A call whose sums are denormal; of 70 samples, each has its own y."""
+    return make_call((4, 6, 3), batch, batch != 70).map(lambda t: t * 2.0**-46)
 
 
 GOOD = {"x": torch.ones(2, 4, 3), "y": torch.ones(4, 5), "precision": "ieee"}

@@ -47,7 +47,7 @@ REFERENCE_EVERY = 20
 def sanitized_package(kernels: str = "ON") -> Path:
     """Builds the CPU library with the sanitizers, beside a copy of the package's Python files; what to import from.
 
-    ``kernels`` is the option REC_KERNELS_SANITIZE of CMakeLists.txt: "ON" or "baseline".
+    ``kernels`` is the option REC_KERNELS_SANITIZE of CMakeLists.txt: "ON", or "baseline" for one instruction set.
     """
     folder = SANITIZED if kernels == "ON" else SANITIZED.with_name(f"sanitized-{kernels}")
     package = folder / "rec_kernels"

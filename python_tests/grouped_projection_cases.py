@@ -31,6 +31,10 @@ DIMS = [
     Dims([70, 31, 65, 64, 5], [65, 64, 130], [0, 0, 0, 1, 2]),  # several panels, of partial registers
 ]
 LARGE = Dims([300, 512], [512, 512], [0, 1])
+TRAINED = Dims([3, 5, 4, 16], [5, 16], [0, 0, 1, 1])
+#: Arguments of make_call: what is compared with torch, and what has work for several threads.
+COMPARED = [(dims, 70) for dims in (*DIMS, LARGE)]
+SHARED_OUT = [(DIMS[3], 1500), (DIMS[6], 1500)]  # in pieces of rows, and of panels
 
 
 class Call(NamedTuple):
@@ -40,6 +44,35 @@ class Call(NamedTuple):
     weights: Tensor
     grad: Tensor
     dims: Dims
+
+    @property
+    def options(self) -> Dims:
+        """The arguments of the op behind its tensors."""
+        return self.dims
+
+    def by_torch(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Computes the op with torch.nn.functional.linear and torch.cat, in any float dtype."""
+        blocks: list[Tensor | None] = [None] * len(self.dims.out_dims)
+        groups = zip(x.split(self.dims.in_dims, 1), self.dims.in_dims, self.dims.outputs, strict=True)
+        for columns, in_dim, block in groups:
+            out_dim = self.dims.out_dims[block]
+            if in_dim != out_dim:
+                matrix, weights = weights[: in_dim * out_dim], weights[in_dim * out_dim :]
+                columns = torch.nn.functional.linear(columns, matrix.view(out_dim, in_dim))
+            before = blocks[block]
+            blocks[block] = columns if before is None else before + columns
+        return torch.cat([x[:, :0], *blocks], 1)
+
+    def most_terms(self) -> tuple[int, int, int]:
+        """The most terms that an element of the result and of each gradient is the sum of."""
+        terms = [0] * len(self.dims.out_dims)
+        for in_dim, block in zip(self.dims.in_dims, self.dims.outputs, strict=True):
+            terms[block] += in_dim
+        return max(terms), max(self.dims.out_dims), len(self.x)
+
+    def map(self, function) -> Call:
+        """The call with ``function`` applied to its tensors."""
+        return Call(*map(function, self[:3]), self.dims)
 
     def each(self, ops: object) -> tuple[Tensor, Tensor, Tensor]:
         """The result and both gradients, as three calls of ``ops``."""
@@ -56,38 +89,15 @@ def make_call(dims: Dims, batch: int, dtype: torch.dtype = torch.float32) -> Cal
     return Call(*(torch.randn(size, dtype=dtype) for size in sizes), dims)
 
 
-def by_torch(x: Tensor, weights: Tensor, dims: Dims) -> Tensor:
-    """Computes the op with torch.nn.functional.linear and torch.cat, in any float dtype."""
-    blocks: list[Tensor | None] = [None] * len(dims.out_dims)
-    for columns, in_dim, block in zip(x.split(dims.in_dims, 1), dims.in_dims, dims.outputs, strict=True):
-        out_dim = dims.out_dims[block]
-        if in_dim != out_dim:
-            matrix, weights = weights[: in_dim * out_dim], weights[in_dim * out_dim :]
-            columns = torch.nn.functional.linear(columns, matrix.view(out_dim, in_dim))
-        before = blocks[block]
-        blocks[block] = columns if before is None else before + columns
-    return torch.cat([x[:, :0], *blocks], 1)
+def typical(batch: int) -> Call:
+    """A call of a few groups, with matrices and without."""
+    return make_call(TRAINED, batch)
 
 
-def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The result and both gradients by torch's autograd, in float64."""
-    x, weights = (t.detach().double().requires_grad_() for t in (call.x, call.weights))
-    out = by_torch(x, weights, call.dims)
-    return out.detach(), *torch.autograd.grad(out, (x, weights), call.grad.double(), materialize_grads=True)
-
-
-def most_terms(call: Call) -> tuple[int, int, int]:
-    """The most terms that an element of the result and of each gradient is the sum of."""
-    groups = zip(call.dims.in_dims, call.dims.outputs, strict=True)
-    terms = [0] * len(call.dims.out_dims)
-    for in_dim, block in groups:
-        terms[block] += in_dim
-    return max(terms), max(call.dims.out_dims), len(call.x)
-
-
-def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the absolute values of each element's terms, in float64."""
-    return each_by_torch(Call(call.x.abs(), call.weights.abs(), call.grad.abs(), call.dims))
+def tiny(batch: int) -> Call:
+    """A call whose sums are denormal."""
+    call = make_call(TRAINED, batch)
+    return call._replace(x=call.x * 2.0**-130, grad=call.grad * 2.0**-10)
 
 
 T, U = torch.ones(2, 5), torch.ones(8)

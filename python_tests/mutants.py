@@ -168,7 +168,7 @@ MUTANTS = [
         "csrc/dense/dot_interaction.cpp",
         '  check_dtype(grad, dense.scalar_type(), "grad");\n',
         "",
-        "dot_interaction",
+        "products",
     ),
     Mutant(
         "csrc/embedding_bag/embedding_bag.cpp",

@@ -1,46 +1,27 @@
 """dot_interaction in Triton against float64, within the bounds of docs/numerics.md.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_dot_interaction_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import itertools
 
 import pytest
 import torch
 from backends import PASSED
-from dot_interaction_cases import (
-    BAD_CALLS,
-    FLOATS,
-    LONG,
-    MANY,
-    SIZES,
-    Call,
-    bad_arguments,
-    each_by_torch,
-    magnitudes,
-    make_call,
-    most_terms,
-)
+from dot_interaction_cases import BAD_CALLS, FLOATS, LONG, MANY, SIZES, Call, bad_arguments, make_call
+from product_checks import check_refused, check_repeats, check_tiles
 from tiers import cross
 from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
+from rec_kernels.triton import dot_interaction as module
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels.triton import dot_interaction as module  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
-UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+KINDS, PRECISIONS = (list(itertools.product(of, [True, False])) for of in (FLOATS, ["ieee", "tf32"]))
+#: F, D that take several tiles.
+SEVERAL = [MANY, LONG, (2 * module.VECTORS, module.COLUMNS + 1)]
 
 
 def on_device(call: Call) -> Call:
@@ -52,33 +33,23 @@ def check(call: Call, precision: str = "ieee") -> None:
     """The result and both gradients: apart from float64 by at most the bound of each."""
     found = [t.cpu() for t in on_device(call).each(module, precision)]
     # A factor cut to TF32 is off by less than 2^-10 of itself, a product of two by twice that.
-    products = 2.0**-9 if precision == "tf32" and call.dense.dtype == torch.float32 else 0.0
-    unit = UNITS[call.dense.dtype]
-    compared = zip(found, each_by_torch(call), magnitudes(call), most_terms(call), strict=True)
-    for mine, right, magnitude, terms in compared:
-        assert mine.shape == right.shape
-        assert mine.dtype == call.dense.dtype
-        assert mine.is_contiguous()
-        allowed = ((terms + 8) * 2.0**-22 + products) * magnitude
-        allowed += unit * (right.abs() + allowed) + (2.0**-25 if mine.dtype == torch.float16 else 0.0)
-        assert bool(((mine.double() - right).abs() <= allowed).all())
-        PASSED["triton"] += 1
+    check_tiles(found, call, cut=2.0**-9 if precision == "tf32" and call.dense.dtype == torch.float32 else 0.0)
+    PASSED["triton"] += 3
     columns = call.dense.shape[1]
     assert same_bits(found[0][:, :columns], call.dense)
 
 
-@pytest.mark.parametrize(("dtype", "size"), cross(FLOATS, SIZES, (4, 16)), ids=str)
-@pytest.mark.parametrize("self_interaction", [False, True])
-def test_matches_float64(size: tuple[int, int], self_interaction: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "size"), cross(KINDS, SIZES, (4, 16)), ids=str)
+def test_matches_float64(size: tuple[int, int], kind: tuple[torch.dtype, bool]) -> None:
     """Whole tiles and partial ones."""
+    dtype, self_interaction = kind
     check(make_call(size, 3, self_interaction, dtype))
 
 
-@pytest.mark.parametrize("size", [MANY, LONG, (2 * module.VECTORS, module.COLUMNS + 1)], ids=str)
-@pytest.mark.parametrize("self_interaction", [False, True])
-@pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_several_tiles(size: tuple[int, int], self_interaction: bool, precision: str) -> None:
+@pytest.mark.parametrize(("kind", "size"), cross(PRECISIONS, SEVERAL, LONG), ids=str)
+def test_several_tiles(size: tuple[int, int], kind: tuple[str, bool]) -> None:
     """More vectors, or more columns, than a tile has."""
+    precision, self_interaction = kind
     check(make_call(size, 2, self_interaction), precision)
 
 
@@ -91,10 +62,7 @@ def test_large_halves() -> None:
 
 def test_again() -> None:
     """A second call has equal bits; nothing is written to the arguments."""
-    call = on_device(make_call((27, 64), 5, False))
-    before = [t.clone() for t in call[:3]]
-    assert all(map(same_bits, call.each(module), call.each(module)))
-    assert all(map(same_bits, call[:3], before))
+    check_repeats(on_device(make_call((27, 64), 5, False)), module)
 
 
 def test_strided_inputs() -> None:
@@ -127,10 +95,8 @@ def test_nothing_but_its_pairs_meets_a_vector() -> None:
 @pytest.mark.parametrize(("op", "message"), BAD_CALLS)
 def test_bad_arguments(op: str, message: str) -> None:
     """Errors have the words of the CPU's op."""
-    good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
-    getattr(module, op)(*good)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        getattr(module, op)(*bad)
+    _, bad = bad_arguments(op, message)
+    check_refused(getattr(module, op), bad, message, DEVICE)
 
 
 def test_registered() -> None:

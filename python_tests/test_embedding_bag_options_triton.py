@@ -6,7 +6,6 @@ Run as test_embedding_bag_triton.py is.
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Callable
 from operator import attrgetter
@@ -19,24 +18,17 @@ from jagged_cases import BAD_LAYOUT, BAD_OFFSETS
 from layout_calls import OF_LAYOUT, OPS, InLists, as_call, make_layout
 from test_embedding_bag_bad_input import BAD_ARGUMENTS, FAMILY, WRITTEN, arguments, call
 from test_embedding_bag_strides import _two_features
+from tiers import cross
 from torch import Tensor
+from triton_device import DEVICE
 
 import rec_kernels as rk
-from rec_kernels._triton_versions import UnsupportedTritonError
+from rec_kernels import triton
 from rec_kernels.ops import in_triton
 from rec_kernels.ops.autograd import signature_of
 from rec_kernels.ops.table_layout import Column, Size
 from rec_kernels.testing import same_bits
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
 LISTED = InLists(triton)
 on_device = OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu)
 
@@ -228,10 +220,10 @@ def test_the_three_lookups_are_one() -> None:
     assert all(same_bits(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize(("offsets", "first"), BAD_OFFSETS)
-@pytest.mark.parametrize("mode", ["error", "ignore", "none"])
-def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "bad"), cross(["ignore", "error", "none"], BAD_OFFSETS, BAD_OFFSETS[-1]))
+def test_bad_offsets(bad: tuple[list[int], int], mode: str) -> None:
     """Noted in every mode, before bad ids; the bags are empty, nothing outside of values is read, no row changes."""
+    offsets, first = bad
     given = arguments() | {"offsets": torch.tensor(offsets), "bounds_check": mode}
     output, status = _call("embedding_bag", given)
     assert status[0].item() == BAD_LAYOUT + 1 + first

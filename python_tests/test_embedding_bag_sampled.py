@@ -58,6 +58,7 @@ def test_samples_print_as_what_they_are() -> None:
     assert eval(repr(other)) == other
 
 
+@pytest.mark.full
 def test_failures_shrink_to_few_numbers() -> None:
     """A kernel that is wrong for one format and one width: that table alone, in one bag of one id."""
 

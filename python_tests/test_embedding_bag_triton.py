@@ -1,13 +1,12 @@
 """The Triton kernels of embedding_bag against the reference, within the rounding of their sums.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_embedding_bag_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import itertools
 
 import pytest
 import torch
@@ -16,24 +15,16 @@ from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases, make_case
 from hypothesis import strategies as st
 from layout_calls import InLists
 from test_embedding_bag_bad_input import LAYOUT
-from tiers import drawn, full
+from tiers import cross, drawn, full
 from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
 import rec_kernels as rk
-from rec_kernels._triton_versions import UnsupportedTritonError
+from rec_kernels import triton
 from rec_kernels.ops import in_triton
 from rec_kernels.testing import assert_same_sum, rounding_bound, same_bits
+from rec_kernels.triton import inputs
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
-from rec_kernels.triton import inputs  # noqa: E402
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 INT64_MAX, BAD_LAYOUT = 2**63 - 1, -(2**63)
 # The reference's own sum of magnitudes is rounded, by less than this for the at most 5,000 terms of these tests.
@@ -158,8 +149,9 @@ def test_fused_updates(case: Case, dtype: torch.dtype) -> None:
     _check_update(case, dtype)
 
 
-@pytest.mark.parametrize("dim", [1, 300, 2100, *full(100, 1025)])
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(
+    ("mean", "dim"), [*cross([True, False], [1, 300, 2100], 300), *full(*itertools.product([True, False], [100, 1025]))]
+)
 def test_dimensions(dim: int, mean: bool) -> None:
     """Rows may be wider than a block; ids repeat within a bag, a bag is empty, and ids have 32 bits."""
     case = make_case(

@@ -1,46 +1,25 @@
 """factorization_machine in Triton against float64, within the bounds of docs/numerics.md.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand:
-``TRITON_INTERPRET=1 pytest python_tests/test_factorization_machine_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
-import re
 
 import pytest
 import torch
 from backends import PASSED
-from factorization_machine_cases import (
-    BAD_CALLS,
-    FLOATS,
-    SIZES,
-    Call,
-    bad_arguments,
-    each_by_torch,
-    magnitudes,
-    make_call,
-    most_terms,
-)
+from factorization_machine_cases import BAD_CALLS, FLOATS, SIZES, Call, bad_arguments, make_call
+from product_checks import check_refused, check_repeats, check_tiles
 from tiers import cross, full
-from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
+from rec_kernels.triton import factorization_machine as module
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels.triton import factorization_machine as module  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
-UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+KINDS = list(itertools.product(FLOATS, [True, False]))  # dtypes, and a shared y or each its own
 
 
 def on_device(call: Call) -> Call:
@@ -51,24 +30,16 @@ def on_device(call: Call) -> Call:
 def check(call: Call, precision: str = "ieee") -> None:
     """The result and both gradients: apart from float64 by at most the bound of each."""
     found = [t.cpu() for t in on_device(call).each(module, precision)]
-    unit = UNITS[call.x.dtype]
     # Factors cut to TF32: four in a row, or of half-precision numbers only what is between the products.
-    cut = 2.0**-8 if precision == "tf32" else 2.0**-10 if unit else 0.0
-    compared = zip(found, each_by_torch(call), magnitudes(call), most_terms(call), strict=True)
-    for mine, right, magnitude, terms in compared:
-        assert mine.shape == right.shape
-        assert mine.dtype == call.x.dtype
-        assert mine.is_contiguous()
-        allowed = ((terms + 16) * 2.0**-22 + cut) * magnitude
-        allowed += unit * (right.abs() + allowed) + (2.0**-25 if mine.dtype == torch.float16 else 0.0)
-        assert bool(((mine.double() - right).abs() <= allowed).all())
-        PASSED["triton"] += 1
+    cut = 2.0**-8 if precision == "tf32" else 0.0 if call.x.dtype == torch.float32 else 2.0**-10
+    check_tiles(found, call, more_terms=16, cut=cut)
+    PASSED["triton"] += 3
 
 
-@pytest.mark.parametrize(("dtype", "size"), cross(FLOATS, SIZES, (3, 10, 5)), ids=str)
-@pytest.mark.parametrize("shared", [False, True])
-def test_matches_float64(size: tuple[int, int, int], shared: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "size"), cross(KINDS, SIZES, (3, 10, 5)), ids=str)
+def test_matches_float64(size: tuple[int, int, int], kind: tuple[torch.dtype, bool]) -> None:
     """Whole tiles and partial ones, one and several."""
+    dtype, shared = kind
     check(make_call(size, 3, shared, dtype))
 
 
@@ -97,10 +68,7 @@ def test_many_samples() -> None:
 
 def test_again() -> None:
     """A second call has equal bits; nothing is written to the arguments."""
-    call = on_device(make_call((27, 64, 16), 20, True))
-    before = [t.clone() for t in call]
-    assert all(map(same_bits, call.each(module), call.each(module)))
-    assert all(map(same_bits, call, before))
+    check_repeats(on_device(make_call((27, 64, 16), 20, True)), module)
 
 
 def test_strided_inputs() -> None:
@@ -126,10 +94,8 @@ def test_without_samples_or_vectors() -> None:
 @pytest.mark.parametrize(("op", "message"), BAD_CALLS)
 def test_bad_arguments(op: str, message: str) -> None:
     """Errors have the words of the CPU's op."""
-    good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
-    getattr(module, op)(*good)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        getattr(module, op)(*bad)
+    _, bad = bad_arguments(op, message)
+    check_refused(getattr(module, op), bad, message, DEVICE)
 
 
 def test_registered() -> None:

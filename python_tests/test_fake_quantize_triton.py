@@ -1,13 +1,11 @@
 """fake_quantize in Triton against the reference, bit for bit.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_fake_quantize_triton.py``.
+triton_device.py says how the file is run.
 """
 
 # ruff: noqa: N803 (constants of a kernel are written large)
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,28 +16,21 @@ from row_format_bytes import BLOCKS, ROUNDINGS, random_blocks
 from row_format_cases import PLACE, WAYS, any_bits, arguments, finite_rows, not_finite_rows, scalar
 from tiers import full
 from torch import Tensor
+from triton_device import DEVICE
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import rec_kernels as rk
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.reference.numerics import fused_multiply_add
 from rec_kernels.reference.philox import row_words
 from rec_kernels.testing import same_bits
+from rec_kernels.triton import fake_quantize as module
+from rec_kernels.triton.row_formats import fake_quantize_tile, narrow, random_words, widen
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-import triton  # noqa: E402  (after the check that it can be imported)
-import triton.language as tl  # noqa: E402
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
-
-from rec_kernels.triton import fake_quantize as module  # noqa: E402
-from rec_kernels.triton.row_formats import fake_quantize_tile, narrow, random_words, widen  # noqa: E402
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # A row of these is none of the kernels' tiles, and the last tile is partial.
 LONG = module.TILE + 452

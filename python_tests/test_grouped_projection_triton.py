@@ -1,69 +1,41 @@
 """grouped_projection in Triton against float64, within the bound of docs/numerics.md.
 
-Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
-starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_grouped_projection_triton.py``.
+triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
 
-import os
-import re
-
 import pytest
 import torch
 from backends import PASSED
-from grouped_projection_cases import (
-    BAD_CALLS,
-    DIMS,
-    LARGE,
-    Call,
-    Dims,
-    bad_arguments,
-    each_by_torch,
-    magnitudes,
-    make_call,
-    most_terms,
-)
+from grouped_projection_cases import BAD_CALLS, DIMS, LARGE, Call, Dims, bad_arguments, make_call
+from product_checks import check_refused, check_repeats, check_tiles
+from tiers import cross
 from torch import Tensor
+from triton_device import DEVICE, INTERPRETED
 
-from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
-pytest.importorskip("triton")
-pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
-
-from rec_kernels.triton import grouped_projection as module  # noqa: E402  (after the check that it can be imported)
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
+from rec_kernels.triton import grouped_projection as module
 
 
 def on_device(call: Call) -> Call:
     """Makes the call on the device where the kernels run."""
-    return Call(*(t.to(DEVICE) for t in call[:3]), call.dims)
+    return call.map(lambda t: t.to(DEVICE))
 
 
 def check(call: Call) -> None:
-    """All three ops: apart from float64 by at most (n + 8) 2^-22 of the terms' magnitudes."""
-    found = [t.cpu() for t in on_device(call).each(module)]
-    compared = zip(found, each_by_torch(call), magnitudes(call), most_terms(call), strict=True)
-    for mine, right, magnitude, terms in compared:
-        assert mine.shape == right.shape
-        assert mine.dtype == torch.float32
-        assert mine.is_contiguous()
-        assert bool(((mine.double() - right).abs() <= (terms + 8) * 2.0**-22 * magnitude).all())
-        PASSED["triton"] += 1
+    """All three ops: apart from float64 by at most the bound of each."""
+    check_tiles([t.cpu() for t in on_device(call).each(module)], call)
+    PASSED["triton"] += 3
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("batch", [1, module.ROWS, module.ROWS + 3])
+@pytest.mark.parametrize(("batch", "dims"), cross([module.ROWS + 3, module.ROWS, 1], DIMS, DIMS[4]), ids=str)
 def test_matches_float64(dims: Dims, batch: int) -> None:
     """Whole tiles and partial ones."""
     check(make_call(dims, batch))
 
 
+@pytest.mark.full
 def test_large_dimensions() -> None:
     """Many tiles of a matrix."""
     check(make_call(LARGE, 5))
@@ -76,10 +48,7 @@ def test_many_samples() -> None:
 
 def test_again() -> None:
     """A second call has equal bits; nothing is written to the arguments."""
-    call = on_device(make_call(DIMS[6], 70))
-    before = [t.clone() for t in call[:3]]
-    assert all(map(same_bits, call.each(module), call.each(module)))
-    assert all(map(same_bits, call[:3], before))
+    check_repeats(on_device(make_call(DIMS[6], 70)), module)
 
 
 def test_strided_inputs() -> None:
@@ -111,10 +80,8 @@ def test_nothing_but_a_sample_meets_its_numbers() -> None:
 @pytest.mark.parametrize(("op", "message"), BAD_CALLS)
 def test_bad_arguments(op: str, message: str) -> None:
     """Errors have the words of the CPU's op."""
-    good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
-    getattr(module, op)(*good)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        getattr(module, op)(*bad)
+    _, bad = bad_arguments(op, message)
+    check_refused(getattr(module, op), bad, message, DEVICE)
 
 
 def test_registered() -> None:

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
+import fuzz_ops
 import pytest
 from backends import ROOT
-from fuzz_ops import environment, sanitized_package
+from test_opcheck import registered
 
-#: Tests of kernels that follow numbers of their input into memory: bags and groups, ids, rows of tables, slots.
-TESTS = ("embedding_bag_shared", "expand", "jagged_dedup", "jagged_permute", "row_cache", "scale_rows")
+pytestmark = pytest.mark.full
+#: Tests of kernels that follow numbers of their input into memory: bags and groups, ids, rows of tables, slots; and of
+#: those with tiles and remainders of them.
+TESTS = (
+    *("embedding_bag_shared", "expand", "jagged_dedup", "jagged_permute", "row_cache", "scale_rows"),
+    *("dot_interaction", "factorization_machine", "grouped_projection", "row_formats"),
+)
 
 
-@pytest.mark.full
-def test_cpu_kernels_run_clean_under_the_sanitizers() -> None:
-    """The process that computes has the library with the sanitizers, and its tests pass.
+def run(*command: object) -> str:
+    """Output of a Python process that has the library with the sanitizers, and must succeed.
 
     The drivers and one instruction set's kernels have them: their sources are those of the others.
     """
-    package = sanitized_package("baseline")
+    package = fuzz_ops.sanitized_package("baseline")
+    options = {"env": fuzz_ops.environment(package), "cwd": package, "capture_output": True, "text": True}
     code = "import rec_kernels._library as found; print(found.__file__)"
-    options = {"env": environment(package), "cwd": package, "capture_output": True, "text": True}
     assert subprocess.run([sys.executable, "-c", code], **options).stdout.startswith(str(package))
+    done = subprocess.run([sys.executable, *map(str, command)], **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def test_cpu_kernels_run_clean_under_the_sanitizers() -> None:
+    """Their tests pass."""
     tests = [ROOT / "python_tests" / f"test_{name}.py" for name in TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not full", "--backends=cpu", *map(str, tests)]
-    done = subprocess.run(command, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "comparisons passed by backend: cpu" in done.stdout
+    printed = run("-m", "pytest", "-q", "-x", "-m", "not full", "--backends=cpu", *tests)
+    assert "comparisons passed by backend: cpu" in printed
+
+
+def test_every_op_runs_clean_under_the_sanitizers() -> None:
+    """Calls of all public ops with anything wrong in their arguments, and of embedding_bag with a reference."""
+    words = [json.loads(line) for line in run(fuzz_ops.__file__, "--work", "--calls", "1000").splitlines()]
+    assert [what for kind, *what in words if kind == "found"] == []
+    done = [what for kind, *what in words if kind == "done"]
+    assert len(done) == 1000
+    assert {op.partition(".")[0] for op, _ in done} >= {name.partition(".")[0] for name in registered()}
+    assert {"right", "raised"} <= {outcome for _, outcome in done}

@@ -13,7 +13,7 @@ namespace {
 constexpr const char* kIsaNames[] = {"baseline", "v3", "v4"};
 
 CpuIsa best_isa() {
-#if defined(__x86_64__)
+#if defined(RK_NEWER_ISAS)
   // x86-64-v4 adds these to v3 (every such machine has v3's features).
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2"))

@@ -1,7 +1,8 @@
 // CPU kernels are compiled once per instruction set; the best one that the machine has is chosen when the library
 // loads. A kernel table is a struct of function pointers with
 //     template <CpuIsa> static const MyKernels table;
-// which each instruction set's object file specialises for `CpuIsa::RK_ISA`.
+// which each instruction set's object file specialises for `CpuIsa::RK_ISA`. CMakeLists.txt defines RK_NEWER_ISAS where
+// it compiles v3 and v4.
 #pragma once
 
 namespace rec_kernels {
@@ -13,7 +14,7 @@ CpuIsa cpu_isa();
 
 template <class Kernels>
 const Kernels& kernels() {
-#if defined(__x86_64__)
+#if defined(RK_NEWER_ISAS)
   switch (cpu_isa()) {
     case CpuIsa::v4:
       return Kernels::template table<CpuIsa::v4>;

@@ -1,0 +1,77 @@
+"""Checks of a call of dot_interaction, factorization_machine or grouped_projection, which their tests share.
+
+A ``Call`` of <op>_cases.py has two tensors that take gradients, the gradient of the result, and the other arguments.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from backends import cpu_backends
+from torch import Tensor
+
+from rec_kernels import testing
+
+UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def each_by_torch(call: object) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and both gradients by torch's autograd, in float64."""
+    given = [t.detach().double().requires_grad_() for t in call[:2]]
+    out = call.by_torch(*given)
+    return out.detach(), *torch.autograd.grad(out, given, call.grad.double(), materialize_grads=True)
+
+
+def magnitudes(call: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the absolute values of each element's terms, in float64."""
+    return each_by_torch(call.map(torch.abs))
+
+
+def check_bits(call: object, reference: object) -> None:
+    """All ops of a call on every instruction set and number of threads, bit for bit."""
+    expected = call.each(reference)
+    for backend in cpu_backends():
+        for found, right in zip(call.each(backend.ops), expected, strict=True):
+            assert testing.same_bits(found, right), backend.name
+
+
+def check_sums(found: tuple[Tensor, ...], call: object) -> None:
+    """The result and both gradients are apart from float64 by no more than the rounding of their sums."""
+    compared = zip(found, each_by_torch(call), magnitudes(call), call.most_terms(), strict=True)
+    for mine, right, magnitude, terms in compared:
+        testing.assert_same_sum(mine, right, magnitude, terms + 1)
+
+
+def check_tiles(found: tuple[Tensor, ...], call: object, more_terms: int = 8, cut: float = 0.0) -> None:
+    """The result and both gradients, summed by tiles, are apart from float64 by at most the bound of docs/numerics.md.
+
+    Args:
+        found: them, on the CPU.
+        call: the call.
+        more_terms: additions beside those of most_terms().
+        cut: relative error of a term whose factors are cut to TF32.
+    """
+    compared = zip(found, each_by_torch(call), magnitudes(call), call.most_terms(), strict=True)
+    for mine, right, magnitude, terms in compared:
+        assert mine.shape == right.shape
+        assert mine.dtype == call.grad.dtype
+        assert mine.is_contiguous()
+        allowed = ((terms + more_terms) * 2.0**-22 + cut) * magnitude
+        allowed += UNITS[mine.dtype] * (right.abs() + allowed) + (2.0**-25 if mine.dtype == torch.float16 else 0.0)
+        assert bool(((mine.double() - right).abs() <= allowed).all())
+
+
+def check_refused(op: object, arguments: tuple, message: str, device: str = "cpu") -> None:
+    """An op raises the message, and no other words, for these arguments."""
+    there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        op(*there)
+
+
+def check_repeats(call: object, ops: object) -> None:
+    """A second call has equal bits; nothing is written to the arguments."""
+    before = [t.clone() for t in call[:3]]
+    assert all(map(testing.same_bits, call.each(ops), call.each(ops)))
+    assert all(map(testing.same_bits, call[:3], before))
