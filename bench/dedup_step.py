@@ -180,7 +180,7 @@ def main() -> None:
         options.weeks, options.turns, options.seconds = 3, 2, 0.0
     results = cases(options)
     print(table(results))
-    if options.quick and options.out == RESULTS / "dedup_step.json":
+    if options.quick and options.output == RESULTS / "dedup_step.json":
         return
     write_result(options, ("embedding_dim", "turns", "seconds", "weeks"), results)
 

@@ -69,7 +69,7 @@ def main() -> None:
                 with neighbours(count):
                     found[name][key].append(train(arguments.threads, variables))
                 print(f"{name:<26} {key}  {found[name][key][-1]:>10,.0f} examples/s", flush=True)
-        write(arguments.out, arguments.threads, found)
+        write(arguments.output, arguments.threads, found)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def main() -> None:
             sys.exit(f"{kind}: the losses differ: { {name: r['loss'] for name, r in runs.items()} }")
     print(f"tables {4 * budget / 1e6:.0f} MB, memory budget {budget / 1e6:.0f} MB\n\n{table(found)}")
     workload = WORKLOAD.__dict__ | {"fraction": FRACTION, "budget": budget}
-    args.out.write_text(json.dumps(environment() | {"workload": workload, "runs": found}, indent=1) + "\n")
+    args.output.write_text(json.dumps(environment() | {"workload": workload, "runs": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

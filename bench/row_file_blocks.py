@@ -7,7 +7,6 @@ own. Times are the processor's, of all threads, on data that the system keeps in
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -15,10 +14,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from bench.limits import limits
-from bench.train_step import RESULTS, environment, positive
+from bench.script import environment, options_of, parser_of, positive
 from rec_kernels._library import host
 
 BLOCK, BLOCKS, HELD, LOADED = 4096, 144_000, 36_000, 900  # bytes; of the file, in memory at a time, of a load
@@ -65,15 +63,11 @@ def measure(folder: Path, threads: int, loads: int) -> dict[str, float]:
 
 def main() -> None:
     """Measures, prints and saves the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "row_file_blocks.json")
     parser.add_argument("--threads", type=positive, default=1, help="threads of the row file (default: 1)")
     parser.add_argument("--loads", type=positive, default=300, help="loads that are timed (default: 300)")
     parser.add_argument("--folder", type=Path, help="where the files are (default: the system's)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "row_file_blocks.json", help="JSON file")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options_of(parser)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(Path(folder), args.threads, args.loads)
     print(

@@ -25,7 +25,7 @@ def positive(text: str) -> int:
 
 
 def parser_of(about: str | None, file: str, *, data: bool = False) -> argparse.ArgumentParser:
-    """The parser of a script's options, with ``--out``.
+    """The parser of a script's options, with ``--output``.
 
     Args:
         about: docstring of the script. file: the result's, in bench/results.
@@ -37,7 +37,7 @@ def parser_of(about: str | None, file: str, *, data: bool = False) -> argparse.A
         parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
         parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
         parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
-    parser.add_argument("--out", type=Path, default=RESULTS / file, help=f"result file (default: {file})")
+    parser.add_argument("--output", type=Path, default=RESULTS / file, help=f"result file (default: {file})")
     return parser
 
 
@@ -62,9 +62,9 @@ def environment() -> dict:
 
 
 def write_result(options: argparse.Namespace, settings: Sequence[str], results: Any) -> None:
-    """Writes results to ``options.out``, with the environment and the options that ``settings`` names."""
+    """Writes results to ``options.output``, with the environment and the options that ``settings`` names."""
     given = {name: getattr(options, name) for name in settings}
     result = {"environment": environment(), "settings": given, "results": results}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.out}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {options.output}")

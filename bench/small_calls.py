@@ -99,7 +99,7 @@ def main() -> None:
         figures = "  ".join(f"{who} {time:7.2f} us" for who, time in found[name].items())
         print(f"{name:<32} {figures}  ours / torch {ratio:.2f}", flush=True)
     document = {"machine": environment(), "threads": 1, "microseconds": found}
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -73,12 +73,12 @@ def main() -> None:
     parser.add_argument("--weeks", type=positive, default=8, help="of Complete Journey, for auc and bytes (default: 8)")
     parser.add_argument("--seeds", type=positive, default=32, help="of auc (default: 32)")
     options = options_of(parser)
-    result = json.loads(options.out.read_text()) if options.out.exists() else {}
+    result = json.loads(options.output.read_text()) if options.output.exists() else {}
     for part in options.parts:
         found = {str(world): on_processes(world, part, options) for world in PARTS[part]}
         about = environment() | {"commit": commit_here(), "load": os.getloadavg()[0]}
         result[part] = {"environment": about, "results": summarised(part, found)}
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result[part]["results"], indent=2))
 
 

@@ -173,9 +173,9 @@ def main() -> None:
             result["training"] = training(comparison)
         except (DataError, RunExistsError, RunInterruptedError) as error:
             raise SystemExit(f"error: {error}") from error
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    print(f"{text(result)}\nwritten to {options.out}")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    print(f"{text(result)}\nwritten to {options.output}")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def read_finished(path: Path, settings: dict) -> list[dict]:
     found = json.loads(path.read_text())
     if found["settings"] != settings:
         raise SystemExit(
-            f"error: {path} holds runs with {found['settings']}, asked for {settings}: choose another --out"
+            f"error: {path} holds runs with {found['settings']}, asked for {settings}: choose another --output"
         )
     return found["runs"]
 
@@ -151,7 +151,7 @@ def main() -> None:
     base = TrainConfig(weeks=options.weeks)
     settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}
     settings["threads"] = torch.get_num_threads()  # speeds of other numbers are not comparable
-    runs = read_finished(options.out, settings)
+    runs = read_finished(options.output, settings)
     for seed in range(options.seeds):
         turn = seed % len(IMPLEMENTATIONS)  # who goes first wakes the machine up
         for name in [*IMPLEMENTATIONS][turn:] + [*IMPLEMENTATIONS][:turn]:
@@ -160,13 +160,13 @@ def main() -> None:
             scores = run(name, TrainConfig(weeks=options.weeks, seed=seed), data)
             runs.append({"implementation": name, "seed": seed} | scores)
             print(f"seed {seed} {name:<6} AUC {scores['auc']:.5f}  log loss {scores['log_loss']:.5f}")
-            write(options.out, settings, runs)
+            write(options.output, settings, runs)
     summary = summarise(runs)
     print(f"means over {len(summary['seeds'])} seeds")
     for name, mean in summary["mean_auc"].items():
         rate, speedup = summary["mean_examples_per_second"][name], summary["speedup"][name]
         print(f"{name:<7} AUC {mean:.5f}  {rate:>9,.0f} examples/s, ours is {speedup:.2f}x")
-    print(f"written to {options.out}")
+    print(f"written to {options.output}")
 
 
 if __name__ == "__main__":
