@@ -104,6 +104,10 @@ def unlike(case: Case) -> tuple[list[str], bool]:
     (loss, _) = losses()
     tables.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0) if rank else None)
     tell(loss.backward)
+    tables.set_grad_scaler(None)
+    (loss, _) = losses()
+    tables.optimizer.param_groups[0]["lr"] = 0.125 + rank
+    tell(loss.backward)
     after = blocks(tables.state_dict())
     return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
 

@@ -16,7 +16,7 @@ constexpr int64_t kMostBlocks = 3;
 inline int64_t resident_threads() { return 1; }
 
 // Stands for torch's stream. Another address, or null as the default stream of a kernel<<<>>>, is not it.
-inline char torch_stream;
+inline char current_stream;
 
 class OnDeviceOf {
  public:
@@ -24,7 +24,7 @@ class OnDeviceOf {
   OnDeviceOf(const OnDeviceOf&) = delete;
   OnDeviceOf& operator=(const OnDeviceOf&) = delete;
   ~OnDeviceOf() { --guards; }
-  cudaStream_t stream() const { return &torch_stream; }
+  cudaStream_t stream() const { return &current_stream; }
 
   static inline thread_local int guards = 0;  // that are in scope
 };
@@ -33,7 +33,7 @@ class OnDeviceOf {
 // work for the GPU that is current by chance.
 inline void check_stream(cudaStream_t stream) {
   if (OnDeviceOf::guards == 0) throw std::runtime_error("a kernel is started where no OnDeviceOf is in scope");
-  if (stream != &torch_stream) throw std::runtime_error("a kernel is started on a stream that is not torch's");
+  if (stream != &current_stream) throw std::runtime_error("a kernel is started on a stream that is not torch's");
 }
 
 // Nodes that a CUDA graph of the calls since the last _count_nodes() would have: kernels, and fillings of memory.

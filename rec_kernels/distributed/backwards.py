@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
-FACTS = 4
+FACTS = 5
 _NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK = range(7)
 _WHEN = (
     "at once",
@@ -118,7 +120,9 @@ class Backwards:
             self._shards._update.dense.opened(output)
 
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
-        """[FACTS] float32: the lookup's number, when the update is to be, the scale, inf after an overflow, else 0.
+        """[FACTS] float32: the lookup's number, when the update is to be, the scale, the rates, inf after an overflow.
+
+        Rates are a number below 2^24 that other learning rates would hardly have, as the kernels read them.
 
         Args:
             grad: of this rank's samples, float32, as it is sent.
@@ -135,9 +139,11 @@ class Backwards:
             when = _TOGETHER if update.dense.joins() else _NOW
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
-        facts = torch.tensor([begun.number % (1 << 24), when, 0, 0], dtype=torch.float32).to(grad.device)
+        rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
+        told = [begun.number % (1 << 24), when, 0, zlib.crc32(array("f", rates)) % (1 << 24), 0]
+        facts = torch.tensor(told, dtype=torch.float32).to(grad.device)
         if update is not None and (scaling := update.scaling()):
-            facts[2], facts[3] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
+            facts[2], facts[4] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
         return facts
 
     def take(self, begun: Begun, lookup: Lookup, facts: Tensor) -> None:
@@ -152,7 +158,7 @@ class Backwards:
             return
         scaling = update.scaling()
         if scaling:
-            lookup = lookup._replace(found_inf=facts[:, 3].amax())
+            lookup = lookup._replace(found_inf=facts[:, 4].amax())
         if begun.pending is not None:
             begun.pending.add(lookup)
         elif update.dense.is_waiting():
@@ -167,16 +173,16 @@ class Backwards:
 
         On a GPU the process ends with the message instead: the host would have to wait for each backward.
         """
-        told, text = facts[:, :3], ""
+        told, text = facts[:, :4], ""
         alike = (
             "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
-            "calls and accumulate() blocks, and with the same loss scale"
+            "calls and accumulate() blocks, and with the same loss scale and learning rates"
         )
         if facts.device.type != "cpu":
             torch._assert_async(((told == told[0]) & (told[:, 1:2] < _CHANGED)).all(), alike)
             return
         by_rank = told.tolist()
-        refused = [(rank, int(when)) for rank, (_, when, _) in enumerate(by_rank) if when in _REFUSED]
+        refused = [(rank, int(when)) for rank, (_, when, *_) in enumerate(by_rank) if when in _REFUSED]
         other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)
         if refused:
             rank, when = refused[0]
@@ -188,5 +194,7 @@ class Backwards:
                 for rank in (0, other)
             ]
             text = f"{alike}: {', and '.join(described)} (0: no GradScaler)"
+            if by_rank[0][3] != by_rank[other][3]:
+                text += ", whose learning rates differ: set them on every rank"
         if text:
             raise RuntimeError(f"{text}; no rank has updated its tables")
