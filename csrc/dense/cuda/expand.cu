@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(ExpandArgs a) {
   for (int64_t w = Group<1>::first(); w < a.words; w += Group<1>::stride()) {
     const int64_t b = a.row_words.divide(w), row = a.inverse[b];
     const bool good = static_cast<uint64_t>(row) < static_cast<uint64_t>(a.rows);
-    const int64_t from = row * a.row_words.value + (w - b * a.row_words.value);
-    store_word(a.out, w, good ? load_word<Word>(a.x, from) : Word{});
+    const int64_t place = w - b * a.row_words.value;
+    store_word(a.out, w, good ? load_word<Word>(a.x, row * a.row_words.value + place) : Word{});
   }
 }
 
