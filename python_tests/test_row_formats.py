@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import cpu_backends, every_backend
+from backends import every_backend
 from hypothesis import strategies as st
 from row_format_bytes import BLOCKS, ROUNDINGS, random_blocks
 from row_format_cases import (
@@ -156,17 +156,6 @@ def test_large_is_independent_of_threads(format: str) -> None:
                 rows, _ = ops.quantize_rows(x, *arguments(format, "stochastic", None, PLACE))
                 assert torch.equal(rows, expected)
                 assert testing.same_bits(ops.dequantize_rows(rows, format, shape[1], torch.float32), numbers)
-
-
-@pytest.mark.parametrize("format", rk.ROW_FORMATS)
-@pytest.mark.parametrize("dim", [512, 520])
-def test_large_rows_are_those_of_pieces(format: str, dim: int) -> None:
-    """A result of 16 MiB, which goes past the CPU's caches where registers fit into rows, is that of its pieces."""
-    rows = rk.quantize_rows(torch.randn(512, dim, generator=torch.Generator().manual_seed(dim)), format)
-    expected = rk.dequantize_rows(rows, format, dim)
-    for backend in cpu_backends():
-        found = backend.ops.dequantize_rows(rows.repeat(16, 1), format, dim, torch.float32)
-        assert all(testing.same_bits(piece, expected) for piece in found.split(512)), backend.name
 
 
 @pytest.mark.parametrize("isa", testing.cpu_isas())

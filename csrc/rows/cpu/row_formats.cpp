@@ -17,9 +17,6 @@ int64_t rows_of_piece(int64_t D) { return 1 + 65536 / D; }
 // Rows that are widened or encoded into scratch memory at once, which stays in the cache.
 int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
 
-// Decoded rows of so many bytes go past the caches, which could not keep them until they are read.
-constexpr int64_t kStreamedBytes = int64_t{16} << 20;
-
 int float_number(ScalarType dtype) { return static_cast<int>(float_format(dtype)); }
 
 // Rows of x as float32: as they are, or widened into `scratch`.
@@ -56,7 +53,7 @@ class FloatRows {
 class RowDecoder {
  public:
   RowDecoder(RowFormat format, int64_t D, const Tensor& out)
-      : decode_(decoder_of(format, out)),
+      : decode_(kernels<RowFormatKernels>().decode[static_cast<int>(format)]),
         out_(static_cast<uint8_t*>(out.mutable_data_ptr())),
         D_(D),
         row_bytes_(row_bytes(format, D)),
@@ -76,12 +73,6 @@ class RowDecoder {
   }
 
  private:
-  static RowFormatKernels::DecodeRows decoder_of(RowFormat format, const Tensor& out) {
-    const auto& k = kernels<RowFormatKernels>();
-    const bool streams = out.element_size() == 4 && out.numel() * 4 >= kStreamedBytes;
-    return (streams ? k.stream : k.decode)[static_cast<int>(format)];
-  }
-
   RowFormatKernels::DecodeRows decode_;
   uint8_t* out_;
   int64_t D_;

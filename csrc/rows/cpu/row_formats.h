@@ -32,7 +32,6 @@ struct RowFormatKernels {
   EncodeRows nearest[kNumRowFormats];
   EncodeRows stochastic[kNumRowFormats];
   DecodeRows decode[kNumRowFormats];
-  DecodeRows stream[kNumRowFormats];  // decode, past the caches
 
   template <CpuIsa>
   static const RowFormatKernels table;
