@@ -212,7 +212,7 @@ def weighted_alone(given: Distinct) -> tuple[list[list[Tensor]], dict[str, Tenso
 
 
 def numbers_sent(given: Distinct) -> list[int]:
-    """Numbers of float32 that this rank sends to others in a step: pooled rows, then gradients behind four facts."""
+    """Numbers of float32 that this rank sends to others in a step: pooled rows, then gradients behind five facts."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     with counted_bytes() as sent:
         _train(given, model, [own_batch(given, 0, rank)], [rank])
