@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import (
 from rec_kernels.distributed.parts import is_by_id, part_block
 from rec_kernels.distributed.sharder import CollectionSharder
 from rec_kernels.distributed.wire import travelling_bytes
-from rec_kernels.nn.arguments import check_rate, positive_integer
+from rec_kernels.nn.arguments import check_rate, is_list, positive_integer
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.optimizer_state import StatePlaces
@@ -230,12 +230,11 @@ def planner(
 
 
 def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any) -> None:
-    is_list = isinstance(sharders, Sequence)
     for name, good, told, given in (
         ("model", isinstance(model, nn.Module), "a torch.nn.Module", model),
         (
             "sharders",
-            is_list and all(isinstance(s, CollectionSharder) for s in sharders),
+            is_list(sharders) and all(isinstance(s, CollectionSharder) for s in sharders),
             "a list of sharders",
             sharders,
         ),

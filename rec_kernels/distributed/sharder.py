@@ -16,7 +16,7 @@ from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
 from rec_kernels.distributed.wire import Wire
-from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.arguments import check_choice, is_list
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
@@ -50,7 +50,7 @@ class CollectionSharder(ModuleSharder):
         if not isinstance(wire, (Wire, type(None))):
             raise ValueError(f"wire must be an rk.distributed.Wire or None, got {wire!r}")
         self.wire = wire or Wire()
-        if isinstance(sharding_types, str) or not isinstance(sharding_types, Sequence) or not sharding_types:
+        if not is_list(sharding_types) or not sharding_types:
             raise ValueError(
                 f"sharding_types must be a list of one or more of {SHARDING_TYPES}, got {sharding_types!r}"
             )

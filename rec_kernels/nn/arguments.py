@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def positive_integers(name: str, values: Any) -> tuple[int, ...]:
     if given is None or isinstance(values, str):
         raise ValueError(f"{name} must be a sequence of integers, each at least 1, got {values!r}")
     return tuple(positive_integer(f"{name}[{i}]", value) for i, value in enumerate(given))
+
+
+def is_list(given: object) -> bool:
+    """True of a list, a tuple and other sequences, but for a string."""
+    return isinstance(given, Sequence) and not isinstance(given, str)
 
 
 def number_of(value: Any) -> float:

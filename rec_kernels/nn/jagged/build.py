@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_integers, check_tensor, has_data
 
@@ -161,9 +162,7 @@ def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
 
 
 def _of_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
-    if not isinstance(bags, Sequence) or not all(
-        isinstance(bag, Sequence) and not isinstance(bag, str) for bag in bags
-    ):
+    if not isinstance(bags, Sequence) or not all(map(is_list, bags)):
         raise TypeError(f"{name} must be a list of lists, one for each sample, got {bags!r}"[:200])
     flat = [number for bag in bags for number in bag]
     kinds = (int,) if dtype == torch.int64 else (int, float)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rec_kernels.nn.arguments import check_choice, positive_integer, positive_integers
+from rec_kernels.nn.arguments import check_choice, is_list, positive_integer, positive_integers
 
 #: Ways to make a row from parts, by their numbers in the ops' ``combine``.
 COMBINE = ("concat", "add", "mult")
@@ -105,10 +105,6 @@ class Hash(Compression):
         return [(1, self.buckets)]
 
 
-def _is_list(given: object) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, str)
-
-
 def _check_combine(name: str, combine: str, compose: str) -> None:
     if combine not in COMBINE:
         raise ValueError(f"{name}: combine must be one of {', '.join(COMBINE)}, got {combine!r}")
@@ -152,11 +148,11 @@ class Partitions(Compression):
 
     def __post_init__(self) -> None:
         _check_combine("Partitions", self.combine, self.compose)
-        if not _is_list(self.pairs) or not 1 <= len(self.pairs) <= MAX_PARTS:
+        if not is_list(self.pairs) or not 1 <= len(self.pairs) <= MAX_PARTS:
             raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs!r}")
         pairs = []
         for i, pair in enumerate(self.pairs):
-            if not _is_list(pair) or len(pair) != 2:
+            if not is_list(pair) or len(pair) != 2:
                 raise ValueError(f"Partitions: pairs[{i}] must be (divisor, modulus), got {pair!r}")
             names = f"Partitions: pairs[{i}]: divisor", f"Partitions: pairs[{i}]: modulus"
             pairs.append(tuple(map(positive_integer, names, pair)))

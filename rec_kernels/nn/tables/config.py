@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from torch import Tensor
 
-from rec_kernels.nn.arguments import check_choice, check_rate, positive_integer
+from rec_kernels.nn.arguments import check_choice, check_rate, is_list, positive_integer
 from rec_kernels.nn.tables.compression import Compression, Hash, MixedDimension, Part
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.layout_records import integer
@@ -119,8 +119,7 @@ class EmbeddingConfig:
         self._check_sizes()
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(f"table name {name!r} must be a string, non-empty and without dots")
-        is_list = isinstance(feature_names, Sequence) and not isinstance(feature_names, str)
-        if not is_list or not feature_names or not all(isinstance(f, str) and f for f in feature_names):
+        if not is_list(feature_names) or not feature_names or not all(isinstance(f, str) and f for f in feature_names):
             names = "a non-empty list of names, which are non-empty strings"
             raise ValueError(f"table {name!r}: feature_names must be {names}, got {feature_names!r}")
         if self.init is not None and not callable(self.init):
