@@ -32,8 +32,8 @@ class Lookups(Subject):
             subject = self.built(name)
             return lambda i: subject.forward(self.batches[i])
         w, weights = self.workload, self.built("ours").module._weights
-        out = torch.empty(w.tables * w.batch, w.dim)
-        pieces = [[(rows[ids], bag, w.dim, out[bags]) for bag, ids, bags in w.runs()] for rows in self.linear]
+        runs = w.runs(torch.empty(w.batch, w.tables * w.dim))
+        pieces = [[(rows[ids], bag, w.dim, columns) for bag, ids, columns in runs] for rows in self.linear]
 
         def gather(i: int) -> None:
             for piece in pieces[i]:

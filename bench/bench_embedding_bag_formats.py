@@ -36,7 +36,7 @@ class Formats(Subject):
 
     def __init__(self, workload: Shape) -> None:
         super().__init__(workload)
-        self.out = torch.empty(workload.tables * workload.batch, workload.dim)
+        self.runs = workload.runs(torch.empty(workload.batch, workload.tables * workload.dim))
 
     def _tables(self, kind: str, format: str) -> object:
         if (kind, format) not in self._built:
@@ -79,8 +79,8 @@ class Formats(Subject):
         return lambda i: tables.train(self.batches[i], self.grad)
 
     def _limit(self, direction: str, rows: Tensor) -> Callable[[int], object]:
-        w = self.workload
-        pieces = [[(of[ids], bag, w.dim, self.out[bags]) for bag, ids, bags in w.runs()] for of in self.linear]
+        dim = self.workload.dim
+        pieces = [[(of[ids], bag, dim, columns) for bag, ids, columns in self.runs] for of in self.linear]
 
         def least(i: int) -> None:
             for piece in pieces[i]:

@@ -8,20 +8,29 @@ namespace {
 typedef float Line __attribute__((vector_size(64), aligned(4)));
 constexpr int64_t kAhead = 16, kLinesAhead = 128;
 
+// Where a lookup's columns go: bag b of table t to `data` + t * table + b * row, in floats.
+struct Columns {
+  float* data;
+  int64_t tables, batch, table, row;
+};
+
 template <int N>
-void gather_lines(const float* weights, const int64_t* rows, int64_t bags, int64_t bag, float* out) {
+void gather_lines(const float* weights, const int64_t* rows, int64_t bag, const Columns& out) {
   constexpr int64_t dim = N * 16;
-  const int64_t last = bags * bag;
-#pragma omp parallel for schedule(static)
-  for (int64_t b = 0; b < bags; ++b) {
-    Line sum[N] = {};
-    for (int64_t i = b * bag; i < (b + 1) * bag; ++i) {
-      if (i + kAhead < last)
-        for (int v = 0; v < N; ++v) __builtin_prefetch(weights + rows[i + kAhead] * dim + v * 16);
-      for (int v = 0; v < N; ++v) sum[v] += *reinterpret_cast<const Line*>(weights + rows[i] * dim + v * 16);
+  const int64_t last = out.tables * out.batch * bag;
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t t = 0; t < out.tables; ++t)
+    for (int64_t b = 0; b < out.batch; ++b) {
+      const int64_t first = (t * out.batch + b) * bag;
+      Line sum[N] = {};
+      for (int64_t i = first; i < first + bag; ++i) {
+        if (i + kAhead < last)
+          for (int v = 0; v < N; ++v) __builtin_prefetch(weights + rows[i + kAhead] * dim + v * 16);
+        for (int v = 0; v < N; ++v) sum[v] += *reinterpret_cast<const Line*>(weights + rows[i] * dim + v * 16);
+      }
+      float* columns = out.data + t * out.table + b * out.row;
+      for (int v = 0; v < N; ++v) *reinterpret_cast<Line*>(columns + v * 16) = sum[v];
     }
-    for (int v = 0; v < N; ++v) *reinterpret_cast<Line*>(out + b * dim + v * 16) = sum[v];
-  }
 }
 
 // The cache lines that hold `bytes` bytes at p.
@@ -36,22 +45,27 @@ Lines lines_of(const char* p, int64_t bytes) {
 }  // namespace
 
 // A word of every cache line of the rows, and `dim` floats written for each bag: what rows of any format must fetch.
-extern "C" void touch_rows(const char* weights, const int64_t* rows, int64_t bags, int64_t bag, int64_t row_bytes,
-                           int64_t dim, float* out) {
-  const int64_t last = bags * bag, ahead = kLinesAhead / ((row_bytes + 63) / 64);
-#pragma omp parallel for schedule(static)
-  for (int64_t b = 0; b < bags; ++b) {
-    int64_t sum = 0;
-    for (int64_t i = b * bag; i < (b + 1) * bag; ++i) {
-      if (i + ahead < last) {
-        const Lines next = lines_of(weights + rows[i + ahead] * row_bytes, row_bytes);
-        for (const char* p = next.begin; p < next.end; p += 64) __builtin_prefetch(p);
+// `sizes` and `out` as gather_sum has them.
+extern "C" void touch_rows(const char* weights, const int64_t* rows, int64_t bag, int64_t row_bytes, int64_t dim,
+                           float* out, const int64_t* sizes) {
+  const Columns to{out, sizes[0], sizes[1], sizes[2], sizes[3]};
+  const int64_t last = to.tables * to.batch * bag, ahead = kLinesAhead / ((row_bytes + 63) / 64);
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t t = 0; t < to.tables; ++t)
+    for (int64_t b = 0; b < to.batch; ++b) {
+      const int64_t first = (t * to.batch + b) * bag;
+      int64_t sum = 0;
+      for (int64_t i = first; i < first + bag; ++i) {
+        if (i + ahead < last) {
+          const Lines next = lines_of(weights + rows[i + ahead] * row_bytes, row_bytes);
+          for (const char* p = next.begin; p < next.end; p += 64) __builtin_prefetch(p);
+        }
+        const Lines own = lines_of(weights + rows[i] * row_bytes, row_bytes);
+        for (const char* p = own.begin; p < own.end; p += 64) sum += *reinterpret_cast<const int64_t*>(p);
       }
-      const Lines own = lines_of(weights + rows[i] * row_bytes, row_bytes);
-      for (const char* p = own.begin; p < own.end; p += 64) sum += *reinterpret_cast<const int64_t*>(p);
+      float* columns = to.data + t * to.table + b * to.row;
+      for (int64_t c = 0; c < dim; ++c) columns[c] = static_cast<float>(sum);
     }
-    for (int64_t c = 0; c < dim; ++c) out[b * dim + c] = static_cast<float>(sum);
-  }
 }
 
 // A byte of every cache line of the rows read and written back as it was.
@@ -72,12 +86,14 @@ extern "C" void rewrite_rows(char* weights, const int64_t* rows, int64_t n, int6
   }
 }
 
-// Rows of 16, 64 or 128 floats; returns 0 for another width.
-extern "C" int gather_sum(const float* weights, const int64_t* rows, int64_t bags, int64_t bag, int64_t dim,
-                          float* out) {
-  if (dim == 16) gather_lines<1>(weights, rows, bags, bag, out);
-  else if (dim == 64) gather_lines<4>(weights, rows, bags, bag, out);
-  else if (dim == 128) gather_lines<8>(weights, rows, bags, bag, out);
+// Sums of `bag` rows of 16, 64 or 128 floats; returns 0 for another width. `sizes`: tables, bags of each, and floats of
+// `out` between tables and between bags.
+extern "C" int gather_sum(const float* weights, const int64_t* rows, int64_t bag, int64_t dim, float* out,
+                          const int64_t* sizes) {
+  const Columns to{out, sizes[0], sizes[1], sizes[2], sizes[3]};
+  if (dim == 16) gather_lines<1>(weights, rows, bag, to);
+  else if (dim == 64) gather_lines<4>(weights, rows, bag, to);
+  else if (dim == 128) gather_lines<8>(weights, rows, bag, to);
   else return 0;
   return 1;
 }

@@ -39,10 +39,9 @@ class Limits:
         self._omp.omp_set_num_threads(torch.get_num_threads())
 
     def gather(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
-        """out [n / bag, dim] = sums of `bag` rows each; rows [n] int64 are row numbers of the flat weights."""
+        """out [T, B, dim] = sums of `bag` rows each; rows [T * B * bag] int64 are row numbers of the flat weights."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
-        sizes = (ctypes.c_int64(rows.numel() // bag), ctypes.c_int64(bag), ctypes.c_int64(dim))
-        if not self._library.gather_sum(*pointers, *sizes, ctypes.c_void_p(out.data_ptr())):
+        if not self._library.gather_sum(*pointers, ctypes.c_int64(bag), ctypes.c_int64(dim), *_columns(out)):
             raise ValueError(f"dim = {dim} must be 16, 64 or 128")
 
     def update(self, weights: Tensor, rows: Tensor, dim: int) -> None:
@@ -65,10 +64,10 @@ class Limits:
             raise ValueError(f"dim = {sizes[3]} must be 16, 64 or 128")
 
     def touch(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
-        """Reads a word of every cache line of the rows; weights uint8 [N, row bytes], out [n / bag, dim] float32."""
+        """Reads a word of every cache line of the rows; weights uint8 [N, row bytes], out [T, B, dim] float32."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
-        sizes = (rows.numel() // bag, bag, weights.shape[1], dim)
-        self._library.touch_rows(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_void_p(out.data_ptr()))
+        sizes = (bag, weights.shape[1], dim)
+        self._library.touch_rows(*pointers, *map(ctypes.c_int64, sizes), *_columns(out))
 
     def rewrite(self, weights: Tensor, rows: Tensor) -> None:
         """Reads and writes a byte of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
@@ -86,6 +85,11 @@ class Limits:
     def multiply_add(self, count: int) -> None:
         """``count`` multiplications, each with an addition, of numbers in registers."""
         self._library.multiply_add(ctypes.c_int64(count))
+
+
+def _columns(out: Tensor) -> tuple[ctypes.c_void_p, ctypes.Array]:
+    """The address of out [T, B, dim], whose last dimension is contiguous, and sizes as gather_limit.cpp has them."""
+    return ctypes.c_void_p(out.data_ptr()), (ctypes.c_int64 * 4)(*out.shape[:2], *out.stride()[:2])
 
 
 class StepLimit:

@@ -79,13 +79,19 @@ class Shape(abc.ABC):
         first = itertools.accumulate(self.table_rows, initial=0)
         return torch.cat([of_table + start for of_table, start in zip(self.split(ids), first, strict=False)])
 
-    def runs(self) -> list[tuple[int, slice, slice]]:
-        """Tables one after the other whose bags are as long: L, where their ids are, and where their bags are."""
-        found, ids, bags = [], 0, 0
+    def runs(self, out: Tensor) -> list[tuple[int, slice, Tensor]]:
+        """Tables one after the other whose bags are as long: L, where their ids are, and their columns of a lookup.
+
+        Args:
+            out: the lookup [B, T * D]. Its views are [tables, B, D].
+        """
+        columns = out.view(self.batch, self.tables, self.dim).transpose(0, 1)
+        found, first, table = [], 0, 0
         for bag, of_run in itertools.groupby(self.table_bags):
-            num_bags = self.batch * len(list(of_run))
-            found.append((bag, slice(ids, ids + num_bags * bag), slice(bags, bags + num_bags)))
-            ids, bags = ids + num_bags * bag, bags + num_bags
+            tables = len(list(of_run))
+            last = first + tables * self.batch * bag
+            found.append((bag, slice(first, last), columns[table : table + tables]))
+            first, table = last, table + tables
         return found
 
     def forward_bytes(self, row_bytes: int | None = None, rows: float | None = None) -> float:

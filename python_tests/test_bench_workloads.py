@@ -44,7 +44,9 @@ def test_sizes_by_hand() -> None:
     assert TINY.table_rows == (64, 128, 64)
     assert (TINY.tables, TINY.num_ids) == (3, 45)
     assert TINY.offsets().tolist() == [0, 1, 2, 3, 4, 5, *range(9, 46, 4)]
-    assert TINY.runs() == [(1, slice(0, 5), slice(0, 5)), (4, slice(5, 45), slice(5, 15))]
+    (one, of_one, first), (four, of_four, rest) = TINY.runs(out := torch.randn(5, 3 * 16))
+    assert (one, of_one, four, of_four) == (1, slice(0, 5), 4, slice(5, 45))
+    assert torch.equal(torch.cat([first, rest]), out.view(5, 3, 16).transpose(0, 1))
     ids = TINY.ids(0)
     assert [len(part) for part in TINY.split(ids)] == [5, 20, 20]
     linear = TINY.linear(ids)
@@ -184,10 +186,10 @@ def test_peers_look_up_the_same(w) -> None:
     if shutil.which(os.environ.get("CXX", "c++")) is not None:
         from bench.limits import limits
 
-        out = torch.empty(w.tables * w.batch, w.dim)
-        for bag, of_ids, of_bags in w.runs():
-            limits().gather(ours.module._weights, subject.linear[1][of_ids], bag, w.dim, out[of_bags])
-        torch.testing.assert_close(out.view(w.tables, w.batch, -1).transpose(0, 1).flatten(1), expected)
+        out = torch.empty_like(expected)
+        for bag, of_ids, columns in w.runs(out):
+            limits().gather(ours.module._weights, subject.linear[1][of_ids], bag, w.dim, columns)
+        torch.testing.assert_close(out, expected)
 
 
 def test_features_and_bytes_by_hand() -> None:

@@ -125,7 +125,7 @@ def measure_rates(point: Point, ours: peers.Ours, effort: Effort) -> dict[str, l
     weights, bag = ours.module._weights.detach(), point.workload.bag
     row, rows = 4 * WIDE, weights.numel() // WIDE
     n = max(point.num_ids * point.row_bytes // row // bag, 1) * bag
-    out = torch.empty(n // bag, WIDE)
+    out = torch.empty(1, n // bag, WIDE)
     random = [torch.randint(rows, (n,)) for _ in range(BATCHES)]
     in_order = [(torch.arange(n) + i * n) % rows for i in range(BATCHES)]
     cached = [torch.randint(min(CACHED_BYTES // row, rows), (n,)) for _ in range(BATCHES)]
