@@ -26,8 +26,7 @@ void for_samples(int64_t B, int64_t products, int64_t floats, const Body& body) 
   // Whole cache lines for each worker.
   const int64_t each = ceil_div(floats, 16) * 16;
   const Scratch<float> memory(workers * each);
-  const int64_t piece = workers == 1 ? blocks : few;
-  parallel_pieces(blocks, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+  parallel_shares(blocks, workers, [&](int64_t begin, int64_t end, int64_t worker) {
     for (int64_t b = begin; b < end; ++b)
       body(b * kBlock, std::min(kBlock, B - b * kBlock), memory.get() + worker * each);
   });

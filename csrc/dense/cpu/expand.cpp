@@ -23,8 +23,7 @@ std::tuple<Tensor, Tensor> expand_cpu(const Tensor& x_in, const Tensor& inverse_
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const Integers rows(inverse);
   const auto copy_rows = kernels<NumberedRowsKernels>().copy_rows;
-  const int64_t piece = 1 + kFewBytes / bytes;
-  parallel_pieces(count, piece, workers_for(count, piece), [&](int64_t begin, int64_t end, int64_t) {
+  parallel_shares(count, workers_for(count, 1 + kFewBytes / bytes), [&](int64_t begin, int64_t end, int64_t) {
     copy_rows(from, rows.data, rows.wide, bytes, bytes, to, begin, end);
   });
   return {out, good_status(x)};

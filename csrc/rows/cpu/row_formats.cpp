@@ -11,8 +11,8 @@
 namespace rec_kernels {
 namespace {
 
-// Rows of a piece of work: about 256 KiB of floats, beside which fetching the next piece costs nothing.
-int64_t rows_of_piece(int64_t D) { return 1 + 65536 / D; }
+// Rows that are worth a thread's start: about 256 KiB of floats.
+int64_t few_rows(int64_t D) { return 1 + 65536 / D; }
 
 // Rows that are widened or encoded into scratch memory at once, which stays in the cache.
 int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
@@ -101,15 +101,15 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
                                              int64_t first_row, const std::optional<std::string>& scale_rule) {
   const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
   const Tensor x = as_contiguous(x_in);
-  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_of_piece(D);
+  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), few = few_rows(D);
   Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);
   const FloatRows from(x);
   auto* to = rows.mutable_data_ptr<uint8_t>();
   std::atomic<int64_t> first_bad{N};
-  const int64_t at_once = x.element_size() == 4 ? piece : rows_in_scratch(D);
-  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+  const int64_t at_once = x.element_size() == 4 ? few : rows_in_scratch(D);
+  parallel_shares(N, workers_for(N, few), [&](int64_t begin, int64_t end, int64_t) {
     const std::unique_ptr<float[]> scratch = new_scratch(x.element_size() == 4 ? 0 : at_once * D);
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
@@ -135,11 +135,11 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
   const RowFormat f = read_dequantize(rows_in, format, embedding_dim);
   check_float_dtype(dtype, "dtype");
   const Tensor rows = as_contiguous(rows_in);
-  const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), piece = rows_of_piece(D);
+  const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), few = few_rows(D);
   Tensor out = new_tensor(rows, {N, D}, dtype);
   const RowDecoder decoder(f, D, out);
   const uint8_t* from = rows.const_data_ptr<uint8_t>();
-  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+  parallel_shares(N, workers_for(N, few), [&](int64_t begin, int64_t end, int64_t) {
     const std::unique_ptr<float[]> scratch = new_scratch(dtype == ScalarType::Float ? 0 : rows_in_scratch(D) * D);
     decoder.decode(from + begin * bytes, begin, end - begin, scratch.get());
   });
@@ -151,14 +151,14 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
                          const std::optional<std::string>& scale_rule) {
   const QuantizeOptions options = read_fake_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
   const Tensor x = as_contiguous(x_in);
-  const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_of_piece(D);
+  const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, few = few_rows(D);
   Tensor out = new_tensor(x, x.sizes(), x.scalar_type());
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);
   const FloatRows from(x);
   const RowDecoder decoder(options.format, D, out);
   const int64_t bytes = row_bytes(options.format, D), at_once = rows_in_scratch(D);
-  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+  parallel_shares(N, workers_for(N, few), [&](int64_t begin, int64_t end, int64_t) {
     const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
     const std::unique_ptr<uint8_t[]> rows(new uint8_t[static_cast<size_t>(at_once * bytes)]);
     for (int64_t n = begin; n < end; n += at_once) {
