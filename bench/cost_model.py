@@ -90,30 +90,22 @@ def calibrate(file: Path, threads: int) -> None:
 
 
 def kinds(document: dict, of: Model) -> str:
-    """Median errors of each kind, in markdown: of workloads that ``of`` was not fitted to, and of all, with their kind
-    left out of the fit."""
+    """Median errors of each kind and of all, in markdown: of workloads that ``of`` was not fitted to, and of all
+    workloads by models that are fitted to those of other kinds."""
     rows = [row for row in document["points"] if row["format"] == "fp32"]
     fitted_to = model.calibration(rows)
+    rest = of_points([row for row in rows if not any(row is one for one in fitted_to)])
+    names = list(dict.fromkeys(row["sweep"] for row in rows))
+    without = {name: model.fit_to(document, [row for row in rows if row["sweep"] != name]) for name in names}
+    errors = [(s, 0, s.error(of)) for s in rest] + [(s, 1, s.error(without[s.kind])) for s in of_points(rows)]
     heads = [f"{d}, {how}" for d in DIRECTIONS.values() for how in ("fitted to nine", "to other kinds")]
     lines = [f"| kind | workloads | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
-    rest = [row for row in rows if not any(row is one for one in fitted_to)]
-    found: dict[tuple[str, str], list[list[float]]] = {}
-    for kind in dict.fromkeys(row["sweep"] for row in rows):
-        others = model.fit_to(document, [row for row in rows if row["sweep"] != kind])
-        for d in DIRECTIONS.values():
-            by_nine, by_others = (
-                [s.error(fit) for s in of_points(some) if (s.kind, s.direction) == (kind, d)]
-                for some, fit in ((rest, of), (rows, others))
-            )
-            found[kind, d] = [by_nine, by_others]
-    everything = {
-        d: [sum((e[i] for (_, of_d), e in found.items() if of_d == d), []) for i in (0, 1)] for d in DIRECTIONS.values()
-    }
-    for kind in dict.fromkeys(kind for kind, _ in found):
-        cells = [_median(errors) for d in DIRECTIONS.values() for errors in found[kind, d]]
-        lines.append(f"| {kind} | {len(found[kind, 'forward'][1])} | {' | '.join(cells)} |")
-    cells = [_median(errors) for d in DIRECTIONS.values() for errors in everything[d]]
-    return "\n".join([*lines, f"| all | {len(rows)} | {' | '.join(cells)} |"])
+    for name in [*names, None]:
+        own = [(s.direction, how, error) for s, how, error in errors if name in (s.kind, None)]
+        cells = [_median([e for *which, e in own if which == [d, how]]) for d in DIRECTIONS.values() for how in (0, 1)]
+        count = sum(name in (row["sweep"], None) for row in rows)
+        lines.append(f"| {name or 'all'} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _median(errors: Sequence[float]) -> str:
@@ -199,7 +191,8 @@ def main() -> None:
     except FiguresError as error:
         sys.exit(str(error))
     fitted = model.fit_to(document, model.calibration(document["points"]))
-    print(f"{where(document)}\n\n{fitted_prices(document['model'])}")
+    own = [s.error(fitted) for s in of_points(model.calibration(document["points"]))]
+    print(f"{where(document)}\n\n{fitted_prices(document['model'])}\n\nOff at the points fitted to: {_median(own)}")
     if sum(row["format"] == "fp32" for row in document["points"]) > len(CALIBRATION):
         print(f"\nMedian errors:\n\n{kinds(document, fitted)}")
     if others:
