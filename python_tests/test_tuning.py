@@ -141,7 +141,7 @@ def test_turns() -> None:
 
 
 def test_fit_finds_planted_prices() -> None:
-    """What is fitted to nine points predicts all others, also in other formats."""
+    """Prices that are fitted to nine points predict all others, also in other formats."""
     document = planted_document()
     found = document["model"]
     assert found["prices_ns"]["forward"] == pytest.approx(PLANTED.lookup, rel=1e-6)
