@@ -6,7 +6,9 @@ import copy
 import json
 import re
 import shutil
+import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,15 @@ def test_page_has_what_was_held_out() -> None:
     assert cost_model.held_out(others, fitted) in PAGE.read_text()
     with pytest.raises(FiguresError, match="cpu is AMD EPYC, and Intel"):
         cost_model.read_held_out([str(RECORDED / "embedding_bag-workloads-2threads.json")], found)
+
+
+def test_page_has_what_rates_alone_are_good_for() -> None:
+    """docs/benchmarks.md: one machine's prices with the other's rates."""
+    epyc, xeon = (
+        cost_model.read(str(RECORDED / f"{name}.json")) for name in ("tuning-2threads", "tuning-2threads-xeon")
+    )
+    carried = model.fit_to(epyc, model.calibration(epyc["points"]))
+    carried = replace(carried, rates=model.Rates(**xeon["rates"]))
+    samples = cost_model.of_points([row for row in xeon["points"] if row["format"] == "fp32"])
+    off = [statistics.median(abs(s.error(carried)) for s in samples if s.direction == d) for d in ("forward", "step")]
+    assert f"off by {off[0]:.0%} and {off[1]:.0%}.".replace("%", " %") in PAGE.read_text()
