@@ -35,7 +35,7 @@ Group = dict[str, Row]
 #: Fields of "machine" that are read in every file.
 ABOUT = ("cpu", "threads", "torch", "date", "commit")
 #: Fields of a point that are read.
-POINT = ("sweep", "tables", "batch", "rows", "dim", "bag", "zipf", "format", "batches", "unique_rows")
+POINT = ("sweep", "tables", "batch", "rows", "dim", "bag", "zipf", "format", "batches", "unique_rows", "cycle_rows")
 
 
 class FiguresError(ValueError):

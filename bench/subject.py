@@ -50,15 +50,13 @@ class Subject:
         return moved + w.backward_bytes(unique, row_bytes, gradient_rows=w.tables * w.batch if distinct else None)
 
     def features(self, row_bytes: int | None = None) -> dict[str, float]:
-        """Inputs of bench/cost_model.py for a call; ``row_bytes`` defaults to a float32 row's.
+        """Sizes of a call, which the cost model predicts from (``Load`` of bench/tuning/model.py).
 
-        Returns:
-            "ids", "bags", "pooled_bags" (those of more than one id), "dim", "row_bytes", and distinct rows: of a batch,
-            on average ("unique_rows"), and of all batches together ("cycle_rows").
+        Args:
+            row_bytes: a float32 row's by default.
         """
         w = self.workload
-        pooled = w.batch * sum(bag > 1 for bag in w.table_bags)
-        sizes = {"ids": w.num_ids, "bags": w.tables * w.batch, "pooled_bags": pooled, "dim": w.dim}
+        sizes = {"ids": w.num_ids, "bags": w.tables * w.batch, "tables": w.tables, "dim": w.dim}
         rows = {"unique_rows": self.unique_rows(), "cycle_rows": self.cycle_rows}
         return sizes | {"row_bytes": row_bytes or 4 * w.dim} | rows
 

@@ -197,7 +197,7 @@ def test_features_and_bytes_by_hand() -> None:
     subject = Subject(TINY, batches=2)
     distinct = [set(rows.tolist()) for rows in subject.linear]
     unique = statistics.fmean(map(len, distinct))
-    sizes = {"ids": 45, "bags": 15, "pooled_bags": 10, "dim": 16, "row_bytes": 24}
+    sizes = {"ids": 45, "bags": 15, "tables": 3, "dim": 16, "row_bytes": 24}
     assert subject.features(24) == sizes | {"unique_rows": unique, "cycle_rows": len(distinct[0] | distinct[1])}
     assert subject.moved("forward", distinct=True) == unique * 64 + 45 * 8 + 15 * 64
     backward = 15 * 64 + 2 * unique * 68 + 45 * 8

@@ -1,250 +1,163 @@
-"""bench.cost_model, on figures that are made up, and on those of the recorded sweeps."""
+"""bench.cost_model, on workloads that are made up, and on recorded ones."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from backends import ROOT
 
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
 from test_bench_tools import RECORDED, STEADY, document, written
+from test_tuning import PLANTED, planted_document
 
 from bench import cost_model
-from bench.cost_model import Sample
 from bench.figures import FiguresError
+from bench.tuning import model, points
+from bench.tuning.points import CALIBRATION
+from rec_kernels.testing import use_threads
 
-PRICES = {"call": 20_000.0, "byte from memory": 0.05, "byte from a cache": 0.01, "byte of output": 0.02}
-PRICES |= {"pooled bag": 3.0, "id": 4.0, "row": 9.0, "byte of gradient": 0.015}
-
-
-def made_up(direction: str, prices: dict[str, float], cache_bytes: float) -> list[Sample]:
-    """Workloads of many sizes whose times are what the prices say."""
-    samples = []
-    for i, (ids, bag, dim, repeats) in enumerate(
-        (ids, bag, dim, repeats)
-        for ids in (2000, 40_000, 900_000)
-        for bag in (1, 4, 30)
-        for dim in (16, 32, 64)
-        for repeats in (1, 5)
-    ):
-        features = {"ids": ids, "bags": ids // bag, "pooled_bags": (bag > 1) * ids // bag, "dim": dim}
-        features |= {"row_bytes": 4 * dim, "unique_rows": ids / repeats, "cycle_rows": 4 * ids / repeats}
-        ns = cost_model.CostModel(cache_bytes, prices).ns(direction, features)
-        samples.append(Sample(f"w{i}", f"dim {dim}", direction, features, ns))
-    return samples
+PAGE = ROOT / "docs" / "benchmarks.md"
+FEATURES = {"ids": 40_000, "bags": 8000, "dim": 32, "row_bytes": 128, "unique_rows": 30_000, "cycle_rows": 90_000}
 
 
-@pytest.mark.parametrize("direction", cost_model.DIRECTIONS)
-def test_cost_model_finds_planted_prices(direction: str) -> None:
-    """The fit finds the prices and the caches' bytes; each workload is predicted by the others and by other
-    families."""
-    names = cost_model.counts(direction, made_up(direction, dict.fromkeys(PRICES, 1.0), 0)[0].features, 0)
-    prices = {name: PRICES[name] for name in names}
-    samples = made_up(direction, prices, 2.0**22)
-    found = cost_model.fitted(samples)
-    assert found.cache_bytes == 2.0**22
-    assert found.prices_ns == pytest.approx(prices, rel=1e-6)
-    assert cost_model.geometric_error(cost_model.left_out(samples, "name"), samples) < 1e-6
-    assert cost_model.geometric_error(cost_model.left_out(samples, "family"), samples) < 1e-6
-
-
-@pytest.mark.parametrize("direction", cost_model.DIRECTIONS)
-def test_errors_say_what_does_not_follow_the_model(direction: str) -> None:
-    """A family that takes three times as long is off by that without it; with its kin in the fit, by less."""
-    names = cost_model.counts(direction, made_up(direction, dict.fromkeys(PRICES, 1.0), 0)[0].features, 0)
-    samples = made_up(direction, {name: PRICES[name] for name in names}, 2.0**22)
-    odd = [s.family == "dim 64" for s in samples]
-    samples = [replace(s, ns=3 * s.ns) if is_odd else s for s, is_odd in zip(samples, odd, strict=True)]
-    alone, without = (cost_model.left_out(samples, of) for of in ("name", "family"))
-    those = [s for s, is_odd in zip(samples, odd, strict=True) if is_odd]
-    of_family = cost_model.geometric_error([ns for ns, is_odd in zip(without, odd, strict=True) if is_odd], those)
-    assert of_family == pytest.approx(2.0, rel=1e-6)
-    mild = cost_model.geometric_error([ns for ns, is_odd in zip(alone, odd, strict=True) if is_odd], those)
-    assert 0.05 < mild < 1.9
-    lines = cost_model.families({direction: samples}).splitlines()
-    assert lines[-2] == f"| dim 64 | 18 | {mild:.1%} | 200.0% |"
-    assert lines[-1].startswith("| all | 54 | ")
-
-
-@pytest.mark.parametrize("direction", cost_model.DIRECTIONS)
-def test_a_workload_left_out_is_not_in_its_fit(direction: str) -> None:
-    """One that takes twice as long, beside others that follow the model, is off by all of it."""
-    names = cost_model.counts(direction, made_up(direction, dict.fromkeys(PRICES, 1.0), 0)[0].features, 0)
-    samples = made_up(direction, {name: PRICES[name] for name in names}, 2.0**22)
-    samples[7] = replace(samples[7], ns=2 * samples[7].ns)
-    assert cost_model.left_out(samples, "name")[7] == pytest.approx(samples[7].ns / 2, rel=1e-6)
-
-
-def test_too_few_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how many there are and are needed; a family without which too few are left has no error."""
-    samples = made_up("train", PRICES, 0)
-    with pytest.raises(FiguresError, match="5 float32 workloads of a direction, at least 6 are needed"):
-        cost_model.fitted(samples[:5])
-    both = [*(replace(s, direction="forward") for s in samples[:9]), *samples[:6]]
-    with pytest.raises(FiguresError, match="6 float32 workloads of 'train', at least 7 are needed, to leave out one"):
-        cost_model.report(both, [])
-    one_family = [replace(s, family="f") for s in samples[:9]]
-    assert re.search(r"\| f \| 9 \| [\d.]+% \| too few others \|", cost_model.families({"train": one_family}))
-    name = written(tmp_path / "old.json", document({"ours": STEADY}))  # without features
-    monkeypatch.setattr(sys, "argv", ["bench.cost_model", name])
-    with pytest.raises(SystemExit, match="0 float32 workloads of 'forward', at least 7 are needed"):
-        cost_model.main()
-
-
-def test_held_out_is_not_fitted_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fit's own file and other figures of its workloads are refused by name; other files are not."""
-    name = str(RECORDED / "tuning-2threads.json")
-    again = json.loads(Path(name).read_text())
-    again["points"] = [row for row in again["points"] if row["sweep"] == "bag"][:2]
-    for row in again["points"]:
-        row["step"]["ours"]["ms"] *= 2
-    for held_out, names in (
-        (name, "forward base, train base, "),
-        (written(tmp_path / "a.json", again), "forward bag 1"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["bench.cost_model", name, "--held-out", held_out])
-        with pytest.raises(SystemExit, match=f"--held-out: fitted to, and so not held out: {names}"):
-            cost_model.main()
-    samples = made_up("train", PRICES, 0)
-    cost_model.refuse_fitted(samples[:9], samples[9:])
-
-
-def test_rows_in_use_are_counted_once() -> None:
-    """Rows of several batches of bench.tuning's points are counted as a Subject does, also where a file lacks the
-    number."""
-    (base, *points) = json.loads((RECORDED / "tuning-2threads.json").read_text())["points"]
-    skewed = next(row for row in points if row["zipf"] == 1.0)
-    assert skewed["cycle_rows"] < 0.7 * skewed["batches"] * skewed["unique_rows"]
-    for row in (base, skewed):
-        (known, _), (counted, _) = (
-            cost_model.samples_of({"points": [given]})
-            for given in (row, {key: value for key, value in row.items() if key != "cycle_rows"})
-        )
-        assert known == counted
-
-
-def test_counts_by_hand() -> None:
-    """100 ids of 40 rows, 80 in use, of which the caches hold a quarter; a row of 24 bytes touches 80 of lines."""
-    features = {
-        "ids": 100,
-        "bags": 10,
-        "pooled_bags": 9,
-        "dim": 8,
-        "row_bytes": 24,
-        "unique_rows": 40,
-        "cycle_rows": 80,
-    }
-    forward = cost_model.counts("forward", features, 20 * 80)
-    assert forward == {
-        "call": 1,
-        "byte from memory": 30 * 80,
-        "byte from a cache": 70 * 80,
-        "byte of output": 320,
-        "pooled bag": 9,
-    }
-    train = cost_model.counts("train", features, 0)
-    assert train == {
-        "call": 1,
-        "byte from memory": 40 * 80,
-        "byte of output": 4 * 10 * 8,
-        "id": 100,
-        "row": 40,
-        "byte of gradient": 3200,
-    }
-
-
-def test_geometric_error_by_hand() -> None:
-    """Twice and half of what was measured are both off by a factor of 2."""
-    samples = [Sample("", "", "train", {}, 10.0)] * 2
-    assert cost_model.geometric_error([20.0, 5.0], samples) == pytest.approx(1.0)
-    assert cost_model.geometric_error([10.0, 10.0], samples) == 0
-
-
-def test_cost_model_of_the_recorded_sweeps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Every float32 point of bench.tuning is a sample of both directions; left out of the fit, it is off by < 15 %."""
-    name = str(RECORDED / "tuning-2threads.json")
-    samples, _ = cost_model.read([name], fastest=False)
-    points = [row for row in json.loads(Path(name).read_text())["points"] if row["format"] == "fp32"]
-    assert [s.ns for s in samples[:2]] == [points[0][d]["ours"]["ms"] * 1e6 for d in ("forward", "step")]
-    assert len(samples) == 2 * len(points)
-    for direction in cost_model.DIRECTIONS:
-        own = [s for s in samples if s.direction == direction]
-        assert cost_model.geometric_error(cost_model.left_out(own, "name"), own) < 0.15
-    monkeypatch.setattr(sys, "argv", ["bench.cost_model", name, "--predict", "criteo-kaggle"])
-    cost_model.main()
-    out = capsys.readouterr().out
-    assert "| forward zipf 1.4 |" in out
-    assert "\ncriteo-kaggle: forward " in out
-
-
-def test_page_has_the_cost_model_of_the_recorded_sweeps() -> None:
-    """docs/benchmarks.md: its prices, and by how much they are off."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    samples, _ = cost_model.read([str(RECORDED / "tuning-2threads.json")], fastest=False)
-    of = {d: [s for s in samples if s.direction == d] for d in cost_model.DIRECTIONS}
-    assert cost_model.prices({d: cost_model.fitted(own) for d, own in of.items()}) in page
-    assert cost_model.families(of) in page
-
-
-def test_page_has_what_was_held_out() -> None:
-    """docs/benchmarks.md: other workloads than those that the prices of that machine were fitted to."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    fitted_to, held_out = (
-        cost_model.read([str(RECORDED / f"{name}.json")], fastest=False)[0]
-        for name in ("tuning-2threads-xeon", "embedding_bag-workloads-2threads-xeon")
-    )
-    cost_model.refuse_fitted(fitted_to, held_out)
-    errors = []
-    for direction in cost_model.DIRECTIONS:
-        model = cost_model.fitted([s for s in fitted_to if s.direction == direction])
-        others = [s for s in held_out if s.direction == direction]
-        errors.append(cost_model.geometric_error([model.ns(direction, s.features) for s in others], others))
-    assert f"are off by {errors[0]:.1%} and {errors[1]:.1%}:".replace("%", " %") in page
-
-
-def test_cost_model_reads_runs(tmp_path: Path) -> None:
-    """Groups with features of float32 rows; the median of the passes or the fastest; one machine only."""
-    features = made_up("train", PRICES, 0)[0].features | {"direction": "train"}
-    found = document({"ours": [3.0, 1.0, 2.0], "torch": [4.0] * 3})
-    found["results"]["g"]["ours"]["features"] = features
-    found["results"]["int8"] = {"ours": found["results"]["g"]["ours"] | {"features": features | {"row_bytes": 24}}}
-    name = written(tmp_path / "a.json", found)
-    for fastest, ms in ((False, 2.0), (True, 1.0)):
-        samples, _ = cost_model.read([name], fastest)
-        assert [(s.name, s.direction, s.ns) for s in samples] == [("g", "train", ms * 1e6)]
-    other = written(tmp_path / "b.json", document({"ours": STEADY}, threads=2))
-    with pytest.raises(FiguresError, match="threads is 2, and 1 in"):
-        cost_model.read([name, other], fastest=False)
-
-
-def of_run(samples: list[Sample]) -> dict:
-    """A document of bench.run: a group for each of them, in which ours is timed."""
-    found = document({"ours": STEADY})
+def of_run(ns: dict[str, float], features: dict[str, float], **machine: object) -> dict:
+    """A document of bench.run: both directions of a workload, one implementation of which is ours."""
+    found = document({"ours": STEADY}, **machine)
     row = found["results"]["g"]["ours"]
     found["results"] = {
-        f"{s.direction} {s.name}": {
-            "ours": row | {"ms": s.ns / 1e6, "features": s.features | {"direction": s.direction}}
-        }
-        for s in samples
+        f"{direction} dlrm-small": {"ours": row | {"ms": each / 1e6, "features": features | {"direction": direction}}}
+        for direction, each in ns.items()
     }
     return found
 
 
-def test_report_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """A workload's two directions are one family; one that was measured in one direction has no error of the other."""
-    forward, train = (made_up(direction, PRICES, 0)[::4] for direction in cost_model.DIRECTIONS)
-    name = written(tmp_path / "run.json", of_run([*forward, *train[1:]]))
-    monkeypatch.setattr(sys, "argv", ["bench.cost_model", name])
+def run_main(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
+    """The command with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["bench.cost_model", *given])
     cost_model.main()
-    lines = capsys.readouterr().out.splitlines()
-    (first,) = (line for line in lines if line.startswith("| w0 |"))
-    (second,) = (line for line in lines if line.startswith("| w4 |"))
-    assert re.fullmatch(r"\| w0 \| 1 (\| [\d.]+% ){2}(\|   ){2}\|", first)
-    assert re.fullmatch(r"\| w4 \| 1 (\| [\d.]+% ){4}\|", second)
-    assert sum(line.startswith("| forward w0 |") for line in lines) == 1
+
+
+def test_planted_prices_predict_other_workloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A model of points that follow it predicts the rest of them, held out ones, and one that took twice as long by
+    half."""
+    load = model.Load(**FEATURES, tables=8)
+    ns = {"forward": PLANTED.ns("forward", load), "train": 2 * PLANTED.ns("step", load)}
+    # Files from before "tables" was kept are known by their workloads' names: dlrm-small has 8.
+    other = written(tmp_path / "run.json", of_run(ns, FEATURES, cpu="none", threads=2))
+    run_main(monkeypatch, written(tmp_path / "points.json", planted_document()), "--held-out", other)
+    out = capsys.readouterr().out
+    assert re.search(r"\| all \| 28 (\| 0\.0% ){4}\|", out)
+    assert re.search(r"\| dlrm-small \| \S+ \| [+-]0% \| \S+ \| -50% \|", out)
+    assert "| median error | | 0.0% | | 50.0% |" in out
+
+
+def test_kinds_are_left_out() -> None:
+    """A sweep that takes twice as long is off by half without it; with it in the fit, by less."""
+    found = planted_document()
+    for row in found["points"]:
+        if row["sweep"] == "bag":
+            for direction in ("forward", "step"):
+                row[direction]["ours"]["ms"] *= 2
+    own = [row for row in found["points"] if row["format"] == "fp32"]
+    table = cost_model.kinds(found, model.fit_to(found, own))
+    (line,) = (line for line in table.splitlines() if line.startswith("| bag | 6 |"))
+    errors = [float(cell.strip(" %")) for cell in line.split("|")[3:7]]
+    assert errors[1::2] == [50.0, 50.0]
+    assert max(errors[::2]) < 50.0
+
+
+def test_few_points_fit_all_they_have() -> None:
+    """A file without the nine points (--sweep) is fitted to all of its float32 points."""
+    rows = [row for row in planted_document()["points"] if row["sweep"] in ("base", "bag", "format")]
+    assert model.calibration(rows) == [row for row in rows if row["format"] == "fp32"]
+    assert len(model.calibration(planted_document()["points"])) == len(CALIBRATION) == 9
+
+
+def test_files_that_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program's file, too few workloads, another machine: refused, with the file's name."""
+    planted = planted_document()
+    good = written(tmp_path / "points.json", planted)
+    few = copy.deepcopy(planted)
+    few["points"] = [row for row in few["points"] if row["sweep"] in ("base", "bag", "format")]
+    run = written(tmp_path / "run.json", of_run({"forward": 1e6}, FEATURES, cpu="none", threads=4))
+    for given, message in (
+        ([run], "run.json: not written by python -m bench.tuning"),
+        ([written(tmp_path / "few.json", few)], "few.json: 7 float32 workloads, at least 9 are needed"),
+        ([good, "--held-out", run], "run.json: threads is 4, and 2 in the file that the model is fitted to"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            run_main(monkeypatch, *given)
+
+
+def test_runs_of_other_formats_and_without_features_are_left_out() -> None:
+    """Only float32 rows are predicted."""
+    found = of_run({"forward": 1e6}, FEATURES | {"row_bytes": 40})
+    found["results"]["old"] = {"ours": {"ms": 1.0}}
+    assert cost_model.of_run(found) == []
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for the bare loops")
+def test_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The command measures the points that it is fitted to, ours alone, into a file that it then reads."""
+    quick = points.points(quick=True)
+    monkeypatch.setattr(cost_model, "points", lambda: quick)
+    monkeypatch.setattr(cost_model, "EFFORT", cost_model.Effort(0.002, 1, 1))
+    monkeypatch.setattr(cost_model, "PASSES", 1)
+    chosen = tuple((p.sweep, p.value) for p in quick if p.format == "fp32")[:9]
+    for module in (cost_model, model):
+        monkeypatch.setattr(module, "CALIBRATION", chosen)
+    file = tmp_path / "new" / "machine.json"
+    with use_threads(torch.get_num_threads()):
+        run_main(monkeypatch, str(file), "--calibrate", "--threads", "1", "--predict", "criteo-kaggle")
+    found = json.loads(file.read_text())
+    assert [(row["sweep"], points.Point.read(row).value) for row in found["points"]] == list(chosen)
+    assert all(list(row[direction]) == ["ours"] for row in found["points"] for direction in ("forward", "step"))
+    assert found["machine"]["threads"] == 1
+    out = capsys.readouterr().out
+    assert "Median errors" not in out  # no other workloads
+    assert re.search(r"\ncriteo-kaggle: forward \S+ ms, step \S+ ms", out)
+
+
+@pytest.mark.parametrize("name", ["tuning-2threads", "tuning-2threads-xeon"])
+def test_recorded_workloads_of_other_kinds(name: str) -> None:
+    """Target: a median error of 10 %, with nine points of a machine and with any kind of workloads left out."""
+    found = cost_model.read(str(RECORDED / f"{name}.json"))
+    fitted = model.fit_to(found, model.calibration(found["points"]))
+    table = cost_model.kinds(found, fitted)
+    errors = [float(cell.strip(" %")) for cell in table.splitlines()[-1].split("|")[3:7]]
+    assert max(errors) < 10.0
+    assert table in PAGE.read_text()
+
+
+def test_page_has_what_was_held_out() -> None:
+    """docs/benchmarks.md: the named workloads of the machine that nine points were measured on."""
+    found = cost_model.read(str(RECORDED / "tuning-2threads-xeon.json"))
+    others = cost_model.read_held_out([str(RECORDED / "embedding_bag-workloads-2threads-xeon.json")], found)
+    fitted = model.fit_to(found, model.calibration(found["points"]))
+    assert cost_model.held_out(others, fitted) in PAGE.read_text()
+    with pytest.raises(FiguresError, match="cpu is AMD EPYC, and Intel"):
+        cost_model.read_held_out([str(RECORDED / "embedding_bag-workloads-2threads.json")], found)
+
+
+def test_page_has_what_rates_alone_are_good_for() -> None:
+    """docs/benchmarks.md: one machine's prices with the other's rates."""
+    epyc, xeon = (
+        cost_model.read(str(RECORDED / f"{name}.json")) for name in ("tuning-2threads", "tuning-2threads-xeon")
+    )
+    carried = model.fit_to(epyc, model.calibration(epyc["points"]))
+    carried = replace(carried, rates=model.Rates(**xeon["rates"]))
+    samples = cost_model.of_points([row for row in xeon["points"] if row["format"] == "fp32"])
+    off = [statistics.median(abs(s.error(carried)) for s in samples if s.direction == d) for d in ("forward", "step")]
+    assert f"off by {off[0]:.0%} and {off[1]:.0%}.".replace("%", " %") in PAGE.read_text()

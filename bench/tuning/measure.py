@@ -44,9 +44,14 @@ FULL, QUICK = Effort(0.06, 2, 5), Effort(0.002, 1, 1)
 
 
 class Tables:
-    """The tables of the point that is measured, ours and FBGEMM's; built anew where the next point needs others."""
+    """The tables of the point that is measured, ours and FBGEMM's; built anew where the next point needs others.
 
-    def __init__(self) -> None:
+    Args:
+        alone: leave FBGEMM out.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        self._alone = alone
         self._key: tuple[object, ...] | None = None
         self._built: dict[str, object] = {}
 
@@ -62,11 +67,10 @@ class Tables:
             tables.offsets = w.offsets()
         return self._built
 
-    @staticmethod
-    def _build(point: Point) -> dict[str, object]:
+    def _build(self, point: Point) -> dict[str, object]:
         ours = peers.Ours(point.workload, point.format)
         found: dict[str, object] = {"ours": ours}
-        if "fbgemm" not in peers.available():
+        if self._alone or "fbgemm" not in peers.available():
             return found
         if point.format == "fp32":
             found["fbgemm"] = peers.Fbgemm(point.workload)

@@ -1,21 +1,25 @@
-"""The cost model: bytes over measured rates, and a few constants fitted to half of the points.
+"""The cost model: bytes over measured rates, and a few prices and two sizes fitted to a handful of points.
 
-docs/tuning.md explains it in a paragraph; a user can calculate with it by hand.
+docs/tuning.md explains it; a user can calculate with it by hand.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from bench.tuning.points import LINE_BYTES, Point, backward_bytes, forward_bytes, line_bytes
+from bench.tuning.points import CALIBRATION, ID_BYTES, LINE_BYTES, OFFSET_BYTES, Point, line_bytes
 
-#: Constant -> what it is paid for: nanoseconds of a lookup, and of the backward that makes it a step.
-FORWARD, BACKWARD = ("call", "bag", "id"), ("call", "id", "row")
-#: float32 columns of an AVX-512 register.
-REGISTER_COLUMNS = 16
+FLOAT_BYTES = 4
+#: Memory is mapped in pages of so many bytes: a gradient is no table, for which huge pages are asked.
+PAGE_BYTES = 4096
+#: Prices of a lookup, and of the backward that makes it a step, nanoseconds.
+LOOKUP, BACKWARD = ("call", "id", "byte of output"), ("call", "id or row", "byte of gradient")
+#: Sizes that "caches" and "near" are chosen from, bytes.
+CACHES, NEAR = (0.0, *(2.0**k for k in range(20, 28))), tuple(2.0**k for k in range(19, 24))
 
 
 @dataclass(frozen=True)
@@ -37,77 +41,131 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Nanoseconds of one direction at a point, part by part.
+class Load:
+    """Sizes of a call.
 
     Args:
-        known: from bytes and rates.
-        counts: of each fitted constant, how often it is paid.
+        ids, bags, tables, dim, row_bytes: N, T * B, T, D and r.
+        unique_rows: U, distinct rows of a batch, on average.
+        cycle_rows: C, distinct rows of all batches that the calls take in turn.
+        format: of rows.
+    """
+
+    ids: float
+    bags: float
+    tables: int
+    dim: int
+    row_bytes: int
+    unique_rows: float
+    cycle_rows: float
+    format: str = "fp32"
+
+    @classmethod
+    def of_point(cls, point: Point, row: dict) -> Load:
+        """A point of a file, which has its "unique_rows" and "cycle_rows"."""
+        rows = {name: row[name] for name in ("unique_rows", "cycle_rows")}
+        w, sizes = point.workload, {"ids": point.num_ids, "bags": point.num_bags, "row_bytes": point.row_bytes}
+        return cls(**sizes, tables=w.tables, dim=w.dim, **rows, format=point.format)
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes of the output, and of its gradient."""
+        return FLOAT_BYTES * self.bags * self.dim
+
+    @property
+    def index_bytes(self) -> float:
+        """Bytes of ids and offsets."""
+        return ID_BYTES * self.ids + OFFSET_BYTES * (self.bags + 1)
+
+    def from_memory(self, bytes_of_row: float, caches: float) -> float:
+        """Distinct rows of a batch that are in no cache when the call begins."""
+        return self.unique_rows * (1 - min(1.0, caches / (self.cycle_rows * bytes_of_row)))
+
+    def gradient_reach(self) -> float:
+        """Bytes of the pages that a table's gradient is spread over; its bags are a whole sample's columns apart."""
+        own, sample = FLOAT_BYTES * self.dim, FLOAT_BYTES * self.dim * self.tables
+        return self.bags / self.tables * min(sample, max(PAGE_BYTES, own))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Nanoseconds of one direction.
+
+    Args:
+        known: from bytes and rates, part by part.
+        counts: of each price, how often it is paid.
     """
 
     known: dict[str, float]
     counts: dict[str, float]
 
-    def parts(self, constants: dict[str, float]) -> dict[str, float]:
-        """All parts, with the fitted constants, nanoseconds each."""
-        return self.known | {name: constants[name] * count for name, count in self.counts.items()}
-
-    def total(self, constants: dict[str, float]) -> float:
-        """Sum of the parts."""
-        return sum(self.parts(constants).values())
+    def total(self, prices: dict[str, float]) -> float:
+        """Sum of all parts."""
+        return sum(self.known.values()) + sum(prices[name] * count for name, count in self.counts.items())
 
 
-def forward_cost(point: Point, unique_rows: float, rates: Rates, id_ns: float) -> Cost:
-    """A lookup. Each distinct row comes from memory once, every further id of the batch finds it in the cache.
+def lookup_cost(load: Load, rates: Rates, caches: float) -> Cost:
+    """A lookup. Each distinct row comes from memory at most once; every further id finds it in a cache."""
+    line = line_bytes(load.row_bytes)
+    rows = load.from_memory(line, caches)
+    known = {"rows from memory": rows * line / rates.gather, "ids, offsets": load.index_bytes / rates.stream}
+    counts = {"call": 1.0, "id": load.ids, "byte of output": load.output_bytes}
+    if load.format == "fp32":
+        known["rows from a cache"] = (load.ids - rows) * line / rates.cached
+    else:
+        known["decoding"] = load.ids * load.dim * rates.decode[load.format]
+        counts["id"] = 0.0
+    return Cost(known, counts)
 
-    Float32 rows to come are fetched while others are added up, so that a row from memory costs the larger of two
-    prices: that of its cache lines, and that of an id whose row is in the cache. Rows that are decoded cost both.
+
+def backward_cost(load: Load, rates: Rates, caches: float, near: float) -> Cost:
+    """A step after its lookup: gradients are gathered in the rows' order, distinct rows read, updated and written."""
+    line = line_bytes(load.row_bytes) + LINE_BYTES  # a row's state is 4 bytes, and brings its cache line along
+    gathered = FLOAT_BYTES * load.ids * load.dim
+    far = 1 - min(1.0, near / load.gradient_reach())
+    coded = rates.decode.get(load.format, 0.0) + rates.encode.get(load.format, 0.0)
+    known = {
+        "gradient": gathered * (far / rates.stream + (1 - far) / rates.cached),
+        "rows and state": 2 * load.from_memory(line, caches) * line / rates.update,
+        "ids, offsets": load.index_bytes / rates.stream,
+        "decoding, encoding": load.unique_rows * load.dim * coded,
+    }
+    return Cost(
+        known,
+        {"call": 1.0, "id or row": load.ids + load.unique_rows, "byte of gradient": load.output_bytes},
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A machine's model.
 
     Args:
-        point, unique_rows, rates: what is looked up, its distinct rows, and what the machine can do.
-        id_ns: the constant "id", by which to tell which of the two is larger.
+        rates: measured.
+        caches: bytes of rows that stay in the caches from call to call.
+        near: bytes of gradient that a core reaches as fast as rows in the cache.
+        lookup, backward: the prices by name, nanoseconds.
     """
-    moved, lines = forward_bytes(point, unique_rows), line_bytes(point.row_bytes)
-    rest = {"ids, offsets, output": (moved["ids"] + moved["offsets"] + moved["output"]) / rates.stream}
-    from_memory = lines / rates.gather
-    if point.format != "fp32":
-        decoded = point.num_ids * point.workload.dim * rates.decode[point.format]
-        known = {"rows from memory": unique_rows * from_memory, "decoding": decoded}
-        return Cost(known | rest, {"call": 1, "bag": point.num_bags, "id": 0})
-    from_cache = lines / rates.cached
-    waits = from_memory > from_cache + id_ns
-    cached_ids = point.num_ids - (unique_rows if waits else 0)
-    known = {
-        "rows from memory": unique_rows * from_memory if waits else 0.0,
-        "rows from the cache": cached_ids * from_cache,
-    }
-    return Cost(known | rest, {"call": 1, "bag": point.num_bags, "id": cached_ids})
+
+    rates: Rates
+    caches: float
+    near: float
+    lookup: dict[str, float]
+    backward: dict[str, float]
+
+    def ns(self, direction: str, load: Load) -> float:
+        """Predicted nanoseconds of a call: a lookup ("forward"), or with what follows it ("step")."""
+        found = lookup_cost(load, self.rates, self.caches).total(self.lookup)
+        if direction == "forward":
+            return found
+        return found + backward_cost(load, self.rates, self.caches, self.near).total(self.backward)
 
 
-def backward_cost(point: Point, unique_rows: float, rates: Rates) -> Cost:
-    """Cost of a step after its lookup: gradients are gathered, distinct rows read, updated and written."""
-    moved = backward_bytes(point, unique_rows, point.num_ids)
-    coded = rates.decode.get(point.format, 0.0) + rates.encode.get(point.format, 0.0)
-    known = {
-        "gradient": moved["gradient"] / rates.cached,
-        # A row's state is 4 bytes, and brings its cache line along.
-        "rows and state": 2 * unique_rows * (line_bytes(point.row_bytes) + LINE_BYTES) / rates.update,
-        "ids, offsets": (moved["ids"] + moved["offsets"]) / rates.stream,
-        "decoding, encoding": unique_rows * point.workload.dim * coded,
-    }
-    return Cost(known, {"call": 1, "id": point.num_ids, "row": unique_rows})
-
-
-def step_cost(lookup: float, backward: Cost) -> Cost:
-    """The backward, and the lookup as predicted, nanoseconds."""
-    return Cost({"lookup": lookup} | backward.known, backward.counts)
-
-
-def fit(costs: list[Cost], measured: list[float]) -> dict[str, float]:
-    """The constants, none below 0, that make the squares of the relative errors least; 0 if none of the points pays.
+def fit(costs: Sequence[Cost], measured: Sequence[float]) -> dict[str, float]:
+    """The prices, none below 0, that make the squares of the relative errors least; 0 if none of the points pays.
 
     Args:
-        costs: of at least as many points as there are constants.
+        costs: of at least as many points as there are prices.
         measured: nanoseconds.
     """
     names = list(costs[0].counts)
@@ -126,70 +184,76 @@ def fit(costs: list[Cost], measured: list[float]) -> dict[str, float]:
     return dict.fromkeys(names, 0.0) | (dict(zip(kept, map(float, found), strict=True)) if kept else {})
 
 
-def is_fit_for_model(point: Point) -> bool:
-    """Rows of float32 that fill whole registers. Other formats have measured prices only; rows with a partial register
-    are slower than their bytes, and the model leaves that out."""
-    return point.format == "fp32" and point.workload.dim % REGISTER_COLUMNS == 0
+def _best(tried: dict[float, list[Cost]], measured: Sequence[float]) -> tuple[float, dict[str, float]]:
+    """The size, and its prices, with the least squares of relative errors; ``tried``: size -> costs of the points."""
+    found = []
+    for size, costs in tried.items():
+        prices = fit(costs, measured)
+        squares = sum((cost.total(prices) / ns - 1) ** 2 for cost, ns in zip(costs, measured, strict=True))
+        found.append((squares, size, prices))
+    return min(found, key=lambda one: one[0])[1:]
 
 
-def takes_part(points: list[Point]) -> list[bool]:
-    """True for the points that the constants are fitted to: every other one of a sweep, of those that the model is
-    for."""
-    found, number = [], dict.fromkeys((point.sweep for point in points), 0)
-    for point in points:
-        is_candidate = is_fit_for_model(point)
-        found.append(is_candidate and number[point.sweep] % 2 == 0)
-        number[point.sweep] += is_candidate
-    return found
-
-
-def fit_forward(points: list[Point], unique_rows: list[float], rates: Rates, measured: list[float]) -> dict[str, float]:
-    """The constants of lookups. Which points wait for memory depends on one of them: settled in a few rounds."""
-    constants: dict[str, float] = dict.fromkeys(FORWARD, 0.0)
-    for _ in range(20):
-        costs = [forward_cost(p, u, rates, constants["id"]) for p, u in zip(points, unique_rows, strict=True)]
-        before, constants = constants, fit(costs, measured)
-        if constants == before:
-            break
-    return constants
-
-
-def add_model(document: dict, points: list[Point]) -> None:
-    """Fits, and writes constants, each point's prediction and the errors into the document of a run.
+def fit_model(rates: Rates, loads: Sequence[Load], forward: Sequence[float], step: Sequence[float]) -> Model:
+    """The model of a machine.
 
     Args:
-        document: "rates" and "points", each with "unique_rows" and the medians "forward" and "step".
-        points: of the document, in its order.
+        rates: of the bare loops.
+        loads: float32, at least as many as there are prices.
+        forward, step: measured nanoseconds of each.
     """
-    rates, rows, chosen = Rates(**document["rates"]), document["points"], takes_part(points)
-    unique = [row["unique_rows"] for row in rows]
-    measured = {d: [row[d]["ours"]["ms"] * 1e6 for row in rows] for d in ("forward", "step")}
+    caches, lookup = _best({size: [lookup_cost(load, rates, size) for load in loads] for size in CACHES}, forward)
+    lookups = [lookup_cost(load, rates, caches).total(lookup) for load in loads]
 
-    def fitted_to(of_points: list) -> list:
-        return [one for one, is_in in zip(of_points, chosen, strict=True) if is_in]
+    def after(size: float) -> list[Cost]:
+        costs = [backward_cost(load, rates, caches, size) for load in loads]
+        return [Cost({"lookup": ns} | cost.known, cost.counts) for ns, cost in zip(lookups, costs, strict=True)]
 
-    forward = fit_forward(fitted_to(points), fitted_to(unique), rates, fitted_to(measured["forward"]))
-    costs = [forward_cost(p, u, rates, forward["id"]) for p, u in zip(points, unique, strict=True)]
-    lookups = [cost.total(forward) for cost in costs]
-    costs = [
-        step_cost(lookup, backward_cost(p, u, rates)) for lookup, p, u in zip(lookups, points, unique, strict=True)
-    ]
-    step = fit(fitted_to(costs), fitted_to(measured["step"]))
-    predicted = {"forward": lookups, "step": [cost.total(step) for cost in costs]}
-    for i, row in enumerate(rows):
-        found = {d: predicted[d][i] for d in predicted}
-        row["model"] = {d: {"ms": ns / 1e6, "error": ns / measured[d][i] - 1} for d, ns in found.items()}
-        row["model"]["fitted"] = chosen[i]
-    document["model"] = {"constants_ns": {"forward": forward, "step": step}, "errors": errors(rows)}
+    near, backward = _best({size: after(size) for size in NEAR}, step)
+    return Model(rates, caches, near, lookup, backward)
 
 
-def errors(rows: list[dict]) -> dict[str, dict[str, float]]:
+def fit_to(document: dict, rows: Sequence[dict]) -> Model:
+    """The model with a file's rates, fitted to ``rows`` of its points."""
+    loads = [Load.of_point(Point.read(row), row) for row in rows]
+    measured = ([row[d]["ours"]["ms"] * 1e6 for row in rows] for d in ("forward", "step"))
+    return fit_model(Rates(**document["rates"]), loads, *measured)
+
+
+def calibration(rows: Sequence[dict]) -> list[dict]:
+    """Those of a file's points that a model is fitted to; all float32 ones where a file has too few of them (--sweep,
+    --quick)."""
+    of_them = [row for row in rows if (row["sweep"], Point.read(row).value) in CALIBRATION]
+    return of_them if len(of_them) >= len(CALIBRATION) else [row for row in rows if row["format"] == "fp32"]
+
+
+def add_model(document: dict) -> None:
+    """Fits, and writes prices, each point's prediction and the errors into the document of a run.
+
+    Args:
+        document: "rates" and "points", each with "unique_rows", "cycle_rows" and the medians "forward" and "step".
+    """
+    rows = document["points"]
+    chosen = calibration(rows)
+    model = fit_to(document, chosen)
+    for row in rows:
+        load = Load.of_point(Point.read(row), row)
+        found = {d: model.ns(d, load) for d in ("forward", "step")}
+        row["model"] = {d: {"ms": ns / 1e6, "error": ns / (row[d]["ours"]["ms"] * 1e6) - 1} for d, ns in found.items()}
+        row["model"]["fitted"] = any(row is one for one in chosen)
+    sizes = {"caches_bytes": model.caches, "near_bytes": model.near}
+    prices = {"forward": model.lookup, "step": model.backward}
+    document["model"] = {"prices_ns": prices, **sizes, "errors": errors(rows)}
+
+
+def errors(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
     """Mean absolute relative error: of each sweep, of the points that were fitted, of the others, of all."""
     groups = {row["sweep"]: [r for r in rows if r["sweep"] == row["sweep"]] for row in rows if row["sweep"] != "base"}
     groups["points fitted to"] = [r for r in rows if r["model"]["fitted"]]
     groups["other points"] = [r for r in rows if not r["model"]["fitted"]]
-    groups["all points"] = rows
+    groups["all points"] = list(rows)
     return {
         name: {d: statistics.fmean(abs(r["model"][d]["error"]) for r in group) for d in ("forward", "step")}
         for name, group in groups.items()
+        if group
     }

@@ -30,6 +30,18 @@ QUICK_SWEEPS: dict[str, tuple[Value, ...]] = {
     "zipf": (0.8, 1.2),
     "format": ("bf16", "int8", "mx9"),
 }
+#: Sweep and value of the points that the cost model is fitted to: far apart, and in at most 2 GB of tables.
+CALIBRATION: tuple[tuple[str, Value], ...] = (
+    ("base", "base"),
+    ("batch", 128),
+    ("batch", 8192),
+    ("bag", 1),
+    ("bag", 100),
+    ("zipf", 1.2),
+    ("tables", 1),
+    ("dim", 16),
+    ("dim", 128),
+)
 
 OFFSET_BYTES = ID_BYTES = 8
 STATE_BYTES = 4  # of row-wise Adagrad

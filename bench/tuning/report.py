@@ -65,21 +65,30 @@ def errors(document: dict) -> str:
 
 
 def prices(document: dict) -> str:
-    """Rates and constants."""
-    rates, constants = document["rates"], document["model"]["constants_ns"]
+    """Rates and prices."""
+    rates = document["rates"]
     lines = ["| measured rate | GB/s |", "|---|---:|"]
     lines += [f"| {name} | {rates[name]:.1f} |" for name in ("gather", "cached", "stream", "update")]
-    lines += ["", "| format | decode, ns a column | encode, ns a column |", "|---|---:|---:|"]
-    lines += [f"| `{f}` | {rates['decode'][f]:.3f} | {rates['encode'][f]:.3f} |" for f in rates["decode"]]
-    lines += ["", "| fitted constant | lookup | backward |", "|---|---:|---:|"]
-    for name, unit in (("call", "us"), ("bag", "ns"), ("id", "ns"), ("row", "ns")):
-        cells = [_constant(constants[d].get(name), unit) for d in DIRECTIONS]
-        lines.append(f"| {name}, {unit} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join(lines)
+    if rates["decode"]:
+        lines += ["", "| format | decode, ns a column | encode, ns a column |", "|---|---:|---:|"]
+        lines += [f"| `{f}` | {rates['decode'][f]:.3f} | {rates['encode'][f]:.3f} |" for f in rates["decode"]]
+    return "\n".join([*lines, "", fitted_prices(document["model"])])
 
 
-def _constant(ns: float | None, unit: str) -> str:
-    return "" if ns is None else f"{ns / (1000 if unit == 'us' else 1):.3g}"
+def fitted_prices(model: dict) -> str:
+    """Prices and sizes of a document's "model"."""
+    lookup, backward = model["prices_ns"]["forward"], model["prices_ns"]["step"]
+    values = [
+        ("call, us", lookup["call"] / 1e3),
+        ("id, ns", lookup["id"]),
+        ("output, ns a byte", lookup["byte of output"]),
+        ("call', us", backward["call"] / 1e3),
+        ("id', ns", backward["id or row"]),
+        ("gradient, ns a byte", backward["byte of gradient"]),
+        ("caches, MB", model["caches_bytes"] / 1e6),
+        ("near, MB", model["near_bytes"] / 1e6),
+    ]
+    return "\n".join(["| fitted | |", "|---|---:|", *(f"| {name} | {value:.3g} |" for name, value in values)])
 
 
 def tables(document: dict) -> str:
