@@ -40,7 +40,7 @@ def test_by_feature() -> None:
         assert torch.equal(t[row], expected[key])
     assert all(torch.equal(t, expected[k]) for k, t in collection.by_feature(whole).items())
     bare = rk.KeyedJaggedTensor(few.keys(), few.values(), offsets=few.offsets(), stride_per_key=[2, 3, 4])
-    with pytest.raises(ValueError, match=r"no inverse indices.*by_feature"):
+    with pytest.raises(ValueError, match=r"no inverse indices: 'f' has 2 samples, 'g' has 3, so .*by_feature"):
         collection(bare)
     assert torch.equal(collection.by_feature(bare)["g"], found["g"])
     few.inverse_indices_or_none()[1][0, 0] = 99  # which is not asked for

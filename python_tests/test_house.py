@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -94,18 +94,24 @@ def file_lines(path: Path) -> int:
     return len(text.splitlines()) - (docstring_lines(text) if path.suffix == ".py" else 0)
 
 
+def refuse(found: Collection[str], what: str) -> None:
+    """Fails with all that was found, which pytest would shorten, behind a sentence that says what is wrong with it."""
+    assert not found, f"{what}: {found}"
+
+
 def test_files_are_short() -> None:
     """Up to 450 lines."""
     assert docstring_lines('"""One."""\ndef f():\n    """Two\n    three."""\n    return """none"""\n') == 3
     lines = {str(path.relative_to(ROOT)): file_lines(path) for path in SOURCES}
-    assert {name: n for name, n in lines.items() if n > FILE} == {}
+    refuse({name: n for name, n in lines.items() if n > FILE}, f"files have more than {FILE} lines beside docstrings")
 
 
 def test_functions_are_short() -> None:
     """Up to 60 lines, docstrings among them; kernels up to 120."""
     found = [(path, *function) for path in SOURCES for function in functions(path)]
     assert len(found) > 3000
-    assert [f"{path.relative_to(ROOT)}: {name} has {n} lines" for path, name, n, most in found if n > most] == []
+    long = [f"{path.relative_to(ROOT)}: {name} has {n} lines" for path, name, n, most in found if n > most]
+    refuse(long, f"functions have more than {FUNCTION} lines, or kernels more than {KERNEL}")
 
 
 def test_functions_have_few_parameters() -> None:
@@ -113,7 +119,8 @@ def test_functions_have_few_parameters() -> None:
     assert list(cpp_parameters("int f(int a, int b) const {\n  g(1, 2, 3);\n}\nint h() {\n}\n")) == [("f", 2)]
     found = [(p, *function) for p in SOURCES if p.suffix != ".py" for function in cpp_parameters(p.read_text())]
     assert len(found) > 1000
-    assert [f"{p.relative_to(ROOT)}: {name} has {n} parameters" for p, name, n in found if n > PARAMETERS] == []
+    many = [f"{p.relative_to(ROOT)}: {name} has {n} parameters" for p, name, n in found if n > PARAMETERS]
+    refuse(many, f"functions have more than {PARAMETERS} parameters: make a struct of them")
 
 
 def test_long_functions_are_found() -> None:
@@ -147,19 +154,21 @@ def test_comments_are_sentences() -> None:
     assert fragments(f"int x;  // {it}\n// {it}\n// {it}\nint y;  // of it\n", False) == [it, it]
     assert fragments(f'def f():\n    """{it}"""\n    x = 1  #: {it}\n', True) == [it, it]
     found = {str(p.relative_to(ROOT)): fragments(p.read_text(), p.suffix == ".py") for p in SOURCES}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    wrong = {name: lines for name, lines in found.items() if lines}
+    refuse(wrong, "comments or docstrings begin with a word that no sentence of ours begins with (CONTRIBUTING.md)")
 
 
 def test_the_package_stands_alone() -> None:
     """Nothing in it imports what a wheel does not have: benchmarks, studies and tests import it."""
     outside = re.compile(r"^\s*(?:from|import) (?:bench|examples|first_light|python_tests|wheels)\b", re.MULTILINE)
     assert outside.search("    from bench.studies import compare\n")
-    assert [p.name for p in (ROOT / "rec_kernels").rglob("*.py") if outside.search(p.read_text())] == []
+    found = [p.name for p in (ROOT / "rec_kernels").rglob("*.py") if outside.search(p.read_text())]
+    refuse(found, "files of the package import what a wheel does not have")
 
 
 def contracts() -> list[Path]:
     """The files that define ops: the schemas and checks of each, beside its header."""
-    return [p for room in ROOMS for p in sorted((CSRC / room).glob("*.cpp")) if "  define(" in p.read_text()]
+    return [p for room in ROOMS for p in sorted((CSRC / room).glob("*.cpp")) if " define(m," in p.read_text()]
 
 
 def test_one_stem_per_op() -> None:
@@ -168,7 +177,8 @@ def test_one_stem_per_op() -> None:
     assert len(files) > 10
     expected = [ROOT / layer.format(p.stem) for p in files for layer in LAYERS] + [p.with_suffix(".h") for p in files]
     expected += [p.parent / "cpu" / p.name for p in files if p.stem != p.parent.name]
-    assert [str(path.relative_to(ROOT)) for path in expected if not path.exists()] == []
+    missing = [str(path.relative_to(ROOT)) for path in expected if not path.exists()]
+    refuse(missing, "files are missing: a file of csrc that calls define(m, ...) has its stem in each layer")
 
 
 def test_kernels_are_of_a_stem() -> None:
@@ -179,7 +189,10 @@ def test_kernels_are_of_a_stem() -> None:
     assert len(files) > 20
     assert {p.parent.name for p in files} == {"cpu", "cuda"}
     strays = [p for p in files if not p.stem.startswith(stems) and p.parent.parent.name not in stems]
-    assert [str(p.relative_to(ROOT)) for p in strays] == []
+    refuse(
+        [str(p.relative_to(ROOT)) for p in strays],
+        "files register kernels and begin with the stem of no file that calls define(m, ...), nor lie in its folder",
+    )
 
 
 def includes() -> dict[str, list[str]]:
@@ -241,7 +254,7 @@ def cycles(graph: dict[str, list[str]]) -> list[str]:
 def test_no_include_cycles() -> None:
     """#pragma once would hide one: what it leaves out depends on which file comes first."""
     assert cycles({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b -> c -> b"]
-    assert cycles(includes()) == []
+    refuse(cycles(includes()), "headers include each other")
 
 
 def undefined(header: str, own: str) -> list[str]:
@@ -259,4 +272,7 @@ def test_headers_declare_their_own() -> None:
         for h in headers
     }
     assert len(headers) > 30
-    assert {str(h.relative_to(CSRC)): names for h in headers if (names := undefined(h.read_text(), own[h]))} == {}
+    refuse(
+        {str(h.relative_to(CSRC)): names for h in headers if (names := undefined(h.read_text(), own[h]))},
+        "functions are declared in a header and defined neither in the .cpp nor in the _kernels.cpp of its stem",
+    )

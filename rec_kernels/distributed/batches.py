@@ -15,7 +15,7 @@ from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.bad_ids import advice_on
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
-from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_common_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def checked_batch(
     else:
         given, shared = select_keys(features, names, exact=not pooled), None
     if pooled and not by_feature and given.strides is not None and shared is None:
-        raise ValueError(
-            "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
-            "outputs could be rows of: use by_feature(), or give inverse_indices"
-        )
+        raise no_common_batch(names, given.strides)
     _check_tensors(given, names)
     given = given.in_float32()
     offsets = given.offsets.long()

@@ -11,7 +11,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_common_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.served import ServedTables
 from rec_kernels.nn.tables.feature_map import FeatureLookup
@@ -28,10 +28,7 @@ def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
     if shared is not None:
         pooled = _of_shared(tables, given, shared)
     elif given.strides is not None:
-        raise ValueError(
-            "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
-            "outputs could be rows of: use by_feature()"
-        )
+        raise no_common_batch(feature_map.feature_names, given.strides)
     else:
         pooled = look_up_bags(tables, given)
     return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, pooled)

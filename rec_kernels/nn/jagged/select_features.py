@@ -210,6 +210,16 @@ def select_bags(
     return chosen, new_offsets, weights
 
 
+def no_common_batch(names: Sequence[str], strides: Sequence[int]) -> ValueError:
+    """The error of features with batch sizes of their own, where one row for each sample of a batch is asked for."""
+    odd = next((f for f, size in enumerate(strides) if size != strides[0]), 0)
+    which = f": {names[0]!r} has {strides[0]} samples, {names[odd]!r} has {strides[odd]}" if odd else ""
+    return ValueError(
+        f"the features have batch sizes of their own and no inverse indices{which}, so there is no batch that their "
+        "outputs could be rows of: give all as many samples, or inverse_indices, or use by_feature()"
+    )
+
+
 def check_keys(keys: Sequence[str], have: list[str]) -> None:
     """Raises KeyError unless a batch that has features ``have`` has all of ``keys``; ValueError of one name alone."""
     if isinstance(keys, str):
