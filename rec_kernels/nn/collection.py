@@ -340,6 +340,8 @@ class TableCollection(nn.Module):
                 self._follow_requires_grad(layout)
                 if is_compiling:
                     self._update.dense.is_compiled = True
+                else:
+                    self._update.dense.refuse_changed()
                 options |= self._update_options() | self._update.scaling()
                 if is_cached:
                     options["cache_dirty"] = self.row_cache.dirty
