@@ -156,13 +156,15 @@ class DenseGradients:
         if finish is not None:
             finish(lookups)
 
-    def refuse_changed(self) -> None:
+    def before_lookup(self, *, is_compiling: bool) -> None:
         """Before a lookup of training: raises RuntimeError inside a backward that has updated the tables already.
 
-        A reentrant checkpoint looks up again there, and would find other rows than in the forward.
+        A reentrant checkpoint looks up again there, and would find other rows than in the forward. Compiled lookups are
+        noted, and not looked at.
         """
-        task = _current_task()
-        if task >= 0:
+        if is_compiling:
+            self.is_compiled = True
+        elif (task := _current_task()) >= 0:
             self._refuse_nested(task - 1)
 
     def _refuse_nested(self, task: int) -> None:
