@@ -51,6 +51,34 @@ def test_outputs_of_one_name(kind, tables: list, name: str) -> None:
         kind(tables)
 
 
+@pytest.mark.parametrize("rate", [torch.tensor([0.1], requires_grad=True), np.float32(0.1), torch.tensor(0.1)])
+def test_rates_are_read_once(rate) -> None:
+    """A tensor of one element is its number of then."""
+    optimizer = rk.SGD(lr=rate, weight_decay=rate)
+    if isinstance(rate, torch.Tensor):
+        rate.detach().fill_(9.0)
+    assert optimizer == rk.SGD(lr=optimizer.lr, weight_decay=optimizer.lr)
+    assert float(rk.EmbeddingBagCollection([config()], optimizer=optimizer).lr) == np.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("step", number) for number in (-1, 2.5, float("nan"), 2.0**63, float("inf"))]
+    + [("beta_powers", powers) for powers in ([1.5, 0.5], [0.5, -0.1], [float("nan"), 1.0])],
+)
+def test_counts_of_a_state(name: str, given) -> None:
+    """Are those of a training; nothing is loaded otherwise."""
+    collection = rk.EmbeddingBagCollection([config()], optimizer=rk.Adam(lr=0.1))
+    before = {name: t.clone() for name, t in collection.state_dict().items()}
+    state = {key: torch.full_like(t, 0.5) for key, t in before.items() if t.dim() == 2}
+    loaded = before | state | {name: torch.tensor(given)}
+    with pytest.raises(RuntimeError, match=rf"^{name} must be .*, the state has .*none of the collection's tables"):
+        collection.load_state_dict(loaded)
+    assert all(torch.equal(t, before[key]) for key, t in collection.state_dict().items())
+    collection.load_state_dict(before | {"step": torch.tensor(3.0)})
+    assert int(collection.step) == 3
+
+
 @pytest.mark.parametrize("size", [10.0, "10", True, 0, -1, 2**63, None])
 @pytest.mark.parametrize("name", ["num_embeddings", "embedding_dim"])
 def test_sizes_of_tables(name: str, size: object) -> None:

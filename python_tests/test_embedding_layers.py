@@ -54,6 +54,30 @@ def test_bags_are_torchs(mode: str, options: dict, inputs: tuple[Tensor, ...]) -
 
 
 @pytest.mark.parametrize("options", [{}, SGD], ids=str)
+def test_ties_of_the_largest_are_torchs(options: dict) -> None:
+    """One of equal rows has a column's gradient, of either sign; offsets may leave ids out, and bags empty."""
+    theirs = seeded(nn.EmbeddingBag, ROWS, DIM, mode="max", padding_idx=3)
+    ours = seeded(rk.EmbeddingBag, ROWS, DIM, mode="max", padding_idx=3, include_last_offset=True, **options)
+    signs = torch.tensor([1.0, -1.0, 2.0, -3.0])
+    ids, before = torch.tensor([3, 1, 1, 1, 3, 3, 5, 1, 5]), ours.weight.detach().clone()
+    expected = theirs(ids[:8], torch.tensor([0, 4, 6]))
+    found = ours(ids, torch.tensor([0, 4, 6, 8]))
+    assert torch.equal(found, expected)
+    (expected * signs).sum().backward()
+    (found * signs).sum().backward()
+    gradient = ours.weight.grad if not options else (before - ours.weight.detach()) / 0.1
+    torch.testing.assert_close(gradient, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 2, 6], [0, 7], [-1, 6]])
+def test_bad_offsets_of_the_largest(ends: list[int]) -> None:
+    """No number is read outside of the rows."""
+    layer = rk.EmbeddingBag(ROWS, DIM, mode="max", include_last_offset=True)
+    with pytest.raises(ValueError, match=r"offsets\[\d\] = "):
+        layer(torch.arange(6), torch.tensor(ends))
+
+
+@pytest.mark.parametrize("options", [{}, SGD], ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 0), (2, 3, 2)])
 def test_rows_are_torchs(shape: tuple[int, ...], options: dict) -> None:
     """Ids of any shape, of either width; the padding's row is zeros."""

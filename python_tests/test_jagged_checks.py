@@ -140,6 +140,8 @@ def test_names_of_keys() -> None:
     _refused(lambda: rk.KeyedJaggedTensor("ab", IDS[:2], lengths=lengths), message)
     _refused(lambda: rk.KeyedJaggedWindows("ab", IDS[:2], lengths, lengths), message)
     _refused(lambda: rk.KeyedTensor("ab", [1, 2], torch.rand(4, 3)), message)
+    with pytest.raises(TypeError, match=r"keys\[1\] must be a feature's name, a str, got 2"):
+        rk.KeyedJaggedTensor(["a", 2], IDS[:2], lengths=lengths)
 
 
 def test_inverse_indices() -> None:

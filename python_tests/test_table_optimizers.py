@@ -378,8 +378,12 @@ def test_groups() -> None:
     loaded["param_groups"][1]["eps"] = 1.0  # of a collection that was built with another number
     collection.fused_optimizer.load_state_dict(loaded)
     assert collection.fused_optimizer.param_groups[1]["eps"] == 1e-08
-    assert "lr" in uniform(ALL[1]).fused_optimizer.param_groups[0]
-    assert "eps" not in uniform(ALL[1]).fused_optimizer.param_groups[0]
+    only = uniform(ALL[1]).fused_optimizer
+    assert only.param_groups[0].keys() == {"params", "lr"}
+    with pytest.raises(ValueError, match=r"weight_decay = 0\.5 must be 0\.0, as the table's optimizer was built"):
+        only.param_groups[0]["weight_decay"] = 0.5
+    only.load_state_dict({"state": {}, "param_groups": [{**only.state_dict()["param_groups"][0], "weight_decay": 0.5}]})
+    assert "weight_decay" not in only.param_groups[0]
     assert "b: 12 x 4 sum optimizer=Adam(lr=0.1)" in repr(collection)
 
 

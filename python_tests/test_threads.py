@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import rec_kernels as rk
-from rec_kernels.testing import jagged_batch, same_bits, use_threads
+from rec_kernels.testing import cpu_isas, jagged_batch, same_bits, use_cpu_isa, use_threads
 
 KEYS = ["f", "g", "h"]
 BATCH, STEPS, THREADS = 600, 4, 3
@@ -144,3 +145,10 @@ def test_an_error_of_one_thread_is_its_own() -> None:
     assert raised == 200
     now = bad.state_dict()
     assert all(torch.equal(t, now[name]) for name, t in before.items() if isinstance(t, Tensor))
+
+
+def test_unknown_instruction_sets() -> None:
+    """The error lists those of the machine."""
+    message = f"name must be one of this machine's instruction sets, {', '.join(cpu_isas())}, got 'v5'"
+    with pytest.raises(ValueError, match=re.escape(message)), use_cpu_isa("v5"):
+        pass

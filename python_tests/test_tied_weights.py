@@ -303,6 +303,30 @@ def test_reentrant_checkpoints() -> None:
         (values.sum() + collection.embedding_bags["item"].weight.sum()).backward()
 
 
+@pytest.mark.parametrize("reentrant", [(True, True), (True, False), (False, True)])
+def test_lookups_beside_a_reentrant_checkpoint(reentrant: tuple[bool, bool]) -> None:
+    """One that comes after the checkpoint's update would read other rows, or be a second update; accumulate() works."""
+
+    def backward(collection: rk.EmbeddingBagCollection) -> None:
+        leaf, loss = torch.ones(1, requires_grad=True), torch.zeros(())
+        for n, recomputed in enumerate(reentrant):
+
+            def part(x: Tensor, n: int = n) -> Tensor:
+                return collection(batch(n)).values().square() * x
+
+            values = torch.utils.checkpoint.checkpoint(part, leaf, use_reentrant=True) if recomputed else part(leaf)
+            loss = loss + values.sum()
+        loss.backward()
+
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        backward(make(rk.Adagrad(lr=0.1)))
+    with found.accumulate():
+        backward(found)
+    sum(expected(batch(n)).values().square().sum() for n in range(2)).backward()
+    torch.testing.assert_close(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
 def test_no_gradient_after_all() -> None:
     """A use whose gradient turns out to be None leaves the lookups' update as it is, cached rows too."""
 

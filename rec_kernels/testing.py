@@ -37,6 +37,8 @@ def use_cpu_isa(name: str) -> Iterator[None]:
     Raises:
         ValueError: this machine does not have it.
     """
+    if name not in (allowed := cpu_isas()):
+        raise ValueError(f"name must be one of this machine's instruction sets, {', '.join(allowed)}, got {name!r}")
     before = _ops._set_cpu_isa(name)
     try:
         yield

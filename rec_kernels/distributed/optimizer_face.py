@@ -33,7 +33,7 @@ class ShardedRates(FusedOptimizer):
         own = []
         for group in rate_groups:
             mine = [i for i, number in enumerate(stored) if number in group.stored]
-            own.append(RateGroup(group.rate, mine, [stored[i] for i in mine], group.numbers))
+            own.append(group._replace(stored=mine, table_ids=[stored[i] for i in mine]))
         super().__init__(tables, own, lr, step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def is_list(given: object) -> bool:
 def number_of(value: Any) -> float:
     """``value`` as a float, NaN unless it is a number."""
     try:
-        return math.nan if isinstance(value, str) else float(value)
+        return math.nan if isinstance(value, str) else float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # of several elements, too large
         return math.nan
 

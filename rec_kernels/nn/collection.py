@@ -338,8 +338,7 @@ class TableCollection(nn.Module):
             refuse_data_parallel(self)
             if self._update.pending is None:
                 self._follow_requires_grad(layout)
-                if is_compiling:
-                    self._update.dense.is_compiled = True
+                self._update.dense.before_lookup(is_compiling=is_compiling)
                 options |= self._update_options() | self._update.scaling()
                 if is_cached:
                     options["cache_dirty"] = self.row_cache.dirty

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rec_kernels.nn import pooled_lookups
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.jagged.checks import check_bounds
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
@@ -364,7 +365,7 @@ class EmbeddingBag(EmbeddingLayer):
     All arguments but two are ``rk.Embedding``'s; an id of padding is left out of its bag.
 
     Args:
-        mode: "sum", "mean" or "max". Rows that share a column's maximum share its gradient evenly.
+        mode: "sum", "mean" or "max". The first of the rows with a column's maximum has its gradient, as in torch.
         include_last_offset: whether ``offsets`` ends with the number of ids.
 
     Attributes:
@@ -450,19 +451,32 @@ class EmbeddingBag(EmbeddingLayer):
 
     def _largest(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """[B, D]: the largest of each column of a bag's rows."""
+        check_bounds(offsets, ids.shape[0], "bag {}".format)
         rows = self._rows(ids, sparse=self.sparse)
-        counts = torch.ones_like(ids, dtype=rows.dtype)
-        if self.padding_idx is not None:
-            is_padding = ids == self.padding_idx
-            rows, counts = rows.masked_fill(is_padding[:, None], -torch.inf), counts.masked_fill(is_padding, 0)
-        offsets = offsets.long()
-        largest = torch.segment_reduce(rows, "max", offsets=offsets, axis=0, initial=-torch.inf)
-        number = torch.segment_reduce(counts, "sum", offsets=offsets, axis=0)
-        return largest.masked_fill(number[:, None] == 0, 0)
+        is_padding = None if self.padding_idx is None else ids == self.padding_idx
+        places = _places_of_largest(rows.detach(), offsets.long(), is_padding)
+        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).gather(0, places)
 
     def extra_repr(self) -> str:
         """Sizes and options, for printing."""
         return self._describe(f"mode={self.mode!r}")
+
+
+def _places_of_largest(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Tensor:
+    """[B, D] int64: for each column of a bag, the first of rows [N, D] with its maximum, NaN if any is; N: it has none.
+
+    Args:
+        offsets: [B + 1] int64. is_padding: [N] bool, of rows that are in no bag; or None.
+    """
+    count, bags = rows.shape[0], offsets.shape[0] + 1  # the first and the last are of rows in no bag
+    numbers = torch.arange(count, device=rows.device)
+    bag = torch.searchsorted(offsets, numbers, right=True)
+    if is_padding is not None:
+        bag = bag.masked_fill(is_padding, bags - 1)
+    bag = bag[:, None].expand_as(rows)
+    largest = rows.new_full((bags, rows.shape[1]), -torch.inf).scatter_reduce(0, bag, rows, "amax")
+    found = torch.where((rows == largest.gather(0, bag)) | rows.isnan(), numbers[:, None], count)
+    return found.new_full(largest.shape, count).scatter_reduce(0, bag, found, "amin")[1:-1]
 
 
 def _checked_sparse(sparse: bool, collection: EmbeddingBagCollection | None) -> bool:

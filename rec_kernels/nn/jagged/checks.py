@@ -76,15 +76,18 @@ def place_of_key(key: str, keys: list[str]) -> int:
 
 
 def check_keys_differ(keys: list[str]) -> None:
-    """Raises ValueError unless ``keys`` are a list of different names."""
+    """Raises an error unless ``keys`` are a list of different names."""
     if isinstance(keys, str):
         raise ValueError(f"keys must be a list of feature names, got {keys!r}")
+    for i, key in enumerate(keys):
+        if not isinstance(key, str):
+            raise TypeError(f"keys[{i}] must be a feature's name, a str, got {key!r}")
     if len(set(keys)) != len(keys):
         raise ValueError(f"keys must differ, got {list(keys)}")
 
 
 def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str) -> None:
-    """Raises ValueError unless ``keys`` differ and have ``bags`` bags, as argument ``which`` says; ``strides``: F or
+    """Raises an error unless ``keys`` differ and have ``bags`` bags, as argument ``which`` says; ``strides``: F or
     None."""
     check_keys_differ(keys)
     if strides is None:

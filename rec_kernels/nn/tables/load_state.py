@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rec_kernels.nn.tables.config import BAG_FORMATS, StoredTable
 from rec_kernels.nn.tables.rows import convert as convert_rows
@@ -52,7 +53,8 @@ def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) ->
 def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError if a tensor of a state cannot be copied into the collection's, ``own``.
 
-    A shape must be the collection's. Floats must be given as real floats, of any precision, and tensors have numbers.
+    A shape must be the collection's. Floats must be given as real floats, of any precision, and tensors have numbers;
+    the count of updates and the powers of betas are such as training makes.
     """
     for name, tensor in own.items():
         given = state_dict.get(prefix + name, tensor)
@@ -69,6 +71,24 @@ def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> N
                 f"{prefix}{name}: the state has {given.dtype} {where}, this collection has {tensor.dtype}, which can "
                 "be copied from strided numbers of its kind; none of its tables was changed"
             )
+        if not given.is_meta and not isinstance(given, FakeTensor):
+            _check_numbers(name, given, prefix)
+
+
+def _check_numbers(name: str, given: Tensor, prefix: str) -> None:
+    """Raises RuntimeError if a state's count of updates, or its powers of betas, are numbers that no training makes."""
+    if name == "step":
+        number = given.item()
+        allowed, fits = "a whole number, at least 0 and below 2^63", 0 <= number < 2**63 and number == int(number)
+    elif name.startswith("beta_powers"):
+        allowed, fits = "numbers in [0, 1]", all(0 <= power <= 1 for power in given.tolist())
+    else:
+        return
+    if not fits:
+        raise RuntimeError(
+            f"{prefix}{name} must be {allowed}, the state has {given.tolist()}; none of the collection's tables was "
+            "changed"
+        )
 
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:

@@ -38,7 +38,10 @@ class _Common:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
-            check_rate(name, getattr(self, name))
+            rate = getattr(self, name)
+            check_rate(name, rate)
+            if not isinstance(rate, int | float):  # a tensor, whose number may change later
+                object.__setattr__(self, name, number_of(rate))
         check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         for name in ("clip_grad_value", "clip_grad_norm"):
             value = getattr(self, name)

@@ -20,13 +20,15 @@ class RateGroup(NamedTuple):
     Args:
         rate: what it begins with.
         stored: the tables' numbers in a collection. table_ids: in the whole model, and so in the tensor of rates.
-        numbers: what else the parameter group says: the numbers of its optimizer, which never change.
+        numbers: the optimizer's name and numbers, which never change. shows_numbers: whether the parameter group has
+            them, beside the learning rate.
     """
 
     rate: float
     stored: list[int]
     table_ids: list[int]
     numbers: dict[str, Any]
+    shows_numbers: bool
 
 
 class _Group(dict):
@@ -107,7 +109,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, tables: Sequence[Tensor], rate_groups: Sequence[RateGroup], lr: Tensor, step: Tensor) -> None:
         self._rate_groups = rate_groups
-        groups = [_Group(params=[tables[i] for i in g.stored], lr=g.rate, **g.numbers) for g in rate_groups]
+        shown = [g.numbers if g.shows_numbers else {} for g in rate_groups]
+        groups = [
+            _Group(params=[tables[i] for i in g.stored], lr=g.rate, **numbers)
+            for g, numbers in zip(rate_groups, shown, strict=True)
+        ]
         super().__init__(groups, {"lr": rate_groups[0].rate})
         self.retie(tables, lr, step)
 
@@ -174,7 +180,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             # torch puts plain dicts in the groups' place.
             for group, loaded in zip(groups, self.param_groups, strict=True):
-                group.update({**loaded, **group.numbers, "params": group["params"]})
+                kept = {name: value for name, value in loaded.items() if name not in group.numbers}
+                group.update({**kept, "params": group["params"]})
             self.param_groups = groups
             self._show_state()
 

@@ -57,18 +57,18 @@ def power_names(optimizers: Sequence[Optimizer]) -> dict[int, str]:
 def rate_groups(features: FeatureMap) -> list[RateGroup]:
     """Tables with the collection's optimizer and its learning rate, if there are any or no others; each other table.
 
-    Groups name their optimizer and its numbers if a table has one of its own.
+    Groups show their optimizer and its numbers if a table has one of its own.
     """
     default: Any = features.optimizers.default
     named = any(table.optimizer is not None for table in features.tables)
-    first, others = RateGroup(default.lr, [], [], _numbers_of(default) if named else {}), []
+    first, others = RateGroup(default.lr, [], [], _numbers_of(default), named), []
     i = 0
     for table in features.tables:
         stored = range(i, i + len(table.stored))
         i = stored.stop
         group = first
         if table.rate is not None:
-            group = RateGroup(float(table.rate), [], [], _numbers_of(table.optimizer or default) if named else {})
+            group = RateGroup(float(table.rate), [], [], _numbers_of(table.optimizer or default), named)
             others.append(group)
         group.stored.extend(stored)
         group.table_ids.extend(features.table_ids[k] for k in stored)

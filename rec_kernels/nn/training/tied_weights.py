@@ -118,6 +118,7 @@ class DenseGradients:
             self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
         task = _current_task()
         if self._task != task:
+            self._refuse_nested(task)
             if not self._will_arrive():
                 self._updated = task
                 return False
@@ -149,17 +150,30 @@ class DenseGradients:
 
     def _end(self) -> None:
         self._refuse_nested(self._task)
+        self._updated = self._task
         lookups, self._lookups, self._task = self._lookups, [], None
         finish = self._finish()
         if finish is not None:
             finish(lookups)
 
+    def before_lookup(self, *, is_compiling: bool) -> None:
+        """Before a lookup of training: raises RuntimeError inside a backward that has updated the tables already.
+
+        A reentrant checkpoint looks up again there, and would find other rows than in the forward. Compiled lookups are
+        noted, and not looked at.
+        """
+        if is_compiling:
+            self.is_compiled = True
+        elif (task := _current_task()) >= 0:
+            self._refuse_nested(task - 1)
+
     def _refuse_nested(self, task: int) -> None:
         """Raises RuntimeError if a lookup has updated in a backward within this one, which knows no other gradients."""
         if self._updated > task:
             raise RuntimeError(
-                f"{', '.join(self._names)}: a table is used beside lookups, and lookups were made in a reentrant "
-                "checkpoint, whose backward has updated the tables by itself: use use_reentrant=False"
+                f"{', '.join(self._names)}: lookups of these tables were made in a reentrant checkpoint, whose "
+                "backward has updated them by itself, before this one was done with them: use use_reentrant=False, or "
+                "make all lookups and the backward inside accumulate() of the collection"
             )
 
     def arrived(self, i: int) -> None:
