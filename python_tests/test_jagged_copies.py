@@ -14,8 +14,9 @@ from jagged_cases import check_tensors, make_batch
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels import reference
 from rec_kernels.ops import jagged_copies
+from rec_kernels.reference.jagged_index_select import jagged_index_select
+from rec_kernels.reference.jagged_windows import jagged_windows
 from rec_kernels.testing import assert_same_sum, same_bits
 
 ops = torch.ops.rec_kernels
@@ -24,6 +25,7 @@ TWO_ROWS = {
     "jagged_index_select": (torch.tensor([0, 2, 2, 7]), torch.tensor([2, 0]), "rows that index names"),
     "jagged_windows": (torch.tensor([2, 0]), torch.tensor([5, 2]), "windows"),
 }
+REFERENCES = {"jagged_index_select": jagged_index_select, "jagged_windows": jagged_windows}
 every_op = pytest.mark.parametrize("op", TWO_ROWS)
 every_shape = pytest.mark.parametrize("shape", [(), (9,)], ids=["[N]", "[N, 9]"])
 
@@ -34,11 +36,6 @@ def rows_of(op: str, rows: int) -> tuple[int, tuple[Tensor, Tensor]]:
         return 49, (torch.randint(30, (rows,), dtype=torch.int32), torch.arange(rows) % 20)
     offsets = make_batch(1, 12, seed=1).offsets
     return int(offsets[-1]), (offsets, torch.randint(12, (rows,), dtype=torch.int32))
-
-
-def reference_of(op: str, values: Tensor, where: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Values and offsets of the copied rows."""
-    return getattr(getattr(reference, op), op)(values, *where)
 
 
 DTYPES = [torch.bool, torch.int8, torch.int16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
@@ -52,7 +49,7 @@ def test_values_of_any_kind(op: str, dtype: torch.dtype, shape: tuple[int, ...])
     count, where = rows_of(op, 5)
     values = torch.randint(-100, 100, (count, *shape)).to(dtype)
     for backend in every_backend():
-        check_tensors(backend, getattr(backend.ops, op)(values, *where), reference_of(op, values, where))
+        check_tensors(backend, getattr(backend.ops, op)(values, *where), REFERENCES[op](values, *where))
 
 
 @every_op
@@ -65,7 +62,7 @@ def test_gradients(op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     out, _ = getattr(rk, op)(mine, *where)
     weight = torch.randn(out.shape).to(dtype)
     (out * weight).sum().backward()
-    sources = reference_of(op, torch.arange(count), where)[0]
+    sources = REFERENCES[op](torch.arange(count), *where)[0]
     expected, magnitude = (torch.zeros(mine.shape, dtype=torch.float64) for _ in range(2))
     expected.index_add_(0, sources, weight.double())
     magnitude.index_add_(0, sources, weight.double().abs())
@@ -89,7 +86,7 @@ def test_compiled(op: str, known: bool) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for rows in (5, 12):
         (count, where), grads = rows_of(op, rows), []
-        total = len(reference_of(op, torch.arange(count), where)[0]) if known else None
+        total = len(REFERENCES[op](torch.arange(count), *where)[0]) if known else None
         for function in (step, compiled):
             values = torch.linspace(-1, 2, count, requires_grad=True)
             loss, bounds = function(values, *where, total)
