@@ -128,8 +128,8 @@ def unchanged(factor: float) -> float:
 def cases(options: argparse.Namespace) -> list[dict]:
     """Every figure, by what was measured."""
     common = (options.embedding_dim, options.turns, options.seconds)
-    todo = list(itertools.product(options.histories, options.batch_sizes))
     results = []
+    todo = list(itertools.product(*((10, 50), (256,)) if options.quick else (HISTORIES, BATCHES)))
     for history, size in tqdm(todo, desc="history"):
         data = load_completejourney(options.weeks, options.data_dir, history=history)
         results.append({"data": "completejourney", "history": history} | measure(data, size, *common))
@@ -160,23 +160,14 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def sizes(text: str) -> list[int]:
-    """Type of command line options that are lists of counts."""
-    return [positive(part) for part in text.split(",")]
-
-
 def main() -> None:
     parser = parser_of(__doc__, "dedup_step.json", data=True)
-    lengths, rows = (",".join(map(str, given)) for given in (HISTORIES, BATCHES))
-    parser.add_argument("--histories", type=sizes, default=HISTORIES, help=f"longest histories (default: {lengths})")
-    parser.add_argument("--batch-sizes", type=sizes, default=BATCHES, help=f"rows of a batch (default: {rows})")
     parser.add_argument("--embedding-dim", type=positive, default=64, help="columns of every table (default: 64)")
     parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn, at the least (default: 0.5)")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs: its figures mean nothing")
     options = options_of(parser)
     if options.quick:
-        options.histories, options.batch_sizes = [10, 50], [256]
         options.weeks, options.turns, options.seconds = 3, 2, 0.0
     results = cases(options)
     print(table(results))

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 import rec_kernels as rk
-from bench.dedup_step import INPUTS, num_bytes, sizes, some_batches, times
+from bench.dedup_step import INPUTS, num_bytes, some_batches, times
 from bench.script import options_of, parser_of, positive, write_result
 from rec_kernels.dlrm import Batch, CompleteJourney, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
@@ -87,11 +87,11 @@ def check(plain: list[Batch], windows: list[Batch]) -> None:
 def cases(options: argparse.Namespace) -> list[dict]:
     """Every figure, by what was measured."""
     results = []
-    todo = list(itertools.product(options.histories, ORDERS))
+    todo = list(itertools.product(HISTORIES, ORDERS))
     for history, order in tqdm(todo, desc="history"):
         data = load_completejourney(options.weeks, options.data_dir, history=history)
         data = by_household(data) if order == "household" else data
-        for size in options.batch_sizes:
+        for size in BATCHES:
             figures = measure(data, size, options.turns, options.seconds)
             results.append({"history": history, "order": order} | figures)
     return results
@@ -117,9 +117,6 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__, "dedup_windows.json", data=True)
-    lengths, rows = (",".join(map(str, given)) for given in (HISTORIES, BATCHES))
-    parser.add_argument("--histories", type=sizes, default=HISTORIES, help=f"longest histories (default: {lengths})")
-    parser.add_argument("--batch-sizes", type=sizes, default=BATCHES, help=f"rows of a batch (default: {rows})")
     parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, at the least (default: 0.3)")
     options = options_of(parser)

@@ -20,6 +20,7 @@ from bench.script import environment, options_of, parser_of, positive
 from rec_kernels._library import host
 
 BLOCK, BLOCKS, HELD, LOADED = 4096, 144_000, 36_000, 900  # bytes; of the file, in memory at a time, of a load
+LOADS = 300  # that are timed
 
 
 def filled(path: Path, threads: int):
@@ -34,7 +35,7 @@ def filled(path: Path, threads: int):
     return file
 
 
-def measure(folder: Path, threads: int, loads: int) -> dict[str, float]:
+def measure(folder: Path, threads: int) -> dict[str, float]:
     """Microseconds for a block that is read: "load" and "loop", medians; blocks that a load reads and writes."""
     path = folder / "blocks"
     file, memory, rng = filled(path, threads), np.ones(HELD * BLOCK, np.uint8), np.random.default_rng(1)
@@ -42,12 +43,12 @@ def measure(folder: Path, threads: int, loads: int) -> dict[str, float]:
     with path.open("rb") as main, (folder / "loop").open("w+b") as log:
         first = path.stat().st_size - BLOCKS * BLOCK
         log.truncate(BLOCKS * BLOCK)
-        for i in range(2 * loads):
+        for i in range(2 * LOADS):
             blocks = np.sort(rng.choice(BLOCKS, LOADED, replace=False))
             before, began = file.stats(), time.process_time()
             file.load(blocks * BLOCK, BLOCK, write=True)
             ended, after = time.process_time(), file.stats()
-            if i < loads:  # until the memory is full of changed blocks, whose slots the log has
+            if i < LOADS:  # until the memory is full of changed blocks, whose slots the log has
                 continue
             read, written = ((after[name] - before[name]) // BLOCK for name in ("bytes_read", "bytes_written"))
             places = [np.sort(rng.choice(BLOCKS, written, replace=False)), rng.choice(HELD, read, replace=False)]
@@ -65,11 +66,9 @@ def main() -> None:
     """Measures, prints and saves the figures."""
     parser = parser_of(__doc__, "row_file_blocks.json")
     parser.add_argument("--threads", type=positive, default=1, help="threads of the row file (default: 1)")
-    parser.add_argument("--loads", type=positive, default=300, help="loads that are timed (default: 300)")
-    parser.add_argument("--folder", type=Path, help="where the files are (default: the system's)")
     args = options_of(parser)
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = measure(Path(folder), args.threads, args.loads)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), args.threads)
     print(
         f"{found['load']:.2f} us of the processor for a block, the loop {found['loop']:.2f} "
         f"({found['loop'] / found['load']:.2f} of the load); {found['read']:.0f} blocks read and "

@@ -9,6 +9,16 @@ import rec_kernels as rk
 OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
 
 
+def pooled(optimizer=None, **options) -> rk.EmbeddingBagCollection:
+    """Tables of 5 x 3 and 4 x 20, so that the first one is padded in the flat tensor."""
+    torch.manual_seed(1)
+    tables = [
+        rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
+        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"], pooling="mean"),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
 def sequences(optimizer=None, formats=("fp32", "fp32"), **options) -> rk.EmbeddingCollection:
     """Two tables of different dimensions, the first shared by f and g, g in both."""
     torch.manual_seed(0)

@@ -32,11 +32,11 @@ def make(optimizer=None, formats=BAG_FORMATS, dims: dict[str, int] = DIMS, **opt
     return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
 
 
-def batch(collection: rk.EmbeddingBagCollection, seed: int = 0, size: int = 6, factors: bool = False):
-    """Bags of 0 to 3 ids for each feature."""
+def batch(collection, seed: int = 0, size: int = 6, factors: bool = False, rows: int = ROWS):
+    """Bags of 0 to 3 ids below ``rows`` for each feature."""
     generator, keys = torch.Generator().manual_seed(seed), collection.feature_names
     lengths = torch.randint(0, 4, (size * len(keys),), generator=generator)
-    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    values = torch.randint(0, rows, (int(lengths.sum()),), generator=generator)
     weights = torch.rand(len(values), generator=generator) if factors else None
     return rk.KeyedJaggedTensor(keys, values, lengths=lengths, weights=weights)
 

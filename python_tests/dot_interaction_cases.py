@@ -14,9 +14,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: F, D: one vector, partial registers and tiles, whole ones, several.
 SIZES = [(0, 1), (0, 20), (1, 1), (3, 5), (4, 16), (13, 10), (15, 32), (27, 64), (40, 70), (5, 130)]
 MANY, LONG = (70, 9), (2, 1024)
-#: Arguments of make_call: what is compared with torch, and what has work for several threads.
+#: Arguments of make_call: what is compared with torch, has work for several threads, is called twice, is empty.
 COMPARED = [(size, 20, self_interaction) for size in (*SIZES, MANY, LONG) for self_interaction in (False, True)]
 SHARED_OUT = [((27, 64), 1000, False)]
+REPEATED = ((27, 64), 5, False)
+EMPTY = [((4, 6), 0, False)]
 
 
 class Call(NamedTuple):

@@ -13,9 +13,11 @@ from rec_kernels.reference.factorization_machine import formula
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: F, D, K: one number, partial registers and tiles, whole ones, several.
 SIZES = [(1, 1, 1), (3, 10, 5), (7, 16, 16), (13, 20, 9), (27, 64, 24), (40, 70, 17), (2, 130, 70)]
-#: Arguments of make_call: what is compared with torch, and what has work for several threads.
+#: Arguments of make_call: what is compared with torch, has work for several threads, is called twice, is empty.
 COMPARED = [(size, 70, shared) for size in SIZES for shared in (False, True)]
 SHARED_OUT = [((27, 64, 16), 1000, shared) for shared in (False, True)]
+REPEATED = ((27, 64, 16), 20, True)
+EMPTY = [(*made, shared) for made in (((4, 6, 3), 0), ((0, 6, 3), 5)) for shared in (False, True)]
 
 
 class Call(NamedTuple):

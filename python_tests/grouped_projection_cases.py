@@ -32,9 +32,11 @@ DIMS = [
 ]
 LARGE = Dims([300, 512], [512, 512], [0, 1])
 TRAINED = Dims([3, 5, 4, 16], [5, 16], [0, 0, 1, 1])
-#: Arguments of make_call: what is compared with torch, and what has work for several threads.
+#: Arguments of make_call: what is compared with torch, has work for several threads, is called twice, is empty.
 COMPARED = [(dims, 70) for dims in (*DIMS, LARGE)]
 SHARED_OUT = [(DIMS[3], 1500), (DIMS[6], 1500)]  # in pieces of rows, and of panels
+REPEATED = (DIMS[6], 70)
+EMPTY = [*((dims, 0) for dims in DIMS), *((Dims([], [], []), batch) for batch in (0, 5))]
 
 
 class Call(NamedTuple):

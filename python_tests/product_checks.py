@@ -70,6 +70,20 @@ def check_refused(op: object, arguments: tuple, message: str, device: str = "cpu
         op(*there)
 
 
+def check_empty(call: object, ops: object) -> None:
+    """The result of a call without samples, vectors or groups has no numbers; gradients are zeros."""
+    out, *grads = call.each(ops)
+    assert out.shape == call.grad.shape
+    assert out.numel() == 0
+    for grad, given in zip(grads, call[:2], strict=True):
+        assert testing.same_bits(grad, torch.zeros_like(given))
+
+
+def on_device(call: object, device: str) -> object:
+    """The call with its tensors on a device."""
+    return call.map(lambda t: t.to(device))
+
+
 def check_repeats(call: object, ops: object) -> None:
     """A second call has equal bits; nothing is written to the arguments."""
     before = [t.clone() for t in call[:3]]

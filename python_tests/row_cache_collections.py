@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import collection_format_cases
 import torch
 from collection_format_cases import numbers
 from torch import Tensor
@@ -57,11 +58,7 @@ def _fields(table) -> dict[str, object]:
 
 def batch(collection, seed: int = 0, size: int = 5, factors: bool = False) -> rk.KeyedJaggedTensor:
     """Bags of 0 to 3 ids for each feature."""
-    generator, keys = torch.Generator().manual_seed(seed), collection.feature_names
-    lengths = torch.randint(0, 4, (size * len(keys),), generator=generator)
-    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-    weights = torch.rand(len(values), generator=generator) if factors else None
-    return rk.KeyedJaggedTensor(keys, values, lengths=lengths, weights=weights)
+    return collection_format_cases.batch(collection, seed, size, factors, ROWS)
 
 
 def whole(collection) -> rk.KeyedJaggedTensor:

@@ -97,6 +97,14 @@ def train(collection, first: int = 0, steps: int = 6) -> list[Tensor]:
     return [step(collection, i, i + 1) for i in range(first, first + steps)]
 
 
+def trained_pair(cache: rk.RowCache, path: Path):
+    """Two equal collections after steps 0 to 5, one in memory and one on disk."""
+    memory, disk = pair(cache, path)
+    train(memory)
+    train(disk)
+    return memory, disk
+
+
 def check_budget(collection) -> None:
     """Asserts that resident memory is within the budget."""
     store = collection._store
@@ -131,6 +139,18 @@ def tables_of(collection) -> dict[str, Tensor]:
             found[table.name] = torch.cat(chunks)
         first += table.num_embeddings
     return found
+
+
+def assert_unchanged(collection, before: dict[str, Tensor]) -> None:
+    """Asserts that held() is what it was."""
+    assert not [name for name, t in held(collection).items() if not same_bits(t, before[name])]
+
+
+def assert_trains_alike(memory, disk, first: int = 6, steps: int = 6) -> None:
+    """Asserts equal outputs of more steps, and what assert_alike compares."""
+    for a, b in zip(train(memory, first, steps), train(disk, first, steps), strict=True):
+        assert same_bits(a, b)
+    assert_alike(memory, disk)
 
 
 def assert_alike(one, other, where: object = "") -> None:

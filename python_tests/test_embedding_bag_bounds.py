@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from backends import emulated
+from collection_cases import pooled
 from jagged_cases import unchecked
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -67,13 +68,8 @@ def _late() -> Iterator[None]:
 
 
 def make(optimizer=FUSED[1], **options) -> rk.EmbeddingBagCollection:
-    """Tables of 5 x 3 and 4 x 20 rows and columns."""
-    torch.manual_seed(1)
-    tables = [
-        rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
-        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"], pooling="mean"),
-    ]
-    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+    """Makes tables of 5 x 3 and 4 x 20 rows and columns, with an optimizer."""
+    return pooled(optimizer, **options)
 
 
 def batch(*changes: tuple[int, int], offsets: list[int] = OFFSETS, ids=torch.int64) -> rk.KeyedJaggedTensor:

@@ -9,21 +9,12 @@ import pickle
 
 import pytest
 import torch
+from collection_cases import pooled as make
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
-
-
-def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
-    """Tables of 5 x 3 and 4 x 20, so that the first one is padded in the flat tensor."""
-    torch.manual_seed(1)
-    tables = [
-        rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
-        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"], pooling="mean"),
-    ]
-    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
 
 
 def batch(weights: torch.Tensor | None = None) -> rk.KeyedJaggedTensor:

@@ -48,16 +48,6 @@ def test_of_two_orders_one() -> None:
     testing.assert_same_sum(call.each(ops)[0], square, magnitudes(call)[0], 27 + 64 + 24)
 
 
-def test_without_samples_or_vectors() -> None:
-    """Empty results; a shared y that nobody used has a gradient of zeros."""
-    for size, batch in (((4, 6, 3), 0), ((0, 6, 3), 5)):
-        for shared in (False, True):
-            call = make_call(size, batch, shared)
-            out, grad_x, grad_y = call.each(ops)
-            assert (out.shape, grad_x.shape) == (call.grad.shape, call.x.shape)
-            assert testing.same_bits(grad_y, torch.zeros_like(call.y))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_inputs_are_read_right(dtype: torch.dtype) -> None:
     """Samples at any distance, arguments that are copied; nothing is written to."""

@@ -1,6 +1,6 @@
 """factorization_machine in Triton against float64, within the bounds of docs/numerics.md.
 
-triton_device.py says how the file is run.
+test_products_triton.py has its errors; triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
@@ -11,25 +11,19 @@ import math
 import pytest
 import torch
 from backends import PASSED
-from factorization_machine_cases import BAD_CALLS, FLOATS, SIZES, Call, bad_arguments, make_call
-from product_checks import check_refused, check_repeats, check_tiles
+from factorization_machine_cases import FLOATS, SIZES, Call, make_call
+from product_checks import check_tiles, on_device
 from tiers import cross, full
-from triton_device import DEVICE, INTERPRETED
+from triton_device import DEVICE
 
-from rec_kernels.testing import same_bits
 from rec_kernels.triton import factorization_machine as module
 
 KINDS = list(itertools.product(FLOATS, [True, False]))  # dtypes, and a shared y or each its own
 
 
-def on_device(call: Call) -> Call:
-    """Makes the call on the device where the kernels run."""
-    return call.map(lambda t: t.to(DEVICE))
-
-
 def check(call: Call, precision: str = "ieee") -> None:
     """The result and both gradients: apart from float64 by at most the bound of each."""
-    found = [t.cpu() for t in on_device(call).each(module, precision)]
+    found = [t.cpu() for t in on_device(call, DEVICE).each(module, precision)]
     # Factors cut to TF32: four in a row, or of half-precision numbers only what is between the products.
     cut = 2.0**-8 if precision == "tf32" else 0.0 if call.x.dtype == torch.float32 else 2.0**-10
     check_tiles(found, call, more_terms=16, cut=cut)
@@ -50,7 +44,7 @@ def test_infinite_inputs(shared: bool, changed: str, value: float) -> None:
     """Inf and NaN reach what the CPU's op has them in, and nothing else: tiles are wider than D and K."""
     call = make_call((3, 10, 5), 2, shared).map(lambda t: torch.randint_like(t, 1, 4))
     getattr(call, changed).view(-1)[0] = value
-    for mine, right in zip(on_device(call).each(module), call.each(torch.ops.rec_kernels), strict=True):
+    for mine, right in zip(on_device(call, DEVICE).each(module), call.each(torch.ops.rec_kernels), strict=True):
         torch.testing.assert_close(mine.cpu(), right, rtol=0, atol=0, equal_nan=True)
         PASSED["triton"] += 1
 
@@ -66,11 +60,6 @@ def test_many_samples() -> None:
     check(make_call((2, 3, 2), module.SUMMED_SAMPLES + 5, True))
 
 
-def test_again() -> None:
-    """A second call has equal bits; nothing is written to the arguments."""
-    check_repeats(on_device(make_call((27, 64, 16), 20, True)), module)
-
-
 def test_strided_inputs() -> None:
     """Samples at any distance, and arguments that are copied."""
     call = make_call((4, 6, 3), 10, False)
@@ -79,29 +68,3 @@ def test_strided_inputs() -> None:
     check(rows)
     check(Call(wide.x[:10, ::2, ::2], wide.y[0, ::2, ::2], wide.grad[:10, ::2, 1::2]))
     check(call._replace(grad=torch.ones(()).expand(call.grad.shape)))
-
-
-def test_without_samples_or_vectors() -> None:
-    """Empty results, and a gradient of zeros."""
-    for size, batch in (((4, 6, 3), 0), ((0, 6, 3), 5)):
-        for shared in (False, True):
-            call = make_call(size, batch, shared)
-            out, grad_x, grad_y = (t.cpu() for t in on_device(call).each(module))
-            assert (out.shape, grad_x.shape) == (call.grad.shape, call.x.shape)
-            assert same_bits(grad_y, torch.zeros_like(call.y))
-
-
-@pytest.mark.parametrize(("op", "message"), BAD_CALLS)
-def test_bad_arguments(op: str, message: str) -> None:
-    """Errors have the words of the CPU's op."""
-    _, bad = bad_arguments(op, message)
-    check_refused(getattr(module, op), bad, message, DEVICE)
-
-
-def test_registered() -> None:
-    """GPU tensors reach these kernels."""
-    for op in ("factorization_machine", "factorization_machine_backward"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "CUDA")
-    if not INTERPRETED:
-        call = on_device(make_call((27, 64, 16), 9, True))
-        assert all(map(same_bits, call.each(torch.ops.rec_kernels), call.each(module)))

@@ -31,19 +31,6 @@ def test_many_samples() -> None:
     check_bits(make_call(Dims([3, 2], [2], [0, 0]), 64 * 64 + 70), reference)
 
 
-def test_without_rows_or_groups() -> None:
-    """An empty batch has a gradient, zeros; without groups the result has no columns."""
-    for dims in DIMS:
-        call = make_call(dims, 0)
-        out, grad_x, grad_weights = call.each(ops)
-        assert out.shape == call.grad.shape
-        assert grad_x.shape == call.x.shape
-        assert testing.same_bits(grad_weights, torch.zeros_like(call.weights))
-    for batch in (0, 5):
-        call = make_call(Dims([], [], []), batch)
-        assert [tuple(t.shape) for t in call.each(ops)] == [(batch, 0), (batch, 0), (0,)]
-
-
 def test_identity_only() -> None:
     """Copies; weights of no elements."""
     x = torch.randn(50, 12)

@@ -1,6 +1,6 @@
 """grouped_projection in Triton against float64, within the bound of docs/numerics.md.
 
-triton_device.py says how the file is run.
+test_products_triton.py has its errors; triton_device.py says how the file is run.
 """
 
 from __future__ import annotations
@@ -8,24 +8,18 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import PASSED
-from grouped_projection_cases import BAD_CALLS, DIMS, LARGE, Call, Dims, bad_arguments, make_call
-from product_checks import check_refused, check_repeats, check_tiles
+from grouped_projection_cases import DIMS, LARGE, Call, Dims, make_call
+from product_checks import check_tiles, on_device
 from tiers import cross
 from torch import Tensor
-from triton_device import DEVICE, INTERPRETED
+from triton_device import DEVICE
 
-from rec_kernels.testing import same_bits
 from rec_kernels.triton import grouped_projection as module
-
-
-def on_device(call: Call) -> Call:
-    """Makes the call on the device where the kernels run."""
-    return call.map(lambda t: t.to(DEVICE))
 
 
 def check(call: Call) -> None:
     """All three ops: apart from float64 by at most the bound of each."""
-    check_tiles([t.cpu() for t in on_device(call).each(module)], call)
+    check_tiles([t.cpu() for t in on_device(call, DEVICE).each(module)], call)
     PASSED["triton"] += 3
 
 
@@ -46,11 +40,6 @@ def test_many_samples() -> None:
     check(make_call(Dims([3, 2], [2], [0, 0]), 2 * module.SUMMED_ROWS + 5))
 
 
-def test_again() -> None:
-    """A second call has equal bits; nothing is written to the arguments."""
-    check_repeats(on_device(make_call(DIMS[6], 70)), module)
-
-
 def test_strided_inputs() -> None:
     """Non-contiguous arguments mean what they say."""
     call = make_call(DIMS[4], 20)
@@ -58,36 +47,11 @@ def test_strided_inputs() -> None:
     check(Call(x[::2, ::2], weights[::2], grad[1::2, 1::2], call.dims))
 
 
-def test_without_rows_or_groups() -> None:
-    """Empty results, and a gradient of zeros."""
-    for dims, batch in ((DIMS[4], 0), (Dims([], [], []), 0), (Dims([], [], []), 5)):
-        call = make_call(dims, batch)
-        out, grad_x, grad_weights = (t.cpu() for t in on_device(call).each(module))
-        assert (out.shape, grad_x.shape) == (call.grad.shape, call.x.shape)
-        assert same_bits(grad_weights, torch.zeros_like(call.weights))
-
-
 def test_nothing_but_a_sample_meets_its_numbers() -> None:
     """NaN stays in its sample and block: what lies behind a tile's end is not multiplied by zero."""
     call = make_call(Dims([3, 2, 4], [4, 5, 4], [0, 1, 2]), 10)
     call.x[4, 1] = torch.nan
-    out: Tensor = on_device(call).each(module)[0].cpu()
+    out: Tensor = on_device(call, DEVICE).each(module)[0].cpu()
     bad = torch.zeros(10, 13, dtype=torch.bool)
     bad[4, :4] = True
     assert torch.equal(out.isnan(), bad)
-
-
-@pytest.mark.parametrize(("op", "message"), BAD_CALLS)
-def test_bad_arguments(op: str, message: str) -> None:
-    """Errors have the words of the CPU's op."""
-    _, bad = bad_arguments(op, message)
-    check_refused(getattr(module, op), bad, message, DEVICE)
-
-
-def test_registered() -> None:
-    """GPU tensors reach these kernels."""
-    for op in ("grouped_projection", "grouped_projection_backward_input", "grouped_projection_backward_weights"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "CUDA")
-    if not INTERPRETED:
-        call = on_device(make_call(DIMS[4], 9))
-        assert all(map(same_bits, call.each(torch.ops.rec_kernels), call.each(module)))

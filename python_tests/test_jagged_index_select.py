@@ -1,8 +1,6 @@
-"""jagged_index_select: reference, gradients, totals that are known or wrong, bad input."""
+"""jagged_index_select: reference, wrong numbers and offsets; test_jagged_copies.py has gradients and totals."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,20 +11,16 @@ from jagged_cases import (
     BAD_LAYOUT,
     BAD_OFFSETS,
     INTEGERS,
-    NOTHING_BAD,
     ODD,
     Batch,
     batches,
     check_tensors,
     good_rows,
-    make_batch,
     offsets_of,
 )
 
-import rec_kernels as rk
-from rec_kernels.ops import jagged_copies
 from rec_kernels.reference.jagged_index_select import jagged_index_select as reference
-from rec_kernels.testing import assert_same_sum, same_bits
+from rec_kernels.testing import same_bits
 
 ops = torch.ops.rec_kernels
 
@@ -45,25 +39,6 @@ def test_odd_batches(name: str) -> None:
     index = torch.arange(batch.bags).flip(0).repeat(2)[1:] if batch.bags else torch.zeros(0, dtype=torch.int32)
     check_select(batch.values, batch.offsets, index)
     check_select(batch.values, batch.offsets, index[:0])
-
-
-DTYPES = [torch.bool, torch.int8, torch.int16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [None, 0, 1, 3, 4, 17, 4100])
-def test_values_of_any_kind(dtype: torch.dtype, columns: int | None) -> None:
-    """Elements of 1 to 16 bytes, rows of values that are aligned to any word."""
-    batch = make_batch(1, 8, mean_length=2, seed=3)
-    shape = (len(batch.values),) if columns is None else (len(batch.values), columns)
-    values = torch.randint(-100, 100, shape).to(dtype)
-    expected = reference(values, batch.offsets, index := torch.tensor([7, 0, 0, 3, 5], dtype=torch.int32))
-    for backend in every_backend():
-        out, offsets, status = backend.ops.jagged_index_select(values, batch.offsets, index)
-        assert out.dtype == dtype
-        assert torch.equal(out, expected[0]), backend.name
-        assert torch.equal(offsets, expected[1]), backend.name
-        assert status.tolist() == NOTHING_BAD
 
 
 @given(batches(), st.data(), st.sampled_from(INTEGERS), st.sampled_from([None, 0, 1, 5]))
@@ -88,78 +63,7 @@ def test_rows_that_nothing_names_and_strided_inputs() -> None:
     check_select(torch.arange(21)[1:].view(10, 2), offsets, torch.tensor([2, 0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [None, 9])
-def test_gradients(dtype: torch.dtype, columns: int | None) -> None:
-    """Against torch's own; copies of a value are summed in float32."""
-    batch = make_batch(1, 12, seed=1)
-    shape = (len(batch.values),) if columns is None else (len(batch.values), columns)
-    mine, index = torch.randn(shape).to(dtype).requires_grad_(), torch.randint(12, (200,))
-    out, _ = rk.jagged_index_select(mine, batch.offsets, index)
-    weight = torch.randn(out.shape).to(dtype)
-    (out * weight).sum().backward()
-    sources = reference(torch.arange(len(batch.values)), batch.offsets, index)[0]
-    expected, magnitude = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    expected.index_add_(0, sources, weight.double())
-    magnitude.index_add_(0, sources, weight.double().abs())
-    assert mine.grad.dtype == dtype
-    if dtype == torch.float32:
-        assert_same_sum(mine.grad, expected, magnitude, terms=len(sources))
-    else:
-        torch.testing.assert_close(mine.grad, expected.to(dtype))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_compiled(known: bool) -> None:
-    """One graph, whether the total is told or depends on data."""
-
-    def step(values, offsets, index, total):
-        out, bounds = rk.jagged_index_select(values * 2, offsets, index, total=total)
-        return out.square().sum(), bounds
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for size in (5, 12):
-        batch = make_batch(2, size, mean_length=4)
-        index, grads = torch.randint(2 * size, (7,)), []
-        total = int(batch.offsets.diff()[index].sum()) if known else None
-        for function in (step, compiled):
-            values = torch.linspace(-1, 2, len(batch.values), requires_grad=True)
-            loss, bounds = function(values, batch.offsets, index, total)
-            loss.backward()
-            grads.append((values.grad, bounds))
-        assert all(map(same_bits, *grads))
-
-
 IDS, OFFSETS, INDEX = torch.arange(7), torch.tensor([0, 2, 2, 7]), torch.tensor([2, 0])
-
-
-@pytest.mark.parametrize("columns", [None, 3])
-@pytest.mark.parametrize("total", [0, 1, 6, 8, 300])
-def test_a_wrong_total(total: int, columns: int | None) -> None:
-    """On a device, ids beyond the total are left out, and missing ones are zeros."""
-    values = torch.randint(1, 9, (7,) if columns is None else (7, columns))
-    message = f"total = {total}, and the rows that index names have 7 values"
-    with pytest.raises(ValueError, match=message):
-        ops.jagged_index_select(values, OFFSETS, INDEX, total)
-    whole = torch.cat([values[2:], values[:2]])[:total]
-    expected = torch.cat([whole, whole.new_zeros(total - len(whole), *values.shape[1:])])
-    for backend in device_backends():
-        out, offsets, status = backend.ops.jagged_index_select(values, OFFSETS, INDEX, total)
-        assert same_bits(out, expected), backend.name
-        assert offsets.tolist() == [0, min(5, total), min(7, total)], backend.name
-        assert status.tolist() == [2, 0], backend.name
-
-
-@pytest.mark.parametrize("total", [5, 9])
-def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids left out get no gradient; the zeros behind the last row give none."""
-    backward = jagged_copies.backward_of("jagged_index_select")
-    ctx = SimpleNamespace(saved_tensors=(OFFSETS, INDEX), shape=torch.Size([7]), dtype=torch.float32, total=total)
-    for backend in device_backends():
-        monkeypatch.setattr(jagged_copies, "_ops", backend.ops)
-        found = backward(ctx, torch.arange(1.0, total + 1), None, None)[0]
-        assert found.tolist() == [6.0 * (total > 5), 7.0 * (total > 5), 1, 2, 3, 4, 5], backend.name
 
 
 def test_numbers_out_of_range() -> None:
@@ -223,12 +127,3 @@ def test_bad_input(args: tuple, message: str) -> None:
     """The message names the argument and what is allowed."""
     with pytest.raises(ValueError, match=message):
         ops.jagged_index_select(*args)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
-def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
-    """Refused: they would be those of float32."""
-    values = torch.ones(7, dtype=dtype)
-    assert ops.jagged_index_select(values, OFFSETS, INDEX)[0].dtype == dtype
-    with pytest.raises(ValueError, match="require a gradient, which is of float32, float16 and bfloat16 only"):
-        ops.jagged_index_select(values.requires_grad_(), OFFSETS, INDEX)

@@ -1,20 +1,17 @@
-"""jagged_windows: reference, gradients, totals that are known or wrong, windows that are not within the values."""
+"""jagged_windows: reference, windows that are not within the values; test_jagged_copies.py has gradients and totals."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from backends import device_backends, every_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_cases import INTEGERS, NOTHING_BAD, check_tensors
+from jagged_cases import INTEGERS, check_tensors
 
 import rec_kernels as rk
-from rec_kernels.ops import jagged_copies
 from rec_kernels.reference.jagged_windows import jagged_windows as reference
-from rec_kernels.testing import assert_same_sum, same_bits
+from rec_kernels.testing import same_bits
 
 ops = torch.ops.rec_kernels
 
@@ -49,24 +46,6 @@ def test_odd_windows(name: str) -> None:
             check_windows(torch.arange(size), *places)
 
 
-DTYPES = [torch.bool, torch.int8, torch.int16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [None, 0, 1, 3, 4, 17, 4100])
-def test_values_of_any_kind(dtype: torch.dtype, columns: int | None) -> None:
-    """Elements of 1 to 16 bytes, windows of values that are aligned to any word."""
-    values = torch.randint(-100, 100, (11,) if columns is None else (11, columns)).to(dtype)
-    starts, lengths = torch.tensor([7, 0, 1, 3, 11], dtype=torch.int32), torch.tensor([4, 3, 5, 0, 0])
-    expected = reference(values, starts, lengths)
-    for backend in every_backend():
-        out, offsets, status = backend.ops.jagged_windows(values, starts, lengths)
-        assert out.dtype == dtype
-        assert torch.equal(out, expected[0]), backend.name
-        assert torch.equal(offsets, expected[1]), backend.name
-        assert status.tolist() == NOTHING_BAD
-
-
 @given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(INTEGERS), st.sampled_from([None, 0, 1, 5]))
 def test_any_windows(data: st.DataObject, wide: torch.dtype, other: torch.dtype, columns: int | None) -> None:
     size = data.draw(st.integers(0, 30))
@@ -84,27 +63,6 @@ def test_many_windows() -> None:
     check_windows(torch.randn(2 * 9030)[::2], starts, lengths)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [None, 9])
-def test_gradients(dtype: torch.dtype, columns: int | None) -> None:
-    """Against torch's own; what a value gets from several windows is summed in float32."""
-    shape = (50,) if columns is None else (50, columns)
-    mine, starts = torch.randn(shape).to(dtype).requires_grad_(), torch.randint(30, (200,))
-    lengths = torch.arange(200) % 20
-    out, _ = rk.jagged_windows(mine, starts, lengths)
-    weight = torch.randn(out.shape).to(dtype)
-    (out * weight).sum().backward()
-    sources = reference(torch.arange(50), starts, lengths)[0]
-    expected, magnitude = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    expected.index_add_(0, sources, weight.double())
-    magnitude.index_add_(0, sources, weight.double().abs())
-    assert mine.grad.dtype == dtype
-    if dtype == torch.float32:
-        assert_same_sum(mine.grad, expected, magnitude, terms=len(sources))
-    else:
-        torch.testing.assert_close(mine.grad, expected.to(dtype))
-
-
 def test_the_order_of_a_sum() -> None:
     """Windows in turn: large terms that cancel come first here, and a small one is then not lost."""
     values = torch.zeros(3, requires_grad=True)
@@ -113,55 +71,7 @@ def test_the_order_of_a_sum() -> None:
     assert values.grad.tolist() == [1, 0.25, 5]
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_compiled(known: bool) -> None:
-    """One graph, whether the total is told or depends on data."""
-
-    def step(values, starts, lengths, total):
-        out, bounds = rk.jagged_windows(values * 2, starts, lengths, total=total)
-        return out.square().sum(), bounds
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for size in (5, 12):
-        starts, lengths, grads = torch.randint(size, (7,)), torch.randint(3, (7,)), []
-        total = int(lengths.sum()) if known else None
-        for function in (step, compiled):
-            values = torch.linspace(-1, 2, size + 3, requires_grad=True)
-            loss, bounds = function(values, starts, lengths, total)
-            loss.backward()
-            grads.append((values.grad, bounds))
-        assert all(map(same_bits, *grads))
-
-
 IDS, STARTS, LENGTHS = torch.arange(7), torch.tensor([2, 0]), torch.tensor([5, 2])
-
-
-@pytest.mark.parametrize("columns", [None, 3])
-@pytest.mark.parametrize("total", [0, 1, 6, 8, 300])
-def test_a_wrong_total(total: int, columns: int | None) -> None:
-    """On a device, ids beyond the total are left out, and missing ones are zeros."""
-    values = torch.randint(1, 9, (7,) if columns is None else (7, columns))
-    with pytest.raises(ValueError, match=f"total = {total}, and the windows have 7 values"):
-        ops.jagged_windows(values, STARTS, LENGTHS, total)
-    whole = torch.cat([values[2:], values[:2]])[:total]
-    expected = torch.cat([whole, whole.new_zeros(total - len(whole), *values.shape[1:])])
-    for backend in device_backends():
-        out, offsets, status = backend.ops.jagged_windows(values, STARTS, LENGTHS, total)
-        assert same_bits(out, expected), backend.name
-        assert offsets.tolist() == [0, min(5, total), min(7, total)], backend.name
-        assert status.tolist() == [2, 0], backend.name
-
-
-@pytest.mark.parametrize("total", [5, 9])
-def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids left out get no gradient; the zeros behind the last window give none."""
-    backward = jagged_copies.backward_of("jagged_windows")
-    ctx = SimpleNamespace(saved_tensors=(STARTS, LENGTHS), shape=torch.Size([7]), dtype=torch.float32, total=total)
-    for backend in device_backends():
-        monkeypatch.setattr(jagged_copies, "_ops", backend.ops)
-        found = backward(ctx, torch.arange(1.0, total + 1), None, None)[0]
-        assert found.tolist() == [6.0 * (total > 5), 7.0 * (total > 5), 1, 2, 3, 4, 5], backend.name
 
 
 BIG = 2**63 - 1
@@ -230,11 +140,3 @@ def test_bad_input(args: tuple, message: str) -> None:
     """The message names the argument and what is allowed."""
     with pytest.raises(ValueError, match=message):
         ops.jagged_windows(*args)
-
-
-def test_gradients_of_other_dtypes() -> None:
-    """Refused: they would be those of float32."""
-    values = torch.ones(7, dtype=torch.float64)
-    assert ops.jagged_windows(values, STARTS, LENGTHS)[0].dtype == torch.float64
-    with pytest.raises(ValueError, match="require a gradient, which is of float32, float16 and bfloat16 only"):
-        ops.jagged_windows(values.requires_grad_(), STARTS, LENGTHS)

@@ -10,7 +10,7 @@ import factorization_machine_cases
 import grouped_projection_cases
 import pytest
 import torch
-from product_checks import check_refused, check_sums
+from product_checks import check_empty, check_refused, check_sums
 from tiers import full
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -28,7 +28,7 @@ REFERENCES = dict(zip(CASES, (dot_interaction, factorization_machine, grouped_pr
 every_op = pytest.mark.parametrize("name", CASES)
 each_call = {
     kind: [(name, call) for name, cases in CASES.items() for call in getattr(cases, kind)]
-    for kind in ("COMPARED", "SHARED_OUT", "BAD_CALLS")
+    for kind in ("COMPARED", "SHARED_OUT", "EMPTY", "BAD_CALLS")
 }
 
 
@@ -51,6 +51,12 @@ def test_matches_torch(name: str, made: tuple) -> None:
     given = [t.clone().requires_grad_() for t in call[:2]]
     out = getattr(rk, name)(*given, *call.options)
     check_sums((out.detach(), *torch.autograd.grad(out, given, call.grad)), call)
+
+
+@pytest.mark.parametrize(("name", "made"), each_call["EMPTY"], ids=str)
+def test_empty(name: str, made: tuple) -> None:
+    """Empty results; what nothing has used has gradients of zeros."""
+    check_empty(CASES[name].make_call(*made), ops)
 
 
 @every_op

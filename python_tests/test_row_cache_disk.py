@@ -16,6 +16,8 @@ from row_cache_disk_cases import (
     OPTIMIZERS,
     TABLES,
     assert_alike,
+    assert_trains_alike,
+    assert_unchanged,
     batch,
     check_budget,
     held,
@@ -25,7 +27,7 @@ from row_cache_disk_cases import (
     skip_without_host,
     step,
     tables_of,
-    train,
+    trained_pair,
 )
 from tiers import cross
 
@@ -132,25 +134,6 @@ def test_the_bits_of_tables_in_memory(kind, way, tmp_path) -> None:
     assert disk["row_bytes"] + disk["cache_bytes"] <= BUDGET
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-def test_opened_again(optimizer, tmp_path) -> None:
-    """A long training in a budget that evicts blocks, with stops: each continues from the file and a state."""
-    memory = make(LRU, optimizer)
-    state = None
-    for first in (0, 40, 80):
-        disk = make(on_disk(LRU, tmp_path / "rows", 150_000), optimizer)
-        if state is not None:
-            disk.load_state_dict(state)
-        for a, b in zip(train(memory, first, 40), train(disk, first, 40), strict=True):
-            assert same_bits(a, b)
-        state = {n: t.clone() for n, t in disk.state_dict().items()}
-        disk.close()
-    disk = make(on_disk(LRU, tmp_path / "rows", 150_000), optimizer)
-    disk.load_state_dict(state)
-    memory.row_cache.stats.zero_()  # which a restored collection begins anew
-    assert_alike(memory, disk)
-
-
 def test_products_of_parts(tmp_path) -> None:
     """Gradients of products read the other part's row, as an update does."""
     memory, disk = pair(LRU, tmp_path / "rows", combine="mult")
@@ -195,39 +178,31 @@ def test_prefetch_in_memory_does_nothing() -> None:
     c = make(LRU)
     before = held(c)
     c.prefetch(batch(c, 1))
-    assert all(same_bits(t, held(c)[n]) for n, t in before.items())
+    assert_unchanged(c, before)
 
 
 def test_a_batch_that_does_not_fit(tmp_path) -> None:
     """MemoryError with both numbers; nothing has changed, and smaller batches go on with the bits of memory."""
-    memory, disk = pair(LFU, tmp_path / "rows")
-    train(memory)
-    train(disk)
+    memory, disk = trained_pair(LFU, tmp_path / "rows")
     before = held(disk)
     for context in (contextlib.nullcontext(), torch.no_grad()):
         with context, pytest.raises(MemoryError, match=r"\d+ bytes.*memory_budget is \d+"):
             disk(batch(disk, 7, size=100))
-    assert all(same_bits(t, held(disk)[n]) for n, t in before.items())
-    for a, b in zip(train(memory, 6), train(disk, 6), strict=True):
-        assert same_bits(a, b)
-    assert_alike(memory, disk)
+    assert_unchanged(disk, before)
+    assert_trains_alike(memory, disk)
 
 
 def test_an_id_out_of_range(tmp_path) -> None:
     """IndexError from the lookup and from prefetch; nothing has changed."""
-    memory, disk = pair(LFU, tmp_path / "rows")
-    train(memory)
-    train(disk)
+    memory, disk = trained_pair(LFU, tmp_path / "rows")
     before = held(disk)
     bad = batch(disk, 7)
     bad.values()[-1] = 4_000
     for call in (disk, disk.prefetch):
         with pytest.raises(IndexError, match="4000"):
             call(bad)
-    assert all(same_bits(t, held(disk)[n]) for n, t in before.items())
-    for a, b in zip(train(memory, 6), train(disk, 6), strict=True):
-        assert same_bits(a, b)
-    assert_alike(memory, disk)
+    assert_unchanged(disk, before)
+    assert_trains_alike(memory, disk)
 
 
 def test_bad_ids_that_are_ignored(tmp_path) -> None:
@@ -247,9 +222,7 @@ def test_bad_ids_that_are_ignored(tmp_path) -> None:
 
 def test_empty_batches(tmp_path) -> None:
     """No id, no bag."""
-    memory, disk = pair(LRU, tmp_path / "rows")
-    train(memory)
-    train(disk)
+    memory, disk = trained_pair(LRU, tmp_path / "rows")
     for size in (0, 3):
         for c in (memory, disk):
             none = rk.KeyedJaggedTensor(

@@ -13,6 +13,7 @@ from row_cache_disk_cases import (
     LRU,
     NONE,
     assert_alike,
+    assert_unchanged,
     batch,
     copied,
     held,
@@ -58,7 +59,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
     before = held(last)
     with pytest.raises(RuntimeError, match=message):
         last.load_state_dict(state)
-    assert all(same_bits(t, held(last)[n]) for n, t in before.items())
+    assert_unchanged(last, before)
     with torch.no_grad():
         last(batch(last, 6))
     last.close()
@@ -122,7 +123,7 @@ def test_states_of_other_files_are_refused(tmp_path) -> None:
     before = held(other)
     with pytest.raises(RuntimeError, match=r"file_identity is -?\d+ and that of .*other is -?\d+: .*another file"):
         other.load_state_dict(state)
-    assert all(same_bits(t, held(other)[n]) for n, t in before.items())
+    assert_unchanged(other, before)
     one.load_state_dict(state)
     del own["file_identity"]
     assert "<All keys matched" in str(other.load_state_dict(own))

@@ -21,6 +21,7 @@ from row_cache_disk_cases import (
     OPTIMIZERS,
     TABLES,
     assert_alike,
+    assert_trains_alike,
     batch,
     copied,
     make,
@@ -30,8 +31,9 @@ from row_cache_disk_cases import (
     step,
     tables_of,
     train,
+    trained_pair,
 )
-from tiers import full
+from tiers import cross, full
 from torch import nn
 
 import rec_kernels as rk
@@ -40,25 +42,34 @@ from rec_kernels.testing import same_bits
 skip_without_host()
 
 HERE = Path(__file__).parent
+#: Caches, and budgets that have room for their slots and little else.
+CACHES = [(LRU, 150_000), (LFU, 170_000)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-@pytest.mark.parametrize("cache", [LRU, LFU], ids=["lru", "lfu"])
-def test_a_new_collection_goes_on(cache: rk.RowCache, optimizer, tmp_path) -> None:
-    """A new collection with the file and the state goes on as if there had been no stop."""
-    path, memory = tmp_path / "rows", make(cache, optimizer)
-    expected = train(memory, 0, 12)
-    first = make(on_disk(cache, path), optimizer)
-    train(first, 0, 6)
-    state = copied(first.state_dict())
-    assert not [name for name in state if name.endswith(".weight")]
-    first.close()
-    second = make(on_disk(cache, path), optimizer)
-    second.load_state_dict(state)
-    for a, b in zip(train(second, 6, 6), expected[6:], strict=True):
-        assert same_bits(a, b)
-    memory.row_cache.stats.copy_(second.row_cache.stats)  # counted anew
-    assert_alike(memory, second)
+def named(value: object) -> str:
+    """The policy of a cache, the class of an optimizer."""
+    return value[0].policy if isinstance(value, tuple) else type(value).__name__
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), cross(CACHES, OPTIMIZERS, OPTIMIZERS[1]), ids=named)
+def test_opened_again(kind: tuple[rk.RowCache, int], optimizer, tmp_path) -> None:
+    """A long training in a budget that evicts blocks, with stops: each goes on from the file and a state."""
+    cache, budget = kind
+    memory = make(cache, optimizer)
+    state: dict[str, torch.Tensor] = {}
+    for first in (0, 40, 80):
+        disk = make(on_disk(cache, tmp_path / "rows", budget), optimizer)
+        if state:
+            disk.load_state_dict(state)
+        for a, b in zip(train(memory, first, 40), train(disk, first, 40), strict=True):
+            assert same_bits(a, b)
+        state = copied(disk.state_dict())
+        assert not [name for name in state if name.endswith(".weight")]
+        disk.close()
+    disk = make(on_disk(cache, tmp_path / "rows", budget), optimizer)
+    disk.load_state_dict(state)
+    memory.row_cache.stats.zero_()  # which a restored collection begins anew
+    assert_alike(memory, disk)
 
 
 def test_states_with_tables_are_refused(tmp_path) -> None:
@@ -150,9 +161,7 @@ def test_arguments(tmp_path) -> None:
 
 def test_what_is_not_possible(tmp_path) -> None:
     """Moves, copies, serving: each says why, and training goes on."""
-    memory, disk = pair(LRU, tmp_path / "rows")
-    for c in (memory, disk):
-        train(c)
+    memory, disk = trained_pair(LRU, tmp_path / "rows")
     model = nn.ModuleDict({"tables": disk})
     for call in (lambda: disk.to("meta"), lambda: disk.to_empty(device="meta"), lambda: model.to("meta")):
         with pytest.raises(NotImplementedError, match=r"tables on disk .*rows\) cannot be moved"):
@@ -166,9 +175,7 @@ def test_what_is_not_possible(tmp_path) -> None:
                 call(module)
     with pytest.raises((NotImplementedError, ValueError, TypeError), match="cannot be served"):
         disk.for_serving()
-    for a, b in zip(train(memory, 6), train(disk, 6), strict=True):
-        assert same_bits(a, b)
-    assert_alike(memory, disk)
+    assert_trains_alike(memory, disk)
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float", "double", "cpu"])
@@ -186,9 +193,7 @@ def test_casts_change_nothing(tables: list, cast: str, tmp_path) -> None:
 def test_close(tmp_path) -> None:
     """After it, whatever needs the tables says so; what was not flushed is lost, what was is not."""
     path = tmp_path / "rows"
-    memory, disk = pair(LRU, path)
-    train(memory)
-    train(disk)
+    memory, disk = trained_pair(LRU, path)
     state = copied(disk.state_dict())
     train(disk, 6)
     disk.close()

@@ -54,6 +54,7 @@ COMPARISONS = {
     "factorization_machine": 40,
     "fake_quantize": 100,
     "grouped_projection": 30,
+    "products": 30,
 }
 COUNT_PER_FILE = """
 import collections, pytest, sys

@@ -140,8 +140,6 @@ def text(result: dict) -> str:
     for key in dict.fromkeys((row["format"], row["rounding"]) for row in result["drift"]):
         own = [row["moved"] for row in result["drift"] if (row["format"], row["rounding"]) == key]
         lines.append(f"{' '.join(key):<18}" + "".join(f"{moved:>8.3f}" for moved in own))
-    if "training" not in result:
-        return "\n".join(lines)
     below = result["training"]["below_half_step"]
     shares = ", ".join(f"{format} {share:.1%}" for format, share in below.items())
     lines += ["", f"updates below half a step in the training, lr {LR}: {shares}"]
@@ -159,7 +157,6 @@ def text(result: dict) -> str:
 def main() -> None:
     parser = parser_of(__doc__, "half_step.json", data=True)
     parser.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
-    parser.add_argument("--drift-only", action="store_true", help="no training")
     parser.add_argument("--runs-dir", default="runs", help="folder that gets half-step/ with the runs (default: runs)")
     options = options_of(parser)
     given = {key: getattr(options, key) for key in ("threads", "weeks", "data_dir", "runs_dir")}
@@ -168,11 +165,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     result = {"environment": environment(), "drift": drifts()}
-    if not options.drift_only:
-        try:
-            result["training"] = training(comparison)
-        except (DataError, RunExistsError, RunInterruptedError) as error:
-            raise SystemExit(f"error: {error}") from error
+    try:
+        result["training"] = training(comparison)
+    except (DataError, RunExistsError, RunInterruptedError) as error:
+        raise SystemExit(f"error: {error}") from error
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     print(f"{text(result)}\nwritten to {options.output}")

@@ -136,8 +136,3 @@ def pooling_of(module: Any) -> str | None:
     """The pooling, "sum" or "mean"; None: rows of ids are not pooled."""
     mode = module.pooling_mode.name
     return None if mode == "NONE" else mode.lower()
-
-
-def device_of(module: Any) -> torch.device:
-    """The device of lookups."""
-    return module.current_device

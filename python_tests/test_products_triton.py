@@ -1,0 +1,51 @@
+"""The Triton kernels of dot_interaction, factorization_machine and grouped_projection: repeats, errors, registration.
+
+test_<op>_triton.py have the numbers of each; triton_device.py says how the file is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from backends import PASSED
+from product_checks import check_empty, check_refused, check_repeats, on_device
+from test_products import CASES, each_call, every_op
+from triton_device import DEVICE, INTERPRETED
+
+from rec_kernels.testing import same_bits
+
+MODULES = {name: importlib.import_module(f"rec_kernels.triton.{name}") for name in CASES}
+
+
+@every_op
+def test_again(name: str) -> None:
+    """A second call has equal bits; nothing is written to the arguments."""
+    cases = CASES[name]
+    check_repeats(on_device(cases.make_call(*cases.REPEATED), DEVICE), MODULES[name])
+
+
+@pytest.mark.parametrize(("name", "made"), each_call["EMPTY"], ids=str)
+def test_empty(name: str, made: tuple) -> None:
+    """Empty results, and gradients of zeros."""
+    check_empty(on_device(CASES[name].make_call(*made), DEVICE), MODULES[name])
+    PASSED["triton"] += 3
+
+
+@pytest.mark.parametrize(("name", "bad"), each_call["BAD_CALLS"])
+def test_bad_arguments(name: str, bad: tuple[str, str]) -> None:
+    """Errors have the words of the CPU's op."""
+    op, message = bad
+    check_refused(getattr(MODULES[name], op), CASES[name].bad_arguments(op, message)[1], message, DEVICE)
+
+
+@every_op
+def test_registered(name: str) -> None:
+    """GPU tensors reach these kernels."""
+    cases = CASES[name]
+    for op in {op for op, _ in cases.BAD_CALLS}:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "CUDA")
+    if not INTERPRETED:
+        call = on_device(cases.make_call(*cases.REPEATED), DEVICE)
+        assert all(map(same_bits, call.each(torch.ops.rec_kernels), call.each(MODULES[name])))
