@@ -28,7 +28,14 @@ from rec_kernels.dlrm.train import Run
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
 # Files that a continued run writes; names that begin with a dot are those of new files.
-REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new"]
+REPLACED = [
+    "checkpoint.pt",
+    ".checkpoint.pt.new",
+    "report.html",
+    ".report.html.new",
+    "metrics.jsonl",
+    ".metrics.jsonl.new",
+]
 
 
 @pytest.fixture
@@ -63,14 +70,6 @@ def test_links_are_replaced(name, link, run):
     assert {path.stat().st_nlink for path in run.iterdir() if path.is_file()} == {1}
 
 
-def test_records_behind_a_link_are_not_added_to(run, capsys):
-    target = move_out(run / "metrics.jsonl", os.symlink)
-    before = target.read_bytes()
-    assert main(["train", "--resume", str(run), *FLAGS]) == 1
-    assert f"error: {run / 'metrics.jsonl'} is a symbolic link" in capsys.readouterr().err
-    assert target.read_bytes() == before
-
-
 def test_a_run_goes_on_when_its_folder_is_copied_as_hard_links(run, monkeypatch):
     """A copy by ``cp -al``, as a backup, stays as it is while the run goes on and ends."""
     step, copies = Run._step, []
@@ -95,7 +94,7 @@ def test_records_are_not_begun_behind_a_link(run, capsys):
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").symlink_to(run.parent / "new")
     assert main(["train", "--resume", str(run), *FLAGS]) == 1
-    assert "metrics.jsonl is a symbolic link" in capsys.readouterr().err
+    assert "metrics.jsonl has 0 bytes, expected" in capsys.readouterr().err
     assert not (run.parent / "new").exists()
 
 
@@ -152,7 +151,7 @@ def test_comparisons_change_nothing_elsewhere(tmp_path, monkeypatch):
     target = tmp_path / "precious"
     target.write_text("precious")
     (folder / ".lock").symlink_to(target)
-    with pytest.raises(DataError, match=r"\.lock is a symbolic link"):
+    with pytest.raises(OSError, match=r"symbolic links.*\.lock"):
         compare.run(plan)
     assert target.read_text() == "precious"
     (folder / ".lock").unlink()

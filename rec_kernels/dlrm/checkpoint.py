@@ -114,15 +114,8 @@ def save(directory: Path, state: dict[str, Any]) -> None:
     try:
         with files.replacing(path) as file:
             torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
     except RuntimeError as error:  # torch's writer says so when the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # the rename itself must reach the disk, too
-    finally:
-        os.close(handle)
     for folder in directory.glob("shards-*"):
         if _SHARDS.fits(folder.name) and folder.name != state.get("shards") and not folder.is_symlink():
             shutil.rmtree(folder)

@@ -1,17 +1,14 @@
 """The files of a run's folder, which may have come from somebody else: what is written stays in the folder.
 
-A file is replaced by a new one, whatever was there under its name. One that is added to must be an ordinary file, and
-is replaced by a copy first if it has other names (hard links), as backups make them. Links are followed for reading
-only.
+A file is replaced by a new one, whatever was there under its name: the one before, a link, a name of a file that has
+others (hard links, as backups make them). Links are followed for reading only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +19,9 @@ from rec_kernels.dlrm.data import DataError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``path`` at the end of the block; if that fails, what was there stays.
+    """A new file that takes the place of ``path`` at the end of the block, when it is on the disk.
+
+    If that fails, or the process or the machine ends before, what was there stays.
 
     Raises:
         OSError: it cannot be written.
@@ -32,9 +31,16 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with fresh.open("xb") as file:  # exclusive: never through a link
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name itself must reach the disk, too
+    finally:
+        os.close(folder)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,62 +49,20 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode(errors="replace"))  # a path may have bytes that are no text
 
 
-def opened(path: Path, mode: str) -> IO[bytes]:
-    """``open(path, mode)`` of an ordinary file.
-
-    Raises:
-        DataError: it is a symbolic link, a pipe, a device or the like. OSError: it cannot be opened.
-    """
-    return open(path, mode, opener=_open_ordinary)
-
-
-def opened_to_change(path: Path, mode: str) -> IO[bytes]:
-    """Opens a file with "ab" or "r+b"; if another name (hard link) leads to it, opens a copy."""
-    file = opened(path, mode)
-    if os.fstat(file.fileno()).st_nlink < 2:
-        return file
-    with file, replacing(path) as copy, opened(path, "rb") as before:
-        shutil.copyfileobj(before, copy)
-        copy.flush()
-        os.fsync(copy.fileno())
-    return opened(path, mode)
-
-
-def _open_ordinary(path: str, flags: int) -> int:
-    try:
-        # O_NONBLOCK does not wait for the other end of a pipe.
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            _refuse(path, os.lstat(path))
-        raise
-    try:
-        _refuse(path, os.fstat(handle))
-    except DataError:
-        os.close(handle)
-        raise
-    return handle
-
-
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:
     """Raise DataError if ``path`` is there and not an ordinary file that has no other names, or not a real folder."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
-    _refuse(path, found, folder)
+    if stat.S_ISLNK(found.st_mode):
+        raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+        raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
     if not folder and found.st_nlink > 1:
         raise DataError(
             f"{path} has {found.st_nlink} names (hard links), and would be changed under each: put a copy there"
         )
-
-
-def _refuse(path: str | Path, found: os.stat_result, folder: bool = False) -> None:
-    kind = stat.S_IFMT(found.st_mode)
-    if kind == stat.S_IFLNK:
-        raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
-    if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
-        raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
 
 
 def read_text(path: Path, size: int = -1) -> str:

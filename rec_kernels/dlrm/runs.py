@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import resource
 import sys
@@ -114,25 +113,15 @@ class Records:
         self._board = _open_board(directory) if tensorboard and kept else None
 
     def append(self, record: dict) -> None:
-        """Appends a record; it is on its way to the disk when this returns."""
+        """Appends a record; it is on the disk when this returns, or an error has left the file as it was."""
         if not self._kept:
             return
-        with files.opened_to_change(self.path, "ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
-        if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-            self._board.flush()
+        before = self.path.read_bytes() if self.path.exists() else b""
+        self._replace(before + json.dumps(record).encode() + b"\n")
 
     def mark(self) -> int:
         """End of the file, in bytes, all of which are on the disk."""
-        try:
-            with files.opened(self.path, "rb") as file:
-                os.fsync(file.fileno())
-                return file.seek(0, os.SEEK_END)
-        except FileNotFoundError:
-            return 0
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def rewind(self, mark: int) -> None:
         """Drops what was appended after ``mark``: a resumed run records it again.
@@ -141,6 +130,7 @@ class Records:
             ValueError: the file is shorter than that, or no record ends there. DataError: as ``read``, of the records
                 before; of all errors, the file is as it was.
         """
+        files.refuse_special(self.path)
         end = self.mark()
         if mark > end:
             raise ValueError(f"{self.path} has {end} bytes, expected {mark} or more")
@@ -148,8 +138,11 @@ class Records:
         if mark and not text.endswith("\n"):
             raise ValueError(f"records is {mark}, where no line of {self.path} ends")
         if mark < end and self._kept:
-            with files.opened_to_change(self.path, "r+b") as file:
-                file.truncate(mark)
+            self._replace(text.encode())
+
+    def _replace(self, content: bytes) -> None:
+        with files.replacing(self.path) as file:  # few records in a run: a whole file costs nothing
+            file.write(content)
 
     def read(self) -> list[dict]:
         """All records; not a last one that was cut short. DataError names the line that is no record."""
