@@ -1,7 +1,8 @@
 """The files of a run's folder, which may have come from somebody else: what is written stays in the folder.
 
 A file is replaced by a new one, whatever was there under its name: the one before, a link, a name of a file that has
-others (hard links, as backups make them). Links are followed for reading only.
+others (hard links, as backups make them). One that is added to is replaced by a copy first, where it is a link or has
+other names. Links are followed for reading only.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from rec_kernels.dlrm.data import DataError
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``path`` at the end of the block, when it is on the disk.
+def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of ``path`` at the end of the block; if that fails, what was there stays.
 
-    If that fails, or the process or the machine ends before, what was there stays.
+    Args:
+        path: of the file. durable: it is on the disk before it has its name, and with it afterwards, whenever the
+            machine stops.
 
     Raises:
         OSError: it cannot be written.
@@ -31,22 +34,31 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with fresh.open("xb") as file:  # exclusive: never through a link
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself must reach the disk, too
-    finally:
-        os.close(folder)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name itself must reach the disk, too
+        finally:
+            os.close(folder)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` by a file of this text."""
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))  # a path may have bytes that are no text
+
+
+def make_own(path: Path) -> None:
+    """Replaces a link, or a file that has other names, by a copy, which can then be added to."""
+    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+        with replacing(path, durable=True) as file:
+            file.write(path.read_bytes() if path.exists() else b"")
 
 
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:

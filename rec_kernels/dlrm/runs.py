@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import resource
 import sys
@@ -33,7 +34,6 @@ _RECORDS = {
         **dict.fromkeys(("loss", "auc"), Maybe(number())),
         "lr": number(),
         "seconds": dict.fromkeys(PARTS, number()),
-        "hit_rates?": Each(Maybe(number())),
     },
     "eval": {"step": whole(), "split": TEXT, **_SCORES},
     "failed": {"step": whole(), "error": TEXT},
@@ -49,9 +49,7 @@ _RECORDS = {
         "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), whole())),
         "machines": Each(MACHINE),
         "dedup?": FLAG,
-        "windows?": FLAG,
-        "dedup_factors?": Each(number()),
-        "dedup_seconds?": number(),
+        "dedup_factor?": Maybe(number()),
     },
 }
 
@@ -100,28 +98,31 @@ class Records:
 
     Args:
         directory: of the run.
-        tensorboard: also write the numbers of every record for TensorBoard, to its folder ``tensorboard``.
         kept: whether records are written; not by the other processes of a run.
 
     Raises:
-        ModuleNotFoundError: ``tensorboard`` without the package of that name.
-        DataError: of all members, the file or the folder ``tensorboard`` is a symbolic link, or not what it should be.
+        DataError: of all members, the file is not what it should be.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False, kept: bool = True):
+    def __init__(self, directory: Path, *, kept: bool = True):
         self.path, self._kept = directory / METRICS, kept
-        self._board = _open_board(directory) if tensorboard and kept else None
 
     def append(self, record: dict) -> None:
-        """Appends a record; it is on the disk when this returns, or an error has left the file as it was."""
+        """Appends a record; it is on its way to the disk when this returns."""
         if not self._kept:
             return
-        before = self.path.read_bytes() if self.path.exists() else b""
-        self._replace(before + json.dumps(record).encode() + b"\n")
+        files.make_own(self.path)
+        with self.path.open("ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
 
     def mark(self) -> int:
         """End of the file, in bytes, all of which are on the disk."""
-        return self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+                return file.seek(0, os.SEEK_END)
+        except FileNotFoundError:
+            return 0
 
     def rewind(self, mark: int) -> None:
         """Drops what was appended after ``mark``: a resumed run records it again.
@@ -138,11 +139,8 @@ class Records:
         if mark and not text.endswith("\n"):
             raise ValueError(f"records is {mark}, where no line of {self.path} ends")
         if mark < end and self._kept:
-            self._replace(text.encode())
-
-    def _replace(self, content: bytes) -> None:
-        with files.replacing(self.path) as file:  # few records in a run: a whole file costs nothing
-            file.write(content)
+            with files.replacing(self.path, durable=True) as file:
+                file.write(text.encode())
 
     def read(self) -> list[dict]:
         """All records; not a last one that was cut short. DataError names the line that is no record."""
@@ -161,15 +159,6 @@ def _record(line: str, where: str) -> dict:
     if wrong := mismatch(record, _RECORDS[kind], ""):
         raise DataError(f"{where} is no record: {wrong}")
     return record
-
-
-def _open_board(directory: Path):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ModuleNotFoundError(f"tensorboard is not installed ({error}): pip install tensorboard") from error
-    files.refuse_foreign(directory / "tensorboard", folder=True)
-    return SummaryWriter(str(directory / "tensorboard"))
 
 
 def peak_memory_bytes() -> int:
