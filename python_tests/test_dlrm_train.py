@@ -1,7 +1,9 @@
 import dataclasses
+import io
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -279,6 +281,32 @@ def test_wrong_flags_give_readable_errors(flags, message, capsys):
         main(["train", *flags])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_or_can_show(monkeypatch, capsys):
+    """A pipe whose reader has gone, closed streams, and a terminal of ASCII."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as pipe:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["train", "--show-config"]) == 141
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr(sys, "stderr", None)
+        assert main(["evaluate", "no-such-run"]) == 1
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+        patch.setattr("rec_kernels.dlrm.__main__.train", lambda *_, **__: {"directory": "r\u00fcns"})
+        patch.setattr("rec_kernels.dlrm.__main__.summary", lambda test: "0.5")
+        assert main(["train"]) == 0
+        assert written.getvalue() == b"0.5\nwritten to r\\xfcns\n"
+
+
+def test_a_run_that_goes_on_has_no_other_folder(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--resume", "runs/first", "--run", "second"])
+    assert "run is given beside resume" in capsys.readouterr().err
 
 
 def test_help_names_every_flag_in_its_group_with_its_choices(capsys):
