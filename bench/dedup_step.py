@@ -83,10 +83,10 @@ def measure(data: DataSet, size: int, dim: int, turns: int, seconds: float) -> d
     """All figures of one data set and batch size."""
     plain = some_batches(data, size)
     made = [dedup_batch(batch) for batch in plain]
-    ways = {"without": Way(data, plain, dim), "with": Way(data, [batch for batch, _ in made], dim)}
+    ways = {"without": Way(data, plain, dim), "with": Way(data, made, dim)}
     check(*ways.values())
-    tallies = [tally.ids[HISTORY] for _, tally in made]
-    before, stored = (sum(counts) for counts in zip(*tallies, strict=True))
+    before = sum(len(batch.shared.values()) for batch in plain)
+    stored = sum(batch.shared.num_stored([HISTORY]) for batch in made)
     result = {
         "rows": len(plain[0].label),
         "ids_per_row": before / sum(len(batch.label) for batch in plain),

@@ -57,16 +57,16 @@ def measure(data: CompleteJourney, size: int, turns: int, seconds: float) -> dic
     """All figures of one data set and batch size."""
     plain = some_batches(data, size)
     ways = {"on": [dedup_batch(b) for b in plain], "windows": [dedup_batch(b, windows=True) for b in plain]}
-    check(plain, [batch for batch, _ in ways["windows"]])
-    batches = {"without": plain} | {name: [batch for batch, _ in made] for name, made in ways.items()}
-    tallies = {name: [tally.ids[HISTORY] for _, tally in made] for name, made in ways.items()}
-    counts = {name: [sum(each) for each in zip(*of_way, strict=True)] for name, of_way in tallies.items()}
+    check(plain, ways["windows"])
+    batches = {"without": plain} | ways
+    before = sum(len(batch.shared.values()) for batch in plain)
+    stored = {name: sum(batch.shared.num_stored([HISTORY]) for batch in made) for name, made in ways.items()}
     found = [batch.shared for batch in batches["windows"]]
     calls = {"on": lambda i: dedup_batch(plain[i]), "windows": lambda i: dedup_batch(plain[i], windows=True)}
     return {
         "rows": len(plain[0].label),
-        "ids_per_row": counts["on"][0] / sum(len(batch.label) for batch in plain),
-        "factor": {name: before / stored for name, (before, stored) in counts.items()},
+        "ids_per_row": before / sum(len(batch.label) for batch in plain),
+        "factor": {name: before / kept for name, kept in stored.items()},
         "bytes": {name: sum(num_bytes(b.shared) for b in made) / INPUTS for name, made in batches.items()},
         "stage_ms": times(calls, turns, seconds),
         # Moved, they have no bags yet.

@@ -168,14 +168,10 @@ def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: s
     )
     recipes, tunes = (torch.optim.Adagrad(model.table_parameters(), lr=0.05) for model in (recipe, tuned))
     return {
-        "ours": Stepper(ours, data, batch_size, None, lambda batch: _distinct(batch).joined()),
+        "ours": Stepper(ours, data, batch_size, None, lambda batch: dedup_batch(batch).joined()),
         "recipe": Stepper(recipe, data, batch_size, recipes, lambda batch: batch),
-        "tuned": Stepper(tuned, data, batch_size, tunes, _distinct),
+        "tuned": Stepper(tuned, data, batch_size, tunes, dedup_batch),
     }
-
-
-def _distinct(batch: Batch) -> Batch:
-    return dedup_batch(batch)[0]
 
 
 def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dict[str, list[list[float]]]:

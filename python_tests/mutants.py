@@ -202,9 +202,9 @@ MUTANTS = [
         "deduplicated",
     ),
     Mutant(
-        "rec_kernels/dlrm/learning_rate.py",
-        "1 - (step - config.decay_start + 1) / config.decay_steps",
-        "1 - (step - config.decay_start) / config.decay_steps",
+        "rec_kernels/dlrm/config.py",
+        "1 - (step - self.decay_start + 1) / self.decay_steps",
+        "1 - (step - self.decay_start) / self.decay_steps",
         "dlrm_train",
     ),
     Mutant(

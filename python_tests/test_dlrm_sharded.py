@@ -94,8 +94,6 @@ def test_row_cache(tmp_path: Path, policy: str) -> None:
     found = records(tmp_path / "two" / "run")
     test, sizes = found[-1], {"id": 20, "bag": 9}
     assert {t["name"]: t["num_embeddings"] for t in test["tables"]} == sizes
-    for record in [r for r in found if r["kind"] == "train"]:
-        assert set(record["hit_rates"]) == set(sizes)
     assert {t["name"]: t["hits"] for t in test["tables"]} == {t["name"]: t["hits"] for t in cached[1]["tables"]}
     assert all(0 < t["cached_rows"] <= t["num_embeddings"] for t in test["tables"])
     assert test["tiers"]["cache_bytes"] == sum(t["cache_bytes"] for t in test["tables"]) > 0
@@ -103,11 +101,9 @@ def test_row_cache(tmp_path: Path, policy: str) -> None:
 
 
 def test_loss_that_is_not_finite(tmp_path: Path) -> None:
-    """Every process stops, before anything is changed; the one whose rows they are writes the batch."""
-    first, second = on(2, str(tmp_path), "broken")
-    assert re.fullmatch("NotFiniteError: the loss of process 1 is (inf|nan) at step 3", first)
-    assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite; the batch is in ", second)
-    assert len(torch.load(tmp_path / "run" / "bad_batch.pt")["batch"]["label"]) == 30
+    """Every process stops, before anything is changed, and names the batch."""
+    for told in on(2, str(tmp_path), "broken"):
+        assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite: .* batch 2 of the ", told)
     assert records(tmp_path / "run")[-1]["kind"] == "failed"
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from dlrm_cases import Changed, reader
@@ -18,7 +16,7 @@ pytest.importorskip("pyarrow")
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.dedup import Tally, dedup_batch
+from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import TrainingError
 
@@ -27,7 +25,6 @@ ROWS, SIZE = 3000, 500
 LONGEST, STEP, TABLE_ROWS = 20, 3, 1000
 #: Fields in which two ways of the same training differ.
 WAYS = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
-WAYS |= {"dedup_seconds", "dedup_factors", "windows"}
 
 
 def slide(batch: Batch) -> Batch:
@@ -50,20 +47,16 @@ def config(runs_dir: Path, **options) -> TrainConfig:
 
 def test_a_batch_has_each_id_once(data: Changed) -> None:
     for batch in data.batches("train", SIZE):
-        found, tally = dedup_batch(batch, windows=True)
+        found = dedup_batch(batch, windows=True)
         windows = found.shared.stored()
         assert isinstance(windows, rk.KeyedJaggedWindows)
         assert len(windows.values()) == STEP * (SIZE // 2 - 1) + LONGEST
-        assert windows._bags is None  # counting made none
-        assert tally.ids == {HISTORY: [LONGEST * SIZE, len(windows.values())]}
-        assert tally.factor() == found.shared.dedup_factor()
+        assert windows._bags is None  # nothing has made them yet
         assert torch.equal(found.shared.to_kjt().values(), batch.shared.values())
-        plain, other = batch.tensors(), found.tensors()
-        assert all(np.array_equal(plain[name], other[name]) for name in plain)
-        again, _ = dedup_batch(dedup_batch(batch)[0], windows=True)  # of a data set that knows its sessions
+        again = dedup_batch(dedup_batch(batch), windows=True)  # of a data set that knows its sessions
         assert torch.equal(again.shared.stored().values(), windows.values())
     alone = batch._replace(shared=None)
-    assert dedup_batch(alone, windows=True)[0] is alone
+    assert dedup_batch(alone, windows=True) is alone
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 125, "accumulate": 4, "optimizer": "adam"}], ids=["", "more"])
@@ -83,36 +76,21 @@ def test_the_bits_of_whole_bags(data: Changed, tmp_path: Path, options: dict) ->
 
 def test_records_and_report(data: Changed, tmp_path: Path) -> None:
     test = train(config(tmp_path, run="run", dedup="windows"), data, progress=False)
-    assert (test["dedup"], test["windows"]) == (True, True)
-    kept = STEP * (SIZE // 2 - 1) + LONGEST
-    assert test["dedup_factors"] == {HISTORY: LONGEST * SIZE / kept}
-    assert test["dedup_seconds"] > 0
+    assert test["dedup"] is True
     settings = json.loads((tmp_path / "run" / "config.json").read_text())
     assert settings["config"]["dedup"] == "windows"
     assert settings["dedup"] == {"on": True, "factor": None}
-    text = (tmp_path / "run" / "report.html").read_text()
-    assert f"<td>shared bags</td><td>once, as windows: history {LONGEST * SIZE / kept:.1f}x fewer ids; " in text
     with pytest.raises(TrainingError, match="another config: dedup is 'on', was 'windows'"):
         train(config(tmp_path, dedup="on"), data, resume=tmp_path / "run", progress=False)
 
 
-def test_a_data_set_that_gives_windows(data: Changed, tmp_path: Path) -> None:
-    """The record says what the batches had, whatever was asked for."""
-    given = Changed(data, functools.partial(map, lambda batch: dedup_batch(batch, windows=True)[0]))
-    for mode, windows in (("on", True), ("auto", True), ("off", False)):
-        test = train(config(tmp_path, run=mode, dedup=mode), given, progress=False)
-        assert (test["dedup"], test["windows"]) == (mode != "off", windows)
-    assert train(config(tmp_path, run="bags", dedup="on"), data, progress=False)["windows"] is False
-
-
-def test_tallies_of_windows(data: Changed) -> None:
-    """One batch with windows is enough; a checkpoint remembers."""
-    total, batch = Tally(), next(data.batches("train", SIZE))
-    for windows in (False, True, False):
-        total.add(dedup_batch(batch, windows)[1])
-        assert total.windows == Tally(**dataclasses.asdict(total)).windows
-    assert total.windows
-    assert not Tally(seconds=1.0, ids={}).windows
+def test_a_data_set_that_gives_windows(data: Changed) -> None:
+    """They stay windows until they are looked up, unless a bag for every row is asked for."""
+    given = Changed(data, functools.partial(map, lambda batch: dedup_batch(batch, windows=True)))
+    for mode in ("on", "auto"):
+        features = next(reader(given, SIZE, dedup=mode).batches("train", SIZE)).features
+        assert isinstance(features, rk.InverseKeyedJaggedTensor)
+    assert isinstance(next(reader(given, SIZE, dedup="off").batches("train", SIZE)).features, rk.KeyedJaggedTensor)
 
 
 @pytest.mark.parametrize("knows", [False, True])
@@ -124,7 +102,7 @@ def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None
         ones = torch.ones(len(shared.values()))
         shared = rk.KeyedJaggedTensor([HISTORY], shared.values(), offsets=shared.offsets(), weights=ones)
         batch = batch._replace(shared=shared)
-        return dedup_batch(batch)[0] if knows else batch
+        return dedup_batch(batch) if knows else batch
 
     given = Changed(data, functools.partial(map, weighted))
     message = rf"{data.name!r}, batch 0 of split 'train': shared has weights, and dedup is 'windows'"

@@ -33,7 +33,7 @@ def test_costs(format: str, once: bool, data: Synthetic, batch: Batch) -> None:
     """Counted by hand: a model without hidden layers."""
     config = TrainConfig(**OPTIONS | {"bottom": (), "top": (), "format": format, "dedup": "on" if once else "off"})
     model = build_model(config, data)
-    given = dedup_batch(batch)[0] if once else batch
+    given = dedup_batch(batch) if once else batch
     found = roofline.costs(model, [given], 1000)
     row = {"fp32": 4 * 4, "int8": 4 + 8}[format]
     bags = {name: batch.features[name].values() for name in batch.features.keys()}  # noqa: SIM118

@@ -267,7 +267,8 @@ def _locked(folder: Path) -> Iterator[None]:
     if (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} is a run, not a comparison: choose another name")
     folder.mkdir(parents=True, exist_ok=True)
-    with files.opened(folder / ".lock", "ab") as lock:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, no pipe is waited for
+    with open(os.open(folder / ".lock", flags, 0o666), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -79,8 +79,8 @@ class Changed:
 
 #: Histories once in every batch for ours and torch; ours has all features in one, as the trainer's reader joins them.
 CHANGES: dict[str, Callable[[Batch], Batch]] = {
-    "ours": lambda batch: dedup_batch(batch)[0].joined(),
-    "torch": lambda batch: dedup_batch(batch)[0],
+    "ours": lambda batch: dedup_batch(batch).joined(),
+    "torch": dedup_batch,
     "recipe": lambda batch: batch,
 }
 

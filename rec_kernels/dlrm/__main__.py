@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +98,8 @@ def config_of_run(parser: argparse.ArgumentParser, options: dict) -> TrainConfig
 
 def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     resume, show = options.pop("resume"), options.pop("show_config")
+    if resume is not None and (moved := {"run", "runs_dir"} & options.keys()):
+        parser.error(f"{sorted(moved)[0]} is given beside resume, and a run goes on in its own folder: leave it out")
     config = config_of(parser, options, resume)
     try:
         refuse_options_of_others(options, "model", [config.model])
@@ -121,11 +125,17 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Run the command that ``argv`` asks for; as ``main``. Parsers have it as ``run_command(parser, options)``."""
+    _make_output_usable()
     options = vars(parser.parse_args(argv))
     del options["command"]
     run_command = options.pop("run_command")
     try:
-        return run_command(parser, options) or 0
+        code = run_command(parser, options) or 0
+        sys.stdout.flush()  # a pipe that was closed is told here, not when Python ends
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141
     except RunInterruptedError as interrupted:
         print(f"{interrupted}; go on with --resume {interrupted.directory}", file=sys.stderr)
         return 130
@@ -142,8 +152,18 @@ def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         return 130
 
 
+def _make_output_usable() -> None:
+    """Sends output that the caller has closed nowhere; what a terminal cannot show is escaped, and ends no run."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns 0 when done, 1 on an error, 130 when interrupted; wrong usage exits 2."""
+    """Run the command line; returns 0 when done, 1 on an error, 130 when interrupted, 141 when nobody reads its
+    output any more; wrong usage exits 2."""
     return execute(_parser(), argv)
 
 

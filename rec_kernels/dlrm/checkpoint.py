@@ -49,10 +49,8 @@ def _is_float32(value: Any) -> bool:
 
 
 _FLOATS = Check("a tensor, float32 [N]", lambda v: _is_float32(v) and v.ndim == 1)
-_PAIR = Check("two whole numbers", lambda v: isinstance(v, list) and [type(n) for n in v] == [int, int])
 _SHARDS = Check("shards-STEP-NUMBER", lambda v: re.fullmatch(r"shards-\d+-\d+", str(v)) is not None)
-_DEDUP = {"seconds": number(0), "ids": Each(_PAIR), "windows": FLAG}
-_WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9)), "dedup": _DEDUP}
+_WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9))}
 
 
 def check_position(state: dict[str, Any], steps: int) -> None:
@@ -65,7 +63,6 @@ def check_position(state: dict[str, Any], steps: int) -> None:
         "stopped_early": FLAG,
         "machines": Each(MACHINE),
         "records": whole(),
-        "dedup": _DEDUP,
         "window": _WINDOW,
     }
     wrong = mismatch(state, shape, "")
@@ -112,17 +109,10 @@ def save(directory: Path, state: dict[str, Any]) -> None:
     """
     path = directory / NAME
     try:
-        with files.replacing(path) as file:
+        with files.replacing(path, durable=True) as file:
             torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
     except RuntimeError as error:  # torch's writer says so when the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # the rename itself must reach the disk, too
-    finally:
-        os.close(handle)
     for folder in directory.glob("shards-*"):
         if _SHARDS.fits(folder.name) and folder.name != state.get("shards") and not folder.is_symlink():
             shutil.rmtree(folder)

@@ -17,7 +17,7 @@ from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
-from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, shown
+from rec_kernels.dlrm.shapes import TEXT, Check, shown
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import BAG_FORMATS as FORMATS
 from rec_kernels.nn.tables.optimizers import Optimizer
@@ -28,9 +28,11 @@ DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
 MODELS = ("dlrm", "dcnv2", "wukong")
 DATA = ("completejourney", "criteo", "synthetic")
+LEAST_RATE = 1e-7  # learning rates do not fall below it
 FUNCTION = "module:function"  # any other data set
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
+FORMER = ("tensorboard",)  # options of older configs that decided no outcome
 #: Groups of options in a command's help, by their first one.
 GROUPS = {
     "data": "data",
@@ -58,19 +60,11 @@ def widths(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",")) if text else ()
 
 
-def switch(text: str) -> bool:
-    """ "yes" or "no"."""
-    if text not in ("yes", "no"):
-        raise ValueError(text)
-    return text == "yes"
-
-
 # The values of options, by the function that makes them of a flag's text.
 _KINDS = {
     int: Check("a whole number", lambda v: type(v) is int),
     float: Check("a number", lambda v: isinstance(v, float) or (type(v) is int and abs(v) < 2**1000)),
     str: TEXT,
-    switch: FLAG,
     widths: Check("whole numbers", lambda v: isinstance(v, (tuple, list)) and all(type(w) is int for w in v)),
 }
 
@@ -239,7 +233,6 @@ class TrainConfig:
     )
     runs_dir: str = _text("runs", "folder that gets one folder per run", how=True)
     checkpoint_every: int = _count(0, "steps between checkpoints (0: at the end, and when interrupted)", 0, how=True)
-    tensorboard: bool = _option(False, switch, "also write TensorBoard files", "yes or no", lambda v: True, how=True)
 
     def __post_init__(self):
         for option in dataclasses.fields(self):
@@ -288,6 +281,19 @@ class TrainConfig:
         ]
         return "-".join(part for part, there in parts if there)
 
+    def learning_rate(self, base: float, step: int) -> float:
+        """The learning rate of step number ``step``, from 0, of parameters whose rate without the policy is ``base``.
+
+        Source: the learning-rate policy of https://github.com/facebookresearch/dlrm (warm-up, start of the decay,
+        steps).
+        """
+        factor = 1.0
+        if step < self.warmup_steps:
+            factor = (step + 1) / self.warmup_steps
+        elif self.decay_steps and step >= self.decay_start:
+            factor = max(1 - (step - self.decay_start + 1) / self.decay_steps, 0.0) ** 2
+        return max(base * factor, min(LEAST_RATE, base))
+
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
         """Compression of each feature's table; features with full tables are not in it."""
         large = [f for f in features if f.num_embeddings > self.threshold]
@@ -321,6 +327,7 @@ class TrainConfig:
         """The config that ``dataclasses.asdict`` gave; unknown names and wrong values are errors."""
         if not isinstance(values, dict):
             raise ValueError(f"config is {shown(values)}, must be an object")
+        values = {name: value for name, value in values.items() if name not in FORMER}
         if unknown := sorted(set(values) - {option.name for option in dataclasses.fields(cls)}):
             raise ValueError(f"unknown option(s) {', '.join(unknown)}")
         given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
@@ -374,7 +381,7 @@ def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) ->
             continue
         kind, default, names = option.metadata["kind"], option.default, ",".join(option.metadata["names"])
         owners = f"{', '.join(option.metadata['of'])}: " if option.metadata["of"] else ""
-        of_kind = {"widths": "N,N", "switch": "{yes,no}"}.get(kind.__name__, kind.__name__.upper())
+        of_kind = "N,N" if kind is widths else kind.__name__.upper()
         group.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=kind,
@@ -386,6 +393,4 @@ def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) ->
 
 def option_text(value: Any) -> str:
     """The value of an option as its flag takes it; "-" for None."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     return ",".join(map(str, value)) if isinstance(value, tuple) else "-" if value is None else str(value)

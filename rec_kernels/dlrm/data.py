@@ -94,16 +94,6 @@ class Batch(NamedTuple):
         features = _part_of(self.features, rows, len(self.label))
         return Batch(self.dense[rows], features, self.label[rows], shared)
 
-    def tensors(self) -> dict:
-        """Tensors by name, for ``torch.save``, with a bag for every row."""
-        batch: Any = self.expanded()
-        tensors: dict = {"dense": self.dense, "label": self.label}
-        for name, jagged in (("features", batch.features), ("shared", batch.shared)):
-            if jagged is not None:
-                tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
-                tensors[f"{name}.keys"] = list(jagged.keys())
-        return tensors
-
 
 def _bags_of_rows(jagged: Any) -> Any:
     return jagged.to_kjt() if isinstance(jagged, rk.InverseKeyedJaggedTensor) else jagged

@@ -7,17 +7,16 @@ Deduplication for End-to-End Deep Learning Recommendation Model Training Infrast
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import rec_kernels as rk
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.data import Batch, DataError
 from rec_kernels.dlrm.runs import CONFIG
+from rec_kernels.dlrm.shapes import FLAG, Maybe, mismatch, number
 
 #: Ids before over ids stored from which "auto" deduplicates. Below it, writing pooled rows out to all samples takes as
 #: long as the lookups and updates that are saved: with histories of 50 ids, they break even at 1.1 (docs/results.md,
@@ -26,41 +25,6 @@ THRESHOLD = 4 / 3
 #: Batches that "auto" looks at: so many with ids in shared features, among so many from the beginning of the training.
 #: The first rows of a log may have no past.
 MEASURED, LOOKED_AT = 8, 64
-
-
-@dataclass
-class Tally:
-    """Time of the stage and ids before and after it, added up over batches.
-
-    Args:
-        seconds: on the reader's thread.
-        ids: by feature, those of all rows and those that are kept: of the distinct bags, or of their windows.
-        windows: whether a batch had its bags as windows.
-    """
-
-    seconds: float = 0.0
-    ids: dict[str, list[int]] = field(default_factory=dict)
-    windows: bool = False
-
-    def add(self, other: Tally) -> None:
-        """Adds what another one has."""
-        self.seconds += other.seconds
-        self.windows |= other.windows
-        for name, counts in other.ids.items():
-            self.ids[name] = [a + b for a, b in zip(self.ids.get(name, [0, 0]), counts, strict=True)]
-
-    def factors(self) -> dict[str, float]:
-        """Ratio, by feature, of ids before to ids stored; 1 without ids."""
-        return {name: before / stored if stored else 1.0 for name, (before, stored) in self.ids.items()}
-
-    def factor(self) -> float:
-        """Ratio of ids before to ids stored, of all features together."""
-        before, stored = (sum(counts[i] for counts in self.ids.values()) for i in (0, 1))
-        return before / stored if stored else 1.0
-
-    def record(self) -> dict:
-        """Entries for ``metrics.jsonl``; empty if nothing was counted."""
-        return {"dedup_factors": self.factors(), "dedup_seconds": self.seconds} if self.ids else {}
 
 
 class Decision(NamedTuple):
@@ -75,35 +39,17 @@ class Decision(NamedTuple):
     factor: float | None = None
 
 
-def dedup_batch(batch: Batch, windows: bool = False) -> tuple[Batch, Tally]:
+def dedup_batch(batch: Batch, windows: bool = False) -> Batch:
     """The batch with its shared features as one group of distinct bags; those of a data set that knows them stay.
 
     With ``windows``, the bags are windows of one buffer.
     """
-    if batch.shared is None:
-        return batch, Tally()
-    started, shared = time.perf_counter(), batch.shared
+    shared = batch.shared
+    if shared is None:
+        return batch
     if not isinstance(shared, rk.InverseKeyedJaggedTensor):
         shared = rk.InverseKeyedJaggedTensor.from_kjt(shared, [list(shared.keys())])
-    if windows:
-        shared = shared.with_windows()
-    counted, of_windows = _count(batch.shared, shared), isinstance(shared.stored(), rk.KeyedJaggedWindows)
-    return batch._replace(shared=shared), Tally(time.perf_counter() - started, counted, of_windows)
-
-
-def _count(
-    given: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor, kept: rk.InverseKeyedJaggedTensor
-) -> dict[str, list[int]]:
-    """Counts, by feature, ids of all rows and ids that are kept."""
-    before: dict[str, int] = {}
-    if isinstance(given, rk.KeyedJaggedTensor):
-        before = dict(zip(given.keys(), given.length_per_key(), strict=True))
-    else:
-        for group, keys in enumerate(kept.groups()):
-            ids = kept.lengths(group).index_select(1, kept.inverse(group)).sum(1).tolist()
-            before |= dict(zip(keys, ids, strict=True))
-    stored = kept.num_stored_of_keys()
-    return {key: [ids, stored[key]] for key, ids in before.items()}
+    return batch._replace(shared=shared.with_windows() if windows else shared)
 
 
 def recorded(mode: str, run: Path | None = None) -> Decision | None:
@@ -117,19 +63,19 @@ def recorded(mode: str, run: Path | None = None) -> Decision | None:
     if run is None:
         return None
     found = files.read_json(run / CONFIG).get("dedup")
-    try:
-        return Decision(bool(found["on"]), found["factor"])
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{run}/{CONFIG} has dedup {found!r}, allowed are 'on' and 'factor'") from error
+    if wrong := mismatch(found, {"on": FLAG, "factor": Maybe(number())}, "dedup"):
+        raise DataError(f"{run / CONFIG}: {wrong}")
+    return Decision(found["on"], found["factor"])
 
 
 def measured(batches: Iterable[Batch]) -> Decision:
-    """Decision of "auto", measured on the first batches of the training."""
-    total, counted = Tally(), 0
+    """Decision of "auto", by the mean factor of the first batches of the training that have shared ids."""
+    factors: list[float] = []
     for batch in islice(batches, LOOKED_AT):
-        _, tally = dedup_batch(batch)
-        total.add(tally)
-        counted += any(before for before, _ in tally.ids.values())
-        if counted == MEASURED:
+        shared: Any = dedup_batch(batch).shared
+        if shared is not None and len(shared.stored().values()):
+            factors.append(shared.dedup_factor())
+        if len(factors) == MEASURED:
             break
-    return Decision(total.factor() >= THRESHOLD, total.factor())
+    factor = sum(factors) / len(factors) if factors else 1.0
+    return Decision(factor >= THRESHOLD, factor)

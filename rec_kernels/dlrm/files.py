@@ -1,17 +1,15 @@
 """The files of a run's folder, which may have come from somebody else: what is written stays in the folder.
 
-A file is replaced by a new one, whatever was there under its name. One that is added to must be an ordinary file, and
-is replaced by a copy first if it has other names (hard links), as backups make them. Links are followed for reading
-only.
+A file is replaced by a new one, whatever was there under its name: the one before, a link, a name of a file that has
+others (hard links, as backups make them). One that is added to is replaced by a copy first, where it is a link or has
+other names. Links are followed for reading only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +19,12 @@ from rec_kernels.dlrm.data import DataError
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """A new file that takes the place of ``path`` at the end of the block; if that fails, what was there stays.
+
+    Args:
+        path: of the file. durable: it is on the disk before it has its name, and with it afterwards, whenever the
+            machine stops.
 
     Raises:
         OSError: it cannot be written.
@@ -32,9 +34,18 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with fresh.open("xb") as file:  # exclusive: never through a link
             yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name itself must reach the disk, too
+        finally:
+            os.close(folder)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,41 +54,11 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode(errors="replace"))  # a path may have bytes that are no text
 
 
-def opened(path: Path, mode: str) -> IO[bytes]:
-    """``open(path, mode)`` of an ordinary file.
-
-    Raises:
-        DataError: it is a symbolic link, a pipe, a device or the like. OSError: it cannot be opened.
-    """
-    return open(path, mode, opener=_open_ordinary)
-
-
-def opened_to_change(path: Path, mode: str) -> IO[bytes]:
-    """Opens a file with "ab" or "r+b"; if another name (hard link) leads to it, opens a copy."""
-    file = opened(path, mode)
-    if os.fstat(file.fileno()).st_nlink < 2:
-        return file
-    with file, replacing(path) as copy, opened(path, "rb") as before:
-        shutil.copyfileobj(before, copy)
-        copy.flush()
-        os.fsync(copy.fileno())
-    return opened(path, mode)
-
-
-def _open_ordinary(path: str, flags: int) -> int:
-    try:
-        # O_NONBLOCK does not wait for the other end of a pipe.
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            _refuse(path, os.lstat(path))
-        raise
-    try:
-        _refuse(path, os.fstat(handle))
-    except DataError:
-        os.close(handle)
-        raise
-    return handle
+def make_own(path: Path) -> None:
+    """Replaces a link, or a file that has other names, by a copy, which can then be added to."""
+    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+        with replacing(path, durable=True) as file:
+            file.write(path.read_bytes() if path.exists() else b"")
 
 
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:
@@ -86,19 +67,14 @@ def refuse_foreign(path: Path, *, folder: bool = False) -> None:
         found = path.lstat()
     except FileNotFoundError:
         return
-    _refuse(path, found, folder)
+    if stat.S_ISLNK(found.st_mode):
+        raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+        raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
     if not folder and found.st_nlink > 1:
         raise DataError(
             f"{path} has {found.st_nlink} names (hard links), and would be changed under each: put a copy there"
         )
-
-
-def _refuse(path: str | Path, found: os.stat_result, folder: bool = False) -> None:
-    kind = stat.S_IFMT(found.st_mode)
-    if kind == stat.S_IFLNK:
-        raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
-    if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
-        raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
 
 
 def read_text(path: Path, size: int = -1) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,15 @@ class Reader:
         """Rows of "train", "valid" or "test"."""
         return self._rows[split]
 
-    def batches(
-        self, split: str, batch_size: int, start: int = 0, tallies: deque[dedup.Tally] | None = None
-    ) -> Iterator[Batch]:
-        """Yields ``DataSet.batches``, joined unless of windows; "train" and "valid" have the training's batch size.
-
-        A batch's tally is appended to ``tallies`` before the batch is there.
-        """
+    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """Yields ``DataSet.batches``, joined unless of windows; "train" and "valid" have the training's batch size."""
         if split != "test" and batch_size != self.batch_size:
             raise ValueError(f"batch_size is {batch_size}, for {split!r} it must be {self.batch_size}")
         windows = self.mode == "windows"  # smaller to move than the bags they become
         for batch in self._checked(split, batch_size, start):
-            batch, tally = dedup.dedup_batch(batch, windows) if self.dedup.on else (batch.expanded(), dedup.Tally())
+            batch = dedup.dedup_batch(batch, windows) if self.dedup.on else batch.expanded()
             if self.ranks.world_size > 1:
                 batch = batch.part(self.ranks.own(len(batch.label)))
-            if tallies is not None:
-                tallies.append(tally)
             yield batch if windows else batch.joined()
 
     def _checked(self, split: str, batch_size: int, start: int) -> Iterator[Batch]:

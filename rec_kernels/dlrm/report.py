@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -74,15 +75,10 @@ def tiers(report: dict[str, int]) -> str:
 
 
 def dedup(test: dict) -> str:
-    """Describes the shared bags: "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
-
-    Of windows: "once, as windows: ...".
-    """
+    """Describes the shared bags: "once: 9.2x fewer ids", without the factor where "auto" has measured none."""
     if not test["dedup"]:
         return "one for every row"
-    factors = ", ".join(f"{name} {factor:.1f}x" for name, factor in test.get("dedup_factors", {}).items())
-    once = "once, as windows" if test["windows"] else "once"
-    return f"{once}: {factors} fewer ids; {test.get('dedup_seconds', 0.0):.1f} s on the reader's thread"
+    return "once" if (factor := test.get("dedup_factor")) is None else f"once: {factor:.1f}x fewer ids"
 
 
 def memory(tables: Sequence[dict]) -> str:
@@ -125,13 +121,10 @@ def cache_rows(tables: Sequence[dict]) -> list[tuple]:
 
 
 def _aligned(rows: Sequence[tuple]) -> str:
-    """Rows as text, the first column to the left."""
-    wide = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(str(c).rjust(w) if i else str(c).ljust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True)))
-        for row in rows
-    )
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    """Rows as text, the header first, the first column to the left."""
+    header, *rest = rows
+    frame = pd.DataFrame(rest, columns=list(header), dtype=str).set_index(header[0]).rename_axis(columns=header[0])
+    return frame.rename_axis(None).to_string() + "\n"
 
 
 def scores_text(record: dict, split: str) -> str:
@@ -147,7 +140,7 @@ def summary(test: dict) -> str:
 
 
 def write(directory: Path) -> None:
-    """Write ``report.html`` and ``report.png`` of a run from its config and records, however far it got.
+    """Write ``report.html`` of a run from its config and records, however far it got.
 
     ``report.html`` needs nothing but itself: the pictures are in it, and there are no scripts.
 
@@ -158,8 +151,7 @@ def write(directory: Path) -> None:
     settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
     try:
-        pictures = draw(directory, records, TITLES[settings["config"]["model"]])
-        text = render(directory.name, settings, records, pictures)
+        text = render(directory.name, settings, records, draw(records))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{CONFIG} or {METRICS} of {directory} is not what a run writes: {error!r}") from error
     files.write_text(directory / "report.html", text)
@@ -251,37 +243,30 @@ def _of_kind(kind: str, records: list[dict]) -> list[dict]:
     return [record for record in records if record["kind"] == kind]
 
 
-def draw(directory: Path, records: list[dict], title: str) -> list[tuple[str, str]]:
-    """Writes ``report.png``, all panels side by side; returns label and address of each, small enough for a phone."""
-    drawn = panels(records)
-    together = figure(drawn, 5, 4)
-    together.suptitle(f"{title}: {directory.name}", parse_math=False)
-    page.save(together, directory / "report.png", dpi=120)
-    shown = drawn if _of_kind("train", records) else []
-    return [(label, page.picture(figure([(label, panel)], 5.2, 3.2))) for label, panel in shown]
+def draw(records: list[dict]) -> list[tuple[str, str]]:
+    """Label and address of each panel as a picture that is small enough for a phone; none before the first record."""
+    shown = panels(records) if _of_kind("train", records) else {}
+    return [(label, page.picture(figure(label, panel))) for label, panel in shown.items()]
 
 
-def panels(records: list[dict]) -> list[tuple[str, Callable[[Axes], None]]]:
-    """Panels over the rows trained on, by label: loss, AUC, row caches, and a rate that changes."""
-    train = _of_kind("train", records)
-    drawn: list[tuple[str, Callable[[Axes], None]]]
-    drawn = [(label, partial(_draw_scores, records, key, score_key)) for key, score_key, label in SCORES]
-    if any(record.get("hit_rates") for record in train):
-        drawn.append(("share of the ids whose row was cached", partial(_draw_hit_rates, records)))
-    if len({record["lr"] for record in train}) > 1:
-        drawn.append(("learning rate of the tables", partial(_draw_rate, records)))
+def panels(records: list[dict]) -> dict[str, Callable[[Axes], None]]:
+    """Panels over the rows trained on, by label: loss, AUC, and a rate that changes."""
+    drawn: dict[str, Callable[[Axes], None]]
+    drawn = {label: partial(_draw_scores, records, key, score_key) for key, score_key, label in SCORES}
+    if len({record["lr"] for record in _of_kind("train", records)}) > 1:
+        drawn["learning rate of the tables"] = partial(_draw_rate, records)
     return drawn
 
 
-def figure(panels: Sequence[tuple[str, Callable[[Axes], None]]], width: float, height: float) -> Figure:
-    """The panels side by side, of this size in inches each."""
-    made = Figure(figsize=(width * len(panels), height), layout="constrained")
-    for axes, (label, draw) in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw(axes)
-        axes.set_xlabel("rows trained on")
-        axes.set_ylabel(label)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.grid(alpha=0.3)
+def figure(label: str, draw: Callable[[Axes], None]) -> Figure:
+    """A panel, drawn."""
+    made = Figure(figsize=(5.2, 3.2), layout="constrained")
+    axes = made.subplots()
+    draw(axes)
+    axes.set_xlabel("rows trained on")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
     return made
 
 
@@ -294,17 +279,6 @@ def _progress(records: list[dict]) -> tuple[list[dict], np.ndarray]:
 def _draw_rate(records: list[dict], axes: Axes) -> None:
     train, examples = _progress(records)
     axes.plot(examples, [record["lr"] for record in train], marker=".")
-
-
-def _draw_hit_rates(records: list[dict], axes: Axes) -> None:
-    """Draws hit rates between two records, of the ten largest tables with a row cache once these are known."""
-    train, examples = _progress(records)
-    names = list(dict.fromkeys(name for record in train for name in record.get("hit_rates", ())))
-    sizes = {table["name"]: table["num_embeddings"] for record in records for table in record.get("tables", ())}
-    for name in sorted(names, key=lambda name: -sizes.get(name, 0))[:10]:
-        axes.plot(examples, [r.get("hit_rates", {}).get(name, np.nan) for r in train], marker=".", label=name)
-    axes.set_ylim(0, 1.02)
-    axes.legend(fontsize="x-small", ncols=2)
 
 
 def _draw_scores(records: list[dict], key: str, score_key: str, axes: Axes) -> None:

@@ -34,7 +34,6 @@ _RECORDS = {
         **dict.fromkeys(("loss", "auc"), Maybe(number())),
         "lr": number(),
         "seconds": dict.fromkeys(PARTS, number()),
-        "hit_rates?": Each(Maybe(number())),
     },
     "eval": {"step": whole(), "split": TEXT, **_SCORES},
     "failed": {"step": whole(), "error": TEXT},
@@ -50,9 +49,7 @@ _RECORDS = {
         "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), whole())),
         "machines": Each(MACHINE),
         "dedup?": FLAG,
-        "windows?": FLAG,
-        "dedup_factors?": Each(number()),
-        "dedup_seconds?": number(),
+        "dedup_factor?": Maybe(number()),
     },
 }
 
@@ -101,34 +98,27 @@ class Records:
 
     Args:
         directory: of the run.
-        tensorboard: also write the numbers of every record for TensorBoard, to its folder ``tensorboard``.
         kept: whether records are written; not by the other processes of a run.
 
     Raises:
-        ModuleNotFoundError: ``tensorboard`` without the package of that name.
-        DataError: of all members, the file or the folder ``tensorboard`` is a symbolic link, or not what it should be.
+        DataError: of all members, the file is not what it should be.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool = False, kept: bool = True):
+    def __init__(self, directory: Path, *, kept: bool = True):
         self.path, self._kept = directory / METRICS, kept
-        self._board = _open_board(directory) if tensorboard and kept else None
 
     def append(self, record: dict) -> None:
         """Appends a record; it is on its way to the disk when this returns."""
         if not self._kept:
             return
-        with files.opened_to_change(self.path, "ab") as file:
+        files.make_own(self.path)
+        with self.path.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
-        if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-            self._board.flush()
 
     def mark(self) -> int:
         """End of the file, in bytes, all of which are on the disk."""
         try:
-            with files.opened(self.path, "rb") as file:
+            with self.path.open("rb") as file:
                 os.fsync(file.fileno())
                 return file.seek(0, os.SEEK_END)
         except FileNotFoundError:
@@ -141,6 +131,7 @@ class Records:
             ValueError: the file is shorter than that, or no record ends there. DataError: as ``read``, of the records
                 before; of all errors, the file is as it was.
         """
+        files.refuse_special(self.path)
         end = self.mark()
         if mark > end:
             raise ValueError(f"{self.path} has {end} bytes, expected {mark} or more")
@@ -148,8 +139,8 @@ class Records:
         if mark and not text.endswith("\n"):
             raise ValueError(f"records is {mark}, where no line of {self.path} ends")
         if mark < end and self._kept:
-            with files.opened_to_change(self.path, "r+b") as file:
-                file.truncate(mark)
+            with files.replacing(self.path, durable=True) as file:
+                file.write(text.encode())
 
     def read(self) -> list[dict]:
         """All records; not a last one that was cut short. DataError names the line that is no record."""
@@ -168,15 +159,6 @@ def _record(line: str, where: str) -> dict:
     if wrong := mismatch(record, _RECORDS[kind], ""):
         raise DataError(f"{where} is no record: {wrong}")
     return record
-
-
-def _open_board(directory: Path):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ModuleNotFoundError(f"tensorboard is not installed ({error}): pip install tensorboard") from error
-    files.refuse_foreign(directory / "tensorboard", folder=True)
-    return SummaryWriter(str(directory / "tensorboard"))
 
 
 def peak_memory_bytes() -> int:

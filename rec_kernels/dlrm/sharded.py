@@ -24,7 +24,6 @@ import rec_kernels as rk
 from rec_kernels.dlrm import checkpoint, runs
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, ahead
-from rec_kernels.dlrm.interruption import NotFiniteError
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.ranks import Ranks
 from rec_kernels.dlrm.train import Run
@@ -123,9 +122,7 @@ class ShardedRun(Run):
         if ranks.any(not math.isfinite(value)):
             values = ranks.all(value)
             worst = next(rank for rank, value in enumerate(values) if not math.isfinite(value))
-            if ranks.rank == worst:
-                self._refuse(value, batch.batch)
-            raise NotFiniteError(f"the loss of process {worst} is {values[worst]} at step {self.step + 1}")
+            raise self._refuse(values[worst])
         self._clock.lap("forward")
         return loss * batch.scale
 

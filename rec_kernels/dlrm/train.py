@@ -7,7 +7,6 @@ import math
 import shutil
 import threading
 import warnings
-from collections import deque
 from collections.abc import Generator
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
@@ -17,18 +16,16 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, files, report, runs
+from rec_kernels.dlrm import checkpoint, devices, report, runs
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, ahead
-from rec_kernels.dlrm.dedup import Tally
 from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
-from rec_kernels.dlrm.learning_rate import learning_rate
 from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.model_factory import build_model, restored_model
 from rec_kernels.dlrm.ranks import Ranks, joined_ranks
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.scores import predict, score
-from rec_kernels.dlrm.window import Clock, HitRates, Window
+from rec_kernels.dlrm.window import Clock, Window
 from rec_kernels.threads import ShortWaits
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
@@ -56,7 +53,6 @@ def train(
     Raises:
         DataError: the data or the checkpoint is missing or not what it should be.
         RunExistsError: a run named ``config.run`` exists.
-        ModuleNotFoundError: ``config.tensorboard`` without the package.
         TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or
             the run to resume has another config.
         DeviceError: ``config.device`` cannot be used.
@@ -225,15 +221,14 @@ class Run:
         self.model = (
             build_model(config, data, directory) if state is None else restored_model(config, data, directory, state)
         )
-        self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
-        self.records = runs.Records(directory, tensorboard=config.tensorboard, kept=self.writes)
+        self.records = runs.Records(directory, kept=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.machines: list[dict] = []  # that it has computed on
-        self.window, self.dedup = Window(ranks=data.ranks), Tally()
+        self.window = Window(ranks=data.ranks)
         self.progress = True
         if state is not None:
             self._restore(state)
@@ -289,7 +284,7 @@ class Run:
             **sizes,
         }
         if any(feature.shared for feature in self.data.features):
-            test |= {"dedup": self.data.dedup.on, "windows": self.dedup.windows} | self.dedup.record()
+            test |= {"dedup": self.data.dedup.on, "dedup_factor": self.data.dedup.factor}
         self.records.append(test)
         return test
 
@@ -307,7 +302,6 @@ class Run:
                 "data": checkpoint.identity(self.data),
                 **{name: getattr(self, name) for name in POSITION},
                 "window": self.window.state(),
-                "dedup": dataclasses.asdict(self.dedup),
                 "records": self.records.mark(),
                 "network": self.config.model,
                 "row_format": self.model.format,
@@ -326,7 +320,7 @@ class Run:
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
             for name in POSITION:
                 setattr(self, name, state[name])
-            self.window, self.dedup = Window(state["window"], self.data.ranks), Tally(**state["dedup"])
+            self.window = Window(state["window"], self.data.ranks)
             self.records.rewind(state["records"])
 
     def _rows_done(self) -> int:
@@ -346,13 +340,11 @@ class Run:
     def _batches(self) -> Generator[Any]:
         """The batches from step ``self.step`` on, each with the one after it in the epoch, for ``_learn``."""
         while self.step < self.steps:
-            tallies: deque[Tally] = deque()
-            read = self.data.batches("train", self.config.batch_size, self._first_batch(), tallies)
+            read = self.data.batches("train", self.config.batch_size, self._first_batch())
             read = ahead(devices.moved(read, self.model.device))
             batch = next(read, None)
             while batch is not None:
                 following = next(read, None)  # no more than one: the reader makes those after it beside the step
-                self.window.dedup.add(tallies.popleft())  # not before: the reader is ahead, the window of this step
                 yield batch, following
                 batch = following
 
@@ -362,7 +354,7 @@ class Run:
         count, rows = min(c.accumulate, self.batches_per_epoch - first), self._rows_of(first)
         for optimizer, base in ((self.dense_optimizer, c.dense_lr), (self.model.embeddings.fused_optimizer, c.lr)):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(c, base, self.step)
+                group["lr"] = c.learning_rate(base, self.step)
         clock = Clock(self.window.seconds)
         self.dense_optimizer.zero_grad()
         clock.lap("optimizer")
@@ -389,30 +381,26 @@ class Run:
         value = loss.item()
         clock.lap("forward")
         if not math.isfinite(value):
-            self._refuse(value, batch)
+            raise self._refuse(value)
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
         return following
 
-    def _refuse(self, loss: float, batch: Batch) -> None:
-        path = self.directory / "bad_batch.pt"
-        with files.replacing(path) as file:
-            torch.save({"step": self.step + 1, "loss": loss, "batch": batch.to("cpu").tensors()}, file)
-        raise NotFiniteError(
-            f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
-            f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
+    def _refuse(self, loss: float) -> NotFiniteError:
+        first = self._first_batch()
+        return NotFiniteError(
+            f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite: try a smaller lr (now "
+            f"{self.config.lr}) or dense_lr (now {self.config.dense_lr}), or look at the data: the step begins with "
+            f"batch {first} of the epoch"
         )
 
     def _close_window(self) -> float:
         """Records the steps since the last record; returns their mean loss."""
         epoch = (self.step - 1) // self.steps_per_epoch
         record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
-        if rates := self.hit_rates.take():
-            record["hit_rates"] = rates
-        record["lr"] = learning_rate(self.config, self.config.lr, self.step - 1)
+        record["lr"] = self.config.learning_rate(self.config.lr, self.step - 1)
         self.records.append(record)
-        self.dedup.add(self.window.dedup)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]
         self.window = Window(ranks=self.data.ranks)
         return record["loss"]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from rec_kernels.dlrm.dedup import Tally
 from rec_kernels.dlrm.ranks import ALONE, Ranks
 from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.scores import auc
@@ -34,9 +31,6 @@ class Window:
     """Logits, labels and times of the steps since the last record.
 
     With several processes, ``state`` and ``record`` are collectives, which bring the logits of all together.
-
-    Attributes:
-        dedup: of their batches. Its time is the reader's, which passes beside ``seconds`` and not in them.
     """
 
     def __init__(self, state: dict | None = None, ranks: Ranks = ALONE):
@@ -45,7 +39,6 @@ class Window:
         self.logits, self.labels = ([state["logits"][own]], [state["labels"][own]]) if self.steps else ([], [])
         self._recent: list[tuple[torch.Tensor, torch.Tensor]] = []  # where the model is
         self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
-        self.dedup = Tally(**state["dedup"]) if state else Tally()
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -66,14 +59,14 @@ class Window:
 
     def state(self) -> dict:
         """State for a checkpoint, from which a new window is made."""
-        state = {"steps": self.steps, "seconds": self._all_seconds(), "dedup": asdict(self.dedup)}
+        state = {"steps": self.steps, "seconds": self._all_seconds()}
         if not self.steps:
             return state
         self._fetch()
         return state | {"logits": self._ranks.joined(self.logits), "labels": self._ranks.joined(self.labels)}
 
     def record(self) -> dict:
-        """Loss, AUC, sizes, seconds of each of ``PARTS``, and what was deduplicated."""
+        """Loss, AUC, sizes, and seconds of each of ``PARTS``."""
         self._fetch()
         logits, labels, seconds = *map(self._ranks.joined, (self.logits, self.labels)), self._all_seconds()
         return {
@@ -83,31 +76,9 @@ class Window:
             "examples": len(labels),
             "examples_per_second": len(labels) / (sum(seconds.values()) - seconds["evaluation"]),
             "seconds": seconds,
-            **self.dedup.record(),
         }
 
     def _all_seconds(self) -> dict[str, float]:
         """Those of every part, "other" being what no part accounts for."""
         known = {part: seconds for part, seconds in self.seconds.items() if part != "other"}
         return known | {"other": time.perf_counter() - self._started - sum(known.values())}
-
-
-class HitRates:
-    """Counts the ids that a collection has looked up since the last call, and those whose row was in the cache.
-
-    Args:
-        collection: with ``memory_report()``, sharded or not.
-    """
-
-    def __init__(self, collection: Any) -> None:
-        self._collection, self._before = collection, dict[str, dict[str, int]]()
-
-    def take(self) -> dict[str, float]:
-        """Table -> rate, of the tables that were looked up; where several processes share them out, a collective."""
-        now, rates = {t["name"]: t for t in self._collection.memory_report() if "hits" in t}, {}
-        for name, numbers in now.items():
-            lookups, hits = (numbers[key] - self._before.get(name, {}).get(key, 0) for key in ("lookups", "hits"))
-            if lookups:
-                rates[name] = hits / lookups
-        self._before = now
-        return rates
