@@ -16,9 +16,7 @@ from bench.gpu.context import BROKEN
 CASE_SECONDS = 90.0
 
 
-def measure_apart(
-    measure: Callable[[argparse.Namespace], None], args: argparse.Namespace, case_seconds: float = CASE_SECONDS
-) -> int:
+def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace, case_seconds: float) -> int:
     """Calls ``measure(args)`` in one process after the other until one has come to its end.
 
     Args:
