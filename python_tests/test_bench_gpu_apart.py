@@ -14,7 +14,7 @@ import torch
 from test_bench_gpu import CPU, SMALL, Ticks
 
 from bench.gpu import __main__ as command
-from bench.gpu import apart, context, subjects
+from bench.gpu import apart, context, report, subjects
 from bench.gpu import implementations as imp
 
 #: A module without torch, whose import would take the processes seconds: what a case does is its name.
@@ -94,8 +94,21 @@ def test_a_broken_context_ends_the_process(tmp_path: Path, monkeypatch: pytest.M
         command.run(command.arguments(), CPU, Ticks(), chosen, {"about": {}, "cases": []})
     assert ended.value.code == context.BROKEN
     found = json.loads(output.read_text())
-    assert [case["name"] for case in found["cases"]] == ["small"]
+    (small,) = found["cases"]
+    assert (small["name"], small["error"]) == ("small", "not measured: it has left the CUDA context broken")
+    assert small["results"]
     assert "running" not in found
+
+
+def test_a_lost_case_ends_the_command_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After everything else was measured and written."""
+    output = tmp_path / "found.json"
+    lost = {"name": "one", "op": "expand", "results": [], "error": apart.LOST + "it lasted 90 s"}
+    found = {"about": {"gpu": None}, "cases": [lost, {"name": "two", "op": "expand", "results": []}]}
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
+    monkeypatch.setattr(command, "measure_apart", lambda *given: report.save(found, output))
+    with pytest.raises(SystemExit, match=r"^cases that ended their process: one$"):
+        command.main()
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu import recorded, report
-from bench.gpu.apart import CASE_SECONDS, measure_apart
+from bench.gpu.apart import CASE_SECONDS, LOST, measure_apart
 from bench.gpu.context import BROKEN, context_works
 from bench.gpu.every_case import every_case
 from bench.gpu.implementations import available
@@ -82,15 +82,16 @@ def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: li
         report.save(found | {"running": case.about()}, args.output)
         measured = measure_case(case, device, timer, effort, found["copy_gb_per_s"]["before"])
         measured["predicted"] = recorded.beside(measured, (found["about"].get("gpu") or {}).get("name"))
+        if lost := not context_works():
+            measured["error"] = f"{LOST}it has left the CUDA context broken"
         found["cases"].append(measured)
         found["seconds"] = round(effort.seconds(), 1)
         report.save(found, args.output)
         rows = measured["results"]
         failed = f"{sum('error' in row for row in rows)} failed"
         print(f"{found['seconds']:6.1f} s  {case.name}: {len(rows)} figures, {failed}", flush=True)
-        if not context_works():
-            report.save(found, args.output)
-            print(f"{case.name} has left the CUDA context broken; another process goes on", flush=True)
+        if lost:
+            print(f"{case.name}: {measured['error']}; another process goes on", flush=True)
             sys.exit(BROKEN)
     try:
         found["copy_gb_per_s"]["after"] = copied()
@@ -152,8 +153,11 @@ def main() -> None:
         sys.exit(status)
     found = report.read(args.output)
     show(found, args.output)
-    if wrong := wrong_results(found):
-        sys.exit(f"wrong results, hence no figures: {', '.join(wrong)}")
+    wrong, lost = wrong_results(found), [c["name"] for c in found["cases"] if c.get("error", "").startswith(LOST)]
+    said = [f"wrong results, hence no figures: {', '.join(wrong)}"] if wrong else []
+    said += [f"cases that ended their process: {', '.join(lost)}"] if lost else []
+    if said:
+        sys.exit("; ".join(said))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from bench.gpu.context import BROKEN
 
 #: Seconds that a case may last, and what comes before the first one.
 CASE_SECONDS = 90.0
+#: How the error of a case begins that has cost its process.
+LOST = "not measured: "
 
 
 def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace, case_seconds: float) -> int:
@@ -40,7 +42,7 @@ def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.
         found = report.read(args.output)
         if running := found.pop("running", None):
             how = f"its process ended with status {process.exitcode}" if ended else f"it lasted {case_seconds:.0f} s"
-            found["cases"].append(running | {"results": [], "error": f"not measured: {how}"})
+            found["cases"].append(running | {"results": [], "error": LOST + how})
             report.save(found, args.output)
             print(f"{running['name']}: {how}; another process goes on", flush=True)
         elif not ended or process.exitcode != BROKEN:
