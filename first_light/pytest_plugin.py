@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-#: The exit status of a worker whose CUDA context is broken.
-BROKEN = 86
+from bench.gpu.context import BROKEN, context_works
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,15 +62,3 @@ class Worker:
         if failed and not context_works():
             os.write(self._stderr, b"the CUDA context is broken: this process ends, another one goes on\n")
             os._exit(BROKEN)
-
-
-def context_works() -> bool:
-    """False after an illegal access on the GPU, which makes every later CUDA call of the process fail."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True

@@ -2,9 +2,9 @@
 
 Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
 compiles the kernel for its arguments instead of running it. Prints Triton's version and then a line for each kernel and
-target: the architecture, the kernel (with its row format; of products, with their precision and dtype), and how often
-the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, has instructions that approximate or
-flush denormals, and multiplies tiles of TF32 and of half precision.
+target: the architecture, the kernel (with its row format; of products, with their precision and dtype), how often the
+PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, has instructions that approximate or flush
+denormals, and multiplies tiles of TF32 and of half precision; and how many bytes of shared memory a program takes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ from rec_kernels.triton.fake_quantize import fake_quantize
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),  # whose products of large tiles are other instructions
+    "sm_100": GPUTarget("cuda", 100, 32),  # as are these
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 COUNTED = [
     *(r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\."),
-    *(r"mma(?:\.sync|_async).*\.tf32\.tf32", r"mma(?:\.sync|_async).*\.(?:b?f16)\.(?:b?f16)"),
+    r"mma(?:\.sync|_async).*\.tf32\.tf32|tcgen05\.mma.*kind::tf32",
+    r"mma(?:\.sync|_async).*\.(?:b?f16)\.(?:b?f16)|tcgen05\.mma.*kind::f16",
 ]
 _seen: set[tuple] = set()
+
+
+def even(argument: object) -> bool:
+    """True if an address or a size is a multiple of 16."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr() % 16 == 0
+    return type(argument) is int and argument % 16 == 0
 
 
 def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
@@ -42,10 +51,17 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     given = dict(zip(self.arg_names, args, strict=False)) | kwargs
     # Triton 3.9 warns without this option; its default changes in 3.10.
     assert "enable_fp_fusion" in options, self.fn.__name__
-    fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
+    special = {p.name for p in self.params if not p.do_not_specialize}
+    ones = {name for name in special if type(given[name]) is int and given[name] == 1}
+    fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None} | ones
     signature = {name: "constexpr" if name in fixed else mangle_type(given[name]) for name in self.arg_names}
-    constants = {(i,): given[name] for i, name in enumerate(self.arg_names) if name in fixed}
-    key = (self.fn.__name__, *signature.values(), *constants.values())
+    places = dict(enumerate(self.arg_names))
+    constants = {(i,): given[name] for i, name in places.items() if name in fixed}
+    # A launch compiles for what it can know of addresses and sizes: loads become wider, and are staged.
+    known = {
+        (i,): [["tt.divisibility", 16]] for i, name in places.items() if name in special - fixed and even(given[name])
+    }
+    key = (self.fn.__name__, *signature.values(), *constants.values(), *known)
     if key in _seen:
         return
     _seen.add(key)
@@ -54,19 +70,20 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     # The functions choose these where torch is for AMD GPUs and no interpreter is used.
     chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
     for architecture, target in TARGETS.items():
-        # Triton 3.6 makes one PTX for both NVIDIA GPUs of a kernel without products, two conversions of tiles aside.
-        if architecture == "sm_80" and "PRECISION" not in given and triton.__version__.startswith("3.6."):
+        # Triton 3.6 makes one PTX for all NVIDIA GPUs of a kernel without products, two conversions of tiles aside.
+        if architecture in ("sm_80", "sm_100") and "PRECISION" not in given and triton.__version__.startswith("3.6."):
             continue
         for name in chosen[target.backend].keys() & given.keys():
             constants[(self.arg_names.index(name),)] = chosen[target.backend][name]
-        code = triton.compile(ASTSource(self, signature, constants), target=target, options=options).asm
-        ptx = code.get("ptx", "")
+        source = ASTSource(self, signature, constants, known)
+        compiled = triton.compile(source, target=target, options=options)
+        ptx, shared = compiled.asm.get("ptx", ""), compiled.metadata.shared
         kernel = "-".join([self.fn.__name__, *label])
-        print(architecture, kernel, *(len(re.findall(text, ptx)) for text in COUNTED))
+        print(architecture, kernel, *(len(re.findall(text, ptx)) for text in COUNTED), shared)
 
 
 def compile_embedding_bag() -> None:
-    """Calls every function: FP32 tables with and without a layout, a BF16 table."""
+    """Calls every function: FP32 tables with and without a layout, a BF16 and an FP16 table."""
     ops = InLists(kernels)
     case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], weighted=True)
     shape = list(case.weights.shape)
@@ -82,6 +99,8 @@ def compile_embedding_bag() -> None:
     ops.embedding_bag(table, values, offsets, bounds_check="none")
     state = (torch.zeros(4), torch.tensor(0), torch.tensor(0.1))
     ops.embedding_bag_backward_fused_(table, *state, grad, values, offsets, rounding="nearest")
+    ops.embedding_bag_backward_sparse(grad, [4, 20], values, offsets)
+    ops.embedding_bag(torch.zeros(4, 1, dtype=torch.float16), values.long(), offsets.long())
 
 
 def compile_expand() -> None:
@@ -117,9 +136,9 @@ KINDS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee
 
 
 def compile_dot_interaction() -> None:
-    """Calls it and its gradient in every precision, with few vectors and with more than a tile has."""
-    for vectors, columns, self_interaction in ((3, 10, True), (80, 128, False)):
-        for dtype, precision in KINDS:
+    """Calls it and its gradient in every precision, with few vectors and with more than a tile has; of one column."""
+    for vectors, columns, self_interaction in ((3, 10, True), (80, 128, False), (2, 1, False)):
+        for dtype, precision in KINDS[: 1 if columns == 1 else None]:
             dense, sparse = torch.zeros(2, columns, dtype=dtype), torch.zeros(2, vectors, columns, dtype=dtype)
             grad = dot_interaction.dot_interaction(dense, sparse, self_interaction, precision)
             dot_interaction.dot_interaction_backward(grad, dense, sparse, self_interaction, precision)

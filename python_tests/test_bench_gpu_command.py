@@ -205,8 +205,7 @@ def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyP
     assert command.wrong_results(FOUND) == ["one, step, sgd"]
     output = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
-    monkeypatch.setattr(command, "available", lambda device: ({"torch": imp.Torch}, {"ours": "a test"}))
-    monkeypatch.setattr(command, "run", lambda args, device, timer, chosen, found: found.update(cases=FOUND["cases"]))
+    monkeypatch.setattr(command, "measure_apart", lambda *given: report.save(FOUND, output))
     monkeypatch.setattr(report, "picture", lambda found, path: "")
     with pytest.raises(SystemExit, match="wrong results, hence no figures: one, step, sgd"):
         command.main()

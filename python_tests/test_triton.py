@@ -30,7 +30,9 @@ FACTORIZATIONS = {
     for kernel in ("factorization_kernel", "factorization_x_gradient_kernel", "factorization_y_gradient_kernel")
     for kind in ("ieee-fp32", "tf32-fp32", "tf32-fp16", "tf32-bf16")
 }
-NVIDIA, AMD = ("sm_80", "sm_90"), "gfx942"
+NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
+#: Bytes of shared memory that a program may have on every NVIDIA GPU from 8.0 on: 8.6, 8.9 and 12.0 have the least.
+SHARED_BYTES = 99 * 1024
 #: The oldest supported Triton, which torch 2.10 and 2.11 come with; `make test-all` puts it beside the environment.
 OLDEST = "3.6.0"
 FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMATS}
@@ -100,7 +102,8 @@ def installed_beside(version: str) -> Path | None:
 
 @pytest.fixture(scope="module", params=["installed", OLDEST])
 def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]:
-    """The sums of the counts of python_tests/compile_triton.py for each target and kernel, with two Triton versions.
+    """The sums of the counts of python_tests/compile_triton.py for each target and kernel, with two Triton versions;
+    the most bytes of shared memory come last.
 
     What is compiled already is taken from build/, where Triton finds it by its source, its options and its own files.
     """
@@ -111,13 +114,15 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
         version, *lines = run("python_tests/compile_triton.py", before=folder).splitlines()
     assert version == f"triton {importlib.metadata.version('triton') if folder is None else request.param}"
     for line in lines:
-        target, kernel, *numbers = line.split()
-        before = counts.get((target, kernel), [0] * len(numbers))
-        counts[target, kernel] = [a + int(b) for a, b in zip(before, numbers, strict=True)]
-    # Products are compiled for both GPUs of NVIDIA's; the oldest Triton compiles the other kernels for one.
+        target, kernel, *numbers, shared = line.split()
+        *before, most = counts.get((target, kernel), [0] * (len(numbers) + 1))
+        sums = [a + int(b) for a, b in zip(before, numbers, strict=True)]
+        counts[target, kernel] = [*sums, max(most, int(shared))]
+    # Products are compiled for all GPUs of NVIDIA's; the oldest Triton compiles the other kernels for one.
     kernels = {kernel for target, kernel in counts if target == AMD}
-    both = {k for k in kernels if k in PRODUCTS | INTERACTIONS | FACTORIZATIONS or version != f"triton {OLDEST}"}
-    assert counts.keys() == {(t, k) for t in ("sm_90", AMD) for k in kernels} | {("sm_80", k) for k in both}
+    everywhere = {k for k in kernels if k in PRODUCTS | INTERACTIONS | FACTORIZATIONS or version != f"triton {OLDEST}"}
+    wanted = {(t, k) for t in ("sm_90", AMD) for k in kernels} | {(t, k) for t in NVIDIA for k in everywhere}
+    assert counts.keys() == wanted
     return counts
 
 
@@ -134,6 +139,14 @@ def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     dividing = [f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")]
     assert divides == {(target, kernel) for target in nvidia for kernel in dividing}
     assert all(counts[target, "finish_rows_kernel"][2] > 0 for target in nvidia)
+
+
+@pytest.mark.full
+def test_shared_memory(compiled: dict[tuple[str, str], list[int]]) -> None:
+    """Every NVIDIA GPU has as much as a program takes; a launch that asks for more fails there."""
+    taken = {key: shared for key, (*_, shared) in compiled.items() if key[0] in NVIDIA}
+    assert max(taken.values()) > 48 * 1024
+    assert {key: shared for key, shared in taken.items() if shared > SHARED_BYTES} == {}
 
 
 def nvidia_counts(compiled: dict[tuple[str, str], list[int]], kernels: set[str]) -> list[tuple[str, list[int]]]:
@@ -155,7 +168,7 @@ def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> N
 @pytest.mark.full
 def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA, tiles are multiplied by the tensor cores, three times, and by nothing else."""
-    for kernel, (fused, divisions, _, _, products, halves) in nvidia_counts(compiled, PRODUCTS):
+    for kernel, (fused, divisions, _, _, products, halves, _) in nvidia_counts(compiled, PRODUCTS):
         assert (fused, divisions, halves) == (0, 0, 0), kernel
         assert products > 0
         assert products % 3 == 0
@@ -164,7 +177,7 @@ def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
 @pytest.mark.full
 def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA, float32 avoids the tensor cores; TF32 and halves each use their own."""
-    for kernel, (fused, _, _, inexact, tf32, halves) in nvidia_counts(compiled, INTERACTIONS):
+    for kernel, (fused, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, INTERACTIONS):
         assert (tf32 > 0, halves > 0) == ("-tf32-" in kernel, "16" in kernel), kernel
         assert inexact == 0, kernel
         assert fused > 0 or "-ieee-fp32" not in kernel, kernel
@@ -173,7 +186,7 @@ def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> Non
 @pytest.mark.full
 def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA, float32 avoids the tensor cores; all other products are TF32's."""
-    for kernel, (fused, _, _, inexact, tf32, halves) in nvidia_counts(compiled, FACTORIZATIONS):
+    for kernel, (fused, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, FACTORIZATIONS):
         assert (fused > 0, tf32 > 0, halves, inexact) == ("ieee" in kernel, "tf32" in kernel, 0, 0), kernel
 
 

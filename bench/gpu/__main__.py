@@ -2,7 +2,8 @@
 
 Every shape is checked before it is timed. Times are medians of single calls between CUDA events, the L2 cache
 emptied before each; calls below two milliseconds are also timed as replays of a CUDA graph, which leave out what
-launching costs. A case that fails is recorded with its message. The JSON file is whole after every case.
+launching costs. A case that fails is recorded with its message. The JSON file is whole after every case. Another
+process goes on behind a case that hangs or leaves the context on the GPU broken.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import functools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from bench.gpu import recorded, report
+from bench.gpu.apart import CASE_SECONDS, LOST, measure_apart
+from bench.gpu.context import BROKEN, context_works
 from bench.gpu.every_case import every_case
 from bench.gpu.implementations import available
 from bench.gpu.measure import Effort, measure_case
@@ -45,6 +49,7 @@ def arguments() -> argparse.Namespace:
         help="cpu: a trial of this program with tiny cases; its figures mean nothing, and --output must say where to",
     )
     args = parser.parse_args()
+    args.begun = time.monotonic()  # of all processes together, whose clock it is
     if args.show is not None:
         return args
     if args.device == "cpu" and args.output is None:
@@ -63,24 +68,31 @@ def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int
 def effort_of(args: argparse.Namespace) -> Effort:
     """Effort to measure with, from the command line."""
     *calls, limit = TRIAL if args.device == "cpu" else QUICK if args.quick else FULL
-    return Effort(*calls, limit_s=limit if args.limit is None else args.limit)
+    return Effort(*calls, limit_s=limit if args.limit is None else args.limit, start=args.begun)
 
 
 def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: list[Case], found: dict) -> None:
-    """Measures case after case; ``found`` is saved after each."""
+    """Measures case after case; ``found`` is saved before and after each. Ends the process if the GPU is lost to it."""
     effort = effort_of(args)
     copied = functools.partial(copy_gb_per_s, timer, device, COPY_BYTES if device.type == "cuda" else TRIAL_COPY_BYTES)
-    found["copy_gb_per_s"] = {"before": copied()}
+    if "copy_gb_per_s" not in found:
+        found["copy_gb_per_s"] = {"before": copied()}
     print(f"copy: {found['copy_gb_per_s']['before']:.0f} GB/s", flush=True)
     for case in chosen:
+        report.save(found | {"running": case.about()}, args.output)
         measured = measure_case(case, device, timer, effort, found["copy_gb_per_s"]["before"])
         measured["predicted"] = recorded.beside(measured, (found["about"].get("gpu") or {}).get("name"))
+        if lost := not context_works():
+            measured["error"] = f"{LOST}it has left the CUDA context broken"
         found["cases"].append(measured)
         found["seconds"] = round(effort.seconds(), 1)
         report.save(found, args.output)
         rows = measured["results"]
         failed = f"{sum('error' in row for row in rows)} failed"
         print(f"{found['seconds']:6.1f} s  {case.name}: {len(rows)} figures, {failed}", flush=True)
+        if lost:
+            print(f"{case.name}: {measured['error']}; another process goes on", flush=True)
+            sys.exit(BROKEN)
     try:
         found["copy_gb_per_s"]["after"] = copied()
     except Exception as error:  # a kernel may have ended the GPU's context
@@ -105,30 +117,51 @@ def wrong_results(found: dict) -> list[str]:
     ]
 
 
+def measure(args: argparse.Namespace) -> None:
+    """Measures the cases that the file of an earlier process of this run lacks."""
+    os.environ.setdefault(report.CUBLAS, report.CUBLAS_WORKSPACE)
+    device = torch.device(args.device)
+    implementations, left_out = available(device)
+    found = report.read(args.output)
+    if not found:
+        found = {"about": report.about(device, left_out, args.commit), "cases": []}
+        for name, reason in left_out.items():
+            print(f"{name} is left out: {reason}")
+    known = {case["name"] for case in found["cases"]}
+    chosen = [case for case in chosen_cases(args, implementations, memory_of(args)) if case.name not in known]
+    torch.manual_seed(0)
+    run(args, device, CudaTimer() if args.device == "cuda" else WallClock(), chosen, found)
+
+
+def memory_of(args: argparse.Namespace) -> int:
+    """Bytes of the GPU; 0 of a trial."""
+    return torch.cuda.get_device_properties(args.device).total_memory if args.device == "cuda" else 0
+
+
 def main() -> None:
     """The command."""
     args = arguments()
     if args.show is not None:
         show(json.loads(args.show.read_text()), args.show)
         return
-    os.environ.setdefault(report.CUBLAS, report.CUBLAS_WORKSPACE)
-    device = torch.device(args.device)
-    memory = torch.cuda.get_device_properties(device).total_memory if args.device == "cuda" else 0
     if args.list:
-        print(*(case.name for case in chosen_cases(args, {"ours": None}, memory)), sep="\n")
+        print(*(case.name for case in chosen_cases(args, {"ours": None}, memory_of(args))), sep="\n")
         return
-    implementations, left_out = available(device)
-    chosen = chosen_cases(args, implementations, memory)
-    found = {"about": report.about(device, left_out, args.commit), "cases": []}
-    for name, reason in left_out.items():
-        print(f"{name} is left out: {reason}")
-    args.output = args.output or report.default_output(found["about"]["gpu"]["name"])
-    torch.manual_seed(0)
-    run(args, device, CudaTimer() if args.device == "cuda" else WallClock(), chosen, found)
+    args.output = args.output or report.default_output(torch.cuda.get_device_properties(0).name)
+    # A trial may interpret Triton's kernels on a busy machine.
+    if status := measure_apart(measure, args, CASE_SECONDS * (1 if args.device == "cuda" else 10)):
+        sys.exit(status)
+    found = report.read(args.output)
     show(found, args.output)
-    if wrong := wrong_results(found):
-        sys.exit(f"wrong results, hence no figures: {', '.join(wrong)}")
+    wrong, lost = wrong_results(found), [c["name"] for c in found["cases"] if c.get("error", "").startswith(LOST)]
+    said = [f"wrong results, hence no figures: {', '.join(wrong)}"] if wrong else []
+    said += [f"cases that ended their process: {', '.join(lost)}"] if lost else []
+    if said:
+        sys.exit("; ".join(said))
 
 
 if __name__ == "__main__":
-    main()
+    # The processes of measure_apart() find measure() by the name of this module.
+    from bench.gpu import __main__ as command
+
+    command.main()

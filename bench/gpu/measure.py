@@ -18,17 +18,17 @@ GRAPH_BELOW_MS = 2.0
 
 @dataclass
 class Effort:
-    """Time to spend: ``budget_ms`` on all calls of one figure, ``limit_s`` on the whole run."""
+    """Time to spend: ``budget_ms`` on all calls of one figure, ``limit_s`` on the whole run, from ``start`` on."""
 
     budget_ms: float
     least: int
     most: int
     limit_s: float
-    _start: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
         """Seconds since the start of the run."""
-        return time.monotonic() - self._start
+        return time.monotonic() - self.start
 
     def check(self) -> None:
         """Raises TimeoutError once the run has lasted as long as it may."""

@@ -12,6 +12,7 @@ import sys
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,6 +102,11 @@ def save(found: dict[str, object], path: Path) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(found, indent=1) + "\n")
     os.replace(part, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns what ``save`` has written; {} where there is no file."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def label(row: dict[str, object]) -> str:

@@ -61,7 +61,8 @@ def _chosen(t: Tensor, source: Tensor, inside: Tensor) -> Tensor:
     """t[source], and zeros where nothing is inside."""
     if t.shape[0] == 0:
         return t.new_zeros(source.shape)
-    return t.view(_WORDS[t.element_size()])[source].mul_(inside).view(t.dtype)
+    words = t.view(_WORDS[t.element_size()])[source]
+    return torch.where(inside, words, words.new_zeros(())).view(t.dtype)
 
 
 def _status(offsets: Tensor, count: int, bounds: Tensor, total: int) -> Tensor:

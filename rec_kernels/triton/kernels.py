@@ -6,8 +6,8 @@ CPU tensors under TRITON_INTERPRET=1 and compile for NVIDIA and AMD targets; non
 
 Two arrays go through all kernels:
 
-- ``features``: [F, 7] int64, what the layout says, in elements: weight_offset, row_offset, num_embeddings,
-  embedding_dim, column, mean, id_limit.
+- ``features``: [F, 9] int64, what the layout says, in elements: weight_offset, row_offset, num_embeddings,
+  embedding_dim, column, mean, id_limit, padding_idx, table_id.
 - ``status``: [2] int64. [0] is the smallest of: BAD_LAYOUT; BAD_LAYOUT + 1 + i for a bad offsets[i]; i for an id out of
   range at values[i]; NOTHING_BAD. [1] counts the ids left out for being out of range.
 """

@@ -1,0 +1,62 @@
+"""Measures in processes of their own: a kernel that hangs, or breaks the GPU's context, costs its case alone."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from bench.gpu import report
+from bench.gpu.context import BROKEN
+
+#: Seconds that a case may last, and what comes before the first one.
+CASE_SECONDS = 90.0
+#: How the error of a case begins that has cost its process.
+LOST = "not measured: "
+
+
+def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace, case_seconds: float) -> int:
+    """Calls ``measure(args)`` in one process after the other until one has come to its end.
+
+    Args:
+        measure: a function of a module. It measures the cases that the file ``args.output`` lacks, has the one that it
+            is at there as "running", and ends its process with ``BROKEN`` where others have to be measured by another.
+        args: the command line; ``args.output`` is written anew.
+        case_seconds: after which a process is ended whose file has not changed.
+
+    Returns:
+        The exit status of the last process; 1 for one that was ended, or that died, outside of all cases.
+    """
+    args.output.unlink(missing_ok=True)
+    while True:
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(args,))
+        process.start()
+        try:
+            ended = _wait(process, args.output, case_seconds)
+        finally:
+            process.kill()
+            process.join(3)  # one that waits for a device cannot be killed
+        found = report.read(args.output)
+        if running := found.pop("running", None):
+            how = f"its process ended with status {process.exitcode}" if ended else f"it lasted {case_seconds:.0f} s"
+            found["cases"].append(running | {"results": [], "error": LOST + how})
+            report.save(found, args.output)
+            print(f"{running['name']}: {how}; another process goes on", flush=True)
+        elif not ended or process.exitcode != BROKEN:
+            return process.exitcode if ended and process.exitcode >= 0 else 1
+
+
+def _wait(process: BaseProcess, output: Path, seconds: float) -> bool:
+    """True once the process has ended; False when its file has not changed for so many seconds."""
+    seen, since = None, time.monotonic()
+    while process.is_alive():
+        process.join(0.2)
+        now = output.stat().st_mtime_ns if output.exists() else None
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if time.monotonic() - since > seconds:
+            return False
+    return True
