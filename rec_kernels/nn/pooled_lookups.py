@@ -15,6 +15,7 @@ from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_com
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.served import ServedTables
 from rec_kernels.nn.tables.feature_map import FeatureLookup
+from rec_kernels.ops.autograd import call
 from rec_kernels.ops.grouped_projection import grouped_projection
 
 _ops = torch.ops.rec_kernels
@@ -133,7 +134,7 @@ def _hand_out(tables: TableCollection | ServedTables, blocks: list[Tensor], shar
 
 def _expand(tables: TableCollection | ServedTables, rows: Tensor, shared: SharedBags) -> Tensor:
     """[B, C]: of the rows [bags, C] of a group, those that the samples have."""
-    wide, status = _ops.expand(rows, shared.inverse[0])
+    wide, status = call(_ops.expand.default, rows, shared.inverse[0])
     if late_errors.reports_late(status):
         tables._note(status, None, None, shared)
     return wide

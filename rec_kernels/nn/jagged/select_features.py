@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rec_kernels.nn.jagged.checks import bad_offset, has_data, place_of_bag
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
+from rec_kernels.ops.autograd import call
 from rec_kernels.ops.jagged_index_select import jagged_index_select
 
 _ops = torch.ops.rec_kernels
@@ -176,21 +177,20 @@ def _permuted(
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Features in that order; ``offset_per_key`` if it is known."""
-    times = collections.Counter(order)
-    once = len(order) == len(times) == len(strides)
+    once = len(order) == len(set(order)) == len(strides)
     total = None
     if offset_per_key:
         total = max(sum(offset_per_key[f + 1] - offset_per_key[f] for f in order), 0)  # bad offsets may fall
     elif _tells_late(values):
         # Allocates for as many as there may be, so that no host waits for their number.
-        total = None if once or exact else values.shape[0] * max(times.values())
+        total = None if once or exact else values.shape[0] * max(collections.Counter(order).values())
     elif has_data(offsets) and once:
         # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.
         first, last = int(offsets[0]), int(offsets[-1])
         total = None if last - first == values.shape[0] else max(last - first, 0)
     # The op takes float32; which others a lookup takes is for the lookup to say.
     wide = None if weights is None else weights.float()
-    out, new_offsets, new_wide, status = _ops.jagged_permute(values, offsets, order, strides, wide, total)
+    out, new_offsets, new_wide, status = call(_ops.jagged_permute.default, values, offsets, order, strides, wide, total)
     if _tells_late(values):
         # Bags that were bad are empty, and so good. One that is bad again has the lookup tell, and skip its update. A
         # total that is not the bags' is no error, unless it was said to be theirs.
@@ -225,5 +225,5 @@ def check_keys(keys: Sequence[str], have: list[str]) -> None:
     if isinstance(keys, str):
         raise ValueError(f"keys must be a list of feature names, got {keys!r}")
     known = set(have)
-    if missing := [k for k in keys if k not in known]:
-        raise KeyError(f"features {missing} are not among the input's keys {have}")
+    if not known.issuperset(keys):
+        raise KeyError(f"features {[k for k in keys if k not in known]} are not among the input's keys {have}")
