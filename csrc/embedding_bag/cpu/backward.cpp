@@ -21,7 +21,7 @@ constexpr int64_t kPieceFloats = 16384;
 // for them and what is to be summed, then sum().
 class LongRuns {
  public:
-  // Of tables [begin, end), which stay where they are; no gradient is read.
+  // `begin` to `end`: the tables, which stay where they are. No gradient is read.
   LongRuns(const TableRuns* begin, const TableRuns* end, int64_t max_dim) : max_dim_(max_dim) {
     for (const TableRuns* table = begin; table < end; ++table)
       for (int64_t r = 0; r < table->num_runs; ++r) {
@@ -138,7 +138,7 @@ int64_t product_floats_of(const TableRuns& table) {
   return table.multiplied ? table.num_runs * table.part->embedding_dim : 0;
 }
 
-// Of tables, those that are finished at once: the largest first, each unless it is multiplied with one that is already
+// True for each table that is finished at once: the largest first, each unless it is multiplied with one that is already
 // among them. `tables` are those of the occurrences from number `first` on.
 std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, size_t first,
                                    const std::vector<TableRuns>& tables) {
@@ -202,7 +202,7 @@ std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o)
   return ranges;
 }
 
-// What is done with the runs of some tables, of which none is multiplied with others, and all memory for it. Gradients
+// The work on the runs of some tables, of which none is multiplied with others, and all memory for it. Gradients
 // of products are of rows as they were: of the tables that are multiplied with each other, all but one are summed
 // before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
 struct RangePlan {
