@@ -138,8 +138,8 @@ int64_t product_floats_of(const TableRuns& table) {
   return table.multiplied ? table.num_runs * table.part->embedding_dim : 0;
 }
 
-// True for each table that is finished at once: the largest first, each unless it is multiplied with one that is already
-// among them. `tables` are those of the occurrences from number `first` on.
+// True for each table that is finished at once: the largest first, each unless it is multiplied with one that is
+// already among them. `tables` are those of the occurrences from number `first` on.
 std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, size_t first,
                                    const std::vector<TableRuns>& tables) {
   std::vector<size_t> order(tables.size());
