@@ -438,6 +438,8 @@ def test_table_without_columns() -> None:
     with pytest.raises(ValueError, match=r"weights must have at least one column, got shape \[3, 0\]"):
         ops.embedding_bag(torch.ones(3, 0), torch.tensor([1]), torch.tensor([0, 1]))
     nothing = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"weights must have fewer than 2\^31 columns, got shape \[0, 2147483648\]"):
+        ops.embedding_bag(torch.ones(0, 2**31), nothing, torch.tensor([0, 0]))
     assert torch.equal(ops.embedding_bag(torch.ones(0, 4), nothing, torch.tensor([0, 0]))[0], torch.zeros(1, 4))
     with pytest.raises(IndexError, match=r"values\[0\] = 0 .*must be in \[0, 0\)"):
         ops.embedding_bag(torch.ones(0, 4), torch.tensor([0]), torch.tensor([0, 1]))

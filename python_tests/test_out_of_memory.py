@@ -71,7 +71,8 @@ else:
 print(failed, *sorted(messages), sep="\\n")
 """
 
-#: The update of long bags, alone, from no memory on: its own scratch memory is what fails.
+#: The update of long bags, alone, from no memory on: its own scratch memory is what fails. Products of rows are updated
+#: in turns, of which a later one needs more memory than those before.
 UPDATE = """
 import sys
 import torch
@@ -80,9 +81,19 @@ from process_cases import KEYS, ROWS, address_space, collection, limit_address_s
 from rec_kernels.ops import version_counters
 from rec_kernels.testing import same_bits
 
-optimizer, threads = sys.argv[1], int(sys.argv[2])
+optimizer, threads, products = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 torch.set_num_threads(threads)
-tables, enough = (collection(getattr(rk, optimizer)(lr=0.01)) for _ in range(2))
+
+def made():
+    chosen = getattr(rk, optimizer)(lr=0.01)
+    if not products:
+        return collection(chosen)
+    torch.manual_seed(0)
+    parts, dims = rk.QuotientRemainder(50, combine="mult"), zip(KEYS, (8, 16, 64))
+    configs = [rk.EmbeddingBagConfig(ROWS, dim, name=k, feature_names=[k], compression=parts) for k, dim in dims]
+    return rk.EmbeddingBagCollection(configs, optimizer=chosen)
+
+tables, enough = made(), made()
 ids, per_bag = torch.randint(ROWS, (len(KEYS) * 300_000,)), torch.arange(len(KEYS) + 1) * 300_000
 long_bags = rk.KeyedJaggedTensor(KEYS, ids, offsets=per_bag)
 short = rk.KeyedJaggedTensor(KEYS, ids[: len(KEYS)], offsets=torch.arange(len(KEYS) + 1))
@@ -104,7 +115,7 @@ def train(tables, batch):
 for each in (tables, enough):
     train(each, short)
 before, failed, messages = state(tables), 0, set()
-for extra in range(0, 200 << 20, 1 << 20):
+for extra in range(0, 200 << 20, 1 << 19):
     try:
         train(tables, long_bags)
     except (RuntimeError, MemoryError) as error:
@@ -139,10 +150,13 @@ def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> No
     assert messages
 
 
-@pytest.mark.parametrize(("optimizer", "threads"), [("Adam", 2), *full(("SGD", 1), ("LAMB", 1))])
-def test_an_update_is_done_or_not(optimizer: str, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "threads", "products"),
+    [("Adam", 2, False), ("SGD", 1, True), *full(("SGD", 1, False), ("LAMB", 1, False), ("Adam", 2, True))],
+)
+def test_an_update_is_done_or_not(optimizer: str, threads: int, products: bool) -> None:
     """It fails for want of its own scratch memory, which the error tells, and has changed nothing then."""
-    done = run_script(UPDATE, optimizer, threads)
+    done = run_script(UPDATE, optimizer, threads, products)
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     failed, *messages = done.stdout.splitlines()
     assert int(failed) >= 3

@@ -360,6 +360,8 @@ def test_only_loaded_blocks_can_be_marked(path):
         ({"block_bytes": 5000}, "block_bytes is 5000, allowed are powers of two from 4096"),
         ({"block_bytes": 512}, "block_bytes is 512"),
         ({"block_bytes": 0}, "block_bytes is 0"),
+        ({"block_bytes": 0, "memory_budget": -1}, "block_bytes is 0"),
+        ({"block_bytes": 2**62}, "block_bytes is 4611686018427387904"),
         ({"threads": 0}, "threads is 0, allowed are 1 to 256"),
         ({"threads": 257}, "threads is 257"),
     ],

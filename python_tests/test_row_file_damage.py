@@ -283,6 +283,27 @@ def test_damaged_states(two_states):
             open_file(copy)
 
 
+def test_states_that_lie(two_states):
+    """Numbers that no file has counted up to, with a checksum that fits: the next one would overflow."""
+    path, _, second = two_states
+    with open_file(path) as file:
+        file.apply()
+    raw = path.read_bytes()
+    crc32c = host_or_skip().crc32c
+    for begin, place in itertools.product(STATES, (16, 24)):
+        state = bytearray(raw[begin : begin + 48])
+        struct.pack_into("<q", state, place, 2**63 - 2 + (begin == STATES[1]))
+        state[12:16] = bytes(4)
+        struct.pack_into("<I", state, 12, crc32c(bytes(state)))
+        path.write_bytes(raw[:begin] + state + raw[begin + 48 :])
+        if begin == STATES[1]:
+            assert_holds(path, 2, second)
+            continue
+        with pytest.raises(OSError, match="the log does not have generation 2") as caught:
+            open_file(path)
+        assert caught.value.errno == errno.EBADMSG
+
+
 def test_files_cut_short_or_of_another_kind(two_states):
     path, _, _ = two_states
     size = path.stat().st_size

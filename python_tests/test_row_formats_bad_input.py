@@ -28,6 +28,8 @@ ROWS = torch.zeros(3, 13, dtype=torch.uint8)
         ((X.double(), "int8"), {}, "x must be float32, float16 or bfloat16, got float64"),
         ((X.long(), "int8"), {}, "x must be float32, float16 or bfloat16, got int64"),
         ((X[:, :0], "mx4"), {}, "x must have at least one column, got shape [3, 0]"),
+        ((torch.empty(0, 2**31), "int8"), {}, "x must have fewer than 2^31 columns, got shape [0, 2147483648]"),
+        ((torch.empty(0, 2**62), "int4"), {}, f"x must have fewer than 2^31 columns, got shape [0, {2**62}]"),
         ((X, "mx4"), {"table": 65536}, "table = 65536 must be in [0, 65536)"),
         ((X, "mx4"), {"table": -1}, "table = -1 must be in [0, 65536)"),
         ((X, "mx4"), {"first_row": -1}, "first_row = -1 must be in [0, 2^44 - 3]"),

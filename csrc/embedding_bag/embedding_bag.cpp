@@ -229,8 +229,10 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
 
 Part read_one_table(const std::vector<int64_t>& shape, bool mean) {
   check_value(shape.size() == 2, "weights_shape must have 2 elements, got ", shape.size());
-  check_value(shape[0] >= 0 && shape[1] >= 1 && shape[1] <= INT32_MAX,
-              "weights must have at least one column, got shape [", shape[0], ", ", shape[1], "]");
+  check_value(shape[0] >= 0 && shape[1] >= 1, "weights must have at least one column, got shape [", shape[0], ", ",
+              shape[1], "]");
+  check_value(shape[1] <= INT32_MAX, "weights must have fewer than 2^31 columns, got shape [", shape[0], ", ", shape[1],
+              "]");
   return one_table(RowFormat::kFp32, shape[0], shape[1], mean);
 }
 

@@ -18,7 +18,7 @@ constexpr char kFileMagic[] = "RKROWFIL", kStateMagic[] = "RKROWSTA";
 constexpr uint32_t kFileVersion = 1;
 constexpr int64_t kPage = 4096, kStateOffset = kPage, kLayoutOffset = 3 * kPage;
 constexpr int64_t kMostBytes = int64_t{1} << 46, kMostBlockBytes = int64_t{1} << 26,
-                  kMostLayoutBytes = int64_t{1} << 28;
+                  kMostLayoutBytes = int64_t{1} << 28, kMostStates = int64_t{1} << 62;
 
 struct Header {
   char magic[8];
@@ -81,10 +81,13 @@ void BlockFile::place(int64_t num_bytes, int64_t block_bytes, int64_t layout_byt
   file_bytes_ = data_offset_ + num_blocks_ * block_bytes;
 }
 
-BlockFile BlockFile::create(const std::string& path, int64_t num_bytes, int64_t block_bytes,
-                            const std::string& layout) {
+void BlockFile::check_sizes(int64_t num_bytes, int64_t block_bytes) {
   const std::string wrong = wrong_sizes(num_bytes, block_bytes);
   check_value(wrong.empty(), wrong);
+}
+
+BlockFile BlockFile::create(const std::string& path, int64_t num_bytes, int64_t block_bytes,
+                            const std::string& layout) {
   const auto layout_bytes = static_cast<int64_t>(layout.size());
   check_value(layout_bytes <= kMostLayoutBytes, "layout has ", layout_bytes, " bytes, allowed are ", kMostLayoutBytes);
   BlockFile created(File(path, O_CREAT | O_EXCL));
@@ -156,9 +159,10 @@ void BlockFile::read_state() {
   for (int64_t i = 0; i < 2; ++i) {
     State state;
     file_.read(&state, sizeof state, kStateOffset + i * kPage);
-    const bool sound = std::memcmp(state.magic, kStateMagic, sizeof state.magic) == 0 &&
-                       state.checksum == checksum_of(state) && state.identity == identity_ && state.sequence >= 0 &&
-                       state.sequence % 2 == i && state.phase == static_cast<uint32_t>(i) && state.generation >= 0;
+    const bool sound =
+        std::memcmp(state.magic, kStateMagic, sizeof state.magic) == 0 && state.checksum == checksum_of(state) &&
+        state.identity == identity_ && state.sequence >= 0 && state.sequence < kMostStates && state.sequence % 2 == i &&
+        state.phase == static_cast<uint32_t>(i) && state.generation >= 0 && state.generation < kMostStates;
     if (sound && state.sequence > newest.sequence) newest = state;
   }
   if (newest.sequence < 0) throw corrupted("the states at bytes 4096 and 8192 are damaged: wrong checksums", path());

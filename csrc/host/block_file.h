@@ -36,7 +36,9 @@ struct LogEntry {
 
 class BlockFile {
  public:
-  // A new file of zeros, durable; nothing is left of it after an exception.
+  // ValueError for sizes that no file has.
+  static void check_sizes(int64_t num_bytes, int64_t block_bytes);
+  // A new file of zeros, durable; nothing is left of it after an exception. check_sizes() was called.
   static BlockFile create(const std::string& path, int64_t num_bytes, int64_t block_bytes, const std::string& layout);
   static BlockFile open(const std::string& path, const std::string& layout);
 

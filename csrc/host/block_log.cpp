@@ -105,6 +105,7 @@ std::vector<BlockLog::Entry> BlockLog::read_index(const Commit& commit) const {
 void BlockLog::adopt() {
   const Commit commit = read_commit().value();
   const std::vector<Entry> entries = read_index(commit);
+  reserve(commit.entries);
   for (const Entry& entry : entries) {
     if (entry.block < 0 || entry.block >= num_blocks_ || find(entry.block) >= 0)
       throw corrupted(join("the log's index names block ", entry.block, " twice or out of ", num_blocks_), path());
@@ -123,7 +124,6 @@ size_t BlockLog::place(int64_t block) const {
 int64_t BlockLog::find(int64_t block) const { return table_.empty() ? -1 : table_[place(block)]; }
 
 int64_t BlockLog::assign(int64_t block) {
-  if (2 * (entries_.size() + 1) > table_.size()) grow();
   const size_t i = place(block);
   if (table_[i] < 0) {
     entries_.push_back({block, 0, 0});
@@ -132,8 +132,13 @@ int64_t BlockLog::assign(int64_t block) {
   return table_[i];
 }
 
-void BlockLog::grow() {
-  table_.assign(std::max<size_t>(2 * table_.size(), 64), -1);
+void BlockLog::reserve(int64_t count) {
+  const size_t most = std::min(entries_.size() + static_cast<size_t>(count), static_cast<size_t>(num_blocks_));
+  if (most > entries_.capacity()) entries_.reserve(std::max(most, 2 * entries_.size()));
+  size_t places = std::max<size_t>(table_.size(), 64);
+  while (places < 2 * most) places *= 2;
+  if (places == table_.size()) return;
+  table_.assign(places, -1);
   for (size_t slot = 0; slot < entries_.size(); ++slot)
     table_[place(entries_[slot].block)] = static_cast<int64_t>(slot);
 }

@@ -45,6 +45,8 @@ class BlockLog {
 
   // Slot of the block, or -1.
   int64_t find(int64_t block) const;
+  // Memory for `count` more entries, which assign() needs.
+  void reserve(int64_t count);
   // Slot of the block, a new one if it had none.
   int64_t assign(int64_t block);
   uint32_t checksum(int64_t slot) const { return entries_[static_cast<size_t>(slot)].checksum; }
@@ -79,7 +81,6 @@ class BlockLog {
   std::optional<Commit> read_commit() const;
   std::vector<Entry> read_index(const Commit& commit) const;
   void rewrite();
-  void grow();
   size_t place(int64_t block) const;
 
   File file_;

@@ -5,6 +5,12 @@
 
 namespace rec_kernels::host {
 
+BlockTable::BlockTable(int64_t num_blocks, int64_t capacity)
+    : states_(static_cast<size_t>(num_blocks)), capacity_(capacity) {
+  frames_.reserve(static_cast<size_t>(capacity));
+  free_.reserve(static_cast<size_t>(capacity));
+}
+
 int64_t BlockTable::bookkeeping_bytes() const {
   return static_cast<int64_t>(states_.capacity() + (frames_.capacity() + free_.capacity()) * sizeof(int64_t));
 }

@@ -21,7 +21,8 @@ class BlockTable {
     kWanted = 64,      // named by the call that is running
   };
 
-  BlockTable(int64_t num_blocks, int64_t capacity) : states_(static_cast<size_t>(num_blocks)), capacity_(capacity) {}
+  // Takes all the memory that it will ever need: afterwards nothing throws but the lists that calls return.
+  BlockTable(int64_t num_blocks, int64_t capacity);
 
   int64_t capacity() const { return capacity_; }  // in blocks
   int64_t resident() const { return resident_; }
@@ -54,7 +55,7 @@ class BlockTable {
 
  private:
   std::vector<uint8_t> states_;
-  std::vector<int64_t> frames_, free_;  // frames_: the block, or -1; grown when first needed
+  std::vector<int64_t> frames_, free_;  // frames_: the block, or -1; longer when first needed
   int64_t capacity_, used_ = 0, hand_ = 0, resident_ = 0, dirty_ = 0, prefetched_ = 0, held_ = 0;
 };
 

@@ -39,7 +39,7 @@ File::File(std::string path, int flags) : path_(std::move(path)) {
   if (handle_ < 0) throw refused(errno, flags & O_EXCL ? "cannot be created" : "cannot be opened", path_);
 }
 
-File::File(File&& other) noexcept : path_(other.path_), handle_(std::exchange(other.handle_, -1)) {}
+File::File(File&& other) noexcept : path_(std::move(other.path_)), handle_(std::exchange(other.handle_, -1)) {}
 
 File::~File() { close(); }
 

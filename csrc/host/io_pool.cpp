@@ -1,6 +1,7 @@
 #include "host/io_pool.h"
 
 #include <algorithm>
+#include <new>
 
 namespace rec_kernels::host {
 
@@ -35,11 +36,20 @@ void IoPool::enqueue(const std::shared_ptr<Job>& job, bool first, int64_t helper
   for (int64_t i = std::min(helpers, threads()); i > 0; --i) queued_.notify_one();
 }
 
-void IoPool::run(int64_t count, Work work) {
-  if (count == 0) return;
-  if (count == 1) return work(0);
-  const auto job = std::make_shared<Job>(std::move(work), count);
-  enqueue(job, true, count - 1);
+void IoPool::run(int64_t count, const Work& work) noexcept {
+  std::shared_ptr<Job> job;
+  try {
+    if (count > 1) {
+      job = std::make_shared<Job>(work, count);
+      enqueue(job, true, count - 1);
+    }
+  } catch (const std::bad_alloc&) {
+    job = nullptr;
+  }
+  if (!job) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
   help(*job);
   std::unique_lock<std::mutex> lock(mutex_);
   remove(job);

@@ -24,9 +24,10 @@ class IoPool {
   IoPool& operator=(const IoPool&) = delete;
 
   int64_t threads() const { return static_cast<int64_t>(threads_.size()); }
-  // Before all work that waits, with the caller's help; returns when it is done.
-  void run(int64_t count, Work work);
-  // After all work that waits; returns at once.
+  // Before all work that waits, with the caller's help; returns when it is done. Throws nothing: where there is no
+  // memory to tell other threads of it, the caller does it all.
+  void run(int64_t count, const Work& work) noexcept;
+  // After all work that waits; returns at once. After an exception none of it was begun.
   void start(int64_t count, Work work);
 
  private:

@@ -50,6 +50,7 @@ RowFile::RowFile(BlockFile main, int64_t memory_budget, int64_t threads)
 std::unique_ptr<RowFile> RowFile::create(const std::string& path, int64_t num_bytes, int64_t block_bytes,
                                          const std::string& layout, int64_t memory_budget, int64_t threads) {
   check_threads(threads);
+  BlockFile::check_sizes(num_bytes, block_bytes);
   checked_capacity(memory_budget, block_bytes);
   BlockFile main = BlockFile::create(path, num_bytes, block_bytes, layout);
   try {
@@ -135,8 +136,10 @@ std::vector<Span> RowFile::spans(const int64_t* starts, const int64_t* sizes, in
 
 // The distinct blocks, marked; at most one more than fit.
 std::vector<int64_t> RowFile::want(const std::vector<Span>& spans) {
+  int64_t most = 0;
+  for (const Span& span : spans) most = std::min(most + span.last + 1 - span.first, table_.capacity());
   std::vector<int64_t> wanted;
-  wanted.reserve(std::min(spans.size(), static_cast<size_t>(table_.capacity())) + 1);
+  wanted.reserve(static_cast<size_t>(most) + 1);
   for (const Span& span : spans)
     for (int64_t b = span.first; b <= span.last; ++b) {
       if (table_.has(b, Flag::kWanted)) continue;
@@ -201,6 +204,7 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
   try {
     bring_in(lock);
   } catch (...) {
+    settle(lock);  // a block that arrives could not make room while nothing holds it
     release_pins();
     throw;
   }
@@ -214,7 +218,7 @@ void RowFile::bring_in(Lock& lock) {
     const std::shared_ptr<Batch> batch = plan(pinned_);
     if (batch) {
       lock.unlock();
-      pool_->run(batch->num_chunks(), [this, batch](int64_t chunk) { execute(*batch, chunk); });
+      pool_->run(batch->num_chunks(), [this, &batch](int64_t chunk) { execute(*batch, chunk); });
       lock.lock();
     }
     // Waits for blocks that a prefetch moves: if it fails, or has moved them out, this call loads them.
@@ -236,6 +240,8 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
   try {
     check_budget("prefetch", spans, wanted, table_.held() - count(wanted, Flag::kPinned | Flag::kPrefetched));
     prepare_log(lock, wanted);
+    prefetched_.reserve(prefetched_.size() + wanted.size());
+    under_way_.reserve(under_way_.size() + 1);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     unwant(wanted);
@@ -256,7 +262,14 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
   under_way_.erase(std::remove_if(under_way_.begin(), under_way_.end(), ended), under_way_.end());
   under_way_.push_back(batch);
   chunks_under_way_ += batch->chunks_left;
-  pool_->start(batch->num_chunks(), [this, batch](int64_t chunk) { execute(*batch, chunk); });
+  try {
+    pool_->start(batch->num_chunks(), [this, batch](int64_t chunk) { execute(*batch, chunk); });
+  } catch (...) {  // every chunk gives back what was planned
+    batch->cancelled = true;
+    lock.unlock();
+    for (int64_t chunk = 0; chunk < batch->num_chunks(); ++chunk) execute(*batch, chunk);
+    throw;
+  }
 }
 
 void RowFile::cancel_prefetch() {
@@ -305,7 +318,7 @@ void RowFile::close() {
   pool_.reset();
   try {
     if (usable_ && !log_.committed()) log_.truncate();
-  } catch (const SystemError&) {  // without a commit it counts for nothing anyway
+  } catch (const std::exception&) {  // without a commit it counts for nothing anyway
   }
   window_->drop(0, main_.num_blocks() * block_bytes_);
   log_.close();

@@ -137,8 +137,8 @@ constexpr char kStats[] =
 ``loads``; ``hits``, distinct blocks that loads asked for and that were there or on their way; ``prefetched``, blocks
 that prefetches began to read; ``blocks_read``, ``bytes_read``; ``blocks_written``, ``bytes_written``, to the log;
 ``resident_bytes``, never more than ``memory_budget``; ``dirty_bytes`` of it, changed and in no file; ``log_bytes``;
-``bookkeeping_bytes``, memory beside the blocks: 5 bytes for each block of the file, 8 or 16 for each that was ever
-resident at the same time, 16 more for each that is held, 32 to 64 for each in the log.)";
+``bookkeeping_bytes``, memory beside the blocks: 5 bytes for each block of the file, 16 for each that fits the
+budget, 8 to 16 more for each that is held, 32 to 64 for each in the log, or on its way there.)";
 
 constexpr char kGeneration[] =
     "The number of the last flush, from 0 for a new file; that of the open file, not of its unflushed changes.";

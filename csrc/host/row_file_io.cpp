@@ -41,8 +41,10 @@ std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted
     if (!table_.has(b, Flag::kResident | Flag::kMoving)) reads.push_back({b});
   if (reads.empty()) return nullptr;
   std::sort(reads.begin(), reads.end(), [](const Move& a, const Move& b) { return a.block < b.block; });
-  const auto count = static_cast<int64_t>(reads.size());
-  for (const int64_t b : table_.choose_victims(std::max<int64_t>(0, count - table_.free_frames()))) {
+  const auto count = static_cast<int64_t>(reads.size()), too_many = std::max<int64_t>(0, count - table_.free_frames());
+  batch->victims.reserve(static_cast<size_t>(too_many));
+  log_.reserve(too_many);
+  for (const int64_t b : table_.choose_victims(too_many)) {  // from here on nothing throws
     batch->victims.push_back({b});
     if (table_.has(b, Flag::kDirty)) batch->victims.back().slot = log_.assign(b);
   }
@@ -115,6 +117,7 @@ void RowFile::read_run(Batch& batch, size_t first, size_t last, std::exception_p
       if (!error) error = std::make_exception_ptr(damaged(read));
     }
   } catch (...) {
+    for (size_t i = first; i < last; ++i) batch.reads[i].done = false;
     window_->drop(begin.block * block_bytes_, count * block_bytes_);
     if (!error) error = std::current_exception();
   }
@@ -176,6 +179,8 @@ std::exception_ptr RowFile::in_chunks(int64_t count, const std::function<void(in
 // All dirty blocks into the log; those that could not be written stay dirty.
 void RowFile::write_dirty(Lock& lock) {
   std::vector<Move> moves;
+  moves.reserve(static_cast<size_t>(table_.dirty()));
+  log_.reserve(table_.dirty());
   for (const int64_t b : table_.dirty_blocks()) {
     moves.push_back({b});
     moves.back().slot = log_.assign(b);

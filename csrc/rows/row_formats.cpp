@@ -35,6 +35,7 @@ QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const 
                               const std::optional<std::string>& scale_rule) {
   parse_row_format(format);  // an unknown name is said before a wrong shape
   check_rank(x, 2, "x");
+  check_value(x.size(1) <= INT32_MAX, "x must have fewer than 2^31 columns, got shape ", shape_of(x));
   return read_fake_quantize(x, format, rounding, seed, step, table, first_row, scale_rule);
 }
 

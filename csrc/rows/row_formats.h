@@ -1,7 +1,7 @@
 // quantize_rows, dequantize_rows and fake_quantize: rows of floats to rows of bytes in a row format, and back.
 //
-// quantize_rows. x [N, D] float32, float16 or bfloat16, D >= 1; the result is a new uint8 [N, row_bytes(format, D)], in
-// which every byte is written: unused bits and bytes are zero. Rounding "nearest" or "stochastic"; the noise of an
+// quantize_rows. x [N, D] float32, float16 or bfloat16, 1 <= D < 2^31; the result is a new uint8 [N,
+// row_bytes(format, D)], all written: what is unused is zero. Rounding "nearest" or "stochastic"; the noise of an
 // element depends on seed, step (0-dim int64 tensors on x's device; absent: 0), table, its row (first_row + n) and its
 // column. scale_rule, of the block formats: "floor", "rceil", or absent: "floor" for nearest, "rceil" for stochastic.
 // int8, int4 and int2 have no code for NaN and Inf: `status`, int64 [1], is the smallest n * D + column of one, or

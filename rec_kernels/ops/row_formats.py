@@ -69,7 +69,7 @@ def quantize_rows(
     """Encodes rows.
 
     Args:
-        x: [N, D] float32, float16 or bfloat16, D at least 1.
+        x: [N, D] float32, float16 or bfloat16, D in [1, 2^31).
         format: one of ``rk.ROW_FORMATS``.
         rounding: "nearest" (ties to even), or "stochastic": up or down with probabilities whose mean is the number.
         seed, step: of the random numbers of "stochastic": an int (seed modulo 2^64, step modulo 2^32), or an int64

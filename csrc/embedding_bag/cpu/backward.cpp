@@ -17,38 +17,58 @@ namespace {
 // Floats of gradient read per piece of work.
 constexpr int64_t kPieceFloats = 16384;
 
-// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each.
+// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each: the memory
+// for them and what is to be summed, then sum().
 class LongRuns {
  public:
-  LongRuns(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim)
-      : args_(args), max_dim_(max_dim) {
-    for (const TableRuns& table : tables)
-      for (int64_t r = 0; r < table.num_runs; ++r) {
-        const int64_t start = table.starts[r], count = table.starts[r + 1] - start;
+  // `begin` to `end`: the tables, which stay where they are. No gradient is read.
+  LongRuns(const TableRuns* begin, const TableRuns* end, int64_t max_dim) : max_dim_(max_dim) {
+    for (const TableRuns* table = begin; table < end; ++table)
+      for (int64_t r = 0; r < table->num_runs; ++r) {
+        const int64_t start = table->starts[r], count = table->starts[r + 1] - start;
         if (count <= kChunk) continue;
-        runs_.push_back({table.first_run + r, nullptr, count});
-        origins_.push_back({&table, start});
+        runs_.push_back({table->first_run + r, nullptr, count});
+        origins_.push_back({table, start});
       }
-    while (sum_level()) continue;
+    while (plan_level()) continue;
   }
 
   const std::vector<LongRun>& runs() const { return runs_; }
+  int64_t workers() const { return levels_.empty() ? 1 : levels_.front().workers; }  // no level has more
+
+  // `scratch`: `floats` for each worker.
+  void sum(const RunArgs& args, float* scratch, int64_t floats) const {
+    const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
+    for (const Level& level : levels_) {
+      const auto total = static_cast<int64_t>(level.chunks.size());
+      parallel_pieces(total, piece(), level.workers, [&](int64_t begin, int64_t end, int64_t worker) {
+        sum_chunks(args, level.chunks.data(), scratch + worker * floats, begin, end);
+      });
+    }
+  }
 
  private:
   struct Origin {
     const TableRuns* table;
     int64_t first;  // sorted occurrence
   };
+  struct Level {
+    std::vector<ChunkSum> chunks;
+    Scratch<float> sums;
+    int64_t workers;
+  };
 
-  // Replaces the terms of every run that has more than kChunk by their chunk sums; false when there was none.
-  bool sum_level() {
+  int64_t piece() const { return 1 + kPieceFloats / (kChunk * max_dim_); }
+
+  // Puts their chunk sums in the place of the terms of every run that has more than kChunk; false when there was none.
+  bool plan_level() {
     std::vector<ChunkSum> chunks;
     int64_t floats = 0;
     for (size_t i = 0; i < runs_.size(); ++i)
       if (runs_[i].count > kChunk) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
     if (floats == 0) return false;
-    buffers_.emplace_back(floats);
-    float* out = buffers_.back().get();
+    Scratch<float> sums(floats);
+    float* out = sums.get();
     for (size_t i = 0; i < runs_.size(); ++i) {
       LongRun& run = runs_[i];
       if (run.count <= kChunk) continue;
@@ -60,27 +80,18 @@ class LongRuns {
       run.count = n;
       out += n * D;
     }
-    sum(chunks);
+    int64_t workers = workers_for(static_cast<int64_t>(chunks.size()), piece());
+    if (!levels_.empty()) workers = std::min(workers, levels_.front().workers);
+    levels_.push_back({std::move(chunks), std::move(sums), workers});
     return true;
-  }
-
-  void sum(const std::vector<ChunkSum>& chunks) const {
-    const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
-    const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
-    const int64_t workers = workers_for(total, piece), floats = scratch_factors(args_.product_dim);
-    const Scratch<float> scratch(workers * floats);
-    parallel_pieces(total, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
-      sum_chunks(args_, chunks.data(), scratch.get() + worker * floats, begin, end);
-    });
   }
 
   static int64_t dim_of(const Origin& o) { return o.table->part->embedding_dim; }
 
-  RunArgs args_;
   int64_t max_dim_;
   std::vector<LongRun> runs_;
   std::vector<Origin> origins_;  // of each run
-  std::vector<Scratch<float>> buffers_;
+  std::vector<Level> levels_;
 };
 
 // Runs [begin, end) of a table.
@@ -93,101 +104,61 @@ int64_t cost_of(const TableRuns& t, int64_t begin, int64_t end) {
   return (t.starts[end] - t.starts[begin]) * t.part->embedding_dim + (end - begin) * 16;
 }
 
-// All runs, in pieces of about equal cost (in floats).
-std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
-  int64_t total = 0;
-  for (const TableRuns& t : tables) total += cost_of(t, 0, t.num_runs);
-  *workers = workers_for(1 + total / kPieceFloats, 1);
-  const int64_t most = 1 + total / pieces_for(total, kPieceFloats, *workers);
-  std::vector<Piece> pieces;
-  for (const TableRuns& t : tables) {
-    const int64_t n = ceil_div(cost_of(t, 0, t.num_runs), most);
-    for (int64_t i = 0; i < n; ++i) pieces.push_back({&t, t.num_runs * i / n, t.num_runs * (i + 1) / n});
-  }
-  return pieces;
-}
-
-// Gradients of products are of rows as they were. Of the tables that are multiplied with each other, all but one are
-// summed before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
-// Makes the `sums` of those; sums of long runs are elsewhere.
-class ProductSums {
+// Tables, and all their runs in pieces of about equal cost (in floats).
+class Work {
  public:
-  // `tables` are those of the occurrences from number `first` on; `sums` has room for floats_of() each.
-  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, size_t first, float* sums,
-              std::vector<TableRuns>* tables)
-      : args_(args) {
-    const std::vector<bool> at_once = finished_at_once(in, o, first, *tables);
-    std::vector<TableRuns> rest;
-    for (size_t t = 0; t < tables->size(); ++t) {
-      TableRuns& table = (*tables)[t];
-      if (at_once[t]) {
-        rest.push_back(table);
-        continue;
-      }
-      table.sums = sums;
-      sums += floats_of(table);
-      summed_.push_back(table);
+  explicit Work(std::vector<TableRuns> tables) : tables_(std::move(tables)) {
+    int64_t total = 0;
+    for (const TableRuns& t : tables_) total += cost_of(t, 0, t.num_runs);
+    workers_ = workers_for(1 + total / kPieceFloats, 1);
+    const int64_t most = 1 + total / pieces_for(total, kPieceFloats, workers_);
+    for (const TableRuns& t : tables_) {
+      const int64_t n = ceil_div(cost_of(t, 0, t.num_runs), most);
+      for (int64_t i = 0; i < n; ++i) pieces_.push_back({&t, t.num_runs * i / n, t.num_runs * (i + 1) / n});
     }
-    tables->swap(rest);
-    if (!summed_.empty()) sum();
   }
+  Work(Work&&) = default;  // not copied: the pieces point to the tables
 
-  static int64_t floats_of(const TableRuns& table) {
-    return table.multiplied ? table.num_runs * table.part->embedding_dim : 0;
+  int64_t workers() const { return workers_; }
+
+  // body(piece, worker) for every piece.
+  template <class Body>
+  void run(const Body& body) const {
+    parallel_pieces(static_cast<int64_t>(pieces_.size()), 1, workers_,
+                    [&](int64_t i, int64_t, int64_t worker) { body(pieces_[static_cast<size_t>(i)], worker); });
   }
-
-  // The tables that are finished at the end.
-  const std::vector<TableRuns>& tables() const { return summed_; }
 
  private:
-  // The largest first, each unless it is multiplied with one that is already among them.
-  static std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, size_t first,
-                                            const std::vector<TableRuns>& tables) {
-    std::vector<size_t> order(tables.size());
-    for (size_t t = 0; t < order.size(); ++t) order[t] = t;
-    const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].part->embedding_dim; };
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
-    std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.num_features), false);
-    for (const size_t t : order) {
-      if (!tables[t].multiplied) continue;
-      for (const bool sets : {false, true})
-        for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
-          if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(first + t)) continue;
-          if (in.parts[p].combine != Combine::kMult) continue;
-          const auto feature = static_cast<size_t>(in.parts[p].number);
-          if (sets) taken[feature] = true;
-          else at_once[t] = !taken[feature];
-        }
-    }
-    return at_once;
-  }
-
-  void sum() const {
-    int64_t workers = 1;
-    const std::vector<Piece> pieces = cut(summed_, &workers);
-    const int64_t floats = scratch_factors(args_.product_dim);
-    const Scratch<float> scratch(workers * floats);
-    const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
-    parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
-      const Piece& p = pieces[static_cast<size_t>(i)];
-      sum_runs(args_, *p.table, scratch.get() + worker * floats, p.begin, p.end);
-    });
-  }
-
-  RunArgs args_;
-  std::vector<TableRuns> summed_;
+  std::vector<TableRuns> tables_;
+  std::vector<Piece> pieces_;
+  int64_t workers_ = 1;
 };
 
-void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim, const RowTarget& target,
-                   FinishRuns finish) {
-  int64_t workers = 1;
-  const std::vector<Piece> pieces = cut(tables, &workers);
-  const int64_t floats = scratch_floats(max_dim) + scratch_factors(args.product_dim);
-  const Scratch<float> scratch(workers * floats);
-  parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
-    const Piece& p = pieces[static_cast<size_t>(i)];
-    finish(args, target, *p.table, scratch.get() + worker * floats, p.begin, p.end);
-  });
+int64_t product_floats_of(const TableRuns& table) {
+  return table.multiplied ? table.num_runs * table.part->embedding_dim : 0;
+}
+
+// True for each table that is finished at once: the largest first, each unless it is multiplied with one that is
+// already among them. `tables` are those of the occurrences from number `first` on.
+std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, size_t first,
+                                   const std::vector<TableRuns>& tables) {
+  std::vector<size_t> order(tables.size());
+  for (size_t t = 0; t < order.size(); ++t) order[t] = t;
+  const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].part->embedding_dim; };
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
+  std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.num_features), false);
+  for (const size_t t : order) {
+    if (!tables[t].multiplied) continue;
+    for (const bool sets : {false, true})
+      for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
+        if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(first + t)) continue;
+        if (in.parts[p].combine != Combine::kMult) continue;
+        const auto feature = static_cast<size_t>(in.parts[p].number);
+        if (sets) taken[feature] = true;
+        else at_once[t] = !taken[feature];
+      }
+  }
+  return at_once;
 }
 
 // Tables that are multiplied with each other are read twice, and so are the gradients of their bags. Tables of about so
@@ -200,7 +171,7 @@ struct TableRange {
 
   int64_t product_floats(const Occurrences& o) const {
     int64_t floats = 0;
-    for (size_t t = begin; t < end; ++t) floats += ProductSums::floats_of(o.tables[t]);
+    for (size_t t = begin; t < end; ++t) floats += product_floats_of(o.tables[t]);
     return floats;
   }
 };
@@ -231,19 +202,50 @@ std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o)
   return ranges;
 }
 
-// Sums every run of some tables, of which none is multiplied with others, and hands it to `finish`. `memory` has room
-// for product_floats().
-void finish_range(RunArgs args, const BagInput& in, const Occurrences& o, const TableRange& range, float* memory,
-                  const RowTarget& target, FinishRuns finish) {
-  std::vector<TableRuns> tables(o.tables.data() + range.begin, o.tables.data() + range.end);
-  const LongRuns long_runs(args, tables, in.max_dim);
-  args.long_runs = long_runs.runs().data();
-  args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
-  if (args.product_dim == 0) return finish_tables(args, tables, in.max_dim, target, finish);
-  const ProductSums sums(args, in, o, range.begin, memory, &tables);
-  finish_tables(args, tables, in.max_dim, target, finish);
-  finish_tables(args, sums.tables(), in.max_dim, target, finish);
-}
+// The work on the runs of some tables, of which none is multiplied with others, and all memory for it. Gradients
+// of products are of rows as they were: of the tables that are multiplied with each other, all but one are summed
+// before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
+struct RangePlan {
+  LongRuns long_runs;
+  Work at_once, summed;
+
+  // `memory` has room for product_floats().
+  static RangePlan of(const BagInput& in, const Occurrences& o, const TableRange& range, bool products, float* memory) {
+    const TableRuns *begin = o.tables.data() + range.begin, *end = o.tables.data() + range.end;
+    std::vector<TableRuns> at_once(begin, end), summed;
+    if (products) {
+      const std::vector<bool> stays = finished_at_once(in, o, range.begin, at_once);
+      size_t kept = 0;
+      for (size_t t = 0; t < stays.size(); ++t) {
+        if (stays[t]) {
+          at_once[kept++] = at_once[t];
+          continue;
+        }
+        summed.push_back(at_once[t]);
+        summed.back().sums = memory;
+        memory += product_floats_of(at_once[t]);
+      }
+      at_once.resize(kept);
+    }
+    return {LongRuns(begin, end, in.max_dim), Work(std::move(at_once)), Work(std::move(summed))};
+  }
+
+  int64_t workers() const { return std::max({long_runs.workers(), at_once.workers(), summed.workers()}); }
+
+  // `scratch`: `floats` for each worker.
+  void run(RunArgs args, float* scratch, int64_t floats, const RowTarget& target, FinishRuns finish) const {
+    long_runs.sum(args, scratch, floats);
+    args.long_runs = long_runs.runs().data();
+    args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
+    const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
+    summed.run(
+        [&](const Piece& p, int64_t worker) { sum_runs(args, *p.table, scratch + worker * floats, p.begin, p.end); });
+    for (const Work* work : {&at_once, &summed})
+      work->run([&](const Piece& p, int64_t worker) {
+        finish(args, target, *p.table, scratch + worker * floats, p.begin, p.end);
+      });
+  }
+};
 
 // Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
 void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
@@ -264,12 +266,22 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                0};
   for (const TableRuns& t : o.tables)
     if (t.multiplied) args.product_dim = std::max(args.product_dim, t.part->embedding_dim);
-  if (args.product_dim == 0) return finish_range(args, in, o, {0, o.tables.size()}, nullptr, target, finish);
-  const std::vector<TableRange> ranges = ranges_in_turn(in, o);
-  int64_t most = 0;
+  const bool products = args.product_dim > 0;
+  const std::vector<TableRange> ranges =
+      products ? ranges_in_turn(in, o) : std::vector<TableRange>{{0, o.tables.size()}};
+  int64_t most = 0, workers = 1;
   for (const TableRange& range : ranges) most = std::max(most, range.product_floats(o));
-  const Scratch<float> memory(most);  // before any row is updated: it may be missing
-  for (const TableRange& range : ranges) finish_range(args, in, o, range, memory.get(), target, finish);
+  // All memory before any row is updated: it may be missing, and a failed call changes nothing.
+  const Scratch<float> memory = products ? Scratch<float>(most) : Scratch<float>();
+  std::vector<RangePlan> plans;
+  plans.reserve(ranges.size());
+  for (const TableRange& range : ranges) {
+    plans.push_back(RangePlan::of(in, o, range, products, memory.get()));
+    workers = std::max(workers, plans.back().workers());
+  }
+  const int64_t floats = scratch_floats(in.max_dim) + scratch_factors(args.product_dim);
+  const Scratch<float> scratch(workers * floats);
+  for (const RangePlan& plan : plans) plan.run(args, scratch.get(), floats, target, finish);
 }
 
 // The gradients of the bags that samples share, where the input then says that they are.
