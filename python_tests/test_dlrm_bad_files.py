@@ -72,7 +72,7 @@ CHECKPOINTS = [
         torch.tensor(-1),
         "file_generation is tensor(-1), allowed is an int64 of 0 or",
     ),
-    ("model/embeddings.step", torch.tensor(math.nan), "embeddings.step is -9223372036854775808, allowed is 0 or more"),
+    ("model/embeddings.step", torch.tensor(math.nan), "embeddings.step must be a whole number, at least 0"),
     ("dense_optimizer/state/0", [], "the optimizer's state is not float32 tensors"),
     # Fused kernels would read and write beyond its end.
     ("dense_optimizer/state/0/exp_avg", torch.zeros(1), "the optimizer's state is not float32 tensors"),

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 def command(tmp_path, monkeypatch):
     TinyData.opened = 0
     # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
-    monkeypatch.setattr(report, "draw", lambda directory, records, title: [])
+    monkeypatch.setattr(report, "draw", lambda records: [])
     # Collecting the garbage of all tests of the process after each run takes longer still.
     monkeypatch.setattr(compare.gc, "collect", lambda: 0)
 

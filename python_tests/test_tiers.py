@@ -25,7 +25,7 @@ EVERY_OP = {
     "test_triton": ("test_kernels_in_the_interpreter",),
 }
 #: Whole files that only the full tier has.
-FULL_FILES = {"test_aarch64", "test_cpp_examples", "test_sanitized_cpu"}
+FULL_FILES = {"test_aarch64", "test_cpp_examples", "test_row_file_memory", "test_sanitized_cpu"}
 
 
 def marked_full(node: ast.stmt) -> bool:
