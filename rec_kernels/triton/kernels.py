@@ -140,7 +140,8 @@ def _ids_of_bag(offsets, status, bag, num_ids, num_offsets):
     """Positions [start, stop) of a bag; none of a bag whose offsets are bad, which is noted."""
     start = tl.load(offsets + bag).to(tl.int64)
     # The offset after the last stored one is the number of ids, as torch has it.
-    stop = tl.load(offsets + bag + 1, mask=bag + 1 < num_offsets, other=num_ids).to(tl.int64)
+    is_stored = bag + 1 < num_offsets
+    stop = tl.where(is_stored, tl.load(offsets + bag + 1, mask=is_stored, other=0).to(tl.int64), num_ids)
     starts_badly = (start < 0) | (start > num_ids)
     stops_badly = (stop < start) | (stop > num_ids)
     first = (bag == 0) & starts_badly
