@@ -70,8 +70,8 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     # The functions choose these where torch is for AMD GPUs and no interpreter is used.
     chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
     for architecture, target in TARGETS.items():
-        # Kernels without products have no instructions of sm_100's own; Triton 3.6 makes one PTX of theirs for all NVIDIA
-        # GPUs, two conversions of tiles aside.
+        # Kernels without products have no instructions of sm_100's own; Triton 3.6 makes one PTX of theirs for all GPUs
+        # of NVIDIA's, two conversions of tiles aside.
         rare = ("sm_80", "sm_100") if triton.__version__.startswith("3.6.") else ("sm_100",)
         if architecture in rare and "PRECISION" not in given:
             continue
