@@ -174,7 +174,9 @@ def build(target: str, **options: str) -> Path:
     folder = BUILD / target
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        for command in (["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *flags], ["ninja", "-C", folder, target]):
+        # cmake starts the ninja that it has found: another version of it would build everything again.
+        build_it = ["cmake", "--build", folder, "--target", target]
+        for command in (["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *flags], build_it):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{target} cannot be built:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
