@@ -190,8 +190,9 @@ def main() -> None:
         others = read_held_out(args.held_out, document)
     except FiguresError as error:
         sys.exit(str(error))
-    fitted = model.fit_to(document, model.calibration(document["points"]))
-    own = [s.error(fitted) for s in of_points(model.calibration(document["points"]))]
+    fitted_to = model.calibration(document["points"])
+    fitted = model.fit_to(document, fitted_to)
+    own = [s.error(fitted) for s in of_points(fitted_to)]
     print(f"{where(document)}\n\n{fitted_prices(document['model'])}\n\nOff at the points fitted to: {_median(own)}")
     if sum(row["format"] == "fp32" for row in document["points"]) > len(CALIBRATION):
         print(f"\nMedian errors:\n\n{kinds(document, fitted)}")

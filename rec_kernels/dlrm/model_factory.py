@@ -82,8 +82,6 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
                 shards = {n: t for n, t in own if n not in state["model"] and not n.startswith("embeddings.row_cache.")}
                 checkpoint.load_shards(directory / state["shards"], shards)
             model.load_state_dict(state["model"] | shards)
-            if (step := int(getattr(model.embeddings, "step", 0))) < 0:
-                raise ValueError(f"embeddings.step is {step}, allowed is 0 or more")
     except DataError:
         model.own_tables.close()
         raise
