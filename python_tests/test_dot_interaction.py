@@ -12,6 +12,7 @@ import rec_kernels as rk
 from rec_kernels import testing
 from rec_kernels.ops.dot_interaction import num_pairs
 from rec_kernels.reference import dot_interaction as reference
+from rec_kernels.reference.dot_interaction import pairs
 
 ops = torch.ops.rec_kernels
 
@@ -37,6 +38,23 @@ def test_half_precision(dtype: torch.dtype, size: tuple[int, int]) -> None:
     """Sums are float32 and rounded once."""
     for self_interaction in (False, True):
         check_bits(make_call(size, 35, self_interaction, dtype), reference)
+
+
+@pytest.mark.parametrize("self_interaction", [False, True])
+def test_negative_zeros_among_gradients(self_interaction: bool) -> None:
+    """A pair's gradient of -0 keeps its sign at both of its places, next to the diagonal and far from it."""
+    call = make_call((20, 3), 2, self_interaction)
+    call.grad[:] = -0.0
+    first, second = pairs(21, self_interaction)
+    call.grad[:, 3:][:, first - second == 1] = -1e-30
+    tiny = call.map(torch.abs)  # products underflow to -0, to which +0 and -0 are added
+    tiny.dense.fill_(1e-30)
+    tiny.sparse.fill_(1e-30)
+    mine = Call(tiny.dense, tiny.sparse, call.grad, self_interaction)
+    check_bits(mine, reference)
+    _, grad_dense, grad_sparse = mine.each(ops)
+    assert bool(torch.signbit(grad_dense).all()) == (not self_interaction)
+    assert bool(torch.signbit(grad_sparse).any())
 
 
 def test_order_of_pairs() -> None:
