@@ -140,7 +140,7 @@ def test_denormal_options_are_kept() -> None:
     case = make_case([(9, 5)], [0], [2, 1, 0, 3])
     case.weights.zero_()
     case.grad.fill_(1.0)
-    clipped = {"clip_value": 1e-40, "lr": torch.tensor(2.0**100)}
+    clipped = {"clip_grad_value": 1e-40, "lr": torch.tensor(2.0**100)}
     expected = case.update("sgd", ops, **clipped)
     assert expected[0].min() < 0
     for backend in cpu_backends():

@@ -222,7 +222,7 @@ def test_wide_outputs_of_half_precision(dtype: torch.dtype) -> None:
     for isa in cpu_isas():
         with use_cpu_isa(isa):
             found, expected = half(deduplicated()[1]).values(), whole(deduplicated()[1]).values()
-        assert expected.count_nonzero() > 0.9 * expected.numel()
+        assert expected.count_nonzero() > 0.5 * expected.numel()
         assert same_bits(found, expected.to(dtype))
 
 
