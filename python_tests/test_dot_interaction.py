@@ -12,6 +12,7 @@ import rec_kernels as rk
 from rec_kernels import testing
 from rec_kernels.ops.dot_interaction import num_pairs
 from rec_kernels.reference import dot_interaction as reference
+from rec_kernels.reference.dot_interaction import pairs
 
 ops = torch.ops.rec_kernels
 
@@ -37,6 +38,21 @@ def test_half_precision(dtype: torch.dtype, size: tuple[int, int]) -> None:
     """Sums are float32 and rounded once."""
     for self_interaction in (False, True):
         check_bits(make_call(size, 35, self_interaction, dtype), reference)
+
+
+@pytest.mark.parametrize("self_interaction", [False, True])
+def test_negative_zeros_among_gradients(self_interaction: bool) -> None:
+    """A pair's gradient of -0 keeps its sign at both of its places, next to the diagonal and far from it."""
+    call = make_call((20, 3), 2, self_interaction)
+    call.grad[:] = -0.0
+    first, second = pairs(21, self_interaction)
+    call.grad[:, 3:][:, first - second == 1] = -1e-30
+    # Products underflow to -0, to which products of -0 are added.
+    mine = Call(torch.full_like(call.dense, 1e-30), torch.full_like(call.sparse, 1e-30), call.grad, self_interaction)
+    check_bits(mine, reference)
+    _, grad_dense, grad_sparse = mine.each(ops)
+    assert bool(torch.signbit(grad_dense).all())
+    assert bool(torch.signbit(grad_sparse).any())
 
 
 def test_order_of_pairs() -> None:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from backends import every_backend
+from backends import cpu_backends, every_backend
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
 from layout_calls import OPS
 
@@ -132,6 +132,20 @@ def test_flush_denormal_changes_nothing(optimizer: str) -> None:
     for backend in every_backend():
         with flush_denormals():
             found = everything(backend.ops)
+        assert all(map(same_bits, found, expected)), backend.name
+
+
+def test_denormal_options_are_kept() -> None:
+    """torch.set_flush_denormal makes no option 0: gradients are clipped to a denormal."""
+    case = make_case([(9, 5)], [0], [2, 1, 0, 3])
+    case.weights.zero_()
+    case.grad.fill_(1.0)
+    clipped = {"clip_grad_value": 1e-40, "lr": torch.tensor(2.0**100)}
+    expected = case.update("sgd", ops, **clipped)
+    assert expected[0].min() < 0
+    for backend in cpu_backends():
+        with flush_denormals():
+            found = case.update("sgd", backend.ops, **clipped)
         assert all(map(same_bits, found, expected)), backend.name
 
 

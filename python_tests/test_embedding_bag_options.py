@@ -9,7 +9,7 @@ from test_embedding_bag_module import assert_same, batch, make
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
-from rec_kernels.testing import same_bits
+from rec_kernels.testing import cpu_isas, same_bits, use_cpu_isa
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
@@ -206,6 +206,24 @@ def test_output_dtype(optimizer, dtype: torch.dtype) -> None:
     assert torch.equal(half(few).values(), half(given).values())
     sequence = sequences(optimizer, output_dtype=dtype)(batch())
     assert torch.equal(sequence["h"].values(), sequences(optimizer)(batch())["h"].values().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_wide_outputs_of_half_precision(dtype: torch.dtype) -> None:
+    """Sums of thousands of columns, beside narrow ones, and of rows that are made of several, are rounded once."""
+    parts = rk.QuotientRemainder(4, combine="mult")
+    tables = [
+        rk.EmbeddingBagConfig(50, 2052, name="wide", feature_names=["f"]),
+        rk.EmbeddingBagConfig(50, 6, name="narrow", feature_names=["g"]),
+        rk.EmbeddingBagConfig(50, 2100, name="composed", feature_names=["h"], compression=parts),
+    ]
+    half, whole = (rk.EmbeddingBagCollection(tables, output_dtype=d) for d in (dtype, torch.float32))
+    half.load_state_dict(whole.state_dict())
+    for isa in cpu_isas():
+        with use_cpu_isa(isa):
+            found, expected = half(deduplicated()[1]).values(), whole(deduplicated()[1]).values()
+        assert expected.count_nonzero() > 0.5 * expected.numel()
+        assert same_bits(found, expected.to(dtype))
 
 
 def test_output_dtype_is_checked() -> None:

@@ -38,8 +38,8 @@ def dot_interaction_backward(
     vectors, columns = x.shape[1:]
     i, j = pairs(vectors, self_interaction)
     of_pair = torch.zeros(len(x), vectors, vectors)
-    of_pair[:, i, j] = grad[:, columns:].float()
-    of_pair = of_pair + of_pair.transpose(1, 2)
+    of_pair[:, i, j] = of_pair[:, j, i] = grad[:, columns:].float()
+    of_pair.diagonal(dim1=1, dim2=2).mul_(2)
     sums = torch.zeros_like(x)
     for other in range(vectors):
         sums = fused_multiply_add(of_pair[:, :, other, None], x[:, other, None], sums)

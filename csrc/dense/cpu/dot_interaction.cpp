@@ -1,36 +1,14 @@
 // dot_interaction and its gradients on the CPU.
 #include "dense/cpu/dot_interaction.h"
 
-#include <algorithm>
 #include <tuple>
 
 #include "core/boxing.h"
-#include "core/cpu/parallel.h"
-#include "core/cpu/scratch.h"
 #include "dense/cpu/samples.h"
 #include "dense/dot_interaction.h"
 
 namespace rec_kernels {
 namespace {
-
-// Multiplications that a piece of work should have at the least: some ten microseconds.
-constexpr int64_t kPieceProducts = 1 << 18;
-
-// body(first, count, memory) for samples [first, first + count), at most kSamplesAtOnce, with so many floats of
-// scratch memory; `products` are the multiplications of a sample.
-template <class Body>
-void for_samples(int64_t B, int64_t products, int64_t floats, const Body& body) {
-  constexpr int64_t kBlock = kSamplesAtOnce;
-  const int64_t blocks = ceil_div(B, kBlock), few = 1 + kPieceProducts / (kBlock * (products + 1));
-  const int64_t workers = workers_for(blocks, few);
-  // Whole cache lines for each worker.
-  const int64_t each = ceil_div(floats, 16) * 16;
-  const Scratch<float> memory(workers * each);
-  parallel_shares(blocks, workers, [&](int64_t begin, int64_t end, int64_t worker) {
-    for (int64_t b = begin; b < end; ++b)
-      body(b * kBlock, std::min(kBlock, B - b * kBlock), memory.get() + worker * each);
-  });
-}
 
 Tensor dot_interaction_cpu(const Tensor& dense_in, const Tensor& sparse_in, bool self_interaction,
                            const std::string& precision) {
@@ -42,7 +20,7 @@ Tensor dot_interaction_cpu(const Tensor& dense_in, const Tensor& sparse_in, bool
   const Floats dense(dense_samples), sparse(sparse_samples), out(samples_of(out_tensor));
   const auto& k = kernels<DotInteractionKernels>();
   const int64_t own = k.forward_scratch(shape), floats = own + dense.memory() + sparse.memory() + out.memory();
-  for_samples(sizes.B, sizes.pairs * sizes.D, floats, [&](int64_t first, int64_t count, float* memory) {
+  for_samples(sizes.B, kSamplesAtOnce, sizes.pairs * sizes.D, floats, [&](int64_t first, int64_t count, float* memory) {
     float *dense_memory = memory + own, *sparse_memory = dense_memory + dense.memory();
     float* to = out.open(first, sparse_memory + sparse.memory());
     const InteractionRows<const float> in{dense.read(first, count, dense_memory), dense.stride(),
@@ -70,7 +48,7 @@ std::tuple<Tensor, Tensor> dot_interaction_backward_cpu(const Tensor& grad_in, c
   const auto& k = kernels<DotInteractionKernels>();
   const int64_t own = k.backward_scratch(shape);
   const int64_t floats = own + grad.memory() + 2 * dense.memory() + 2 * sparse.memory();
-  for_samples(B, 2 * sizes.pairs * D, floats, [&](int64_t first, int64_t count, float* memory) {
+  for_samples(B, kSamplesAtOnce, 2 * sizes.pairs * D, floats, [&](int64_t first, int64_t count, float* memory) {
     float* grad_memory = memory + own;
     float *dense_memory = grad_memory + grad.memory(), *sparse_memory = dense_memory + dense.memory();
     float *dense_out = sparse_memory + sparse.memory(), *sparse_out = dense_out + to_dense.memory();

@@ -154,8 +154,8 @@ RK_HOST_DEVICE void fill_block(const float* pairs, const InteractionShape& shape
   for (int r = 0; r < W; ++r) above[r] = below[r];
   transpose(above);
   for (int r = 0; r < W; ++r) {
-    // The sum completes the diagonal tile: each half has zeros where the other has numbers.
-    store_as(square + (i + r) * stride + j, j < i ? below[r] : below[r] + above[r]);
+    // Both halves make the diagonal tile: one has no bits where the other has numbers. A sum would lose signs of zeros.
+    store_as(square + (i + r) * stride + j, j < i ? bits_of(below[r]) : bits_of(below[r]) | bits_of(above[r]));
     if (j < i) store_as(square + (j + r) * stride + i, above[r]);
   }
 }

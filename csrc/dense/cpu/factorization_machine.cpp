@@ -14,8 +14,6 @@
 namespace rec_kernels {
 namespace {
 
-// Multiplications that a worker should have at the least: some ten microseconds.
-constexpr int64_t kLeastProducts = 1 << 19;
 // Numbers to round that are worth a thread's start.
 constexpr int64_t kFewNumbers = 1 << 15;
 
@@ -46,19 +44,6 @@ class Factors {
   const float* all_ = nullptr;
 };
 
-// body(first, count, memory) for samples [first, first + count), `chunk` of them but for the last, with so many floats
-// of scratch memory. `products` are the multiplications of a sample.
-template <class Body>
-void for_chunks(int64_t B, int64_t chunk, int64_t products, int64_t floats, const Body& body) {
-  const int64_t chunks = ceil_div(B, chunk), workers = workers_for(chunks, 1 + kLeastProducts / (chunk * products));
-  // Whole cache lines for each worker.
-  const int64_t each = ceil_div(floats, 16) * 16;
-  const Scratch<float> memory(workers * each);
-  parallel_pieces(chunks, 1, workers, [&](int64_t begin, int64_t, int64_t worker) {
-    body(begin * chunk, std::min(chunk, B - begin * chunk), memory.get() + worker * each);
-  });
-}
-
 Tensor factorization_machine_cpu(const Tensor& x_in, const Tensor& y_in, const std::string& precision) {
   const FactorizationSizes sizes = check_factorization_machine(x_in, y_in, precision);
   const FactorizationShape shape{sizes.F, sizes.D, sizes.K};
@@ -70,7 +55,7 @@ Tensor factorization_machine_cpu(const Tensor& x_in, const Tensor& y_in, const s
   const auto& k = kernels<FactorizationMachineKernels>();
   const int64_t own = k.forward_scratch(shape), floats = own + x.memory() + y.memory() + out.memory();
   const int64_t products = 2 * sizes.F * sizes.D * sizes.K;
-  for_chunks(sizes.B, kSamplesAtOnce, products, floats, [&](int64_t first, int64_t count, float* memory) {
+  for_samples(sizes.B, kSamplesAtOnce, products, floats, [&](int64_t first, int64_t count, float* memory) {
     float *x_memory = memory + own, *y_memory = x_memory + x.memory();
     float* to = out.open(first, y_memory + y.memory());
     const SampleRows<const float> from{x.read(first, count, x_memory), x.stride()};
@@ -112,7 +97,7 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
   const auto& k = kernels<FactorizationMachineKernels>();
   const int64_t own = k.backward_scratch(shape), floats = own + grad.memory() + 2 * x.memory() + y.memory();
   const int64_t products = 6 * numbers * sizes.D;
-  for_chunks(B, kSampleChunk, products, floats, [&](int64_t begin, int64_t samples, float* memory) {
+  for_samples(B, kSampleChunk, products, floats, [&](int64_t begin, int64_t samples, float* memory) {
     float *grad_memory = memory + own, *x_memory = grad_memory + grad.memory();
     float *y_memory = x_memory + x.memory(), *out_memory = y_memory + y.memory();
     for (int64_t b = begin; b < begin + samples; b += kSamplesAtOnce) {

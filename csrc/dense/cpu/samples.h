@@ -1,6 +1,10 @@
 // Tensors of any float dtype, sample by sample, for kernels that take float32.
 #pragma once
 
+#include <algorithm>
+
+#include "core/cpu/parallel.h"
+#include "core/cpu/scratch.h"
 #include "core/cpu/simd.h"
 #include "rows/cpu/row_formats.h"
 #include "rows/row_formats.h"
@@ -65,5 +69,20 @@ class Floats {
   char* data_;  // written to by way of open() and write() only, whose callers have made the tensor
   int64_t stride_, numbers_;
 };
+
+// body(first, count, memory) for samples [first, first + count), `block` of them but for the last, with so many floats
+// of scratch memory. `products` are the multiplications of a sample.
+template <class Body>
+void for_samples(int64_t B, int64_t block, int64_t products, int64_t floats, const Body& body) {
+  constexpr int64_t kLeastProducts = 1 << 18;  // of a worker: some ten microseconds
+  const int64_t blocks = ceil_div(B, block),
+                workers = workers_for(blocks, 1 + kLeastProducts / (block * (products + 1)));
+  // Whole cache lines for each worker.
+  const int64_t each = ceil_div(floats, 16) * 16;
+  const Scratch<float> memory(workers * each);
+  parallel_shares(blocks, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+    for (int64_t b = begin; b < end; ++b) body(b * block, std::min(block, B - b * block), memory.get() + worker * each);
+  });
+}
 
 }  // namespace rec_kernels

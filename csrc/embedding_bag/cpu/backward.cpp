@@ -382,6 +382,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                     const CachedRows& cached, const OptionalTensor& cache_dirty) {
   const Tensor& values = bags.values;
+  const KeepDenormals guard;  // also of what is computed once: eps as float32, 1 / scale
   Update update = read_update(values, sum, step, lr, fused, grad_scale);
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
   update.records = layout.parts;
@@ -399,7 +400,6 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const int64_t* found = in.raises ? optional_status(status, values) : nullptr;
   if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;
 
-  const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in, grad);

@@ -4,6 +4,7 @@
 
 #include "core/boxing.h"
 #include "core/cpu/parallel.h"
+#include "core/cpu/scratch.h"
 #include "embedding_bag/cpu/cache_input.h"
 #include "embedding_bag/cpu/shared_rows.h"
 #include "embedding_bag/cpu/split_bags.h"
@@ -28,7 +29,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   args.bags.shared_rows = shared.rows();
   args.cache = cache;
   const auto pool = kernels<EmbeddingBagKernels>().pool;
-  const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
+  const bool wide = type != ScalarType::Float && in.max_dim > kWaiting;
+  const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) {
+    const Scratch<float> sum = wide ? Scratch<float>(in.max_dim) : Scratch<float>();
+    PoolArgs own = args;
+    own.wide_sum = sum.get();
+    pool(own, begin, end, found);
+  });
   in.raise(bounds);
   shared.expand(args.output);
   int64_t* report = status.mutable_data_ptr<int64_t>();

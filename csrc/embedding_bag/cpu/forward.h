@@ -13,9 +13,13 @@ struct Bounds {
   int64_t skipped = 0;
 };
 
+// Sums of so many floats wait in a kernel's own memory to be rounded to the elements of the output.
+constexpr int64_t kWaiting = 2048;
+
 struct PoolArgs : Lookup {
   const Part* parts;
-  const TablePart* records;  // of the parts; null: one table without a layout
+  const TablePart* records;   // of the parts; null: one table without a layout
+  float* wide_sum = nullptr;  // a worker's memory for the sum of one bag that has more than kWaiting columns
 };
 
 struct EmbeddingBagKernels {

@@ -19,23 +19,19 @@ void pool_feature(const PoolArgs& a, const Part* f, int64_t parts, const PooledB
   pool_table(k, *f, a.weights + f->weight_offset, RowNumbers::of_ids(a.bags, *f));
 }
 
-// Floats that wait to be rounded to the elements of the output.
-constexpr int64_t kWaiting = 2048;
-
 // pool_feature where the output, from `out` on with `stride` bytes a bag, is of half precision: sums of a few bags at a
 // time, then rounded.
 void pool_rounded(const PoolArgs& a, const Part* f, int64_t parts, PooledBags k, uint8_t* out, int64_t stride) {
   const int64_t D = f->embedding_dim, bags_at_once = D < kWaiting ? kWaiting / D : 1, end = k.end;
   const auto encode = RowFormatKernels::table<CpuIsa::RK_ISA>.nearest[static_cast<int>(a.output_format)];
   float waiting[kWaiting];
-  k.sums = {D <= kWaiting ? waiting : new float[static_cast<size_t>(D)], D};
+  k.sums = {D <= kWaiting ? waiting : a.wide_sum, D};
   for (; k.begin < end; k.begin = k.end) {
     k.end = k.begin + bags_at_once < end ? k.begin + bags_at_once : end;
     pool_feature(a, f, parts, k);
     for (int64_t i = 0; i < k.end - k.begin; ++i, out += stride)
       encode(k.sums.first + i * D, 1, D, {}, {out, 0, nullptr});
   }
-  if (k.sums.first != waiting) delete[] k.sums.first;
 }
 
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
