@@ -40,6 +40,7 @@ settings.load_profile("rec_kernels")
 SLOWEST = (
     *("test_emulator.py", "test_triton.py", "test_sanitized_cpu.py", "test_cpp_examples.py"),
     *("test_embedding_bag_triton.py", "test_row_formats.py", "test_types.py", "test_aarch64.py"),
+    *("test_cuda_code.py", "test_dlrm_sharded.py", "test_sanitize_cuda.py", "test_bench_workloads.py"),
 )
 
 
