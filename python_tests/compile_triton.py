@@ -1,10 +1,11 @@
 """Compiles every Triton kernel for NVIDIA and AMD GPUs, of which none has to be there.
 
 Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
-compiles the kernel for its arguments instead of running it. Prints Triton's version and then a line for each kernel and
-target: the architecture, the kernel (with its row format; of products, with their precision and dtype), how often the
-PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, has instructions that approximate or flush
-denormals, and multiplies tiles of TF32 and of half precision; and how many bytes of shared memory a program takes.
+compiles the kernel for its arguments instead of running it; ``architectures`` says for which GPUs. Prints Triton's
+version and then a line for each kernel and target: the architecture, the kernel (with its row format; of products, with
+their precision and dtype), how often the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16,
+has instructions that approximate or flush denormals, and multiplies tiles of TF32 and of half precision; and how many
+bytes of shared memory a program takes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COUNTED = [
     r"mma(?:\.sync|_async).*\.(?:b?f16)\.(?:b?f16)|tcgen05\.mma.*kind::f16",
 ]
 _seen: set[tuple] = set()
+_kernels: set[str] = set()
 
 
 def even(argument: object) -> bool:
@@ -43,6 +45,25 @@ def even(argument: object) -> bool:
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr() % 16 == 0
     return type(argument) is int and argument % 16 == 0
+
+
+def architectures(kernel: str, has_products: bool) -> list[str]:
+    """Targets that a launch of a kernel is compiled for, of which this is the first launch or a later one.
+
+    The installed Triton compiles every launch for sm_90. All other targets, and Triton 3.6, have the first launch of
+    each kernel: calls below begin with full tiles, with noise, with the most that an update does. Kernels without
+    products have no instructions of sm_100's own, and of Triton 3.6 one PTX for all GPUs of NVIDIA's, two conversions
+    aside.
+    """
+    oldest, is_first = triton.__version__.startswith("3.6."), kernel not in _kernels
+    _kernels.add(kernel)
+    wanted = {
+        "sm_80": is_first and (has_products or not oldest),
+        "sm_90": is_first or not oldest,
+        "sm_100": is_first and has_products,
+        "gfx942": is_first,
+    }
+    return [name for name in TARGETS if wanted[name]]
 
 
 def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
@@ -69,24 +90,24 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     label += [signature[self.arg_names[0]].removeprefix("*")] if "PRECISION" in given else []
     # The functions choose these where torch is for AMD GPUs and no interpreter is used.
     chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
-    for architecture, target in TARGETS.items():
-        # Kernels without products have no instructions of sm_100's own; Triton 3.6 makes one PTX of theirs for all GPUs
-        # of NVIDIA's, two conversions of tiles aside.
-        rare = ("sm_80", "sm_100") if triton.__version__.startswith("3.6.") else ("sm_100",)
-        if architecture in rare and "PRECISION" not in given:
-            continue
+    kernel = "-".join([self.fn.__name__, *label])
+    for architecture in architectures(kernel, "PRECISION" in given):
+        target = TARGETS[architecture]
         for name in chosen[target.backend].keys() & given.keys():
             constants[(self.arg_names.index(name),)] = chosen[target.backend][name]
         source = ASTSource(self, signature, constants, known)
         compiled = triton.compile(source, target=target, options=options)
         ptx, shared = compiled.asm.get("ptx", ""), compiled.metadata.shared
-        kernel = "-".join([self.fn.__name__, *label])
         print(architecture, kernel, *(len(re.findall(text, ptx)) for text in COUNTED), shared)
 
 
 def compile_embedding_bag() -> None:
-    """Calls every function: FP32 tables with and without a layout, a BF16 and an FP16 table."""
+    """Calls every function: a BF16 table, FP32 tables with and without a layout, an FP16 table."""
     ops = InLists(kernels)
+    values, offsets = torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int()
+    table, grad = torch.zeros(4, 20, dtype=torch.bfloat16), torch.zeros(1, 20)
+    state = (torch.zeros(4), torch.tensor(0), torch.tensor(0.1))
+    ops.embedding_bag_backward_fused_(table, *state, grad, values, offsets, rounding="nearest")
     case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], weighted=True)
     shape = list(case.weights.shape)
     ops.embedding_bag(case.weights, *case.jagged, **case.layout)
@@ -96,11 +117,7 @@ def compile_embedding_bag() -> None:
         case.update(optimizer, ops)
         one = torch.tensor(1.0)
         case.update(optimizer, ops, grad_scale=one, found_inf=one, status=torch.tensor([2**63 - 1, 0]))
-    values, offsets = torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int()
-    table, grad = torch.zeros(4, 20, dtype=torch.bfloat16), torch.zeros(1, 20)
     ops.embedding_bag(table, values, offsets, bounds_check="none")
-    state = (torch.zeros(4), torch.tensor(0), torch.tensor(0.1))
-    ops.embedding_bag_backward_fused_(table, *state, grad, values, offsets, rounding="nearest")
     ops.embedding_bag_backward_sparse(grad, [4, 20], values, offsets)
     ops.embedding_bag(torch.zeros(4, 1, dtype=torch.float16), values.long(), offsets.long())
 
@@ -118,15 +135,15 @@ def compile_fake_quantize() -> None:
     """Calls it for every format and rounding, with every dtype and both scale rules, and for long integer rows."""
     seed = torch.tensor(1)
     for format in rk.ROW_FORMATS:
-        fake_quantize(torch.zeros(4, 100), format)
         fake_quantize(torch.zeros(4, 100, dtype=torch.bfloat16), format, "stochastic", seed, seed)
+        fake_quantize(torch.zeros(4, 100), format)
     for format in ("int8", "int4", "int2"):
         fake_quantize(torch.zeros(4, 5000, dtype=torch.float16), format, "stochastic", None, seed)
 
 
 def compile_grouped_projection() -> None:
-    """Calls it and its gradients with narrow columns and with wide ones."""
-    for in_dims, out_dims in (([3, 2], [4, 4]), ([70, 40], [130, 40])):
+    """Calls it and its gradients with wide columns and with narrow ones."""
+    for in_dims, out_dims in (([70, 40], [130, 40]), ([3, 2], [4, 4])):
         x, grad = torch.zeros(100, sum(in_dims)), torch.zeros(100, sum(out_dims))
         dims = (in_dims, out_dims, [0, 1])
         weights = grouped_projection.grouped_projection_backward_weights(grad, x, *dims)
@@ -138,8 +155,8 @@ KINDS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee
 
 
 def compile_dot_interaction() -> None:
-    """Calls it and its gradient in every precision, with few vectors and with more than a tile has; of one column."""
-    for vectors, columns, self_interaction in ((3, 10, True), (80, 128, False), (2, 1, False)):
+    """Calls it and its gradient in every precision, with more vectors than a tile has and with few; of one column."""
+    for vectors, columns, self_interaction in ((80, 128, False), (3, 10, True), (2, 1, False)):
         for dtype, precision in KINDS[: 1 if columns == 1 else None]:
             dense, sparse = torch.zeros(2, columns, dtype=dtype), torch.zeros(2, vectors, columns, dtype=dtype)
             grad = dot_interaction.dot_interaction(dense, sparse, self_interaction, precision)
@@ -148,7 +165,7 @@ def compile_dot_interaction() -> None:
 
 def compile_factorization_machine() -> None:
     """Calls it and its gradient in every precision with full tiles, and with small ones in the default one."""
-    for (vectors, columns, factors), kinds in (((3, 10, 4), KINDS[:1]), ((27, 64, 24), KINDS)):
+    for (vectors, columns, factors), kinds in (((27, 64, 24), KINDS), ((3, 10, 4), KINDS[:1])):
         for dtype, precision in kinds:
             x, y = torch.zeros(2, vectors, columns, dtype=dtype), torch.zeros(vectors, factors, dtype=dtype)
             grad = factorization_machine.factorization_machine(x, y, precision)

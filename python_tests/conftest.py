@@ -35,11 +35,12 @@ settings.register_profile("rec_kernels", derandomize=True, deadline=None, databa
 settings.load_profile("rec_kernels")
 
 
-#: Files that take minutes in one process, the longest first; of two, one would wait for them at the end. (xdist keeps
-#: this order with --no-loadscope-reorder; else it starts with the files of most tests.)
+#: Files that take half a minute and more in one process, the longest first; of two, one would wait for them at the end.
+#: (xdist keeps this order with --no-loadscope-reorder; else it starts with the files of most tests.)
 SLOWEST = (
     *("test_emulator.py", "test_triton.py", "test_sanitized_cpu.py", "test_cpp_examples.py"),
     *("test_embedding_bag_triton.py", "test_row_formats.py", "test_types.py", "test_aarch64.py"),
+    *("test_cuda_code.py", "test_dlrm_sharded.py", "test_sanitize_cuda.py", "test_bench_workloads.py"),
 )
 
 

@@ -70,9 +70,9 @@ def test_another_process_goes_on(measure_cases, capfd: pytest.CaptureFixture) ->
 
 def test_a_case_that_hangs(measure_cases) -> None:
     """Its process is ended after a time in which nothing was written."""
-    status, found = measure_cases("hangs", "last", seconds=8)
+    status, found = measure_cases("hangs", "last", seconds=4)
     assert status == 0
-    assert found["cases"][0]["error"] == "not measured: it lasted 8 s"
+    assert found["cases"][0]["error"] == "not measured: it lasted 4 s"
     assert [case["name"] for case in found["cases"]] == ["hangs", "last"]
 
 

@@ -118,7 +118,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
         *before, most = counts.get((target, kernel), [0] * (len(numbers) + 1))
         sums = [a + int(b) for a, b in zip(before, numbers, strict=True)]
         counts[target, kernel] = [*sums, max(most, int(shared))]
-    # Products are compiled for all GPUs of NVIDIA's, the other kernels for two; for one by the oldest Triton.
+    # compile_triton.architectures: products for all GPUs of NVIDIA's, the other kernels for two; for one by Triton 3.6.
     kernels = {kernel for target, kernel in counts if target == AMD}
     products = kernels & (PRODUCTS | INTERACTIONS | FACTORIZATIONS)
     common = ("sm_90", AMD) if version == f"triton {OLDEST}" else ("sm_80", "sm_90", AMD)
