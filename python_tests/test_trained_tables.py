@@ -58,7 +58,7 @@ def test_weights_that_are_not_to_be_trained(format: str) -> None:
     assert step() == (False, True)
     assert torch.equal(before, item)
     for alone in (item, pickle.loads(pickle.dumps(item))):
-        assert bool(getattr(alone, "_rec_kernels_fused", False)) is (alone is item)
+        assert bool(getattr(alone, "_rec_kernels_mark", False)) is (alone is item)
     copied = copy.deepcopy(collection)
     copied(batch(1)).values().sum().backward()
     assert torch.equal(before, copied.embedding_bags["item"].weight)
@@ -101,3 +101,16 @@ def test_torch_optimizers_are_told_once() -> None:
         warnings.simplefilter("error")
         for optimizer in (both, dense, collection.fused_optimizer):
             optimizer.step()
+
+
+def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
+    """A collection without optimizer has no gradients beside a format that torch cannot train; frozen, it is fine."""
+    collection, top = make(None, format="int8"), nn.Linear(28, 1)
+    model = copy.deepcopy(nn.ModuleList([collection, top])).to("cpu")
+    assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
+    with pytest.warns(UserWarning, match=r"SGD was given tables of a collection that nothing trains.*RowwiseAdagrad"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for parameters in (rk.dense_parameters(model), list(make(None).parameters())):
+            torch.optim.SGD(parameters, lr=0.1).step()
