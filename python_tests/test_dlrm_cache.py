@@ -203,7 +203,7 @@ def test_a_comparison_goes_on_with_a_larger_budget(data_dir, tmp_path, capsys) -
     command = ["compare", "a:batch_size=16", "b:batch_size=250", *flags, "--backing", "disk", "--name", "c"]
     command += ["--threads", "1", "--runs-dir", str(tmp_path), "--memory-budget"]
     assert main([*command, "1200kB"]) == 1
-    assert "memory_budget (now '1200kB')" in capsys.readouterr().err
+    assert "memory_budget is '1200kB'" in capsys.readouterr().err
     failed = records(tmp_path / "c" / "b-seed0")[-1]
     assert (failed["kind"], "memory" in failed["cause"].lower()) == ("failed", True)
     done = (tmp_path / "c" / "a-seed0" / "metrics.jsonl").read_bytes()

@@ -136,10 +136,8 @@ class TableFile:
             try:
                 self.file.load(starts, sizes)
             except MemoryError as error:
-                raise MemoryError(
-                    f"{error} beside the slots of the cache: give RowCache more memory_budget, or look up fewer rows "
-                    "at a time"
-                ) from None
+                advice = "give it more memory_budget, or look up fewer rows at a time"
+                raise MemoryError(f"{error} beside the cache's slots: {advice}") from None
 
     def load_table(self, i: int, first: int, count: int) -> None:
         """Loads rows of table i, all of which may change."""
