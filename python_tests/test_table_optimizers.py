@@ -384,23 +384,6 @@ def test_groups() -> None:
         only.param_groups[0]["weight_decay"] = 0.5
     only.load_state_dict({"state": {}, "param_groups": [{**only.state_dict()["param_groups"][0], "weight_decay": 0.5}]})
     assert "weight_decay" not in only.param_groups[0]
-
-
-def test_groups_refuse_options_that_nothing_reads() -> None:
-    """An option of another optimizer raises, and is left out of a state that has it; names of schedulers are taken."""
-    face = uniform(ALL[1]).fused_optimizer
-    group, before = face.param_groups[0], face.state_dict()
-    for name in ("momentum", "learning_rate"):
-        with pytest.raises(ValueError, match=rf"{name} = 0\.5 is not an option of \w+: of a fused optimizer only lr"):
-            group[name] = 0.5
-    group["initial_lr"] = 0.25
-    face.load_state_dict({"state": {}, "param_groups": [{**before["param_groups"][0], "momentum": 0.5, "max_lr": 1.0}]})
-    assert group.keys() == {"params", "lr", "initial_lr", "max_lr"}
-
-
-def test_the_collection_names_its_optimizers() -> None:
-    """Each table's optimizer is printed with the table."""
-    collection = made(OWN)
     assert "b: 12 x 4 sum optimizer=Adam(lr=0.1)" in repr(collection)
 
 

@@ -114,3 +114,17 @@ def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
         warnings.simplefilter("error")
         for parameters in (rk.dense_parameters(model), list(make(None).parameters())):
             torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def test_groups_refuse_options_that_nothing_reads() -> None:
+    """An option of another optimizer raises, and is left out of a state that has it; names of schedulers are taken."""
+    face = make(rk.RowwiseAdagrad(lr=0.1)).fused_optimizer
+    group, before = face.param_groups[0], face.state_dict()
+    for name in ("momentum", "learning_rate"):
+        with pytest.raises(
+            ValueError, match=rf"{name} = 0\.5 is not an option of RowwiseAdagrad: of a fused optimizer only lr"
+        ):
+            group[name] = 0.5
+    group["initial_lr"] = 0.25
+    face.load_state_dict({"state": {}, "param_groups": [{**before["param_groups"][0], "momentum": 0.5, "max_lr": 1.0}]})
+    assert group.keys() == {"params", "lr", "initial_lr", "max_lr"}

@@ -186,9 +186,7 @@ class TableCollection(nn.Module):
             self._update.release()
         is_fused = self.optimizer is not None
         self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
-        if not self._is_trained:
-            for weight in self._held.weights():
-                mark_untrained(weight)
+        mark_untrained([] if self._is_trained else self._held.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._store.wait(self._device)

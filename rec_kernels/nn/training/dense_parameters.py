@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -44,9 +45,10 @@ def mark_fused(weight: nn.Parameter) -> None:
     weight.__dict__[_MARK] = _FUSED
 
 
-def mark_untrained(weight: nn.Parameter) -> None:
-    """Says of a parameter that its table is in a collection without optimizer whose formats torch cannot train."""
-    weight.__dict__[_MARK] = _UNTRAINED
+def mark_untrained(weights: Iterable[nn.Parameter]) -> None:
+    """Says of tables that they are in a collection without optimizer whose formats torch cannot train."""
+    for weight in weights:
+        weight.__dict__[_MARK] = _UNTRAINED
 
 
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
