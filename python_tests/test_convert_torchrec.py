@@ -179,3 +179,22 @@ def test_errors() -> None:
     theirs.embedding_bag_configs()[1].num_embeddings_post_pruning = 5
     with pytest.raises(ValueError, match=r"theirs: table .item.: num_embeddings_post_pruning must be left"):
         rk.convert_embeddings(theirs)
+
+
+def test_models_of_torchrec_take_collections() -> None:
+    """TorchRec's DLRM asks a collection for its configs by name, and loads the weights of the one that it had."""
+    from torchrec.models.dlrm import DLRM
+
+    configs = [
+        torchrec.EmbeddingBagConfig(name=n, num_embeddings=s[0], embedding_dim=8, feature_names=[f"{n}f"])
+        for n, s in SIZES.items()
+    ]
+    theirs = DLRM(torchrec.EmbeddingBagCollection(tables=configs), 4, [8, 8], [8, 1])
+    ours = DLRM(rk.EmbeddingBagCollection(configs, optimizer=rk.SGD(lr=0.25)), 4, [8, 8], [8, 1])
+    ours.load_state_dict(theirs.state_dict())
+    batch = jagged(0)
+    features = torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths())
+    dense = torch.randn(batch.stride(), 4)
+    assert torch.equal(ours(dense, features), theirs(dense, features))
+    sequences = rk.EmbeddingCollection([rk.EmbeddingConfig(9, 8, name="t", feature_names=["f"])])
+    assert sequences.embedding_configs() == list(sequences.tables)

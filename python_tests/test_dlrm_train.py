@@ -257,6 +257,8 @@ def test_nan_loss_leaves_the_tables_untouched_and_names_the_batch(data, tmp_path
         (["--run", "../x"], "run is '../x', allowed is letters"),
         (["--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3 (did you mean --epochs?)"),
+        (["--batchsize=3"], "unrecognized arguments: --batchsize=3 (did you mean --batch-size?)"),
         (["--bottom", "64,x"], "argument --bottom: invalid widths value: '64,x'"),
         (["--top", "64,0"], "top is (64, 0), allowed is widths of 1 or more"),
         (

@@ -58,7 +58,7 @@ def test_weights_that_are_not_to_be_trained(format: str) -> None:
     assert step() == (False, True)
     assert torch.equal(before, item)
     for alone in (item, pickle.loads(pickle.dumps(item))):
-        assert bool(getattr(alone, "_rec_kernels_fused", False)) is (alone is item)
+        assert bool(getattr(alone, "_rec_kernels_mark", False)) is (alone is item)
     copied = copy.deepcopy(collection)
     copied(batch(1)).values().sum().backward()
     assert torch.equal(before, copied.embedding_bags["item"].weight)
@@ -101,3 +101,30 @@ def test_torch_optimizers_are_told_once() -> None:
         warnings.simplefilter("error")
         for optimizer in (both, dense, collection.fused_optimizer):
             optimizer.step()
+
+
+def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
+    """A collection without optimizer has no gradients beside a format that torch cannot train; frozen, it is fine."""
+    collection, top = make(None, format="int8"), nn.Linear(28, 1)
+    model = copy.deepcopy(nn.ModuleList([collection, top])).to("cpu")
+    assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
+    with pytest.warns(UserWarning, match=r"SGD was given tables of a collection that nothing trains.*RowwiseAdagrad"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for parameters in (rk.dense_parameters(model), list(make(None).parameters())):
+            torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def test_groups_refuse_options_that_nothing_reads() -> None:
+    """An option of another optimizer raises, and is left out of a state that has it; names of schedulers are taken."""
+    face = make(rk.RowwiseAdagrad(lr=0.1)).fused_optimizer
+    group, before = face.param_groups[0], face.state_dict()
+    for name in ("momentum", "learning_rate"):
+        with pytest.raises(
+            ValueError, match=rf"{name} = 0\.5 is not an option of RowwiseAdagrad: of a fused optimizer only lr"
+        ):
+            group[name] = 0.5
+    group["initial_lr"] = 0.25
+    face.load_state_dict({"state": {}, "param_groups": [{**before["param_groups"][0], "momentum": 0.5, "max_lr": 1.0}]})
+    assert group.keys() == {"params", "lr", "initial_lr", "max_lr"}

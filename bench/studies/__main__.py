@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.studies import compare, compare_report, reproduce, reproduce_report, roofline
-from rec_kernels.dlrm.__main__ import add_run, config_of, config_of_run, execute
+from rec_kernels.dlrm.__main__ import Parser, add_run, config_of, config_of_run, execute
 from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, add_options
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.train import RunInterruptedError
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bench.studies",
         description="Studies: many runs of the trainer, and what they show together.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compare(commands)
@@ -35,7 +34,6 @@ def _add_compare(commands: Any) -> None:
         "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
         "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Given again, the command "
         "goes on where it stopped. Other flags are options of all configurations.",
-        allow_abbrev=False,
     )
     command.set_defaults(run_command=_compare)
     command.add_argument(
@@ -77,7 +75,6 @@ def _add_reproduce(commands: Any) -> None:
         help="train a list of comparisons and set what papers claim beside what comes out",
         description="Train a list of comparisons and set what papers claim beside what comes out: one page with "
         "pictures, in runs/reproduce or runs/reproduce-quick. Given again, the command goes on where it stopped.",
-        allow_abbrev=False,
     )
     command.set_defaults(run_command=_reproduce)
     command.add_argument("--list", action="store_true", help="print the experiments and what they take, do nothing")
@@ -95,7 +92,6 @@ def _add_roofline(commands: Any) -> None:
         help="set the parts of a run's steps beside the machine's limits",
         description="Set the seconds of each part of a finished run's steps beside what their bytes and products take "
         "at the limits of this machine, which are measured.",
-        allow_abbrev=False,
     )
     command.set_defaults(run_command=_roofline)
     add_run(command)

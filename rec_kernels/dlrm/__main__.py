@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +29,24 @@ PROGRAM = "python -m rec_kernels.dlrm"
 TOLD = (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError, IndexError)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser, and those of its commands, of whole options; it names the nearest to one that is not there."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; ends the program with 2 if an unknown option is nearly one of its own."""
+        found, unknown = super().parse_known_args(args, namespace)
+        options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help() if unknown else "")
+        near = [n for word in unknown for n in difflib.get_close_matches(word.split("=")[0], set(options), 1, 0.7)]
+        if near:
+            self.error(f"unrecognized arguments: {' '.join(unknown)} (did you mean {', '.join(near)}?)")
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Reference trainer of DLRM, DCN V2 and Wukong.",
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=PROGRAM, description="Reference trainer of DLRM, DCN V2 and Wukong.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
     _add_evaluate(commands)
@@ -143,9 +157,8 @@ def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         if not (isinstance(error, TOLD) or out_of_memory(error)):
             raise  # a mistake of ours, whose traceback is needed
         text = " ".join(str(error).splitlines()) or "out of memory"
-        print(
-            f"error: {text}" if launched_rank() == 0 else f"error of process {launched_rank()}: {text}", file=sys.stderr
-        )
+        rank = launched_rank()
+        print(f"error{f' of process {rank}' if rank else ''}: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

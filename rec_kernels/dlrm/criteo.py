@@ -72,7 +72,9 @@ class Criteo(Rows):
         choice = json.dumps([str(Path(path).resolve()), rows, table_rows])
         directory = base_directory(data_dir) / f"criteo-{hashlib.sha256(choice.encode()).hexdigest()[:12]}"
         build = partial(_prepare, files=files, rows=rows, table_rows=table_rows, progress=progress)
-        data = open_directory(directory, _identity(files, rows, table_rows), build)
+        source = [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]
+        identity = {"format": FORMAT, "source": source, "rows": rows, "table_rows": table_rows}
+        data = open_directory(directory, identity, build)
         self.name = "criteo" + (f"-rows{rows}" if rows else "") + (f"-tables{table_rows}" if table_rows else "")
         self.fingerprint = fingerprint(directory)
         self.label, self.dense, self.ids = data["label"], data["dense"], data["ids"]
@@ -97,16 +99,6 @@ def source_files(path: Path) -> list[Path]:
         if not file.is_file():
             raise DataError(f"{file} is not a file: a folder given as path must hold files in Criteo's format only")
     return files
-
-
-def _identity(files: list[Path], rows: int | None, table_rows: int | None) -> dict[str, Any]:
-    stats = [file.stat() for file in files]
-    return {
-        "format": FORMAT,
-        "source": [[file.name, s.st_size, s.st_mtime_ns] for file, s in zip(files, stats, strict=True)],
-        "rows": rows,
-        "table_rows": table_rows,
-    }
 
 
 def train_rows(rows: int) -> int:

@@ -17,6 +17,8 @@ from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, Wukon
 from rec_kernels.dlrm.ranks import ALONE
 from rec_kernels.dlrm.shapes import shown
 
+#: Options of a config that are arguments of the model.
+OPTIONS = ("bottom", "top", "format", "rounding", "seed", "precision", "activations")
 FILE = "embeddings.rows"  # of tables on disk, in the folder of a run
 
 
@@ -41,17 +43,11 @@ def build_model(
             data.features,
             data.num_dense,
             config.embedding_dim,
-            bottom=config.bottom,
-            top=config.top,
+            **{name: getattr(config, name) for name in OPTIONS},
             interaction=interaction_of(config),
-            format=config.format,
-            rounding=config.rounding,
             compressions=config.compressions(data.features),
             optimizer=config.table_optimizer(),
-            seed=config.seed,
             cache=row_cache(config, directory, generation),
-            precision=config.precision,
-            activations=config.activations,
             sharded=ranks.world_size > 1,
         )
         if ranks.world_size > 1:

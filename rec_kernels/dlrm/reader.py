@@ -37,10 +37,8 @@ class Reader:
     def __init__(self, config: TrainConfig, data: DataSet | None = None, run: Path | None = None, ranks: Ranks = ALONE):
         self.data = data = open_data(config) if data is None else data
         self.name, self.batch_size, self.mode = data.name, config.batch_size, config.dedup
-        self.num_dense, self.features = (
-            checks.whole_number(data, data.num_dense, "num_dense"),
-            checks.checked_features(data),
-        )
+        self.num_dense = checks.whole_number(data, data.num_dense, "num_dense")
+        self.features = checks.checked_features(data)
         self.fingerprint: str | None = getattr(data, "fingerprint", None)
         self._rows = {s: checks.whole_number(data, data.num_rows(s), f"num_rows({s!r})") for s in ("train", "test")}
         if empty := [split for split, rows in self._rows.items() if rows < 1]:

@@ -134,10 +134,8 @@ def _explained(run: Run, error: Exception) -> Exception | None:
     """An error that says where another one happened or what to do about it; None: it does so itself."""
     config = run.config
     if isinstance(error, MemoryError) and config.backing == "disk":
-        return TrainingError(
-            f"{error}: a batch needs more than memory_budget (now {config.memory_budget!r}) or fewer rows than "
-            f"batch_size (now {config.batch_size})"
-        )
+        now = f"memory_budget is {config.memory_budget!r}, batch_size {config.batch_size}"
+        return TrainingError(f"{error} ({now})")
     if isinstance(error, IndexError):  # a GPU tells a step later
         return IndexError(f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}")
     return None

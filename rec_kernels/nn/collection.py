@@ -32,6 +32,7 @@ from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall, make_store
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
+from rec_kernels.nn.training.dense_parameters import mark_untrained
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
@@ -185,6 +186,7 @@ class TableCollection(nn.Module):
             self._update.release()
         is_fused = self.optimizer is not None
         self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
+        mark_untrained([] if self._is_trained else self._held.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._store.wait(self._device)

@@ -12,6 +12,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.served import ServedTables, in_format
+from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.parameters import Tables
 
 
@@ -80,6 +81,10 @@ class EmbeddingBagCollection(TableCollection):
             has changed when one is raised. On a GPU, bad ids and offsets of earlier lookups are raised, see ``check``.
         """
         return pooled_lookups.look_up(self, features)
+
+    def embedding_bag_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs, by TorchRec's name for ``tables``: models of TorchRec, as its DLRM, ask for them."""
+        return list(self.tables)
 
     def by_feature(self, features) -> dict[str, Tensor]:
         """Looks up as ``forward``, and returns a [B_f, D_f] tensor for each feature, whose batch sizes may differ.

@@ -12,6 +12,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.served import ServedTables, in_format
+from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.load_state import rename
 from rec_kernels.nn.tables.parameters import Tables
 
@@ -58,6 +59,10 @@ class EmbeddingCollection(TableCollection):
             the offsets only those where features begin are looked at.
         """
         return sequence_lookups.look_up(self, features)
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs, by TorchRec's name for ``tables``."""
+        return list(self.tables)
 
     def rows(self, features) -> Tensor:
         """[N, largest D]: what ``forward`` returns, before it is cut into features; columns behind a D are zeros.

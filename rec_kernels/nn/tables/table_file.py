@@ -133,7 +133,11 @@ class TableFile:
             self.file.load(starts, sizes)
         except MemoryError:  # what was prefetched may be in the way
             self.file.cancel_prefetch()
-            self.file.load(starts, sizes)
+            try:
+                self.file.load(starts, sizes)
+            except MemoryError as error:
+                advice = "give it more memory_budget, or look up fewer rows at a time"
+                raise MemoryError(f"{error} beside the cache's slots: {advice}") from None
 
     def load_table(self, i: int, first: int, count: int) -> None:
         """Loads rows of table i, all of which may change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -12,17 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 
-_MARK = "_rec_kernels_fused"  # an attribute of a parameter
+_MARK = "_rec_kernels_mark"  # an attribute of a parameter
 
 
-class _Fused:
-    """The mark of a parameter that a fused optimizer updates. One that is pickled alone comes back without it."""
+class _Mark:
+    """Says of a table's parameter that torch's optimizers do not train it. One that is pickled alone has none."""
 
     def __reduce__(self) -> tuple:
         return bool, ()
 
 
-_FUSED = _Fused()
+_FUSED, _UNTRAINED = _Mark(), _Mark()
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -36,7 +37,7 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
         Its parameters that require gradients, in the order of ``module.parameters()``, without the tables of
         collections that have a fused optimizer. Projections of narrow tables are among them.
     """
-    return [p for p in module.parameters() if p.requires_grad and not getattr(p, _MARK, False)]
+    return [p for p in module.parameters() if p.requires_grad and getattr(p, _MARK, None) is not _FUSED]
 
 
 def mark_fused(weight: nn.Parameter) -> None:
@@ -44,12 +45,26 @@ def mark_fused(weight: nn.Parameter) -> None:
     weight.__dict__[_MARK] = _FUSED
 
 
+def mark_untrained(weights: Iterable[nn.Parameter]) -> None:
+    """Says of tables that they are in a collection without optimizer whose formats torch cannot train."""
+    for weight in weights:
+        weight.__dict__[_MARK] = _UNTRAINED
+
+
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step of any torch optimizer: says once what it does not do."""
     if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
         return
     _seen.add(optimizer)
-    if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
+    marks = {id(getattr(p, _MARK, None)) for group in optimizer.param_groups for p in group["params"]}
+    if id(_UNTRAINED) in marks:
+        warnings.warn(
+            f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in a format other "
+            "than fp32 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or leave the tables "
+            "out by rk.dense_parameters(model), if they are to stay as they are",
+            stacklevel=3,
+        )
+    if id(_FUSED) in marks:
         warnings.warn(
             f"{type(optimizer).__name__} was given tables that a fused optimizer updates: its learning rate, weight "
             "decay and schedulers do not reach them. Give it rk.dense_parameters(model); tables have the options of "

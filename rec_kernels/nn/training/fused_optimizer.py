@@ -13,6 +13,20 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import LARGEST_FLOAT, number_of
 
+#: Options of optimizers, here and in torch: in a group of an optimizer that lacks them they would be read by nobody.
+OPTIONS = {
+    *("learning_rate", "momentum", "dampening", "nesterov", "betas", "eps", "weight_decay", "weight_decay_mode"),
+    *(
+        "decoupled_weight_decay",
+        "clip_grad_value",
+        "clip_grad_norm",
+        "lr_decay",
+        "initial_accumulator_value",
+        "amsgrad",
+    ),
+    *("maximize", "alpha", "centered", "state_dtype"),
+}
+
 
 class RateGroup(NamedTuple):
     """Tables that have one learning rate.
@@ -60,6 +74,11 @@ class _Group(dict):
             raise ValueError(
                 f"{key} = {value!r} must be {self.numbers[key]!r}, as the table's optimizer was built: of a fused "
                 "optimizer only lr can be changed"
+            )
+        if key in OPTIONS and self.numbers and key not in self.numbers:
+            raise ValueError(
+                f"{key} = {value!r} is not an option of {self.numbers['optimizer']}: of a fused optimizer only lr can "
+                "be changed, and other options are given when the collection is made"
             )
         super().__setitem__(key, value)
 
@@ -180,7 +199,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             # torch puts plain dicts in the groups' place.
             for group, loaded in zip(groups, self.param_groups, strict=True):
-                kept = {name: value for name, value in loaded.items() if name not in group.numbers}
+                kept = {name: value for name, value in loaded.items() if name not in OPTIONS | group.numbers.keys()}
                 group.update({**kept, "params": group["params"]})
             self.param_groups = groups
             self._show_state()
