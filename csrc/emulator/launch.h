@@ -20,7 +20,10 @@ inline char current_stream;
 
 class OnDeviceOf {
  public:
-  explicit OnDeviceOf(const Tensor&) { ++guards; }
+  explicit OnDeviceOf(const Tensor& t) {
+    if (!t.is_cpu()) throw std::runtime_error("a tensor that is on no GPU is to make its GPU current");
+    ++guards;
+  }
   OnDeviceOf(const OnDeviceOf&) = delete;
   OnDeviceOf& operator=(const OnDeviceOf&) = delete;
   ~OnDeviceOf() { --guards; }

@@ -18,6 +18,19 @@ constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<For
 template <class Format>
 constexpr bool kHalfTheLanes = kIntegers<Format> || std::is_same<Format, Mx9>::value;
 
+// Formats and widths whose rows are decoded whether they count or not. For a condition on their sums alone nvcc makes a
+// branch, and moves all that a row's numbers come from, its loads among it, behind that: a lane would wait for one row
+// before it asks for another. Rows of floats are not decoded; planes and wider rows would take too many registers.
+template <class Format, int kBlocks>
+constexpr bool kDecodesAll = (kHalves<Format> || kIntegers<Format>) && kBlocks < kMaxBlocks;
+
+// The compiler makes x here, and not where it is read.
+__device__ __forceinline__ void keep_here([[maybe_unused]] Vec4& x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+f"(x.v[0]), "+f"(x.v[1]), "+f"(x.v[2]), "+f"(x.v[3]));
+#endif
+}
+
 // The rows of a table.
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 struct TableRows {
@@ -41,6 +54,8 @@ struct TableRows {
     }
     __device__ __forceinline__ void decode(const TableRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
       raw.decode(first, x);
+      if constexpr (kDecodesAll<Format, kBlocks>)
+        for (int k = 0; k < kBlocks; ++k) keep_here(x[k]);
     }
   };
 };

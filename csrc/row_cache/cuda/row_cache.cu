@@ -165,11 +165,11 @@ __global__ void __launch_bounds__(kThreads) add_pieces_kernel(RangeArgs a) {
 }
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBags& bags) {
-  const OnDeviceOf device(cache_tags);
-  const cudaStream_t stream = device.stream();
   const OptionalTensor none, tags = cache_tags, marks = cache_marks;
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   const CacheTensors cache = read_cache({none, tags, marks, none}, layout, bags.values, CacheUse::kFind);
+  const OnDeviceOf device(bags.values);
+  const cudaStream_t stream = device.stream();
   const BagInput in = read_bags(bags, layout, stream);
   LayoutLimits limits = limits_of(in, cache_tags, cache);
   limits.weight_bytes = INT64_MAX;  // they are not read: any table fits
@@ -183,14 +183,14 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
            const Tensor& cache_clock, const Tensor& records, const std::vector<int64_t>& layout_sizes,
            const std::string& rounding, const OptionalTensor& seed, int64_t first_slot,
            std::optional<int64_t> num_slots) {
-  const OnDeviceOf device(cache_tags);
-  const cudaStream_t stream = device.stream();
   const Tensor values = new_zeros(cache_tags, {0}, ScalarType::Long);
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   const Layout layout = read_layout(records, layout_sizes, values);
   check_weights(weights, cache_tags, layout);
   const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
   CacheTensors cache = read_cache({rows, tags, none, dirty}, layout, values, CacheUse::kFlush);
+  const OnDeviceOf device(cache_tags);
+  const cudaStream_t stream = device.stream();
   const BagInput in = read_bags({values, offsets, records, layout_sizes, none, "none"}, layout, stream);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
