@@ -15,9 +15,26 @@ from rec_kernels.nn.arguments import LARGEST_FLOAT, number_of
 
 #: Options of optimizers, here and in torch: in a group of an optimizer that lacks them they would be read by nobody.
 OPTIONS = frozenset(
-    "alpha amsgrad betas centered clip_grad_norm clip_grad_value dampening decoupled_weight_decay eps "
-    "initial_accumulator_value learning_rate lr_decay maximize momentum nesterov state_dtype weight_decay "
-    "weight_decay_mode".split()
+    [
+        "alpha",
+        "amsgrad",
+        "betas",
+        "centered",
+        "clip_grad_norm",
+        "clip_grad_value",
+        "dampening",
+        "decoupled_weight_decay",
+        "eps",
+        "initial_accumulator_value",
+        "learning_rate",
+        "lr_decay",
+        "maximize",
+        "momentum",
+        "nesterov",
+        "state_dtype",
+        "weight_decay",
+        "weight_decay_mode",
+    ]
 )
 
 
