@@ -85,7 +85,7 @@ def test_kernels_in_the_interpreter(tier: str, monkeypatch: pytest.MonkeyPatch) 
     found = {op: int(comparisons) for op, comparisons in counted}
     PASSED["triton"] += sum(found.values())
     assert found
-    assert "skipped" not in printed
+    assert not re.search(r"\b\d+ skipped", printed)
     if tier == "not full":
         assert {op: n for op, n in COMPARISONS.items() if found.get(op, 0) < n} == {}
 
