@@ -188,7 +188,7 @@ def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
         train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
     more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 250}
-    with pytest.raises(TrainingError, match=r"more memory_budget.*memory_budget is '1200kB', batch_size 250"):
+    with pytest.raises(TrainingError, match=r"bytes.*more memory_budget.*memory_budget is '1200kB', batch_size 250"):
         train(config(tmp_path, **more), progress=False)
     assert "Failed" in (tmp_path / "large" / "report.html").read_text()
     flags = ["--data", "synthetic", "--data-dir", str(tmp_path), "--rows", "100", "--table-rows", "50"]

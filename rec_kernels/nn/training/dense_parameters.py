@@ -56,15 +56,15 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
         return
     _seen.add(optimizer)
-    marks = {id(getattr(p, _MARK, None)) for group in optimizer.param_groups for p in group["params"]}
-    if id(_UNTRAINED) in marks:
+    marks = {getattr(p, _MARK, None) for group in optimizer.param_groups for p in group["params"]}
+    if _UNTRAINED in marks:
         warnings.warn(
             f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in a format other "
             "than fp32 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or leave the tables "
             "out by rk.dense_parameters(model), if they are to stay as they are",
             stacklevel=3,
         )
-    if id(_FUSED) in marks:
+    if _FUSED in marks:
         warnings.warn(
             f"{type(optimizer).__name__} was given tables that a fused optimizer updates: its learning rate, weight "
             "decay and schedulers do not reach them. Give it rk.dense_parameters(model); tables have the options of "
