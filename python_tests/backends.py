@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import functools
 import os
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from asks import asks, read
 from filelock import FileLock
 from layout_calls import OPS, InLists
 from torch import Tensor
@@ -32,13 +32,9 @@ from rec_kernels._library import keep_value_errors
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "emulated"
-#: The kinds of backends; those that run; what a test file has that asks for one of a kind beside the CPU's.
+#: The kinds of backends; those that run.
 KINDS = ("cpu", "cuda_emulated", "cuda")
 CHOSEN = set(KINDS)
-ASKS = {
-    "cuda_emulated": re.compile(r"(every_backend|device_backends|host_backends|emulated)\("),
-    "cuda": re.compile(r"(every_backend|device_backends|OnCuda|is_available)\("),
-}
 #: Number of comparisons that each kind of backend has passed; the test summary prints them.
 PASSED: collections.Counter[str] = collections.Counter()
 
@@ -98,16 +94,11 @@ def choose(kinds: str) -> None:
     CHOSEN.update(wanted)
 
 
-def left_out(file: Path) -> bool:
-    """True if neither a test file nor a file beside it that it imports asks for a chosen kind; such tests are the
-    CPU's."""
+def left_out(file: Path, test: str | None = None) -> bool:
+    """True if a test of a file (None: if each) asks for none of the chosen kinds (asks.py): it is the CPU's."""
     if "cpu" in CHOSEN:
         return False
-    text = file.read_text()
-    helpers = {file.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)}
-    helpers.discard(Path(__file__))
-    text += "".join(path.read_text() for path in helpers if path.exists())
-    return not any(ASKS[kind].search(text) for kind in CHOSEN)
+    return not any(asks(file, name, frozenset(CHOSEN)) for name in ([test] if test else read(file).tests))
 
 
 def _counted(*runs: tuple[str, Callable[[], Iterator[Backend]]]) -> Iterator[Backend]:
@@ -218,19 +209,28 @@ def _load_emulated() -> object:
     return torch.ops.rec_kernels_emulated
 
 
+def moved(x: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
+    """``x`` as ``to`` copies it, with its strides: ``to`` copies the memory from its first to its last element.
+
+    ``Tensor.to`` and ``Tensor.clone`` make a tensor contiguous that has gaps, or one element in many places.
+    """
+    if x.is_contiguous():
+        return to(x)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return to(x.as_strided((span,), (1,))).as_strided(x.shape, x.stride())
+
+
 def unaligned(x: Tensor) -> Tensor:
-    """``x`` in new memory on its device, one element behind an aligned place.
+    """``x`` in new memory on its device, one element behind an aligned place, with its strides.
 
     Four, of flat bytes: they may be tables, of which some have rows of float32.
     """
-    if not x.is_contiguous():
-        return x.clone()
     past = 4 if x.dtype == torch.uint8 and x.dim() == 1 else 1
-    return torch.cat([x.new_zeros(past), x.flatten()])[past:].view(x.shape)
+    return moved(x, lambda flat: torch.cat([x.new_zeros(past), flat.flatten()])[past:].view(flat.shape))
 
 
 class OnDevice:
-    """``ops`` for CPU tensors: they are copied to the device, and back what an op returns and has changed.
+    """``ops`` for CPU tensors: they are copied to the device, strides and all, and back what an op returns and changes.
 
     Args:
         ops: torch.ops.rec_kernels, or the emulated ones.
@@ -256,7 +256,7 @@ class _OpOnDevice:
 
     def __call__(self, *args, **kwargs):
         given = (args, kwargs)
-        there = tree_map_only(Tensor, self._to, given)
+        there = tree_map_only(Tensor, lambda x: moved(x, self._to), given)
         result = self._op(*there[0], **there[1])
         for mine, other in zip(tree_leaves(given), tree_leaves(there), strict=True):
             if self._changes and isinstance(mine, Tensor):

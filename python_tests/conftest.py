@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backends",
         metavar="KINDS",
-        help=f"only these backends, of {', '.join(backends.KINDS)}, and only the test files that ask for one of them",
+        help=f"only these backends, of {', '.join(backends.KINDS)}, and only the tests that ask for one of them, "
+        "and all of files that the command names",
     )
 
 
@@ -68,10 +70,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if is_test and backends.left_out(collection_path) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest first, in their order, all others in the order that they have."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that ``--backends`` leaves out; the slowest first, in their order, all others in the order they have."""
+    named = {Path(arg.partition("::")[0]).name for arg in config.args}
+    wanted = [item.path.name in named or not _left_out(item) for item in items]
+    if not all(wanted):
+        config.hook.pytest_deselected(items=[item for item, stays in zip(items, wanted, strict=True) if not stays])
+        items[:] = itertools.compress(items, wanted)
     places = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def _left_out(item: pytest.Item) -> bool:
+    """True of a test function, or the class it is in, that asks for no chosen backend."""
+    test = item.cls.__name__ if getattr(item, "cls", None) else getattr(item, "originalname", None)
+    return backends.left_out(item.path, test or item.name.partition("[")[0])
 
 
 def pytest_collection_finish() -> None:

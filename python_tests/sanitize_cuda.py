@@ -7,7 +7,8 @@ check them).
 
 compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
 test-gpu` runs it under every tool of ``TOOLS``; `--sanitizer memcheck` under this one. Every op is called twice: with
-tensors as the allocator places them, and with each one element behind such a place.
+tensors as the allocator places them, and with each one element behind such a place. Ops whose kernels are in Triton are
+called where Triton is (triton_calls.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,8 +38,10 @@ from layout_calls import OPS, InLists
 from row_cache_cases import Batch, CacheCase, CacheSample, call, layout_of, layout_of_floats, settled
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+from triton_calls import triton_calls
 
 import rec_kernels as rk
+from rec_kernels import _triton_versions
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.reference.row_cache import POLICIES
 from rec_kernels.reference.row_formats import ROW_FORMATS
@@ -49,12 +53,19 @@ TOOLS = ("memcheck", "synccheck", "racecheck")
 UNSUPPORTED = "Device not supported"
 
 
-def ops_with_kernels(namespace: str, key: str) -> set[str]:
-    """Public ops of a namespace with a kernel for a dispatch key."""
+def ops_with_kernels(namespace: str, key: str, *, compiled: bool = True) -> set[str]:
+    """Public ops of a namespace with a kernel for a dispatch key: a library's, or one that Python has registered."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = (n.removeprefix(f"{namespace}::") for n in torch._C._dispatch_get_all_op_names() if has_kernel(n, key))
-    # Ops with a namespace left in their name belong to others; a leading underscore marks those for tests.
-    return {name for name in names if "::" not in name and not name.startswith("_")}
+    found = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::") and has_kernel(n, key)]
+    names = {n.removeprefix(f"{namespace}::") for n in found if compiled != _registered_in_python(n, key)}
+    # A leading underscore marks ops for tests.
+    return {name for name in names if not name.startswith("_")}
+
+
+def _registered_in_python(op: str, key: str) -> bool:
+    """True if the dispatcher names a file of Python's as the place where the kernel was registered."""
+    lines = torch._C._dispatch_dump(op)
+    return re.search(rf"^{key}: registered at [^\n]*\.py:\d+ ::", lines, re.MULTILINE) is not None
 
 
 def _cases() -> Iterator[Case]:
@@ -265,12 +276,15 @@ def _tensors(found: object) -> list[Tensor]:
     return tree_flatten(list(found) if isinstance(found, Iterator) else found)[0]
 
 
-def check(ops, wanted: set[str], say: Callable[[str], None] = lambda line: None) -> int:
-    """Calls everything on ``ops`` and on the CPU; what goes wrong in one of ``calls()`` does not end the others.
+def check(
+    ops, wanted: set[str], say: Callable[[str], None] = lambda line: None, some: dict[str, Callable] | None = None
+) -> int:
+    """Calls everything on ``ops`` and on the CPU; what goes wrong in one of the calls does not end the others.
 
     Args:
         wanted: names of the ops that must be among what is called.
-        say: is told of each of ``calls()`` what has come of it.
+        say: is told of each of the calls what has come of it.
+        some: the calls (default: ``calls()``).
 
     Returns:
         How many tensors were compared.
@@ -279,7 +293,7 @@ def check(ops, wanted: set[str], say: Callable[[str], None] = lambda line: None)
         AssertionError: other bits than the CPU's, an error, or an op is missing.
     """
     recorder, faults, compared = Recorder(ops.ops if isinstance(ops, InLists) else ops), [], 0
-    for name, call_some in calls().items():
+    for name, call_some in (calls() if some is None else some).items():
         expected = _tensors(call_some(OPS))
         try:
             found = _tensors(call_some(InLists(recorder)))
@@ -293,7 +307,8 @@ def check(ops, wanted: set[str], say: Callable[[str], None] = lambda line: None)
             faults.append(f"{name}: tensors {different} of {len(found)} differ from the CPU's")
         say(faults[-1] if different else f"{name}: {len(found)} tensors")
     if wanted - recorder.called:
-        faults.append(f"no call of {sorted(wanted - recorder.called)}: add it to calls()")
+        where = "calls()" if some is None else "triton_calls.py"
+        faults.append(f"no call of {sorted(wanted - recorder.called)}: add it to {where}")
     assert not faults, "\n".join(faults)
     return compared
 
@@ -349,17 +364,28 @@ def fuzz(count: int, first: int) -> int:
     return 0
 
 
-def compare(ways: dict[str, object], wanted: set[str]) -> int:
+def compare(ways: dict[str, object], wanted: set[str], some: dict[str, Callable] | None = None) -> int:
     """Checks the ops of each of ``ways`` and prints what comes of it; the exit status."""
     status = 0
     for name, ops in ways.items():
         try:
-            compared = check(ops, wanted, lambda line: print(f"  {line}", flush=True))
+            compared = check(ops, wanted, lambda line: print(f"  {line}", flush=True), some)
             print(f"{name}: {compared} tensors have the CPU's bits", flush=True)
         except AssertionError as error:
             print(f"{name}:\n{error}", flush=True)
             status = 1
     return status
+
+
+def on_gpu(ways: dict[str, object]) -> int:
+    """Checks the CUDA library's ops, and Triton's where a Triton is that the package supports; the exit status."""
+    status = compare(ways, ops_with_kernels("rec_kernels", "CUDA"))
+    version = _triton_versions.installed()
+    if version is None or _triton_versions.is_too_old(version):
+        print(f"the ops whose kernels are in Triton are not called: they need {_triton_versions.SUPPORTED}")
+        return status
+    in_triton = {f"{name}, Triton": ops for name, ops in ways.items()}
+    return compare(in_triton, ops_with_kernels("rec_kernels", "CUDA", compiled=False), triton_calls()) or status
 
 
 def main() -> int:
@@ -386,7 +412,7 @@ def main() -> int:
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():
         sys.exit(f"there is nothing to check: {missing or 'torch sees no CUDA device'}")
-    return compare({"aligned": OnCuda(), "not aligned": OnCuda(unaligned)}, ops_with_kernels("rec_kernels", "CUDA"))
+    return on_gpu({"aligned": OnCuda(), "not aligned": OnCuda(unaligned)})
 
 
 if __name__ == "__main__":

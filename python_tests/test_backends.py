@@ -14,6 +14,7 @@ import backends
 import conftest
 import pytest
 import torch
+from asks import asks
 from backends import CHOSEN, Backend, choose, every_backend, left_out
 
 HERE = Path(__file__).parent
@@ -61,14 +62,77 @@ def test_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         list(backends.cpu_backends())
 
 
+def test_strides_stay_on_another_device() -> None:
+    """Columns, every second number, one number in many places: a copy has their strides, one element further or not."""
+    x = torch.arange(24.0).view(4, 6)
+    for each in (x[:, 1], x.flatten()[::2], x[1].expand(3, 6), x.t(), x[1:1], x[:, 2:4].byte(), torch.tensor(3.0)):
+        for place in (torch.Tensor.clone, backends.unaligned):
+            found = backends.moved(each, place)
+            assert torch.equal(found, each)
+            assert found.stride() == each.stride()
+            assert found.data_ptr() != each.data_ptr() or each.numel() == 0
+
+
+def test_tests_that_ask_for_no_backend_are_left_out() -> None:
+    """In files of others: a name that is imported, a helper's helper, a fixture, an argument all ask."""
+    CHOSEN.clear()
+    CHOSEN.add("cuda")
+    asking = {
+        "learning_rates": "test_wrong_rates",
+        "every_id": "test_row_is_the_remainder",
+        "row_formats": "test_matches_reference",
+        "cuda_graph": "test_torch_sees_no_wait",
+    }
+    for name, test in asking.items():
+        assert not left_out(HERE / f"test_{name}.py", test), test
+    for name, test in {"row_cache_disk_state": "test_killed", "grad_scaler_state": "test_compiled"}.items():
+        assert left_out(HERE / f"test_{name}.py", test), test
+
+    def item(name: str) -> SimpleNamespace:
+        return SimpleNamespace(path=HERE / "test_learning_rates.py", cls=None, originalname=name, name=f"{name}[0]")
+
+    names, gone = ["test_groups", "test_wrong_rates"], []
+    hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+    for argument, left in ((HERE, names[1:]), (HERE / "test_learning_rates.py::test_groups", names)):
+        items = [item(name) for name in names]
+        conftest.pytest_collection_modifyitems(SimpleNamespace(args=[str(argument)], hook=hook), items)
+        assert [each.originalname for each in items] == left
+    assert [each.originalname for each in gone] == names[:1]
+
+
+def test_what_asks_is_found_in_its_source(tmp_path: Path) -> None:
+    """Through an argument, a fixture, a file beside it, all of such a file, a string with code; not in a docstring."""
+    (tmp_path / "beside.py").write_text("def deep():\n    return device_backends()\ndef check(): return deep()\n")
+    tests = {
+        "test_plain": 'def test_plain():\n    "every_backend is not called."\n',
+        "test_own": "def test_own():\n    for b in every_backend(): pass\n",
+        "test_argument": "def test_argument():\n    run(every_backend)\n",
+        "test_fixture": "@pytest.fixture\ndef gpu():\n    return OnCuda()\ndef test_fixture(gpu): pass\n",
+        "test_helper": "from beside import check\ndef test_helper():\n    check()\n",
+        "test_module": "import beside as b\ndef test_module():\n    b.check()\n",
+        "test_star": "from beside import *\ndef test_star():\n    check()\n",
+        "test_string": "def test_string():\n    run('-c', 'every_backend()')\n",
+        "test_mark": "GPU = torch.cuda.is_available()\n@skip(not GPU)\ndef test_mark(): pass\n",
+    }
+    for name, text in tests.items():
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        assert asks(file, name, frozenset({"cuda"})) == (name != "test_plain"), name
+    everywhere = tmp_path / "test_all.py"
+    everywhere.write_text("pytestmark = skip(not is_available())\ndef test_one(): pass\n")
+    assert asks(everywhere, "test_one", frozenset({"cuda"}))
+    assert not asks(everywhere, "test_one", frozenset({"cuda_emulated"}))
+
+
 def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """They run on the CPU; a file whose cases ask, in a file beside it, stays."""
     names = [f"test_{name}.py" for name in ("house", "dlrm_train", "expand", "row_formats", "cuda_graph", "emulator")]
+    names += ["test_fake_quantize.py", "test_row_formats_compile.py"]
     choose("cpu,cuda_emulated")
     assert not any(left_out(HERE / name) for name in names)
     CHOSEN.clear()
     CHOSEN.add("cuda")
-    assert [left_out(HERE / name) for name in names] == [True, True, False, False, False, True]
+    assert [left_out(HERE / name) for name in names] == [True, True, False, False, False, True, True, True]
 
 
 @pytest.mark.full

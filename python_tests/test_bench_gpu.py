@@ -146,6 +146,23 @@ def test_right_kernels_pass_the_checks(make: imp.Make, optimizer: str, w: Worklo
             built.check()
 
 
+def test_torch_adds_a_batch_to_large_rows() -> None:
+    """Rows have grown while others were measured: each of 1000 additions rounds them, and other kernels' do not."""
+    hot = Workload("hot", 1, 2000, 4, 16, 2, zipf=2.0)
+    for make, rounds in ((imp.Torch, True), (imp.Ours, False)):
+        data = imp.Tables(hot, CPU)
+        data.weights.mul_(1e4)
+        data.grad.mul_(1e-2)
+        implementation = make(data, cases.SGD)
+        assert implementation.adds_to_rows == rounds
+        checks.check_update(data, implementation, implementation.step)
+        implementation.adds_to_rows = False
+        if rounds:
+            with pytest.raises(AssertionError, match="rows differ"):
+                checks.check_update(data, implementation, implementation.step)
+    assert not imp.Torch(imp.Tables(hot, CPU), cases.ADAGRAD).adds_to_rows
+
+
 @pytest.mark.parametrize("wrong", ["output", "unwritten"])
 def test_a_wrong_output_is_found(wrong: str) -> None:
     data = imp.Tables(SMALL, CPU)

@@ -263,6 +263,13 @@ def test_one_table_without_layout(format: str) -> None:
     expected, of_factors = case.expected_output(), case.expected_factor_gradient()
     updated, _ = encoded.expected_update("sgd", "stochastic")
     for backend in every_backend():
+        if backend.name == "cuda, unaligned" and format == "fp32":
+            # ``unaligned`` puts rows of bytes one byte further, where no float32 may start.
+            with pytest.raises(
+                ValueError, match="weights must start at a multiple of 4 bytes, as its rows are float32"
+            ):
+                backend.ops.embedding_bag(table, *case.jagged, **options)
+            continue
         assert same_bits(backend.ops.embedding_bag(table, *case.jagged, **options)[0], expected), backend.name
         starts, last = offsets[:-1], {"include_last_offset": False}
         assert same_bits(backend.ops.embedding_bag(table, values, starts, factors, **options, **last)[0], expected)

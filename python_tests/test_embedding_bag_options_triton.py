@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from backends import PASSED, OnDevice
+from backends import PASSED, OnDevice, moved
 from embedding_bag_cases import LR, make_case
 from jagged_cases import BAD_LAYOUT, BAD_OFFSETS
 from layout_calls import OF_LAYOUT, OPS, InLists, as_call, make_layout
@@ -34,7 +34,7 @@ on_device = OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu)
 
 
 def _moved(arguments: dict) -> dict:
-    return {k: t.to(DEVICE) if isinstance(t, Tensor) else t for k, t in arguments.items()}
+    return {k: moved(t, lambda flat: flat.to(DEVICE)) if isinstance(t, Tensor) else t for k, t in arguments.items()}
 
 
 def test_other_device_and_other_arguments() -> None:

@@ -13,7 +13,9 @@ import pytest
 import sanitize_cuda
 import torch
 from backends import Backend, OnCuda, OnDevice, device_backends, emulated, unaligned
+from layout_calls import OPS
 from sanitize_cuda import TOOLS, UNSUPPORTED, check, find_sanitizer, ops_with_kernels, run_under_sanitizer
+from triton_calls import triton_calls
 
 import rec_kernels as rk
 
@@ -25,6 +27,38 @@ def test_every_cuda_op_is_called_and_right() -> None:
     assert {"scale_rows", "embedding_bag.layout", "embedding_bag_backward_fused_.layout"} <= wanted
     for backend in device_backends():
         assert check(backend.ops, wanted) > 30, backend.name
+
+
+def test_every_op_in_triton_is_called() -> None:
+    """The ops that Python registers for GPUs are in calls of their own; a sum that is off is found, and so are bits."""
+    in_triton = ops_with_kernels("rec_kernels", "CUDA", compiled=False)
+    assert {"dot_interaction_backward", "fake_quantize"} <= in_triton
+    assert not in_triton & ops_with_kernels("rec_kernels", "CUDA")
+    assert not in_triton & ops_with_kernels("rec_kernels_emulated", "CPU")
+    assert check(OPS, in_triton, some=triton_calls()) == 8
+
+    class Off:
+        def __getattr__(self, name: str):
+            op = getattr(torch.ops.rec_kernels, name)
+            return (lambda *args: op(*args) * 1.001) if name in ("grouped_projection", "fake_quantize") else op
+
+    with pytest.raises(AssertionError) as wrong:
+        check(Off(), in_triton | {"new"}, some=triton_calls())
+    sums, bits, missing = str(wrong.value).splitlines()
+    assert sums.startswith("grouped_projection: grouped_projection_backward_weights raises AssertionError")
+    assert bits.startswith("fake_quantize: tensors [0, 1, 2, 3, 4, 5, 6, 7] of 8 differ")
+    assert missing == "no call of ['new']: add it to triton_calls.py"
+
+
+def test_ops_in_triton_wait_for_a_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Without one that the package supports, the CUDA library's ops are called and nothing is missing."""
+    for version in ("3.5.1", None):
+        monkeypatch.setattr(sanitize_cuda._triton_versions, "installed", lambda found=version: found)
+        assert sanitize_cuda.on_gpu({"a": torch.ops.rec_kernels}) == 0
+        assert "in Triton are not called: they need Triton 3.6" in capsys.readouterr().out
+    monkeypatch.setattr(sanitize_cuda._triton_versions, "installed", lambda: "3.6.0")
+    assert sanitize_cuda.on_gpu({"a": torch.ops.rec_kernels}) == 0
+    assert "\na, Triton: 8 tensors have the CPU's bits\n" in capsys.readouterr().out
 
 
 def test_what_is_missing_or_wrong_is_said() -> None:

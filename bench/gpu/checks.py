@@ -86,7 +86,17 @@ def check_update(data: Tables, implementation: Implementation, update: Callable[
         if adam:
             _check_adam(where, before, rows, tuple(moment[before.rows] for moment in sums), grad)
         else:
-            _check_table(where, before, (rows, None if sums is None else sums[before.rows]), grad)
+            after = rows, None if sums is None else sums[before.rows]
+            _check_table(where, before, after, grad, implementation.adds_to_rows)
+
+
+def _rounding(before: _Touched) -> Tensor:
+    """[U, 1] float64: the share of its terms' magnitudes that a row's sum in FP32 is off by at most.
+
+    In any order of the additions, of rounded products (``rounding_bound``), and with a few operations beside them.
+    """
+    n_u = (before.counts + 3).double()[:, None] * UNIT
+    return n_u / (1 - n_u)
 
 
 def _sum_gradients(before: _Touched, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,9 +108,7 @@ def _sum_gradients(before: _Touched, grad: Tensor) -> tuple[Tensor, Tensor]:
     size = g.clone()
     g.index_add_(0, before.row_of, terms)
     size.index_add_(0, before.row_of, terms.abs_())
-    # Any order of the additions in FP32, rounded products, and a factor of two to spare.
-    n_u = (before.counts + 3).double()[:, None] * UNIT
-    return g, 2 * n_u / (1 - n_u) * size
+    return g, 2 * _rounding(before) * size  # with a factor of two to spare
 
 
 def _check_adam(where: str, before: _Touched, rows: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor) -> None:
@@ -119,7 +127,9 @@ def _check_adam(where: str, before: _Touched, rows: Tensor, moments: tuple[Tenso
     _within(f"{where}: rows", rows, before.weights.double() - LR * direction, allowed)
 
 
-def _check_table(where: str, before: _Touched, after: tuple[Tensor, Tensor | None], grad: Tensor) -> None:
+def _check_table(
+    where: str, before: _Touched, after: tuple[Tensor, Tensor | None], grad: Tensor, adds_to_rows: bool
+) -> None:
     g, error = _sum_gradients(before, grad)
     factor, slack = torch.full_like(g, LR), torch.full_like(g, 4 * UNIT)
     if before.state is not None:
@@ -135,6 +145,9 @@ def _check_table(where: str, before: _Touched, after: tuple[Tensor, Tensor | Non
         slack = 1.1 * off / (v.sqrt() + EPS) + 2 * inexact
     moved = factor * (g.abs() + error)
     allowed = factor * error + slack * moved + 4 * UNIT * (before.weights.double().abs() + moved)
+    if adds_to_rows:
+        # The row is a term of the sum, too, which each addition may round: rows grow during a measurement.
+        allowed += _rounding(before) * before.weights.double().abs()
     _within(f"{where}: rows", after[0], before.weights.double() - factor * g, allowed)
 
 

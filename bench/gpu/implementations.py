@@ -81,6 +81,8 @@ class Implementation(Protocol):
     tables: list[Tensor]
     #: T tensors of optimizer state, [E] or (element-wise) [E, D], of Adam T pairs; None without state.
     state: list | None
+    #: True if an update adds the gradient's terms to a row one by one: every addition rounds the row.
+    adds_to_rows: bool
 
     def forward(self) -> object:
         """The pooled output: [B, T * D], or T outputs [B, D]."""
@@ -102,6 +104,7 @@ class _Kernels:
     """The ops of rec_kernels, called directly: ``functions`` has them by name."""
 
     captures = frozenset({"forward", "backward", "step"})
+    adds_to_rows = False
 
     def __init__(self, data: Tables, optimizer: str, functions: object) -> None:
         self.data, self.functions, self.tables = data, functions, data.tables
@@ -173,6 +176,7 @@ class _Autograd:
     """A backward that needs a forward of its own before it."""
 
     _output: object = None
+    adds_to_rows = False
 
     def before(self, operation: str) -> None:
         self._output = self._lookup() if operation == "backward" else None
@@ -221,6 +225,8 @@ class Torch(_Autograd):
             self.state = [self.optimizer.state[p]["sum"] for p in self.parameters]
         else:
             self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
+            # It adds a sparse gradient to the table without coalescing it before.
+            self.adds_to_rows = True
         w = data.workload
         self.starts = data.offsets[: w.batch].clone()
 

@@ -1,0 +1,124 @@
+"""The tests of a file that ask for a kind of backend, read from its source: `--backends` leaves out the others.
+
+A test asks if a name that it uses is one of ``SEEDS``, or is defined, there or in a file beside it that it is imported
+from, by something that asks. Fixtures count as names, and so do words of strings: some tests run code in a process.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Names that ask for a kind of backend beside the CPU's.
+SEEDS = {
+    "cuda_emulated": {"every_backend", "device_backends", "host_backends", "emulated"},
+    "cuda": {"every_backend", "device_backends", "OnCuda", "is_available"},
+}
+#: Files whose other names ask for nothing: that of the seeds.
+ENDS = {"backends"}
+#: Statements that count for each test of their file.
+EVERYWHERE = "pytestmark"
+
+
+class Source:
+    """The names at the top of a file, and what each uses."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: Name -> names that its definition uses; name -> file beside this one and its name there (None: the file).
+        self.uses: dict[str, set[str]] = {}
+        self.imports: dict[str, tuple[Path, str | None]] = {}
+        self.stars: list[Path] = []
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.ImportFrom):
+                self._add_import(statement)
+            elif isinstance(statement, ast.Import):
+                for each in statement.names:
+                    if beside := self._beside(each.name):
+                        self.imports[each.asname or each.name] = beside, None
+            else:
+                for name in _defined(statement):
+                    self.uses.setdefault(name, set()).update(_names(statement))
+
+    @property
+    def tests(self) -> list[str]:
+        """Names of test functions and of classes of such."""
+        return [name for name in self.uses if name.lower().startswith("test")]
+
+    def _beside(self, module: str) -> Path | None:
+        path = self.path.parent / f"{module}.py"
+        return path if module not in ENDS and path.exists() else None
+
+    def _add_import(self, statement: ast.ImportFrom) -> None:
+        beside = self._beside(statement.module or "") if statement.level == 0 else None
+        for each in statement.names if beside else ():
+            if each.name == "*":
+                self.stars.append(beside)
+            else:
+                self.imports[each.asname or each.name] = beside, each.name
+
+
+@functools.cache
+def read(path: Path) -> Source:
+    """The file's names; it is read once."""
+    return Source(path)
+
+
+@functools.cache
+def asks(path: Path, test: str, kinds: frozenset[str]) -> bool:
+    """True if a test of the file, by its function's name, asks for one of the kinds."""
+    seeds = set().union(*(SEEDS.get(kind, set()) for kind in kinds))
+    seen: set[tuple[Path, str]] = set()
+    todo = [(path, test), (path, EVERYWHERE)]
+    while todo:
+        where, name = todo.pop()
+        if (where, name) in seen:
+            continue
+        seen.add((where, name))
+        used = read(where).uses.get(name, set())
+        if used & seeds:
+            return True
+        todo += _followed(where, name, used)
+    return False
+
+
+def _followed(path: Path, name: str, used: set[str]) -> Iterator[tuple[Path, str]]:
+    """Places where the names that a definition uses, and the name itself, are defined."""
+    source = read(path)
+    for each in used | {name}:
+        if each in source.uses:
+            yield path, each
+        if each in source.imports:
+            beside, original = source.imports[each]
+            # Names of an imported file are attributes where they are used: their names are among ``used``.
+            yield from ((beside, n) for n in (used if original is None else {original}))
+        yield from ((beside, each) for beside in source.stars)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """Names that a statement defines at the top of a file."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [statement.name]
+    stored = (n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return [name.id for name in stored]
+
+
+def _names(statement: ast.stmt) -> set[str]:
+    """Names, attributes, arguments, and words of strings, in a statement without its docstrings."""
+    found: set[str] = set()
+    docstrings = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.add(node.body[0].value)
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            found.update(re.findall(r"\w+", node.value))
+    return found
