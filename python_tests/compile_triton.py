@@ -164,8 +164,8 @@ def compile_dot_interaction() -> None:
 
 
 def compile_factorization_machine() -> None:
-    """Calls it and its gradient in every precision with full tiles, and with small ones in the default one."""
-    for (vectors, columns, factors), kinds in (((27, 64, 24), KINDS), ((3, 10, 4), KINDS[:1])):
+    """Calls it and its gradient in every precision with one tile of vectors and with two, and with a small one."""
+    for (vectors, columns, factors), kinds in (((27, 64, 24), KINDS), ((40, 64, 24), KINDS), ((3, 10, 4), KINDS[:1])):
         for dtype, precision in kinds:
             x, y = torch.zeros(2, vectors, columns, dtype=dtype), torch.zeros(vectors, factors, dtype=dtype)
             grad = factorization_machine.factorization_machine(x, y, precision)

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     def most_terms(self) -> tuple[int, int, int]:
         """The most additions that a term of an element of the result and of each gradient goes through."""
         (batch, vectors, columns), factors = self.x.shape, self.y.shape[-1]
-        summed = columns * min(batch, 64) + math.ceil(batch / 64) if self.y.dim() == 2 else columns
+        summed = columns * min(batch, 8) + math.ceil(batch / 8) if self.y.dim() == 2 else columns
         return vectors + columns, vectors + 2 * factors, vectors + summed
 
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,12 +23,15 @@ PRODUCTS = {f"{kernel}-tf32x3-fp32" for kernel in ("product_kernel", "weight_gra
 INTERACTIONS = {
     f"{kernel}-{kind}"
     for kernel in ("interaction_kernel", "interaction_gradient_kernel")
-    for kind in ("ieee-fp32", "tf32-fp32", "ieee-fp16", "ieee-bf16")
+    for kind in ("tf32x3-fp32", "tf32-fp32", "ieee-fp16", "ieee-bf16")
 }
 FACTORIZATIONS = {
     f"{kernel}-{kind}"
-    for kernel in ("factorization_kernel", "factorization_x_gradient_kernel", "factorization_y_gradient_kernel")
-    for kind in ("ieee-fp32", "tf32-fp32", "tf32-fp16", "tf32-bf16")
+    for kernel in (
+        *("factorization_kernel", "factorization_gradients_kernel"),
+        *("factorization_x_gradient_kernel", "factorization_y_gradient_kernel"),
+    )
+    for kind in ("tf32x3-fp32", "tf32-fp32", "tf32-fp16", "tf32-bf16")
 }
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
 #: Bytes of shared memory that a program may have on every NVIDIA GPU from 8.0 on: 8.6, 8.9 and 12.0 have the least.
@@ -176,18 +179,19 @@ def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
 
 @pytest.mark.full
 def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA, float32 avoids the tensor cores; TF32 and halves each use their own."""
-    for kernel, (fused, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, INTERACTIONS):
-        assert (tf32 > 0, halves > 0) == ("-tf32-" in kernel, "16" in kernel), kernel
+    """For NVIDIA, tiles are multiplied by the tensor cores: float32 in one TF32 pass or three, halves as they are."""
+    for kernel, (_, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, INTERACTIONS):
+        assert (tf32 > 0, halves > 0) == ("tf32" in kernel, "16" in kernel), kernel
         assert inexact == 0, kernel
-        assert fused > 0 or "-ieee-fp32" not in kernel, kernel
+        assert tf32 % 3 == 0 or "tf32x3" not in kernel, kernel
 
 
 @pytest.mark.full
 def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA, float32 avoids the tensor cores; all other products are TF32's."""
+    """For NVIDIA, all products are TF32's, in three passes for float32."""
     for kernel, (fused, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, FACTORIZATIONS):
-        assert (fused > 0, tf32 > 0, halves, inexact) == ("ieee" in kernel, "tf32" in kernel, 0, 0), kernel
+        assert (fused, tf32 > 0, halves, inexact) == (0, True, 0, 0), kernel
+        assert tf32 % 3 == 0 or "tf32x3" not in kernel, kernel
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the compiled library may be in use")

@@ -73,7 +73,7 @@ class DenseSide:
         # Bounds of docs/numerics.md.
         if self.op == "dot_interaction":
             return [(n + 8) * 2.0**-22 for n in (columns, vectors + 2, vectors + 1)]
-        summed = vectors + columns * min(batch, 64) + math.ceil(batch / 64)
+        summed = vectors + columns * min(batch, 8) + math.ceil(batch / 8)
         cut = 2.0**-10 if half else 0.0
         return [(n + 16) * 2.0**-22 + cut for n in (vectors + columns, vectors + 2 * FACTORS, summed)]
 

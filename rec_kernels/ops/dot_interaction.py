@@ -26,8 +26,9 @@ def dot_interaction(
         sparse: [B, F, D] of dense's dtype, F from 0 to 2^20 - 1. Samples may lie at any distance from each other, as
             in ``pooled[:, : F * D].view(B, F, D)``; of other strides, a copy is taken.
         self_interaction: whether a vector makes a pair with itself, too.
-        precision: of products of float32 on a GPU: "ieee" (float32's own) or "tf32" (tensor cores: inputs cut to 11
-            significant bits; on an AMD GPU "ieee"). Products of float16 and bfloat16 are exact. On the CPU all are.
+        precision: of products of float32 on a GPU: "ieee" (off by at most 2^-21 of themselves) or "tf32" (tensor cores:
+            inputs cut to 11 significant bits; on an AMD GPU "ieee"). Products of float16 and bfloat16 are exact. On
+            the CPU all are.
 
     Returns:
         [B, D + pairs] of dense's dtype, contiguous. With vector 0 the dense one and 1 + f sparse vector f, the pairs

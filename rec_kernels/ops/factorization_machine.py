@@ -24,8 +24,8 @@ def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> T
             each other; of other strides, a copy is taken.
         y: [F, K] of x's dtype, a projection that the samples share, or [B, F, K], one of each sample's own, which a
             model has computed from it. K from 1 to 2^20.
-        precision: of products of float32 on a GPU: "ieee" (float32's own) or "tf32" (tensor cores: inputs cut to 11
-            significant bits; on an AMD GPU "ieee"). On the CPU all are float32's own.
+        precision: of products of float32 on a GPU: "ieee" (off by at most 2^-21 of themselves) or "tf32" (tensor cores:
+            inputs cut to 11 significant bits; on an AMD GPU "ieee"). On the CPU all are float32's own.
 
     Returns:
         [B, F, K] of x's dtype, contiguous. Differentiable in x and y, once. Sums, and x^T y, are float32 (on a GPU, of

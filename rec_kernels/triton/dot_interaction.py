@@ -2,13 +2,16 @@
 
 The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles of vectors are multiplied by ``tl.dot``,
 sums are float32; docs/numerics.md ("dot_interaction") bounds the error. No float is added by an atomic operation: the
-same call on the same GPU gives the same bits. With "ieee", float32 tiles are multiplied by fused multiply-adds. Three
-passes of TF32 on the tensor cores would keep the same bound, with half the instructions (64 vectors, 64 columns, sm_90:
-1336 for 3200), but twice the shared memory, and they may make a NaN of an Inf. Nothing of it has run on a GPU yet.
+same call on the same GPU gives the same bits. ``tile_precision`` says how float32 tiles are multiplied. Fused
+multiply-adds made slower kernels: on sm_90, the backward of 27 vectors of 64 columns had 6040 instructions, of which
+2318 moved registers to memory and back; in three TF32 passes it has 656 and moves none. Nothing of it has run on a GPU
+yet.
 """
 
 # ruff: noqa: N803 (constants of a kernel and D are written large)
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 import triton
@@ -18,10 +21,23 @@ from torch import Tensor
 from rec_kernels.ops.dot_interaction import num_pairs
 from rec_kernels.triton.inputs import FLOATS, check, check_tensor
 from rec_kernels.triton.row_formats import narrow, widen
-from rec_kernels.triton.vectors import MOST, MOST_PROGRAMS, by_sample, check_columns, check_precision, tile_size
+from rec_kernels.triton.vectors import (
+    MOST,
+    MOST_PROGRAMS,
+    by_sample,
+    check_columns,
+    check_precision,
+    tile_precision,
+    tile_size,
+)
 
 #: Vectors and columns of a tile at the most.
 VECTORS, COLUMNS = 64, 64
+#: Warps of a program for every 32 vectors of its tile.
+FORWARD_WARPS, BACKWARD_WARPS = 2, 4
+#: Loads of how many steps are under way at once, where the tile holds all vectors. A second buffer takes shared memory
+#: and registers from other programs.
+STAGES = 1
 
 
 @triton.jit
@@ -67,8 +83,9 @@ def interaction_kernel(
     dense += sample * dense_stride
     sparse += sample * sparse_stride
     out += sample * out_stride
-    i = down * VECTORS + tl.arange(0, VECTORS)
-    j = across * VECTORS + tl.arange(0, VECTORS)
+    # The one tile's places fit int32: it has 64 vectors of 2^20 columns at the most.
+    i = tl.arange(0, VECTORS) if ONE_TILE else down * VECTORS + tl.arange(0, VECTORS)
+    j = tl.arange(0, VECTORS) if ONE_TILE else across * VECTORS + tl.arange(0, VECTORS)
     total = tl.zeros([VECTORS, VECTORS], tl.float32)
     for column in range(0, D, COLUMNS):
         d = column + tl.arange(0, COLUMNS)
@@ -80,6 +97,31 @@ def interaction_kernel(
     below = i[:, None] >= j[None, :] if SELF else i[:, None] > j[None, :]
     at = out + D + _first_pair(i, SELF)[:, None] + j[None, :]
     tl.store(at, narrow(total, out.dtype.element_ty), mask=below & (i < num_vectors)[:, None])
+
+
+@triton.jit
+def _load_square(pairs, i, num_vectors, SELF: tl.constexpr, WIDEN: tl.constexpr):
+    """The pairs' gradients [VECTORS, VECTORS] of the vectors i, if these are all: each is loaded once, and mirrored.
+
+    A row of the triangle is contiguous, a column is not.
+    """
+    below = i[:, None] >= i[None, :] if SELF else i[:, None] > i[None, :]
+    at = pairs + _first_pair(i, SELF)[:, None] + i[None, :]
+    g = tl.load(at, mask=below & (i < num_vectors)[:, None], other=0.0)
+    if WIDEN:
+        g = widen(g)
+    return tl.where(below, g, tl.trans(g))
+
+
+@triton.jit
+def _load_tile(pairs, i, j, num_vectors, SELF: tl.constexpr, WIDEN: tl.constexpr):
+    """The pairs' gradients [VECTORS, VECTORS] of the vectors i with the vectors j."""
+    low, high = tl.minimum(i[:, None], j[None, :]), tl.maximum(i[:, None], j[None, :])
+    is_pair = high < num_vectors if SELF else (high < num_vectors) & (low < high)
+    g = tl.load(pairs + _first_pair(high, SELF) + low, mask=is_pair, other=0.0)
+    if WIDEN:
+        g = widen(g)
+    return g
 
 
 @triton.jit(do_not_specialize=["num_vectors"])
@@ -97,35 +139,41 @@ def interaction_gradient_kernel(
     SELF: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     VECTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program takes VECTORS vectors of a sample: the square of the pairs' gradients times all vectors."""
+    """A program takes VECTORS vectors of a sample, with ONE_TILE all: the square of the pairs' gradients times all."""
     sample, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * VECTORS
     grad += sample * grad_stride
     dense += sample * dense_stride
     sparse += sample * sparse_stride
     grad_dense += sample * D
     grad_sparse += sample * (num_vectors - 1) * D
-    i = tile + tl.arange(0, VECTORS)
+    i = tl.arange(0, VECTORS) if ONE_TILE else tile + tl.arange(0, VECTORS)
     there = (i < num_vectors)[:, None]
+    if SELF:
+        own = widen(tl.load(grad + D + _first_pair(i, SELF) + i, mask=i < num_vectors, other=0.0))
+    if ONE_TILE:
+        square = _load_square(grad + D, i, num_vectors, SELF, WIDEN)
     for column in range(0, D, COLUMNS):
         d = column + tl.arange(0, COLUMNS)
         total = tl.zeros([VECTORS, COLUMNS], tl.float32)
-        for first in range(0, num_vectors, VECTORS):
-            j = first + tl.arange(0, VECTORS).to(tl.int64)
-            low, high = tl.minimum(i[:, None], j[None, :]), tl.maximum(i[:, None], j[None, :])
-            is_pair = high < num_vectors if SELF else (high < num_vectors) & (low < high)
-            g = tl.load(grad + D + _first_pair(high, SELF) + low, mask=is_pair, other=0.0)
-            if WIDEN:
-                g = widen(g)
-            x = _load_vectors(dense, sparse, j, d, num_vectors, D, WIDEN)
-            total = tl.dot(g, x, total, input_precision=PRECISION)
-            if SELF:  # noqa: SIM102 (known when the kernel is compiled)
+        if ONE_TILE:
+            x = _load_vectors(dense, sparse, i, d, num_vectors, D, WIDEN)
+            total = tl.dot(square, x, total, input_precision=PRECISION)
+            if SELF:
                 # Twice a half-precision number may be too large for one: the second time in float32.
-                if first == tile:
-                    own = tl.load(grad + D + _first_pair(i, SELF) + i, mask=i < num_vectors, other=0.0)
-                    total += widen(own)[:, None] * widen(x)
+                total += own[:, None] * widen(x)
+        else:
+            for first in range(0, num_vectors, VECTORS):
+                j = first + tl.arange(0, VECTORS).to(tl.int64)
+                g = _load_tile(grad + D, i, j, num_vectors, SELF, WIDEN)
+                x = _load_vectors(dense, sparse, j, d, num_vectors, D, WIDEN)
+                total = tl.dot(g, x, total, input_precision=PRECISION)
+                if SELF:  # noqa: SIM102 (known when the kernel is compiled)
+                    if first == tile:
+                        total += own[:, None] * widen(x)
         copied = widen(tl.load(grad + d, mask=d < D, other=0.0))
         total = narrow(tl.where((i == 0)[:, None], total + copied[None, :], total), grad_dense.dtype.element_ty)
         inside = there & (d < D)[None, :]
@@ -158,15 +206,20 @@ def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: s
         "dense_stride": dense.stride(0),
         "sparse_stride": sparse.stride(0),
         "SELF": self_interaction,
-        # Only NVIDIA's tensor cores have TF32.
-        "PRECISION": "ieee" if torch.version.hip else precision,
+        "PRECISION": tile_precision(dense.dtype, precision),
         # The interpreter multiplies the bits of bfloat16 numbers.
         "WIDEN": dense.dtype == torch.bfloat16 and not dense.is_cuda,
+        "ONE_TILE": vectors <= block,
         "VECTORS": block,
         "COLUMNS": tile_size(columns, COLUMNS),
-        "num_warps": block // 16,
         "enable_fp_fusion": True,
     }
+
+
+def _launch(options: dict[str, object], warps: int) -> dict[str, int]:
+    """Warps and stages of a launch."""
+    block = cast("int", options["VECTORS"])
+    return {"num_warps": max(1, warps * block // 32), "num_stages": STAGES}
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee") -> Tensor:
@@ -183,7 +236,7 @@ def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = Fals
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.accelerator.device_index(dense.device.index):
         interaction_kernel[(len(dense), tiles, tiles)](
-            dense, sparse, out, out_stride=out.shape[1], ONE_TILE=tiles == 1, **options
+            dense, sparse, out, out_stride=out.shape[1], **_launch(options, FORWARD_WARPS), **options
         )
     return out
 
@@ -205,6 +258,6 @@ def dot_interaction_backward(
     tiles = triton.cdiv(vectors, options["VECTORS"])
     with torch.accelerator.device_index(dense.device.index):
         interaction_gradient_kernel[(len(dense), tiles)](
-            grad, dense, sparse, *grads, grad_stride=grad.stride(0), **options
+            grad, dense, sparse, *grads, grad_stride=grad.stride(0), **_launch(options, BACKWARD_WARPS), **options
         )
     return grads

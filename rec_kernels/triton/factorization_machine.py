@@ -1,9 +1,9 @@
 """factorization_machine and its gradients in Triton: x^T y stays in the kernels' registers.
 
-The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot`` as float32,
-half-precision numbers by the tensor cores in TF32, which holds them exactly; sums are float32. docs/numerics.md
-("factorization_machine") bounds the error. No float is added by an atomic operation: the same call on the same GPU
-gives the same bits. Nothing of it has run on a GPU yet.
+The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: float32 as
+``tile_precision`` says, half-precision numbers by the tensor cores in TF32, which holds them exactly; sums are float32.
+docs/numerics.md ("factorization_machine") bounds the error. No float is added by an atomic operation: the same call on
+the same GPU gives the same bits. Nothing of it has run on a GPU yet.
 """
 
 # ruff: noqa: N803 (constants of a kernel and sizes are written large)
@@ -16,10 +16,25 @@ from torch import Tensor
 
 from rec_kernels.triton.inputs import FLOATS, check, check_tensor
 from rec_kernels.triton.row_formats import narrow, widen
-from rec_kernels.triton.vectors import MOST, MOST_PROGRAMS, by_sample, check_columns, check_precision, tile_size
+from rec_kernels.triton.vectors import (
+    MOST,
+    MOST_PROGRAMS,
+    by_sample,
+    check_columns,
+    check_precision,
+    tile_precision,
+    tile_size,
+)
 
-#: Vectors, columns of x and columns of y of a tile at the most; samples whose gradients of a shared y a program sums.
-VECTORS, COLUMNS, FACTORS, SUMMED_SAMPLES = 32, 64, 32, 64
+#: Vectors, columns of x and columns of y of a tile at the most.
+VECTORS, COLUMNS, FACTORS = 32, 64, 32
+#: Columns of x of a gradient's tile at the most: with more, registers do not suffice.
+GRADIENT_COLUMNS = 32
+#: Samples whose gradients of a shared y a program sums: few, as a program takes one after the other.
+SUMMED_SAMPLES = 8
+#: Warps of a program, and how many steps' loads are under way at once: a second buffer takes shared memory and
+#: registers from other programs.
+WARPS, STAGES = 4, 1
 
 
 @triton.jit
@@ -30,16 +45,22 @@ def _load(matrix, row, column, rows, columns):
 
 
 @triton.jit
+def _inside(inner, d, k, D, K):
+    """A tile [FACTORS, COLUMNS] of y^T x with zeros outside."""
+    # Inf or NaN times a padding 0 is NaN; such products occur where only one of the two vectors ends.
+    return tl.where((k < K)[:, None] & (d < D)[None, :], inner, 0.0)
+
+
+@triton.jit
 def _inner_product(
     x, y, d, k, F, D, K, PRECISION: tl.constexpr, VECTORS: tl.constexpr, COLUMNS: tl.constexpr, FACTORS: tl.constexpr
 ):
-    """Columns d [COLUMNS] and k [FACTORS] of x^T y, of one sample, zeros outside."""
-    total = tl.zeros([COLUMNS, FACTORS], tl.float32)
+    """Rows k [FACTORS] and columns d [COLUMNS] of y^T x, of one sample, zeros outside."""
+    total = tl.zeros([FACTORS, COLUMNS], tl.float32)
     for first in range(0, F, VECTORS):
         f = first + tl.arange(0, VECTORS).to(tl.int64)
-        total = tl.dot(tl.trans(_load(x, f, d, F, D)), _load(y, f, k, F, K), total, input_precision=PRECISION)
-    # Inf or NaN times a padding 0 is NaN; such products occur where only one of the two vectors ends.
-    return tl.where((d < D)[:, None] & (k < K)[None, :], total, 0.0)
+        total = tl.dot(tl.trans(_load(y, f, k, F, K)), _load(x, f, d, F, D), total, input_precision=PRECISION)
+    return _inside(total, d, k, D, K)
 
 
 @triton.jit(do_not_specialize=["F"])
@@ -52,24 +73,31 @@ def factorization_kernel(
     K,
     x_stride,
     y_stride,
+    ONE_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     VECTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """A program takes a tile of a sample's result."""
+    """A program takes a tile of a sample's result, with ONE_TILE of all vectors."""
     sample = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    f = tl.arange(0, VECTORS) if ONE_TILE else tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     k = tl.program_id(2) * FACTORS + tl.arange(0, FACTORS)
     x += sample * x_stride
     y += sample * y_stride
-    total = tl.zeros([VECTORS, FACTORS], tl.float32)
+    total = tl.zeros([FACTORS, VECTORS], tl.float32)
+    if ONE_TILE:
+        factors = tl.trans(_load(y, f, k, F, K))
     for column in range(0, D, COLUMNS):
         d = column + tl.arange(0, COLUMNS)
-        inner = _inner_product(x, y, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
-        total = tl.dot(_load(x, f, d, F, D), inner, total, input_precision=PRECISION)
+        own = _load(x, f, d, F, D)
+        if ONE_TILE:
+            inner = _inside(tl.dot(factors, own, input_precision=PRECISION), d, k, D, K)
+        else:
+            inner = _inner_product(x, y, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
+        total = tl.dot(inner, tl.trans(own), total, input_precision=PRECISION)
     at = out + sample * F * K + f[:, None] * K + k[None, :]
-    tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
+    tl.store(at, narrow(tl.trans(total), out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["F"])
@@ -100,9 +128,9 @@ def factorization_x_gradient_kernel(
     for factor in range(0, K, FACTORS):
         k = factor + tl.arange(0, FACTORS)
         inner = _inner_product(x, y, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
-        total = tl.dot(_load(grad, f, k, F, K), tl.trans(inner), total, input_precision=PRECISION)
+        total = tl.dot(_load(grad, f, k, F, K), inner, total, input_precision=PRECISION)
         inner = _inner_product(x, grad, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
-        total = tl.dot(_load(y, f, k, F, K), tl.trans(inner), total, input_precision=PRECISION)
+        total = tl.dot(_load(y, f, k, F, K), inner, total, input_precision=PRECISION)
     at = out + sample * F * D + f[:, None] * D + d[None, :]
     tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (d < D)[None, :])
 
@@ -128,7 +156,7 @@ def factorization_y_gradient_kernel(
     part = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     k = tl.program_id(2) * FACTORS + tl.arange(0, FACTORS)
-    total = tl.zeros([VECTORS, FACTORS], tl.float32)
+    total = tl.zeros([FACTORS, VECTORS], tl.float32)
     for number in range(SAMPLES):
         sample = part * SAMPLES + number
         # A program behind the last sample has no work.
@@ -137,9 +165,53 @@ def factorization_y_gradient_kernel(
             d = column + tl.arange(0, COLUMNS)
             own, of = x + sample * x_stride, grad + sample * grad_stride
             inner = _inner_product(own, of, d, k, vectors, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
-            total = tl.dot(_load(own, f, d, vectors, D), inner, total, input_precision=PRECISION)
+            total = tl.dot(inner, tl.trans(_load(own, f, d, vectors, D)), total, input_precision=PRECISION)
     at = out + part * F * K + f[:, None] * K + k[None, :]
-    tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
+    tl.store(at, narrow(tl.trans(total), out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "F"])
+def factorization_gradients_kernel(
+    grad,  # [B, F, K], samples grad_stride apart
+    x,  # [B, F, D], samples x_stride apart
+    y,  # [F, K], y_stride from one sample's to the next
+    x_out,  # [B, F, D], written
+    y_out,  # [., F, K], written: the sums of SAMPLES samples each
+    B,
+    F,
+    D,
+    K,
+    grad_stride,
+    x_stride,
+    y_stride,
+    SAMPLES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """A program takes SAMPLES samples, whose vectors and factors are in one tile: both gradients, x being read once."""
+    part = tl.program_id(0).to(tl.int64)
+    f, k = tl.arange(0, VECTORS), tl.arange(0, FACTORS)
+    total = tl.zeros([FACTORS, VECTORS], tl.float32)
+    for number in range(SAMPLES):
+        sample = part * SAMPLES + number
+        # A program behind the last sample has no work.
+        vectors = tl.where(sample < B, F, 0)
+        of = _load(grad + sample * grad_stride, f, k, vectors, K)
+        factors = _load(y + sample * y_stride, f, k, vectors, K)
+        for column in range(0, D, COLUMNS):
+            d = column + tl.arange(0, COLUMNS)
+            own = _load(x + sample * x_stride, f, d, vectors, D)
+            inner = _inside(tl.dot(tl.trans(factors), own, input_precision=PRECISION), d, k, D, K)
+            x_total = tl.dot(of, inner, input_precision=PRECISION)
+            inner = _inside(tl.dot(tl.trans(of), own, input_precision=PRECISION), d, k, D, K)
+            x_total = tl.dot(factors, inner, x_total, input_precision=PRECISION)
+            total = tl.dot(inner, tl.trans(own), total, input_precision=PRECISION)
+            at = x_out + sample * F * D + f[:, None] * D + d[None, :]
+            tl.store(at, narrow(x_total, x_out.dtype.element_ty), mask=(f < vectors)[:, None] & (d < D)[None, :])
+    at = y_out + part * F * K + f[:, None] * K + k[None, :]
+    tl.store(at, narrow(tl.trans(total), y_out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
 
 
 def _check(x: Tensor, y: Tensor, precision: str) -> None:
@@ -160,22 +232,21 @@ def _check(x: Tensor, y: Tensor, precision: str) -> None:
     check(batch <= MOST_PROGRAMS, f"x must have at most {MOST_PROGRAMS} samples on a GPU, got {batch}")
 
 
-def _options(x: Tensor, y: Tensor, precision: str) -> dict[str, object]:
+def _options(x: Tensor, y: Tensor, precision: str, most_columns: int) -> dict[str, object]:
     """Arguments that all kernels share."""
     _, vectors, columns = x.shape
-    if torch.version.hip:
-        precision = "ieee"  # only NVIDIA's tensor cores have the other
-    elif x.dtype != torch.float32:
-        precision = "tf32"
     return {
         "F": vectors,
         "D": columns,
         "K": y.shape[-1],
         "x_stride": x.stride(0),
-        "PRECISION": precision,
+        # TF32 holds half-precision numbers exactly.
+        "PRECISION": tile_precision(x.dtype, precision if x.dtype == torch.float32 else "tf32"),
         "enable_fp_fusion": True,
+        "num_warps": WARPS,
+        "num_stages": STAGES,
         "VECTORS": tile_size(vectors, VECTORS),
-        "COLUMNS": tile_size(columns, COLUMNS),
+        "COLUMNS": tile_size(columns, most_columns),
         "FACTORS": tile_size(y.shape[-1], FACTORS),
     }
 
@@ -187,11 +258,13 @@ def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tens
     if not out.numel():
         return out
     x, y = by_sample(x), by_sample(y) if y.dim() == 3 else y.contiguous()
-    options = _options(x, y, precision)
+    options = _options(x, y, precision, COLUMNS)
     grid = (len(x), triton.cdiv(x.shape[1], options["VECTORS"]), triton.cdiv(y.shape[-1], options["FACTORS"]))
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.accelerator.device_index(x.device.index):
-        factorization_kernel[grid](x, y, out, y_stride=y.stride(0) if y.dim() == 3 else 0, **options)
+        factorization_kernel[grid](
+            x, y, out, y_stride=y.stride(0) if y.dim() == 3 else 0, ONE_TILE=grid[1] == 1, **options
+        )
     return out
 
 
@@ -206,15 +279,18 @@ def factorization_machine_backward(
     if not x.numel():
         return grad_x, y.new_zeros(y.shape)
     grad, x, y = by_sample(grad), by_sample(x), y.contiguous() if shared else by_sample(y)
-    options = _options(x, y, precision) | {"grad_stride": grad.stride(0)}
+    options = _options(x, y, precision, GRADIENT_COLUMNS) | {"grad_stride": grad.stride(0)}
     samples = SUMMED_SAMPLES if shared else 1
     parts = triton.cdiv(len(x), samples)
     sums = grad.new_empty((parts, *grad.shape[1:]), dtype=torch.float32 if shared else x.dtype)
     down, across = triton.cdiv(x.shape[1], options["VECTORS"]), triton.cdiv(x.shape[2], options["COLUMNS"])
     factors = triton.cdiv(y.shape[-1], options["FACTORS"])
+    y_stride = 0 if shared else y.stride(0)
     with torch.accelerator.device_index(x.device.index):
-        factorization_x_gradient_kernel[(len(x), down, across)](
-            grad, x, y, grad_x, y_stride=0 if shared else y.stride(0), **options
-        )
-        factorization_y_gradient_kernel[(parts, down, factors)](grad, x, sums, len(x), SAMPLES=samples, **options)
+        if down == factors == 1:
+            given = {"SAMPLES": samples, "y_stride": y_stride, **options}
+            factorization_gradients_kernel[(parts,)](grad, x, y, grad_x, sums, len(x), **given)
+        else:
+            factorization_x_gradient_kernel[(len(x), down, across)](grad, x, y, grad_x, y_stride=y_stride, **options)
+            factorization_y_gradient_kernel[(parts, down, factors)](grad, x, sums, len(x), SAMPLES=samples, **options)
     return grad_x, sums.sum(0).to(x.dtype) if shared else sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -30,3 +31,15 @@ def by_sample(t: Tensor) -> Tensor:
 def tile_size(size: int, most: int) -> int:
     """Size of a tile: a power of two, at least the 16 that tl.dot requires."""
     return max(16, min(most, triton.next_power_of_2(size)))
+
+
+def tile_precision(dtype: torch.dtype, precision: str) -> str:
+    """``input_precision`` of tl.dot for tiles of a dtype: for "ieee" of float32, three TF32 passes on an NVIDIA GPU.
+
+    A factor is split into its nearest TF32 number and the rest, of which TF32 keeps 11 significant bits; the product of
+    the rests is left out. A product is off by at most 2^-21 of itself. Inf and NaN come out as of float32's product,
+    but a factor of 2^128 - 2^116 or more has an infinite neighbour and gives Inf or NaN.
+    """
+    if torch.version.hip:
+        return "ieee"  # only NVIDIA's tensor cores have TF32
+    return "tf32x3" if dtype == torch.float32 and precision == "ieee" else precision
