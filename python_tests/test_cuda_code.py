@@ -58,7 +58,7 @@ def resources(usage) -> list[tuple[str, dict[str, int]]]:
 
 def test_no_main_kernel_spills(resources) -> None:
     """Rows of up to 128 columns: two blocks of 256 threads fit, and nothing goes to local memory."""
-    widths = r"(\d+ 1|(4|8|16) 2)"
+    widths = r"(\d+ 1|(4|8|16) 2|8 4)"
     main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ {widths}$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
     for name, numbers in main:
@@ -161,17 +161,16 @@ SHORT_BAGS = {
     ("Bf16", "false"): 442,
     ("Bf16", "true"): 448,
 }
-# Updates, or gradients, of rows that were read at most 64 times: the fewest resident blocks, by kernel without its
-# format. Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
+# Updates, or gradients, of rows that a group of lanes sums: the fewest resident blocks, by kernel without its format. Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
 UPDATES = {
-    r"<\d+, 1, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 4,
-    r"<32, 2, (DenseTarget|SparseTarget)>": 3,
-    r"<32, 2, UpdateTarget<\w+>>": 2,
-    r"<32, 4, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 2,
+    r"<4, 1, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 4,
+    r"<[48], 2, (DenseTarget|SparseTarget)>": 3,
+    r"<[48], 2, UpdateTarget<\w+>>": 2,
+    r"<(8|16|32), 4, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 2,
     r"<(8|32), 1, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 3,
     r"<32, 4, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 2,
-    r"<\d+, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": 3,
-    r"<32, 2, ElementwiseTarget<UpdateTarget<Sgd>>>": 2,
+    r"<4, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": 3,
+    r"<(4|8|16|32), 2, ElementwiseTarget<UpdateTarget<Sgd>>>": 2,
     r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*, Sgd>>>": 2,
     r"<(8|32), 1, ElementwiseTarget<EncodedTarget<(Fp16|Bf16), Sgd>>>": 3,
 }
@@ -232,11 +231,12 @@ def test_updates_share_a_multiprocessor(usage) -> None:
 
 
 # Updates of a row that was read once: the most instructions from the start to the gradients and from there to the end,
-# and those of looking up several rows together.
+# and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for every
+# element, eight of 16 columns.
 UPDATE_PATHS = {
-    "finish_short_kernel<32, 1, UpdateTarget<RowwiseAdagrad>>": (257, 190),
-    "finish_short_kernel<4, 1, UpdateTarget<RowwiseAdagrad>>": (236, 197),
-    "finish_short_kernel<32, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": (326, 205),
+    "finish_short_kernel<8, 4, UpdateTarget<RowwiseAdagrad>>": (399, 215),
+    "finish_short_kernel<4, 1, UpdateTarget<RowwiseAdagrad>>": (237, 215),
+    "finish_short_kernel<16, 2, ElementwiseTarget<UpdateTarget<Sgd>>>": (470, 235),
 }
 
 

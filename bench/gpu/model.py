@@ -19,12 +19,16 @@ class Gpu:
     peak: float
     multiprocessors: int = 132
     clock_ghz: float = 1.98
-    l2: float = 5500.0
+    l2: float = 8000.0
     l2_bytes: int = 50 * 2**20
 
 
 GPUS = {
-    gpu.name: gpu for gpu in (Gpu("H100", 85_000_000_000, 3000.0, 3350.0), Gpu("H200", 150_000_000_000, 4300.0, 4800.0))
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H100", 85_000_000_000, 3000.0, 3350.0),
+        Gpu("H200", 150_000_000_000, 4300.0, 4800.0, l2_bytes=60 * 2**20),
+    )
 }
 
 #: Microseconds: a call or a replay between two events; a kernel behind another one in a graph.

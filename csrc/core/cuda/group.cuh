@@ -44,6 +44,46 @@ struct Group {
   }
 };
 
+// Columns of a row from `first` on, at most kBlocks * 4 * G: a number to compare places with that fits in 32 bits.
+template <int G, int kBlocks>
+__device__ __forceinline__ int columns_left(int64_t first, int64_t columns) {
+  constexpr int kMost = kBlocks * 4 * G;
+  return columns - first < kMost ? static_cast<int>(columns - first) : kMost;
+}
+
+// The group's columns of a row from `column` on, kBlocks blocks of them: load_columns() of vec.cuh, with one branch for
+// all. Columns at or beyond `columns` are 0.
+template <int G, int kBlocks>
+__device__ __forceinline__ void load_row(const float* row, int64_t column, int64_t columns, bool aligned,
+                                         const Group<G>& group, Vec4 (&x)[kBlocks]) {
+  const int64_t first = column + group.lane * 4;
+  const int left = columns_left<G, kBlocks>(first, columns);
+  const float* mine = row + first;
+  if (aligned) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) x[k] = load_columns(mine, k * G * 4, left, true);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) x[k] = load_columns(mine, k * G * 4, left, false);
+  }
+}
+
+// Writes them.
+template <int G, int kBlocks>
+__device__ __forceinline__ void store_row(float* row, int64_t column, int64_t columns, bool aligned,
+                                          const Group<G>& group, const Vec4 (&x)[kBlocks]) {
+  const int64_t first = column + group.lane * 4;
+  const int left = columns_left<G, kBlocks>(first, columns);
+  float* mine = row + first;
+  if (aligned) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) store_columns(mine, k * G * 4, left, true, x[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) store_columns(mine, k * G * 4, left, false, x[k]);
+  }
+}
+
 }  // namespace RK_ISA
 
 // Blocks of kThreads for `items` groups of `lanes`, at most `most`.
@@ -109,17 +149,34 @@ void with_widths(int64_t max_dim, const Body& body) {
   });
 }
 
-// Bound of a kernel's columns 0, kBlocks * 4 * G, ...: with fewer blocks than the most, which with_widths() chooses by
-// the widest row, there is only the first, and the compiler knows it.
-template <int kBlocks>
-__device__ __forceinline__ int64_t columns_behind(int64_t D) {
-  return kBlocks == kMaxBlocks ? D : 1;
+// with_widths() for kernels that have much to find out about a row before they come to its columns: fewer lanes take it,
+// with more columns each, so that a warp finds it out for several rows at once. Up to 256 columns, a lane keeps at most
+// kMost blocks, which is 2 where it keeps state beside them.
+template <int kMost, class Body>
+void with_few_lanes(int64_t max_dim, const Body& body) {
+  using std::integral_constant;
+  if (max_dim <= 16) body(integral_constant<int, 4>(), integral_constant<int, 1>());
+  else if (max_dim <= 32) body(integral_constant<int, 4>(), integral_constant<int, 2>());
+  else if (max_dim <= 64) body(integral_constant<int, 8>(), integral_constant<int, 2>());
+  else if (max_dim <= 128) body(integral_constant<int, 32 / kMost>(), integral_constant<int, kMost>());
+  else if (max_dim <= 256) body(integral_constant<int, 64 / kMost>(), integral_constant<int, kMost>());
+  else body(integral_constant<int, kWarpSize>(), integral_constant<int, kMaxBlocks>());
 }
-// True if a row of D columns has more of them than a group keeps at once. Where that cannot be, the compiler drops the
-// code for it, and its registers.
+
+// True of the kernels for the widest rows: there may be more columns than a group keeps at once. All others are chosen
+// by the widest row, and the compiler drops the code for wider ones, and its registers.
+template <int kBlocks, int G = kWarpSize>
+constexpr bool kTakesWider = kBlocks == kMaxBlocks && G == kWarpSize;
+
+// Bound of a kernel's columns 0, kBlocks * 4 * G, ...
+template <int kBlocks, int G = kWarpSize>
+__device__ __forceinline__ int64_t columns_behind(int64_t D) {
+  return kTakesWider<kBlocks, G> ? D : 1;
+}
+// True if a row of D columns has more of them than a group keeps at once.
 template <int G, int kBlocks>
 __device__ __forceinline__ bool is_wider(int64_t D) {
-  return kBlocks == kMaxBlocks && D > kBlocks * 4 * G;
+  return kTakesWider<kBlocks, G> && D > kBlocks * 4 * G;
 }
 
 // Lanes for the short rows of formats, which a warp would leave mostly idle.

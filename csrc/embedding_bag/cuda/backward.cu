@@ -22,7 +22,6 @@ struct DenseTarget {
     return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
   }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
-  __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
   __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
 };
 
@@ -40,7 +39,6 @@ struct SparseTarget {
   __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
   __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
-  __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
   __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
 };
 
@@ -64,9 +62,6 @@ struct UpdateTarget {
   __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
     const float* w = place(f, row, 0);
     return load_columns(w, c, f.embedding_dim, rows_aligned(w, f.embedding_dim));
-  }
-  __device__ static Vec4 old(const float* row, int64_t c, int64_t D, bool aligned) {
-    return load_columns(row, c, D, aligned);
   }
   __device__ Vec4 updated(const Part& f, Vec4 w, const Vec4& g, float factor) const {
     if (u.shrinks_weights) w = u.shrunk(w, f);
@@ -113,8 +108,11 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
 
 template <class Target>
 void finish_floats(const SumArgs& args, const Target& target, cudaStream_t stream) {
+  with_few_lanes<Target::kElementwise ? 2 : kMaxBlocks>(args.max_dim, [&](auto group, auto blocks) {
+    launch_finish_short<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
+  });
   with_widths(args.max_dim, [&](auto group, auto blocks) {
-    launch_finish<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
+    launch_finish_long<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
   });
 }
 

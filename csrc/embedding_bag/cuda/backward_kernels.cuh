@@ -37,15 +37,14 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
   const int64_t D = f.embedding_dim;
   float* out = target.place(f, row, run);
   const bool aligned = rows_aligned(out, D);
-  for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+  for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kWidth) {
     if (is_wider<G, kBlocks>(D)) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
     // All of them on their way before the first is written: behind a store no load is moved up.
-    Vec4 w[kBlocks];
+    Vec4 w[kBlocks] = {};
+    if constexpr (Target::kUpdates) load_row(out, column, D, aligned, group, w);
 #pragma unroll
-    for (int k = 0; k < kBlocks; ++k) w[k] = target.old(out, column + (k * G + group.lane) * 4, D, aligned);
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k)
-      store_columns(out, column + (k * G + group.lane) * 4, D, aligned, target.updated(f, w[k], g[k], factor));
+    for (int k = 0; k < kBlocks; ++k) w[k] = target.updated(f, w[k], g[k], factor);
+    store_row(out, column, D, aligned, group, w);
   }
 }
 
@@ -56,21 +55,36 @@ __device__ __forceinline__ void put(const Target& target, const Part& f, int64_t
   else put_row(target, f, row, run, factor, group, g, gradient);
 }
 
-// The sum of a row's squares ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128.
-template <int G>
+// The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3 of
+// 128, and lane l of a warp owns those of quad l. A smaller group's lane owns those of several quads, G apart.
+template <int G, int kBlocks>
 struct SquareSum {
+  static constexpr int kApart = kWarpSize / G;  // a lane's quads G * i, i below this, are not added to each other
+  static constexpr int kQuads = kBlocks < kApart ? kBlocks : kApart;
   const Group<G>& group;
-  float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  float partial[kQuads][4] = {};
 
-  template <int kBlocks>
   __device__ __forceinline__ void add(int64_t column, int64_t D, const Vec4 (&x)[kBlocks]) {
+    const int left = columns_left<G, kBlocks>(column + group.lane * 4, D);
+#pragma unroll
     for (int k = 0; k < kBlocks; ++k)
-      for (int j = 0; j < 4; ++j)
-        if (column + (k * G + group.lane) * 4 + j < D)
-          partial[j] = fused_multiply_add(x[k].v[j], x[k].v[j], partial[j]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& sum = partial[k % kQuads][j];
+        if (k * G * 4 + j < left) sum = fused_multiply_add(x[k].v[j], x[k].v[j], sum);
+      }
   }
+  // The sum over all quads; those that no column went to would add zeros.
   __device__ __forceinline__ float total() const {
-    float sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+    float sums[kQuads];
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) sums[i] = (partial[i][0] + partial[i][1]) + (partial[i][2] + partial[i][3]);
+#pragma unroll
+    for (int distance = kQuads / 2; distance > 0; distance /= 2)
+#pragma unroll
+      for (int i = 0; i < distance; ++i) sums[i] += sums[i + distance];
+    float sum = sums[0];
+#pragma unroll
     for (int distance = G / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(group.mask, sum, distance, G);
     return sum;
   }
@@ -147,8 +161,8 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 #pragma unroll 1
   for (int pass = step.clips_norm() ? 0 : 1; pass < 2; ++pass) {
     const bool all = pass == 0 || target.needs_mean_square();
-    SquareSum<G> squares{group};
-    for (int64_t column = 0; column < columns_behind<kBlocks>(D) && (all || column == 0); column += kWidth) {
+    SquareSum<G, kBlocks> squares{group};
+    for (int64_t column = 0; column < columns_behind<kBlocks, G>(D) && (all || column == 0); column += kWidth) {
       sum_scaled(column, read);
       squares.add(column, D, g);
     }
@@ -175,33 +189,43 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 }
 
 // A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
-// once, then old() and updated() for its columns or, when it encodes, put_row() for all. One with state for every
+// once, then updated() for its columns or, when it encodes, put_row() for all. One with state for every
 // element (kElementwise) turns gradients into directions first.
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 // kNarrow: rows of up to 128 columns keep a block where others with state for every element lose one.
 template <class Target>
 constexpr bool kNarrow = false;
-template <int kBlocks, class Target>
+template <int kBlocks, int G, class Target>
 constexpr int kResident = (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
                            : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
                                           : 2) -
-                          (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) ? 1 : 0);
-template <int kBlocks, class Target>
-constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
+                          (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) &&
+                                   !(kBlocks > 1 && G < kWarpSize)
+                               ? 1
+                               : 0);
+template <int kBlocks, int G, class Target>
+constexpr int kGradientsOf =
+    Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight : kGradientsInFlight<kBlocks>;
 
 // Runs that a group looks up together: three reads, each of which needs the one before, tell what is to be known of a
 // run, and the rows, state and first gradients of all are on their way to the L2 before the first is summed. What all
 // groups of a GPU ask for with more of them would push rows out of the L2 before they are read.
-template <int kBlocks>
-constexpr int kRunsAhead = kBlocks == 1 ? 4 : 2;
+template <int kBlocks, int G>
+constexpr int kRunsAhead = kBlocks == 1 || G < kWarpSize ? 4 : 2;
 
-// RunAhead is what a group has to know of a run before it sums its gradient.
+// RunAhead is what a group has to know of a run before it sums its gradient: from its occurrences, or from the sums of
+// its chunks, where it has those.
 struct RunAhead {
   int64_t row;
+  const float* term;  // the first one
   uint32_t start, part;
-  int count;  // 0: the row is not to be finished here
+  int terms;  // 0: the row is not to be finished here
+  bool summed;
 };
+
+// Occurrences of a run that a group can finish: it has at most kChunk sums of chunks.
+constexpr int64_t kMostOfGroup = int64_t{kChunk} * kChunk;
 
 // Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
 template <int G, int kRuns, class Target>
@@ -210,25 +234,29 @@ __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& targe
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
   const int64_t run = first + group.lane / lanes.count * Group<G>::stride();
   RunAhead known{};
-  if (run < *a.runs.num_runs && a.runs.count(run) <= kChunk) {
-    const int64_t part = part_of_run(a.runs, a.bags, run), row = a.runs.row(run);
+  if (run < *a.runs.num_runs && a.runs.count(run) <= kMostOfGroup) {
+    const int64_t part = part_of_run(a.runs, a.bags, run), row = a.runs.row(run), count = a.runs.count(run);
     if (a.finishes(run, part)) {
       const uint32_t start = a.runs.starts[run];
       const Part f = a.table_of(run, part, row);
       target.expect(part, f, row, lanes);
-      lanes.bytes(a.gradient_of(a.runs.payloads[start]), 4 * f.embedding_dim);
-      known = {row, start, static_cast<uint32_t>(part), static_cast<int>(a.runs.count(run))};
+      const bool summed = count > kChunk || (a.weights && a.parts.records[part].multiplied);
+      const float* term = summed ? a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim
+                                 : a.gradient_of(a.runs.payloads[start]);
+      lanes.bytes(term, 4 * f.embedding_dim);
+      const auto terms = static_cast<int>(summed ? ceil_div(count, kChunk) : count);
+      known = {row, term, start, static_cast<uint32_t>(part), terms, summed};
     }
   }
   if (lanes.lane == 0) ahead[group.lane / lanes.count] = known;
 }
 
-// Runs of at most kChunk occurrences.
+// Runs of at most kMostOfGroup occurrences.
 template <int G, int kBlocks, class Target>
-__global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
+__global__ void __launch_bounds__(kThreads, (kResident<kBlocks, G, Target>))
     finish_short_kernel(SumArgs a, Target target) {
   if (a.skip.now()) return;
-  constexpr int kRuns = kRunsAhead<kBlocks>;
+  constexpr int kRuns = kRunsAhead<kBlocks, G>;
   const Group<G> group;
   RunAhead* ahead = shared_memory<RunAhead>() + threadIdx.x / G * kRuns;
   for (uint32_t turn = 0;; ++turn) {
@@ -240,11 +268,10 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
       __syncwarp(group.mask);
     }
     const RunAhead known = ahead[turn % kRuns];
-    if (known.count == 0) continue;
+    if (known.terms == 0) continue;
     const Part f = a.table_of(run, known.part, known.row);
-    const bool summed = a.weights && a.parts.records[known.part].multiplied;
-    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, Target>> sum{
-        a, group, summed ? a.runs.first_chunks[run] : known.start, summed ? 1 : known.count, f.embedding_dim, summed};
+    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, G, Target>> sum{
+        a, group, known.start, known.terms, f.embedding_dim, known.term, known.summed};
     finish_row<G, kBlocks>(a, target, group, known.part, f, known.row, run, sum);
   }
 }
@@ -269,11 +296,10 @@ template <int G, int kBlocks, class Sum>
 __device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>& group, int64_t chunk, int64_t D,
                                                 const Sum& sum) {
   float* out = a.partials + chunk * a.max_dim;
-  for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
+  for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kBlocks * 4 * G) {
     Vec4 g[kBlocks];
     sum(column, g);
-    for (int k = 0; k < kBlocks; ++k)
-      store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D) && a.max_dim % 4 == 0, g[k]);
+    store_row(out, column, D, rows_aligned(out, D) && a.max_dim % 4 == 0, group, g);
   }
 }
 
@@ -290,12 +316,12 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     const ChunkOfRun here(a.runs, run, chunk);
     write_chunk_sum<G, kBlocks>(
         a, group, chunk, D,
-        OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D, false});
+        OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D});
   }
 }
 
-// A block takes a run of more than kChunk occurrences: sums of chunks of its chunk sums until at most kChunk are left,
-// then as a short run.
+// A block takes a run of more than kMostOfGroup occurrences: sums of chunks of its chunk sums until at most kChunk are
+// left, then as a group does.
 template <int G, int kBlocks, class Target>
 __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target target) {
   if (a.skip.now()) return;
@@ -304,7 +330,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
   const uint32_t chunks = *a.runs.num_chunks;
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int64_t run = a.runs.owners[chunk];
-    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kChunk) continue;
+    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kMostOfGroup) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
     if (!a.finishes(run, part)) continue;  // the whole block
     const int64_t row = a.runs.row(run);
@@ -320,11 +346,10 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
         const int64_t left = count - first;
         const PartialSum<G, kBlocks> sum{group, from + first * a.max_dim, left < kChunk ? left : kChunk, a.max_dim, D};
         float* out = to + first / kChunk * a.max_dim;
-        for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
+        for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kBlocks * 4 * G) {
           Vec4 g[kBlocks];
           sum(column, g);
-          for (int k = 0; k < kBlocks; ++k)
-            store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D), g[k]);
+          store_row(out, column, D, rows_aligned(out, D), group, g);
         }
       }
       __syncthreads();
@@ -344,11 +369,15 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
 }  // namespace RK_ISA
 
 template <int G, int kBlocks, class Target>
-void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  const size_t ahead = kThreads / G * kRunsAhead<kBlocks> * sizeof(RunAhead);
+void launch_finish_short(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  const size_t ahead = kThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
   launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), ahead, stream, a,
          target);
-  if (a.runs.most_runs <= kChunk) return;  // too few occurrences for a long run
+}
+
+template <int G, int kBlocks, class Target>
+void launch_finish_long(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  if (a.runs.most_runs <= kMostOfGroup) return;  // too few occurrences for a long run
   launch(finish_long_kernel<G, kBlocks, Target>, at_most(kLongRunBlocks, a.runs.most_chunks, kThreads), dim3(kThreads),
          0, stream, a, target);
 }

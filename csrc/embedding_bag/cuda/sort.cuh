@@ -120,22 +120,27 @@ struct SumArgs {
   }
 };
 
-// Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum.
+// Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum. One branch for all columns.
 template <int kBlocks>
 __device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[kBlocks], float c, bool weighted,
                                          bool first) {
+  const auto each = [&](const auto& of) {
 #pragma unroll
-  for (int k = 0; k < kBlocks; ++k)
+    for (int k = 0; k < kBlocks; ++k)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float term = x[k].v[j];
-      if (first) sum[k].v[j] = weighted ? c * term : term;
-      else sum[k].v[j] = weighted ? fused_multiply_add(c, term, sum[k].v[j]) : sum[k].v[j] + term;
-    }
+      for (int j = 0; j < 4; ++j) sum[k].v[j] = of(sum[k].v[j], x[k].v[j]);
+  };
+  if (first) {
+    if (weighted) each([&](float, float term) { return c * term; });
+    else each([&](float, float term) { return term; });
+  } else {
+    if (weighted) each([&](float before, float term) { return fused_multiply_add(c, term, before); });
+    else each([&](float before, float term) { return before + term; });
+  }
 }
 
-// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where they
-// were `summed` before, the one chunk sum `first`.
+// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where their
+// chunks were summed before, those `count` sums.
 template <int G, int kBlocks, int kRows = kGradientsInFlight<kBlocks>>
 struct OccurrenceSum {
   const SumArgs& a;
@@ -143,30 +148,36 @@ struct OccurrenceSum {
   uint32_t first;  // as there are fewer entries
   int count;
   int64_t D;
-  bool summed;
+  const float* term = nullptr;  // the first one, where it is known
+  bool summed = false;
+
+  // True if entry i has a payload to ask for.
+  __device__ __forceinline__ bool is_unknown(int i, bool weighted) const {
+    return i < count && !summed && (i > 0 || weighted || !term);
+  }
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr;
+    uint32_t payload = is_unknown(group.lane, weighted) ? a.runs.payloads[first + group.lane] : 0;
     for (int begin = 0; begin < count; begin += G) {
-      const float* term = summed ? a.partials + int64_t{first} * a.max_dim : nullptr;
+      const int mine = begin + group.lane;
+      const float* own = summed ? term + mine * a.max_dim : term;
       float c = 1.0f;
-      if (begin + group.lane < count && !summed) {
-        const uint32_t payload = a.runs.payloads[first + begin + group.lane];
-        term = a.gradient_of(payload);
+      if (is_unknown(mine, weighted)) {
+        own = a.gradient_of(payload);
         if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
       }
+      // The next round's comes while this round's gradients do.
+      if (is_unknown(mine + G, weighted)) payload = a.runs.payloads[first + mine + G];
       const int here = count - begin < G ? count - begin : G;
       for (int next = 0; next < here; next += kRows) {
         float factor[kRows];
         Vec4 x[kRows][kBlocks];
 #pragma unroll
         for (int u = 0; u < kRows; ++u) {
-          const float* row = group.broadcast(term, next + u);
+          const float* row = group.broadcast(own, next + u);
           factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
-          const bool aligned = rows_aligned(row, D);
-#pragma unroll
-          for (int k = 0; k < kBlocks; ++k)
-            if (next + u < here) x[u][k] = load_columns(row, column + (k * G + group.lane) * 4, D, aligned);
+          if (next + u < here) load_row(row, column, D, rows_aligned(row, D), group, x[u]);
         }
 #pragma unroll
         for (int u = 0; u < kRows; ++u)
@@ -191,9 +202,7 @@ struct PartialSum {
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         const int64_t i = first + u < count ? first + u : count - 1;
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-          x[u][k] = load_columns(rows + i * stride, column + (k * G + group.lane) * 4, D, aligned);
+        load_row(rows + i * stride, column, D, aligned, group, x[u]);
       }
 #pragma unroll
       for (int u = 0; u < kRows; ++u)

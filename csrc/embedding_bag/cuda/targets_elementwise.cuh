@@ -42,7 +42,7 @@ struct RowState {
     const ElementwiseRegisters<float> numbers(optimizer, divisor, OneLane());
     const bool aligned_first = is_aligned(first, D), aligned_second = is_aligned(second, D);
     // Unrolled, g stays in registers; of the widest rows, a kernel would be half as large again.
-#pragma unroll(kBlocks < kMaxBlocks ? kBlocks : 1)
+#pragma unroll(kTakesWider<kBlocks, G> ? 1 : kBlocks)
     for (int k = 0; k < kBlocks; ++k) {
       const int64_t c = column + (k * G + group.lane) * 4;
       if (c >= D) continue;
@@ -104,8 +104,8 @@ struct ElementwiseTarget : Base {
     if (!o.needs_norms()) return -u.lr_of(f.shard.table);
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
-    SquareSum<G> weights{group}, directions{group};
-    for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+    SquareSum<G, kBlocks> weights{group}, directions{group};
+    for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kWidth) {
       const auto read = [&](int64_t c) { return Base::read(f, row, c); };
       if (is_wider<G, kBlocks>(D)) direction(column, false, read);
       Vec4 w[kBlocks];

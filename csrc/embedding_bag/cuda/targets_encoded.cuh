@@ -54,7 +54,7 @@ struct EncodedTarget {
     constexpr int kFirst = ColumnWriter<Format, G>::kScans ? 0 : 1;
 #pragma unroll 1
     for (int pass = kFirst; pass < 2; ++pass) {
-      for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+      for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kWidth) {
         if (wider || pass == kFirst) update(column, !wider || pass == 1);
         // Unrolled, because an array that is indexed by a variable would leave the registers.
 #pragma unroll
@@ -85,7 +85,9 @@ inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16, Sgd>>> = tru
 template <class Target>
 void finish_few_widths(const SumArgs& a, const Target& target, cudaStream_t stream) {
   with_few_widths(a.max_dim, [&](auto group, auto blocks) {
-    launch_finish<decltype(group)::value, decltype(blocks)::value>(a, target, stream);
+    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    launch_finish_short<G, kBlocks>(a, target, stream);
+    launch_finish_long<G, kBlocks>(a, target, stream);
   });
 }
 
