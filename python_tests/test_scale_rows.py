@@ -11,6 +11,8 @@ from rec_kernels import testing
 from rec_kernels.reference import scale_rows as reference
 
 SIZES = [(0, 4), (4, 0), (1, 1), (5, 3), (7, 15), (7, 16), (3, 17), (4, 64), (2, 127), (2, 128), (3, 129), (2, 1000)]
+# More rows than a warp takes together, and no multiple of them.
+SIZES += [(301, 8), (70, 13), (37, 32), (23, 60), (9, 132)]
 ops = torch.ops.rec_kernels
 
 
@@ -21,6 +23,16 @@ def test_matches_reference(size: tuple[int, int]) -> None:
     for backend in every_backend():
         assert torch.equal(backend.ops.scale_rows(x, scale), reference.scale_rows(x, scale)), backend.name
         assert torch.equal(backend.ops.row_dot(x, other), reference.row_dot(x, other)), backend.name
+
+
+@pytest.mark.parametrize("columns", [4, 16, 28, 64, 128, 256])
+def test_sums_that_underflow(columns: int) -> None:
+    """Columns that a row lacks add +0 to a sum of -0, those that it has do not, on every backend."""
+    x = torch.full((5, columns), 2.0**-100)
+    expected = reference.row_dot(x, -x)
+    assert expected.signbit().all() == (columns % 128 == 0)
+    for backend in every_backend():
+        assert testing.same_bits(backend.ops.row_dot(x, -x), expected), backend.name
 
 
 def test_gradients() -> None:
