@@ -161,7 +161,8 @@ SHORT_BAGS = {
     ("Bf16", "false"): 442,
     ("Bf16", "true"): 448,
 }
-# Updates, or gradients, of rows that a group of lanes sums: the fewest resident blocks, by kernel without its format. Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
+# Updates, or gradients, of rows that a group of lanes sums: the fewest resident blocks, by kernel without its format.
+# Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
 UPDATES = {
     r"<4, 1, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 4,
     r"<[48], 2, (DenseTarget|SparseTarget)>": 3,

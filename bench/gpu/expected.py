@@ -38,8 +38,8 @@ MOST_OF_GROUP = CHUNK * CHUNK
 LAUNCHED_THREADS = 4 * 2048
 #: Share of the loop over gradients that is executed where rows are aligned.
 ALIGNED = 0.4
-#: An update's time by its instructions, over that of the shortest way through them: for a row of 128 columns an H200 took
-#: 558, where that way had 408, and began one in 72 % of the cycles.
+#: An update's time by its instructions, over that of the shortest way through them: for a row of 128 columns an H200
+#: took 558, where that way had 408, and began one in 72 % of the cycles.
 TAKEN = 1.9
 #: Microseconds on an H200, on top of a launch: the kernel that checks the layout; a pass of the sort; the kernels that
 #: list entries and find runs, together.

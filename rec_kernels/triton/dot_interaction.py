@@ -4,8 +4,8 @@ The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles o
 sums are float32; docs/numerics.md ("dot_interaction") bounds the error. No float is added by an atomic operation: the
 same call on the same GPU gives the same bits. ``tile_precision`` says how float32 tiles are multiplied. Fused
 multiply-adds made slower kernels: on sm_90, the backward of 27 vectors of 64 columns had 6040 instructions, of which
-2318 moved registers to memory and back; in three TF32 passes it has 656 and moves none. Nothing of it has run on a GPU
-yet.
+2318 moved registers to memory and back; in three TF32 passes it has 656 and moves none. As it is now, it has
+not run on a GPU.
 """
 
 # ruff: noqa: N803 (constants of a kernel and D are written large)

@@ -3,7 +3,7 @@
 The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: float32 as
 ``tile_precision`` says, half-precision numbers by the tensor cores in TF32, which holds them exactly; sums are float32.
 docs/numerics.md ("factorization_machine") bounds the error. No float is added by an atomic operation: the same call on
-the same GPU gives the same bits. Nothing of it has run on a GPU yet.
+the same GPU gives the same bits. As it is now, it has not run on a GPU.
 """
 
 # ruff: noqa: N803 (constants of a kernel and sizes are written large)

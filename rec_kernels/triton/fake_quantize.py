@@ -1,7 +1,7 @@
 """fake_quantize in Triton: rows of numbers as a row format would hold them, in one pass and without their bytes.
 
 The kernels of GPU tensors, whether or not the compiled CUDA library is in use, and of CPU tensors under
-TRITON_INTERPRET=1. The maths is rec_kernels/triton/row_formats.py. Nothing of it has run on a GPU yet.
+TRITON_INTERPRET=1. The maths is rec_kernels/triton/row_formats.py. An H200 has run it.
 """
 
 # ruff: noqa: N803, N806 (constants of a kernel and D are written large)

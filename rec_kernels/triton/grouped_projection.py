@@ -3,7 +3,7 @@
 The kernels take GPU tensors, and CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: on an
 NVIDIA GPU by the tensor cores in three TF32 passes, whose error is about float32's, on an AMD GPU in float32. Sums are
 float32; docs/numerics.md ("grouped_projection") bounds the error. No float is added by an atomic operation: the same
-call on the same GPU gives the same bits. Nothing of it has run on a GPU yet.
+call on the same GPU gives the same bits. An H200 has run it.
 
 The first call with other widths copies a list of tiles to the GPU, and later ones find it there: a CUDA graph can hold
 calls whose widths have been seen before.

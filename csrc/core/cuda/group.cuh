@@ -149,9 +149,9 @@ void with_widths(int64_t max_dim, const Body& body) {
   });
 }
 
-// with_widths() for kernels that have much to find out about a row before they come to its columns: fewer lanes take it,
-// with more columns each, so that a warp finds it out for several rows at once. Up to 256 columns, a lane keeps at most
-// kMost blocks, which is 2 where it keeps state beside them.
+// with_widths() for kernels that have much to find out about a row before they come to its columns: fewer lanes take
+// it, with more columns each, so that a warp finds it out for several rows at once. Up to 256 columns, a lane keeps at
+// most kMost blocks, which is 2 where it keeps state beside them.
 template <int kMost, class Body>
 void with_few_lanes(int64_t max_dim, const Body& body) {
   using std::integral_constant;

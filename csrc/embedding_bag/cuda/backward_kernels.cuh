@@ -55,8 +55,8 @@ __device__ __forceinline__ void put(const Target& target, const Part& f, int64_t
   else put_row(target, f, row, run, factor, group, g, gradient);
 }
 
-// The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3 of
-// 128, and lane l of a warp owns those of quad l. A smaller group's lane owns those of several quads, G apart.
+// The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3
+// of 128, and lane l of a warp owns those of quad l. A smaller group's lane owns those of several quads, G apart.
 template <int G, int kBlocks>
 struct SquareSum {
   static constexpr int kApart = kWarpSize / G;  // a lane's quads G * i, i below this, are not added to each other
@@ -197,16 +197,13 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 template <class Target>
 constexpr bool kNarrow = false;
 template <int kBlocks, int G, class Target>
-constexpr int kResident = (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
-                           : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
-                                          : 2) -
-                          (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) &&
-                                   !(kBlocks > 1 && G < kWarpSize)
-                               ? 1
-                               : 0);
+constexpr int kResident =
+    (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
+     : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
+                    : 2) -
+    (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 1 : 0);
 template <int kBlocks, int G, class Target>
-constexpr int kGradientsOf =
-    Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight : kGradientsInFlight<kBlocks>;
+constexpr int kGradientsOf = Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight : kGradientsInFlight<kBlocks>;
 
 // Runs that a group looks up together: three reads, each of which needs the one before, tell what is to be known of a
 // run, and the rows, state and first gradients of all are on their way to the L2 before the first is summed. What all
@@ -241,8 +238,8 @@ __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& targe
       const Part f = a.table_of(run, part, row);
       target.expect(part, f, row, lanes);
       const bool summed = count > kChunk || (a.weights && a.parts.records[part].multiplied);
-      const float* term = summed ? a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim
-                                 : a.gradient_of(a.runs.payloads[start]);
+      const float* term =
+          summed ? a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim : a.gradient_of(a.runs.payloads[start]);
       lanes.bytes(term, 4 * f.embedding_dim);
       const auto terms = static_cast<int>(summed ? ceil_div(count, kChunk) : count);
       known = {row, term, start, static_cast<uint32_t>(part), terms, summed};
@@ -314,9 +311,8 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     if (a.weights && a.parts.records[part].multiplied) continue;
     const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
-    write_chunk_sum<G, kBlocks>(
-        a, group, chunk, D,
-        OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D});
+    write_chunk_sum<G, kBlocks>(a, group, chunk, D,
+                                OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D});
   }
 }
 

@@ -139,8 +139,8 @@ __device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[k
   }
 }
 
-// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where their
-// chunks were summed before, those `count` sums.
+// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where
+// their chunks were summed before, those `count` sums.
 template <int G, int kBlocks, int kRows = kGradientsInFlight<kBlocks>>
 struct OccurrenceSum {
   const SumArgs& a;
