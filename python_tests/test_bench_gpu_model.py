@@ -70,7 +70,8 @@ def test_widths_are_those_of_the_kernels() -> None:
     assert [expected.update_widths(d, cases.ADAM) for d in (64, 128, 129, 257)] == [(8, 2), (16, 2), (32, 2), (32, 4)]
     of_int8 = [expected.lookup_widths(d, "int8") for d in (16, 17, 64, 128, 129, 512)]
     assert of_int8 == [(4, 1), (4, 2), (8, 2), (16, 2), (32, 2), (32, 4)]
-    assert expected.lookup_widths(128, "mx4") == expected.widths(128)
+    assert expected.lookup_widths(128, "mx4") == (16, 2)
+    assert expected.lookup_widths(128, "bf16") == expected.widths(128)
 
 
 def test_short_bags_are_taken_together() -> None:

@@ -147,6 +147,17 @@ def test_rows_not_looked_up_keep_their_bytes(rounding: str) -> None:
         assert bool((found == GAP).all()), backend.name
 
 
+@pytest.mark.parametrize("format", ["mx9", "mx6", "mx4"])
+@pytest.mark.parametrize("bytes_of_rows", ["written", "any"])
+def test_aligned_rows_of_shared_exponents(format: str, bytes_of_rows: str) -> None:
+    """A lane takes eight columns of rows that start at a multiple of four; the last of a row are fewer, or none."""
+    for dim in (17, 24, 31, 56, 64, 77, 100, 120, 128, 150, 160, 249, 256):
+        case = make_case([(12, dim)], [0], [6, 7, 0, 1], weighted=dim % 2 == 0, mean=[dim % 4 == 0], seed=dim)
+        any_bytes = torch.randint(256, (12, reference.row_bytes(format, dim)), dtype=torch.uint8)
+        rows = [any_bytes] if bytes_of_rows == "any" else None
+        check_lookups(EncodedCase(case, [format], gaps=[0], rows=rows))
+
+
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_any_bytes(rounding: str) -> None:
     """Rows that no encoder writes: scales that are NaN or negative, exponents of 255, infinities."""

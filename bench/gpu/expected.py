@@ -54,7 +54,7 @@ FORMATS = {
     "mx4": "SharedMicroexponents<2>",
 }
 #: Formats whose lookups take half as many lanes for a row of up to 128 columns: kHalfTheLanes of csrc.
-HALF_THE_LANES = ("int8", "int4", "mx9")
+HALF_THE_LANES = ("int8", "int4", "mx9", "mx4")
 TARGETS = {
     SGD: "UpdateTarget<Sgd>",
     ADAGRAD: "UpdateTarget<RowwiseAdagrad>",

@@ -50,15 +50,16 @@ __device__ __forceinline__ void store_nans(const PoolArgs& a) {
     store_output(a, a.output + i * a.output_bytes(), 0, 1, nan);
 }
 
-// The sums of a bag of `counted` ids, from column `first` on, go to the output's row at `out`.
-template <int G, int kBlocks>
+// The sums of a bag of `counted` ids go to the output's row at `out`: four from column `first` on, and four from every
+// kStep columns behind that.
+template <int kStep, int kBlocks>
 __device__ __forceinline__ void store_sums(const PoolArgs& a, const Part& f, int64_t counted, uint8_t* out,
                                            int64_t first, Vec4 (&sum)[kBlocks]) {
 #pragma unroll
   for (int k = 0; k < kBlocks; ++k) {
     if (f.mean && counted > 1)
       for (int j = 0; j < 4; ++j) sum[k].v[j] = sum[k].v[j] / static_cast<float>(counted);
-    store_output(a, out, first + k * 4 * G, f.embedding_dim, sum[k]);
+    store_output(a, out, first + k * kStep, f.embedding_dim, sum[k]);
   }
 }
 
@@ -144,15 +145,15 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
 // from: find() says where that of an id is, pass() what another lane has found, its Row is what a lane holds of a row.
 // load() asks memory for the row, decode() waits for it. kPassFirst: the places and factors of all rows on their way
 // are passed around before the first row is asked for. A shuffle among loads shares scoreboards with them, of which a
-// warp has six, and would wait for them. Where the bag's output is, is found when it is stored: an address would take
-// two registers, or more, while rows are read.
+// warp has six, and would wait for them. kEights: a lane's two blocks of four columns are neighbours. Where the bag's
+// output is, is found when it is stored: an address would take two registers, or more, while rows are read.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                              bool report) {
   // A round of eight rows shrinks to four where no more are left: a bag of few ids asks for few rows twice.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
-  const int64_t first = column + 4 * group.lane;
+  const int64_t first = column + (Source::kEights ? 8 : 4) * group.lane;
   const auto nothing = [](int) {};
   Vec4 sum[kBlocks] = {};
   int64_t counted = 0;
@@ -167,7 +168,8 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
       add_rows<kRows, kWeighted>(source, group, mine, next, first, sum, nothing);
     if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, nothing);
   }
-  store_sums<G>(a, f, counted, a.output_of(bag.number, bag.feature, f.output_offset), first, sum);
+  constexpr int kStep = Source::kEights ? 4 : 4 * G;
+  store_sums<kStep>(a, f, counted, a.output_of(bag.number, bag.feature, f.output_offset), first, sum);
 }
 
 // Zeros for the columns from `used` on of the row of the output that is a bag's alone, if it has one.

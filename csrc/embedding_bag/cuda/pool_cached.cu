@@ -26,7 +26,7 @@ struct CachedRows {
     return group.broadcast(place, from);
   }
 
-  static constexpr bool kPassFirst = true;
+  static constexpr bool kPassFirst = true, kEights = false;
   // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
   static constexpr bool kEncoded = !std::is_same<Format, Fp32>::value;
   static constexpr int kInFlight =

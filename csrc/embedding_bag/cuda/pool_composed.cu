@@ -27,7 +27,7 @@ struct PartRows {
   const PartsOfColumns& parts;
   int64_t D;
 
-  static constexpr bool kPassFirst = false;
+  static constexpr bool kPassFirst = false, kEights = false;
 
   // First bytes, of as many rows as there are parts; the others are those of the first part.
   struct Place {

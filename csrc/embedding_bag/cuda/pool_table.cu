@@ -13,16 +13,37 @@ template <class Format>
 constexpr bool kHalves = std::is_same<Format, Fp16>::value || std::is_same<Format, Bf16>::value;
 template <class Format>
 constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<Format, Int4>::value;
+template <class Format>
+constexpr bool kShares =
+    std::is_same<Format, Mx9>::value || std::is_same<Format, Mx6>::value || std::is_same<Format, Mx4>::value;
 // Formats whose lookups take half the lanes with two blocks of columns for rows of up to 128: what a row and a bag cost
 // besides their columns is for eight of a lane then. Other formats would lose resident blocks.
 template <class Format>
-constexpr bool kHalfTheLanes = kIntegers<Format> || std::is_same<Format, Mx9>::value;
+constexpr bool kHalfTheLanes = kIntegers<Format> || kShares<Format>;
+// Formats and widths where a lane takes eight neighbouring columns in place of twice four: a sign's byte, an
+// exponent and the bits of pairs are read once for all of them.
+template <class Format, int kBlocks>
+constexpr bool kEightColumns = kShares<Format> && kBlocks == 2;
 
 // Formats and widths whose rows are decoded whether they count or not. For a condition on their sums alone nvcc makes a
 // branch, and moves all that a row's numbers come from, its loads among it, behind that: a lane would wait for one row
-// before it asks for another. Rows of floats are not decoded; planes and wider rows would take too many registers.
+// before it asks for another. Rows of floats are not decoded; planes of four columns and wider rows would take too many
+// registers.
 template <class Format, int kBlocks>
-constexpr bool kDecodesAll = (kHalves<Format> || kIntegers<Format>) && kBlocks < kMaxBlocks;
+constexpr bool kDecodesAll =
+    ((kHalves<Format> || kIntegers<Format>) && kBlocks < kMaxBlocks) || kEightColumns<Format, kBlocks>;
+
+// The type of the bytes that a lane holds of a row.
+template <class Format, int G, int kBlocks, bool kEights = kEightColumns<Format, kBlocks>>
+struct RawOf {
+  using type = RawRow<Format, G, kBlocks>;
+  static constexpr int kBytes = FourColumns<Format>::kBytes;  // what its columns must be aligned to
+};
+template <class Format, int G, int kBlocks>
+struct RawOf<Format, G, kBlocks, true> {
+  using type = RawEightColumns<Format>;
+  static constexpr int kBytes = type::kBytes;
+};
 
 // The compiler makes x here, and not where it is read.
 __device__ __forceinline__ void keep_here([[maybe_unused]] Vec4& x) {
@@ -39,6 +60,7 @@ struct TableRows {
 
   // One load for four columns, and no factor: passed one by one, the places take fewer registers.
   static constexpr bool kPassFirst = kWeighted || !std::is_same<Format, Fp32>::value;
+  static constexpr bool kEights = kEightColumns<Format, kBlocks>;
   using Place = const uint8_t*;  // a row's first byte
   __device__ __forceinline__ Place find(int64_t id, int64_t) const { return first_row + id * Format::row_bytes(D); }
   using Passed = Place;
@@ -47,7 +69,7 @@ struct TableRows {
   }
 
   struct Row {
-    RawRow<Format, G, kBlocks> raw;
+    typename RawOf<Format, G, kBlocks>::type raw;
 
     __device__ __forceinline__ void load(const TableRows& table, Place place, int64_t first) {
       raw.load(place, first, table.D, kAligned);
@@ -63,7 +85,7 @@ struct TableRows {
 // Rows on their way: as many as registers hold without spills and without fewer resident blocks than kResident. A
 // factor for each of them takes its own register.
 template <class Format>
-constexpr bool kTwice = kHalves<Format> || kHalfTheLanes<Format>;
+constexpr bool kTwice = kHalves<Format> || kIntegers<Format> || std::is_same<Format, Mx9>::value;
 template <class Format, int kBlocks>
 constexpr int kRowsOf =
     kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kFewInFlight : kRowsInFlight<kBlocks>)
@@ -84,8 +106,7 @@ __device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, con
 // to make room for one more, or takes registers that only keep one out. Planes take addresses, factors a register each.
 // kThreeOfTwo: three blocks of groups that keep two blocks of columns.
 template <class Format, bool kWeighted>
-constexpr bool kThreeOfTwo =
-    std::is_same<Format, Fp32>::value ? !kWeighted : !FourColumns<Format>::kWhole || std::is_same<Format, Mx9>::value;
+constexpr bool kThreeOfTwo = !std::is_same<Format, Fp32>::value || !kWeighted;
 template <class Format, int kBlocks, bool kWeighted>
 constexpr int kResident = kBlocks == 1 ? (kWeighted || FourColumns<Format>::kWhole ? 3 : 4)
                                        : (kBlocks == 2 && kThreeOfTwo<Format, kWeighted> ? 3 : 2);
@@ -96,7 +117,8 @@ __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& grou
   if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) return;
   const Part f = a.parts[part];
   const Range ids = range_of(a.bags, bag, a.status);
-  const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+  constexpr int kBytes = RawOf<Format, G, kBlocks>::kBytes;
+  const bool aligned = columns_aligned<Format, kBytes>(a.weights + f.weight_offset, f.embedding_dim);
   for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
     if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, BagOfFeature(bag, feature), column);
     else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, BagOfFeature(bag, feature), column);
@@ -185,7 +207,7 @@ __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& 
 #pragma unroll
     for (int v = 1; v < kFewInFlight; ++v)
       if (u == v) sum[0] = sums[v];
-    store_sums<G>(a, f, group.broadcast(bag.counted, next + u), group.broadcast(bag.out, next + u), first, sum);
+    store_sums<4 * G>(a, f, group.broadcast(bag.counted, next + u), group.broadcast(bag.out, next + u), first, sum);
   }
 }
 

@@ -52,10 +52,9 @@ struct FourColumns<Microscaling<Element>> {
   static constexpr bool kWhole = true;
 };
 
-// True if all rows from `first` on can be read and written four whole columns at a time.
-template <class Format>
+// True if all rows from `first` on can be read and written four whole columns, of kBytes, at a time.
+template <class Format, int kBytes = FourColumns<Format>::kBytes>
 __device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D) {
-  constexpr int kBytes = FourColumns<Format>::kBytes;
   return (D % 4 == 0 || FourColumns<Format>::kWhole) && Format::row_bytes(D) % kBytes == 0 &&
          reinterpret_cast<uintptr_t>(first) % kBytes == 0;
 }
@@ -185,6 +184,45 @@ struct RawColumns<Microscaling<Element>> {
       out.v[j] = Element::decode(code) * factor;
     }
     return out;
+  }
+};
+
+// Eight neighbouring columns, which share an exponent, of a row as they lie in memory: what a lane of a lookup takes.
+// `first` is a multiple of 8.
+template <class Format>
+struct RawEightColumns;
+
+template <int m>
+struct RawEightColumns<SharedMicroexponents<m>> {
+  using Format = SharedMicroexponents<m>;
+  static constexpr int kWidth = Format::kMagnitudeWidth;
+  static constexpr int kBytes = kWidth < 4 ? kWidth : 4;  // of aligned words of the first plane
+  uint32_t codes[kWidth == 8 ? 2 : 1], signs, exponent, pairs;
+
+  __device__ __forceinline__ void load(const uint8_t* row, uint32_t first, uint32_t D, bool aligned) {
+    const uint32_t last = (D - 1) & ~7u, c = first < last ? first : last, block = c / Format::kBlock;
+    const auto exponents = static_cast<uint32_t>(Format::exponents(D)),
+               blocks = static_cast<uint32_t>(Format::blocks(D));
+    codes[0] = load_little<kBytes>(row + c * kWidth / 8, aligned);
+    if constexpr (kWidth == 8) codes[1] = load_little<kBytes>(row + (c + 4), aligned);
+    if constexpr (Format::kSignPlane) signs = row[static_cast<uint32_t>(Format::signs(D)) + c / 8];
+    exponent = row[exponents + block];
+    pairs = row[exponents + blocks + block];
+  }
+  // Steps are powers of two, and a number of them is exact. Those of a block of NaNs are a NaN without a sign.
+  __device__ __forceinline__ void decode(uint32_t first, Vec4 (&x)[2]) const {
+    const bool nan = exponent == 255u;
+    const uint32_t one = 1, none = 0, sign = nan ? 0u : kSignBit;
+    const float high = float_of(nan ? 0x7FC00000u : Format::step_field(exponent, none) << 23);
+    const float low = float_of(nan ? 0x7FC00000u : Format::step_field(exponent, one) << 23);
+    const uint32_t bits = pairs >> first % Format::kBlock / 2;
+    for (int i = 0; i < 8; ++i) {
+      constexpr int kEach = kWidth == 8 ? 4 : 8;  // codes of a word
+      const uint32_t code = codes[i / kEach] >> kWidth * (i % kEach) & Format::kMaxMagnitude;
+      const uint32_t signed_code = kWidth == 8 ? codes[i / kEach] << (24 - 8 * (i % kEach)) : signs << (31 - i);
+      const float step = bits & 1u << i / 2 ? low : high;
+      x[i / 4].v[i % 4] = float_of(bits_of(to_float(code) * step) | (signed_code & sign));
+    }
   }
 };
 
