@@ -111,7 +111,7 @@ void finish_floats(const SumArgs& args, const Target& target, cudaStream_t strea
   with_few_lanes<Target::kElementwise ? 2 : kMaxBlocks>(args.max_dim, [&](auto group, auto blocks) {
     launch_finish_short<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
   });
-  with_widths(args.max_dim, [&](auto group, auto blocks) {
+  with_few_widths(args.max_dim, [&](auto group, auto blocks) {
     launch_finish_long<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
   });
 }
