@@ -1,6 +1,6 @@
 """Launches the five kernels whose counters are worth most; `--profile FILE` does so within Nsight Compute.
 
-`pool_kernel` sums the rows of a bag: 128 columns in fp32, int8 and int4. `finish_short_kernel` updates the rows that a
+`pool_kernel` sums the rows of a bag: 128 columns in fp32, int8 and int4. `finish_kernel` updates the rows that a
 batch names, with row-wise Adagrad: 128 and 16 columns in fp32. Between cudaProfilerStart and cudaProfilerStop each runs
 once, after the same call has run before.
 """
@@ -19,7 +19,7 @@ import torch
 import rec_kernels as rk
 
 #: Kernels that Nsight Compute looks at: names in csrc/*/cuda.
-KERNELS = ("pool_kernel", "finish_short_kernel")
+KERNELS = ("pool_kernel", "finish_kernel")
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables")
 SECTIONS += ("SchedulerStats", "WarpStateStats", "InstructionStats", "SourceCounters")
 #: Tables, samples, ids of a bag, rows of a table; and of a trial without a GPU.

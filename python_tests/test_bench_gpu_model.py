@@ -246,7 +246,7 @@ AHEAD = listing(
 
 def test_paths_past_what_is_asked_for_ahead_by_hand() -> None:
     """Two instructions lead to the loop, two more past the prefetch."""
-    paths = code_paths.paths_of("finish_short_kernel<32, 1, UpdateTarget<Sgd>>", 64, 0, AHEAD)
+    paths = code_paths.paths_of("finish_kernel<32, 1, UpdateTarget>", 64, 0, AHEAD)
     assert paths == Paths(registers=64, blocks=4, before=2, round=5, rows=1, after=2, ahead=2)
 
 

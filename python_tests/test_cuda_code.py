@@ -13,7 +13,7 @@ import rec_kernels as rk
 from bench.gpu import code_paths, machine_code
 
 LIBRARY = rk.build_info()["cuda_library"]
-MAIN = "pool|pool_composed|sum_products|finish_short"  # kernels of rows of any width
+MAIN = "pool|pool_composed|sum_products|finish"  # kernels of rows of any width
 
 
 MISSING = machine_code.missing()
@@ -81,13 +81,13 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
     checked = 0
     for function, code in functions:
         floats = "Fp32|UpdateTarget|DenseTarget|SparseTarget"
-        match = re.match(rf"({MAIN}|finish_long)_kernel ({floats}) (\d+) (\d+)$", kernel(function) or "")
+        match = re.match(rf"({MAIN})_kernel ({floats}) (\d+) (\d+)$", kernel(function) or "")
         if not match:
             continue
         checked += 1
         blocks = int(match[4])
         pooled = 2 if blocks == 4 else 4
-        in_flight = {"finish_short": pooled, "finish_long": 1, "sum_products": 2 * 4 // blocks}
+        in_flight = {"sum_products": 2 * 4 // blocks}
         loads = in_flight.get(match[1], pooled) * blocks
         assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
         assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
@@ -172,16 +172,16 @@ SHORT_BAGS = {
 # Updates, or gradients, of rows that a group of lanes sums: the fewest resident blocks, by kernel without its format.
 # Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
 UPDATES = {
-    r"<4, 1, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 4,
+    r"<4, 1, (DenseTarget|SparseTarget|UpdateTarget)>": 4,
     r"<[48], 2, (DenseTarget|SparseTarget)>": 3,
-    r"<[48], 2, UpdateTarget<\w+>>": 2,
-    r"<(8|16|32), 4, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 2,
-    r"<(8|32), 1, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 3,
-    r"<32, 4, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 2,
-    r"<4, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": 3,
-    r"<(4|8|16|32), 2, ElementwiseTarget<UpdateTarget<Sgd>>>": 2,
-    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*, Sgd>>>": 2,
-    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<(Fp16|Bf16), Sgd>>>": 3,
+    r"<[48], 2, UpdateTarget>": 2,
+    r"<(8|16|32), 4, (DenseTarget|SparseTarget|UpdateTarget)>": 2,
+    r"<(8|32), 1, EncodedTarget<.*>>": 3,
+    r"<32, 4, EncodedTarget<.*>>": 2,
+    r"<4, 1, ElementwiseTarget<UpdateTarget>>": 3,
+    r"<(4|8|16|32), 2, ElementwiseTarget<UpdateTarget>>": 2,
+    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*>>>": 2,
+    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<(Fp16|Bf16)>>>": 3,
 }
 
 
@@ -228,11 +228,11 @@ def test_short_bags_are_taken_together(functions, usage) -> None:
 def test_updates_share_a_multiprocessor(usage) -> None:
     checked = set()
     for symbol, text in usage.items():
-        if "19finish_short_kernel" not in symbol:
+        if "13finish_kernel" not in symbol:
             continue
         k = machine_code.compiled(symbol, text, "")
         for pattern, blocks in UPDATES.items():
-            if re.fullmatch("finish_short_kernel" + pattern, k.name):
+            if re.fullmatch("finish_kernel" + pattern, k.name):
                 checked.add(pattern)
                 assert k.blocks >= blocks, k
                 assert k.stack == 0, k
@@ -243,9 +243,9 @@ def test_updates_share_a_multiprocessor(usage) -> None:
 # and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for every
 # element, eight of 16 columns.
 UPDATE_PATHS = {
-    "finish_short_kernel<8, 4, UpdateTarget<RowwiseAdagrad>>": (399, 215),
-    "finish_short_kernel<4, 1, UpdateTarget<RowwiseAdagrad>>": (237, 215),
-    "finish_short_kernel<16, 2, ElementwiseTarget<UpdateTarget<Sgd>>>": (470, 235),
+    "finish_kernel<8, 4, UpdateTarget>": (395, 206),
+    "finish_kernel<4, 1, UpdateTarget>": (254, 212),
+    "finish_kernel<16, 2, ElementwiseTarget<UpdateTarget>>": (446, 224),
 }
 
 
@@ -254,7 +254,7 @@ def test_updates_look_up_several_rows_together(functions, usage) -> None:
     """A group of lanes asks for the rows, the state and the gradients of several runs before it sums the first."""
     checked = set()
     for symbol, code in functions:
-        name = machine_code.kernel_name(symbol) if "19finish_short_kernel" in symbol else None
+        name = machine_code.kernel_name(symbol) if "13finish_kernel" in symbol else None
         if name not in UPDATE_PATHS:
             continue
         checked.add(name)

@@ -10,6 +10,7 @@ from layout_calls import OPS, make_layout
 from tiers import cross, drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rec_kernels.reference.numerics import chunked_sum
 from rec_kernels.testing import same_bits
 
 ops = OPS
@@ -96,6 +97,18 @@ def test_hot_row(weighted: bool, occurrences: int) -> None:
     case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)
     _check_gradients(case)
     _check_updates(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dim", "occurrences"), [(516, 64 * 64 * 8 + 70), (3, 64**3 + 70)])
+def test_hottest_row(dim: int, occurrences: int) -> None:
+    """More chunk sums than a block of the GPU adds up at once, in several steps of columns; and sums of three levels."""
+    grad = torch.randn(occurrences, dim)
+    expected = torch.stack([torch.zeros(dim), chunked_sum(grad)])
+    values, offsets = torch.ones(occurrences, dtype=torch.int64), torch.arange(occurrences + 1)
+    for backend in every_backend():
+        found = backend.ops.embedding_bag_backward_dense(grad, [2, dim], values, offsets)
+        assert same_bits(found, expected), backend.name
 
 
 @pytest.mark.parametrize("dim", [1, 4, 16, 20, 128, 300])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -269,6 +270,16 @@ def test_parameters() -> None:
     assert repr(rk.EmbeddingBag(ROWS, DIM, padding_idx=1)) == "EmbeddingBag(12, 4, mode='mean', padding_idx=1)"
 
 
+def _looked_up(options: dict, *bags: object) -> Tensor:
+    return rk.EmbeddingBag(ROWS, DIM, **options)(*bags)
+
+
+def _checked_no_more() -> None:
+    layer = rk.EmbeddingBag(9, 4, mode="max", **SGD)
+    layer.collection.bounds_check = "ignore"
+    layer(PADDED % 9)
+
+
 @pytest.mark.parametrize(
     ("error", "make", "message"),
     [
@@ -285,6 +296,7 @@ def test_parameters() -> None:
         (ValueError, lambda: rk.Embedding(9, 4, dtype=torch.float64), "dtype must be torch.float32"),
         (ValueError, lambda: rk.Embedding(9, 4, sparse=True, **SGD), "sparse must be False"),
         (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 3)), "_weight must be floats [9, 4]"),
+        (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 4).double()), "_weight must be float32 for"),
         (ValueError, lambda: rk.Embedding.from_pretrained(torch.ones(9)), "must have two dimensions"),
         (RuntimeError, lambda: rk.Embedding(9, 4, **SGD).reset_parameters(), "is for a layer without options"),
         (TypeError, lambda: rk.Embedding(9, 4)([1, 2]), "input must be a tensor of ids, got list"),
@@ -292,6 +304,18 @@ def test_parameters() -> None:
         (IndexError, lambda: rk.Embedding(9, 4)(torch.tensor([[0, -1]])), "values[1] = -1"),
         (IndexError, lambda: rk.Embedding(9, 4, **SGD)(torch.tensor([[0, 9]])), "values[1] = 9"),
         (ValueError, lambda: rk.EmbeddingBag(9, 4, **SGD)(torch.tensor([0])), "offsets must be given"),
+        *(
+            (kind, functools.partial(_looked_up, options, *bags), message)
+            for options in ({}, SGD)
+            for kind, bags, message in [
+                (TypeError, ([1, 2], torch.zeros(1)), "input must be a tensor of ids, got list"),
+                (ValueError, (torch.tensor(1),), "input must have one or two dimensions, got shape []"),
+                (ValueError, (PADDED[None],), "input must have one or two dimensions, got shape [1, "),
+                (ValueError, (PADDED[0], PADDED), "offsets must have one dimension, got shape ["),
+            ]
+        ),
+        (ValueError, _checked_no_more, 'bounds_check must be "error" for mode "max", got \'ignore\''),
+        (AttributeError, lambda: setattr(rk.Embedding(9, 4, **SGD).collection, "optimizer", None), "no setter"),
         (
             NotImplementedError,
             lambda: rk.EmbeddingBag(9, 4, mode="max")(PADDED % 9, None, torch.ones(3, 3)),

@@ -13,7 +13,7 @@ from bench.gpu import machine_code
 from bench.gpu.machine_code import Instruction
 
 #: The kernels that are read: those that read, sum or update rows.
-KERNELS = r"(pool\w*|finish_short|sum_chunks)_kernel<"
+KERNELS = r"(pool\w*|finish|sum_chunks)_kernel<"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ SHORT_BAGS = 4
 #: Runs of one row that a group of lanes looks up together, of rows of up to 256 columns and of wider ones: kRunsAhead
 #: of csrc. It has several where there are more runs than lanes for them in as many blocks as a launch has at most.
 RUNS_AHEAD = (4, 2)
-#: Occurrences of a row that a group of lanes finishes: kMostOfGroup of csrc.
+#: Occurrences of a row whose sums of chunks a group of lanes adds up: kMostOfGroup of csrc.
 MOST_OF_GROUP = CHUNK * CHUNK
 LAUNCHED_THREADS = 4 * 2048
 #: Share of the loop over gradients that is executed where rows are aligned.
@@ -56,9 +55,9 @@ FORMATS = {
 #: Formats whose lookups take half as many lanes for a row of up to 128 columns: kHalfTheLanes of csrc.
 HALF_THE_LANES = ("int8", "int4", "mx9", "mx4")
 TARGETS = {
-    SGD: "UpdateTarget<Sgd>",
-    ADAGRAD: "UpdateTarget<RowwiseAdagrad>",
-    ADAM: "ElementwiseTarget<UpdateTarget<Sgd>>",
+    SGD: "UpdateTarget",
+    ADAGRAD: "UpdateTarget",
+    ADAM: "ElementwiseTarget<UpdateTarget>",
 }
 
 
@@ -155,7 +154,7 @@ def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = 
 def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Paths], gpu: Gpu) -> list[Work]:
     """A fused update: entries, their sort, runs of one row, the sums of long ones, and the rows' update."""
     lanes, blocks = update_widths(w.dim, optimizer)
-    short = kernels[f"finish_short_kernel<{lanes}, {blocks}, {TARGETS[optimizer]}>"]
+    short = kernels[f"finish_kernel<{lanes}, {blocks}, {TARGETS[optimizer]}>"]
     ids, row = w.num_ids, 4 * w.dim
     gradient = w.tables * w.batch * row
     bits = (w.tables * w.rows).bit_length()
@@ -166,8 +165,9 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     def stream(name: str, size: float, kernels: int, fixed_us: float = 0.0) -> Work:
         return Work(name, memory=0.0 if kept else size, cached=size, kernels=kernels, fixed_us=fixed_us)
 
-    # Rows of the gradient are read again unless they stay in their half of the L2; table rows have the other half.
-    missed = max(0.0, 1 - gpu.l2_bytes / 2 / gradient)
+    # Rows are updated table by table. A table's rows of the gradient are read again unless they stay in their half of
+    # the L2; table rows have the other half.
+    missed = max(0.0, 1 - gpu.l2_bytes / 2 * w.tables / gradient)
     gradient_rows = gradient / row + (ids - gradient / row) * missed if ids * row > gradient else ids
     update = 2 * reuse.unique * (row + STATE_BYTES[optimizer](w.dim) + ROW_OVERHEAD)
     of_run = (ids - reuse.chunks * CHUNK) / reuse.unique
@@ -195,7 +195,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
 
 
 def long_runs(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths]) -> list[Work]:
-    """The sums of CHUNK entries each of rows that are named more often, and the update of these rows."""
+    """The sums of CHUNK entries each of rows that are named more often, and the sums of these of the longest."""
     lanes, blocks = widths(w.dim)
     code = kernels[f"sum_chunks_kernel<{lanes}, {blocks}>"]
     rounds = CHUNK / code.rows
@@ -207,8 +207,8 @@ def long_runs(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths]) -> list[W
         waits=3 + rounds,
         blocks=code.blocks,
     )
-    longer = Work("long updates", kernels=int(w.num_ids > MOST_OF_GROUP))
-    return [sums, dataclasses.replace(longer, fixed_us=8.0) if reuse.hottest > MOST_OF_GROUP else longer]
+    launched, needed = w.num_ids > MOST_OF_GROUP, reuse.hottest > MOST_OF_GROUP
+    return [sums, Work("sums of sums", kernels=int(launched), fixed_us=8.0 * needed)]
 
 
 #: Tera-operations a second of Triton's products: FP32 without tensor cores, and bfloat16 with them.

@@ -161,6 +161,9 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
     kind: Any = EmbeddingBag if isinstance(theirs, nn.EmbeddingBag) else Embedding
     shape = theirs.num_embeddings, theirs.embedding_dim
     if not given and theirs.weight.dtype == torch.float32:
+        if not theirs.weight.is_contiguous():
+            strides = list(theirs.weight.stride())
+            raise ValueError(f"weight must be contiguous, got {list(shape)} with strides {strides}")
         layer = kind(*shape, **{**sizes, "device": "meta", "sparse": theirs.sparse})
         layer.weight = theirs.weight
         return layer

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from rec_kernels.nn import late_errors
+from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.bad_ids import advise
-from rec_kernels.nn.collection_options import check_options
+from rec_kernels.nn.collection_options import check_options, read_only
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, describe
@@ -66,6 +67,7 @@ class TableCollection(nn.Module):
     _convert = False  # whether states in other row formats are converted
     _pools = True  # whether ``forward`` makes one row of a bag
     _holder = "embedding_bags"  # the module that has the tables, in names of parameters and states
+    optimizer, rounding, output_dtype, seed = read_only("_given", 4)
 
     def __init__(
         self,
@@ -84,8 +86,7 @@ class TableCollection(nn.Module):
         optimizers = TableOptimizers(tables, optimizer)
         check_options(optimizers.default, output_dtype, bounds_check, rounding, seed, cache)
         self._features = FeatureMap(tables, optimizers, numbers_rows=cache is not None)
-        self.optimizer, self.rounding = optimizers.default, rounding
-        self.output_dtype, self.seed = output_dtype, int(seed)
+        self._given = optimizers.default, rounding, output_dtype, int(seed)
         self._store = make_store(self._features, cache, device)
         self.row_cache = self._store.cache
         try:
@@ -104,13 +105,13 @@ class TableCollection(nn.Module):
         features = self._features
         self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
         numbers = self._store.numbers()
-        trains = self._is_trained
-        held = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
+        held = Tables(features, self._weights, in_file=bool(numbers), trains=self._is_trained, device=device)
         self.add_module(self._holder, held)
         for name, (tensor, persistent) in optimizer_buffers(features, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
+        self._own_buffers = tuple(self._buffers)
         self._tie()
         weights = self._held.weights()
         self._store.initialize(weights)
@@ -166,7 +167,7 @@ class TableCollection(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._store.refuse_prefetched("moving the collection")
         refuse_replaced(self._tied)
-        fn = self._store.mover(self._weights, fn)
+        given, fn = fn, self._store.mover(self._weights, fn)
         # The flat tensors first, then the tables as views of them.
         self._layout._apply(fn)
         move_buffers(self, fn)
@@ -179,13 +180,14 @@ class TableCollection(nn.Module):
         self._tie()
         if self._update is not None:
             self._update.follow(self._held.weights(), self._buffers)
-        return self
+        with only_added(self, buffers=self._own_buffers, modules=(self._holder, "_layout", "row_cache")):
+            return super()._apply(given, recurse)
 
     def _tie(self) -> None:
         if self._update is not None:
             self._update.release()
-        is_fused = self.optimizer is not None
-        self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
+        tables, is_fused = self._held, self.optimizer is not None
+        self._tied = tie_tables(tables, self._features, self._weights, self._buffers, is_fused=is_fused)
         mark_untrained([] if self._is_trained else self._held.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
@@ -298,11 +300,9 @@ class TableCollection(nn.Module):
 
         Tables of a collection without one that has a format other than fp32 are left as they are: nothing trains them.
         """
-        for name in self._held:
-            for kind, parameter in self._held[name].named_parameters(recurse=False):
-                if kind != "weight" or self._is_trained:
-                    parameter.requires_grad_(requires_grad)
-        return self
+        self._held.set_requires_grad(requires_grad, trains=self._is_trained)
+        with only_added(self, modules=(self._holder,)):
+            return super().requires_grad_(requires_grad)
 
     # Lookups and updates.
 

@@ -1,6 +1,9 @@
-"""Checks of the arguments that both kinds of collections take."""
+"""The arguments that both kinds of collections take, and what becomes of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -8,6 +11,15 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+
+def read_only(name: str, count: int) -> Iterator[Any]:
+    """Properties that read the items of a tuple: options that are given once, when a collection is made."""
+
+    def of_item(item: int) -> Any:
+        return property(lambda self: getattr(self, name)[item])
+
+    return map(of_item, range(count))
 
 
 def check_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn import pooled_lookups
+from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.checks import check_bounds
@@ -86,18 +88,18 @@ class EmbeddingLayer(nn.Module):
             own.setdefault("format", _format_of(dtype))
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
         if weight is not None:
-            _check_given(weight, table, own)
+            _check_given(weight, table, own, given)
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
         fill = _Filled(weight, None if table.compression else table.padding_idx)
         if not given and not own:
             size = self.num_embeddings, self.embedding_dim
-            self.weight = nn.Parameter(
-                torch.empty(size, device=device, dtype=torch.float32) if weight is None else weight
-            )
-            if weight is None:
-                self.reset_parameters()
+            if weight is not None:
+                self.weight = nn.Parameter(weight.contiguous())
+                return
+            self.weight = nn.Parameter(torch.empty(size, device=device, dtype=torch.float32))
+            self.reset_parameters()
             return
         own.setdefault("init", fill)
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
@@ -150,17 +152,36 @@ class EmbeddingLayer(nn.Module):
 
     # Moves, copies and states: the collection's, under the layer's names.
 
-    def _show(self) -> None:
+    def _shown(self) -> dict[str, nn.Parameter]:
+        """The collection's parameters under the layer's names."""
         holders = self.collection.embedding_bags
+        shown = {}
         for stored in holders:
-            self._parameters[stored] = holders[stored].weight
+            shown[stored] = holders[stored].weight
             if "projection" in holders[stored]._parameters:
-                self._parameters["projection"] = holders[stored].projection
+                shown["projection"] = holders[stored].projection
+        return shown
+
+    def _show(self) -> None:
+        self._parameters.update(self._shown())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # torch.distributed.checkpoint looks up what a state has by its name.
+            if (collection := self.__dict__.get("collection")) is not None:
+                for own, stored in self._names().items():
+                    if own == name or own.startswith(f"{name}."):
+                        return functools.reduce(getattr, stored.removesuffix(own[len(name) :]).split("."), collection)
+            raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.collection is None:
             return super()._apply(fn, recurse)
         self.collection._apply(fn)
+        with only_added(self, parameters=self._shown()):
+            super()._apply(fn, recurse)
         self._show()
         return self
 
@@ -175,12 +196,14 @@ class EmbeddingLayer(nn.Module):
         if self.collection is None:
             return super().requires_grad_(requires_grad)
         self.collection.requires_grad_(requires_grad)
-        return self
+        with only_added(self, parameters=self._shown()):
+            return super().requires_grad_(requires_grad)
 
     def __getstate__(self) -> dict:
         if self.collection is None:
             return self.__dict__
-        return {**self.__dict__, "_parameters": {}}  # they are the collection's
+        # What the collection has is left out; names keep their places.
+        return {**self.__dict__, "_parameters": self._parameters | dict.fromkeys(self._shown())}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -197,6 +220,8 @@ class EmbeddingLayer(nn.Module):
             return
         for name, tensor in self.collection.state_dict(keep_vars=keep_vars).items():
             destination[prefix + _own_name(name)] = tensor
+        with only_added(self, parameters=self._shown()):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -222,9 +247,13 @@ class EmbeddingLayer(nn.Module):
             error_msgs.append(str(error).replace(f"embedding_bags.{_NAME}.", prefix))
             return
         self._show()
+        unexpected: list[str] = []
+        with only_added(self, parameters=self._shown()):
+            told = (strict, missing_keys, unexpected, error_msgs)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
+        unexpected_keys += [name for name in unexpected if name.removeprefix(prefix) not in names]
         if strict:
             missing_keys += [prefix + _own_name(name) for name in missing]
-            unexpected_keys += [prefix + name for name in given if name not in names]
 
     def _describe(self, *options: str) -> str:
         """The sizes, options of the layer, and what the collection says of the table."""
@@ -254,12 +283,14 @@ def _format_of(dtype: torch.dtype | None) -> str:
     return names[dtype]
 
 
-def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any]) -> None:
+def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any], given: dict[str, Any]) -> None:
     if table.compression is not None or "init" in own:
         raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
     size = [table.num_embeddings, table.embedding_dim]
     if list(weight.shape) != size or not weight.is_floating_point():
         raise ValueError(f"_weight must be floats {size}, got {weight.dtype} {list(weight.shape)}")
+    if not own and not given and weight.dtype != torch.float32:
+        raise ValueError(f"_weight must be float32 for a layer without options, got {weight.dtype}")
 
 
 class Embedding(EmbeddingLayer):
@@ -452,6 +483,8 @@ class EmbeddingBag(EmbeddingLayer):
     def _largest(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """[B, D]: the largest of each column of a bag's rows."""
         check_bounds(offsets, ids.shape[0], "bag {}".format)
+        if self.collection is not None and self.collection.bounds_check != "error":
+            raise ValueError(f'bounds_check must be "error" for mode "max", got {self.collection.bounds_check!r}')
         rows = self._rows(ids, sparse=self.sparse)
         is_padding = None if self.padding_idx is None else ids == self.padding_idx
         places = _places_of_largest(rows.detach(), offsets.long(), is_padding)

@@ -10,6 +10,8 @@ The ops (schemas and contract in csrc/embedding_bag/embedding_bag.cpp and .h, ar
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -76,8 +78,8 @@ def embedding_bag(
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
-    elif offsets is None:
-        raise ValueError("offsets must be given when input has one dimension")
+    elif offsets is None or offsets.dim() != 1 or input.dim() != 1:
+        _refuse_bags(input, offsets)
     options: dict[str, object] = {"sparse": True} if sparse else {}
     if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
         weight, rows = _rows_of(weight, format, embedding_dim)
@@ -107,20 +109,28 @@ def read_bags(
     Raises:
         TypeError: ``input`` is no tensor. ValueError: wrong dtypes or shapes.
     """
-    if not isinstance(input, Tensor):
-        raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
     check_ids(input)
     if input.dim() == 2:
         return _flatten_bags(input, offsets, per_sample_weights)
-    if offsets is None:
-        raise ValueError("offsets must be given when input has one dimension")
+    if offsets is None or offsets.dim() != 1 or input.dim() != 1:
+        _refuse_bags(input, offsets)
     if not include_last_offset:
         offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
     return input, offsets, per_sample_weights
 
 
+def _refuse_bags(input: Tensor, offsets: Tensor | None) -> NoReturn:
+    if input.dim() != 1:
+        raise ValueError(f"input must have one or two dimensions, got shape {list(input.shape)}")
+    if offsets is None:
+        raise ValueError("offsets must be given when input has one dimension")
+    raise ValueError(f"offsets must have one dimension, got shape {list(offsets.shape)}")
+
+
 def check_ids(input: Tensor) -> None:
-    """Raises ValueError unless ids are of a dtype that lookups take; the ops would call them "values"."""
+    """Raises TypeError or ValueError unless ids are what lookups take; the ops would call them "values"."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
     if input.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"input must be int32 or int64, got {input.dtype}")
 

@@ -4,12 +4,13 @@
 #include <type_traits>
 
 #include "core/cuda/vec.cuh"
-#include "core/cuda/warp.cuh"
+#include "core/host_device.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
 
 // A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of
 // every block of 4G columns.
@@ -37,6 +38,13 @@ struct Group {
   __device__ __forceinline__ T* broadcast(T* x, int from) const {
     return static_cast<T*>(
         __cvta_global_to_generic(static_cast<size_t>(broadcast(reinterpret_cast<intptr_t>(x), from))));
+  }
+  // The sum of the lanes' x, on every lane: floats by the xor butterfly G / 2, ..., 2, 1 of docs/numerics.md.
+  template <class T>
+  __device__ __forceinline__ T sum(T x) const {
+#pragma unroll
+    for (int distance = G / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(mask, x, distance, G);
+    return x;
   }
   // Bit l: what lane l of the group says.
   __device__ __forceinline__ unsigned ballot(bool x) const {
@@ -86,9 +94,9 @@ __device__ __forceinline__ void store_row(float* row, int64_t column, int64_t co
 
 }  // namespace RK_ISA
 
-// Blocks of kThreads for `items` groups of `lanes`, at most `most`.
-inline dim3 at_most(int64_t most, int64_t items, int lanes) {
-  const int64_t blocks = ceil_div(items * lanes, kThreads);
+// Blocks for `items` groups of `lanes`, at most `most`.
+inline dim3 at_most(int64_t most, int64_t items, int lanes, int threads = kThreads) {
+  const int64_t blocks = ceil_div(items * lanes, threads);
   return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
 }
 

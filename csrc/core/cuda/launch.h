@@ -28,18 +28,37 @@ inline void check_cuda(cudaError_t error) {
 // Blocks of a grid, at most; kernels take more work than that in a grid stride.
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
-// Threads that the current GPU holds at once; each GPU is asked in the first call for it.
-inline int64_t resident_threads() {
+// Multiprocessors of a GPU, and threads that one of them holds at once.
+struct Multiprocessors {
+  int count, threads;
+};
+
+// Those of the current GPU; each GPU is asked in the first call for it.
+inline Multiprocessors multiprocessors() {
   constexpr int kKnown = 64;
-  static std::atomic<int64_t> known[kKnown];
-  int device = 0, processors = 0, each = 0;
+  static std::atomic<Multiprocessors> known[kKnown];
+  int device = 0;
   check_cuda(cudaGetDevice(&device));
-  if (device < kKnown && known[device] > 0) return known[device];
-  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  check_cuda(cudaDeviceGetAttribute(&each, cudaDevAttrMaxThreadsPerMultiProcessor, device));
-  const int64_t threads = int64_t{processors} * each;
-  if (device < kKnown) known[device] = threads;
-  return threads;
+  Multiprocessors found = device < kKnown ? known[device].load() : Multiprocessors{};
+  if (found.count > 0) return found;
+  check_cuda(cudaDeviceGetAttribute(&found.count, cudaDevAttrMultiProcessorCount, device));
+  check_cuda(cudaDeviceGetAttribute(&found.threads, cudaDevAttrMaxThreadsPerMultiProcessor, device));
+  if (device < kKnown) known[device] = found;
+  return found;
+}
+
+// Threads that the current GPU holds at once.
+inline int64_t resident_threads() {
+  const Multiprocessors all = multiprocessors();
+  return int64_t{all.count} * all.threads;
+}
+
+// Blocks of a kernel that the current GPU holds at once.
+template <class... Parameters>
+int64_t resident_blocks(void (*kernel)(Parameters...), int threads, size_t shared_bytes) {
+  int each = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes));
+  return int64_t{multiprocessors().count} * each;
 }
 
 // Makes the tensor's GPU current and gives torch's current stream on it, for the scope of a kernel's launches.

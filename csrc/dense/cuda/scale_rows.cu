@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "core/boxing.h"
-#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/warp_dot.cuh"
 #include "core/cuda/words.cuh"
 #include "dense/scale_rows.h"
 
@@ -60,16 +60,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// warp_butterfly_sum() of lanes of which only the first G have what is not +0: to add the others' zeros changes -0
-// alone.
-template <int G>
-__device__ __forceinline__ float group_butterfly_sum(float t) {
-  if (G < kWarpSize) t += 0.0f;
-#pragma unroll
-  for (int distance = G / 2; distance > 0; distance /= 2) t += __shfl_xor_sync(kFullWarp, t, distance);
-  return t;
-}
-
 // Aligned rows; with G below a warp, no row has more than 4 * G columns. The order is that of warp_dot().
 template <int G>
 __global__ void __launch_bounds__(kThreads)
@@ -94,7 +84,9 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      const float sum = group_butterfly_sum<G>((s[u][0] + s[u][1]) + (s[u][2] + s[u][3]));
+      float own = (s[u][0] + s[u][1]) + (s[u][2] + s[u][3]);
+      if (G < kWarpSize) own += 0.0f;  // a warp would add zeros, which changes -0 alone
+      const float sum = group.sum(own);
       const int64_t n = first + u * Rows::kStep;
       if (group.lane == 0 && n < rows) out[n] = sum;
     }
@@ -106,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     row_dot_unaligned_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
   const Group<kWarpSize> warp;
   for (int64_t n = Group<kWarpSize>::first(); n < rows; n += Group<kWarpSize>::stride()) {
-    const float sum = warp_row_dot(a + n * columns, b + n * columns, columns, warp.lane);
+    const float sum = warp_row_dot(a + n * columns, b + n * columns, columns, warp);
     if (warp.lane == 0) out[n] = sum;
   }
 }

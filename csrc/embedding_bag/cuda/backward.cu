@@ -5,8 +5,6 @@
 #include "embedding_bag/cuda/cache_input.cuh"
 #include "embedding_bag/cuda/shared_rows.cuh"
 #include "embedding_bag/cuda/targets_elementwise.cuh"
-#include "rows/optimizers/rowwise_adagrad.h"
-#include "rows/optimizers/sgd.h"
 
 namespace rec_kernels {
 namespace {
@@ -42,7 +40,6 @@ struct SparseTarget {
   __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
 };
 
-template <class Optimizer>
 struct UpdateTarget {
   static constexpr bool kElementwise = false, kEncodes = false, kUpdates = true;
   RowUpdate u;
@@ -50,11 +47,11 @@ struct UpdateTarget {
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
   __device__ void expect(int64_t, const Part& f, int64_t row, PrefetchLanes lanes) const {
     lanes.bytes(place(f, row, 0), 4 * f.embedding_dim);
-    if (Optimizer::kNeedsMeanSquare) lanes.one(u.state.sum + row);
+    if (u.is_adagrad()) lanes.one(u.state.sum + row);
   }
-  __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
+  __device__ bool needs_mean_square() const { return u.is_adagrad(); }
   __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
-    return Optimizer::make(u.lr_of(f.shard.table), u.eps, u.state.sum).prepare(row, mean_square);
+    return u.factor(f, row, mean_square);
   }
   __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return reinterpret_cast<float*>(u.weights + f.weight_offset) + (row - f.row_offset) * f.embedding_dim;
@@ -65,7 +62,7 @@ struct UpdateTarget {
   }
   __device__ Vec4 updated(const Part& f, Vec4 w, const Vec4& g, float factor) const {
     if (u.shrinks_weights) w = u.shrunk(w, f);
-    for (int j = 0; j < 4; ++j) w.v[j] = Optimizer::update(w.v[j], g.v[j], factor);
+    for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(factor, g.v[j], w.v[j]);
     return w;
   }
 };
@@ -79,21 +76,15 @@ __global__ void advance_step_kernel(Skip skip, Update update, int64_t* step, Bet
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
                  const float* grad_scale, const Skip& skip) {
   const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
-  return {o.runs, in.parts, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale,
-          skip,   nullptr,  nullptr, 0, CachedRuns{}};
+  return {o.runs,        in.parts,   rows, 0,       in.bags, grad.const_data_ptr<float>(),
+          in.output_dim, grad_scale, skip, nullptr, 0,       CachedRuns{}};
 }
 
-// The sums of chunks, which finishing starts from; owns their memory.
-struct ChunkSums {
-  Tensor partials, next;
-};
-
-ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
+// Sums the chunks of runs that have them, and those sums, until at most kChunk of a run are left; owns their memory.
+Tensor sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
   const int64_t rows = args->runs.most_chunks;
-  ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),
-                 new_tensor(like, {(rows / kChunksPerNext + 1) * in.max_dim}, ScalarType::Float)};
-  args->partials = sums.partials.mutable_data_ptr<float>();
-  args->next_partials = sums.next.mutable_data_ptr<float>();
+  Tensor sums = new_tensor(like, {rows * in.max_dim}, ScalarType::Float);
+  args->partials = sums.mutable_data_ptr<float>();
   args->max_dim = in.max_dim;
   if (rows == 0) return sums;
   with_widths(in.max_dim, [&](auto group, auto blocks) {
@@ -103,16 +94,19 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
   for (args->format = 0; args->format < in.parts.num_formats && in.multiplies; ++args->format)
     launch_product_sums(*args, stream);
   args->format = 0;
+  if (args->runs.most_runs <= kMostOfGroup) return sums;  // too few occurrences for a longer run
+  with_few_widths(in.max_dim, [&](auto group, auto blocks) {
+    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    launch(sum_chunk_sums_kernel<G, kBlocks>, at_most(kLongRunBlocks, rows, kThreads), dim3(kThreads), 0, stream,
+           *args);
+  });
   return sums;
 }
 
 template <class Target>
 void finish_floats(const SumArgs& args, const Target& target, cudaStream_t stream) {
   with_few_lanes<Target::kElementwise ? 2 : kMaxBlocks>(args.max_dim, [&](auto group, auto blocks) {
-    launch_finish_short<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
-  });
-  with_few_widths(args.max_dim, [&](auto group, auto blocks) {
-    launch_finish_long<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
+    launch_finish<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
   });
 }
 
@@ -120,15 +114,14 @@ void finish_floats(const SumArgs& args, const Target& target, cudaStream_t strea
 template <class Target>
 void finish_all(const BagInput& in, SumArgs args, const Target& target, const Tensor& like, cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
-  const ChunkSums sums = sum_chunks(in, &args, like, stream);
+  const Tensor sums = sum_chunks(in, &args, like, stream);
   finish_floats(args, target, stream);
 }
 
 // The rows of one format, or those in slots, which are floats.
 void update_floats(const SumArgs& args, const RowUpdate& update, cudaStream_t stream) {
-  if (is_elementwise(update.optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
-  else if (update.optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
-  else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
+  if (is_elementwise(update.optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget>{{update}}, stream);
+  else finish_floats(args, UpdateTarget{update}, stream);
 }
 
 void update_encoded(const SumArgs& args, const RowUpdate& update, cudaStream_t stream) {
@@ -152,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, Cach
 void update_all(const BagInput& in, SumArgs args, RowUpdate update, const CacheTensors& cache, const Tensor& like,
                 cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
-  const ChunkSums sums = sum_chunks(in, &args, like, stream);
+  const Tensor sums = sum_chunks(in, &args, like, stream);
   const Tensor slots = new_tensor(like, {cache.tags ? args.runs.most_runs : 0}, ScalarType::Long);
   if (cache.tags) {
     launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, 1), dim3(kThreads), 0, stream, args, cache,

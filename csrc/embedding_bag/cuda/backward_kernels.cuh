@@ -7,9 +7,13 @@
 
 #include "embedding_bag/cuda/sort.cuh"
 #include "embedding_bag/update.h"
+#include "rows/optimizers/rowwise_adagrad.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
+
+// Threads of a block that finishes rows: of small blocks, a multiprocessor's registers hold one or two warps more.
+constexpr int kFinishThreads = 64;
 
 // Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
 constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
@@ -28,11 +32,16 @@ struct PrefetchLanes {
   }
 };
 
+// Rows of floats whose weights are on their way while the optimizer's factor is found.
+template <int G, int kBlocks, class Target>
+constexpr bool kReadsAhead = Target::kUpdates && !Target::kEncodes && !Target::kElementwise && !kTakesWider<kBlocks, G>;
+
 // The columns of a row of floats; g holds their gradient, which gradient(column, last, read) makes block by block where
-// a row is wider, read(c) being columns c .. c+3 of its weights.
+// a row is wider, read(c) being columns c .. c+3 of its weights; w holds the weights, where they are read ahead.
 template <int G, int kBlocks, class Target, class Gradient>
 __device__ __forceinline__ void put_row(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
-                                        const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
+                                        const Group<G>& group, Vec4 (&g)[kBlocks], Vec4 (&w)[kBlocks],
+                                        const Gradient& gradient) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   float* out = target.place(f, row, run);
@@ -40,19 +49,11 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
   for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kWidth) {
     if (is_wider<G, kBlocks>(D)) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
     // All of them on their way before the first is written: behind a store no load is moved up.
-    Vec4 w[kBlocks] = {};
-    if constexpr (Target::kUpdates) load_row(out, column, D, aligned, group, w);
+    if constexpr (Target::kUpdates && !kReadsAhead<G, kBlocks, Target>) load_row(out, column, D, aligned, group, w);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) w[k] = target.updated(f, w[k], g[k], factor);
     store_row(out, column, D, aligned, group, w);
   }
-}
-
-template <int G, int kBlocks, class Target, class Gradient>
-__device__ __forceinline__ void put(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
-                                    const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
-  if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
-  else put_row(target, f, row, run, factor, group, g, gradient);
 }
 
 // The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3
@@ -83,10 +84,7 @@ struct SquareSum {
     for (int distance = kQuads / 2; distance > 0; distance /= 2)
 #pragma unroll
       for (int i = 0; i < distance; ++i) sums[i] += sums[i + distance];
-    float sum = sums[0];
-#pragma unroll
-    for (int distance = G / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(group.mask, sum, distance, G);
-    return sum;
+    return group.sum(sums[0]);
   }
 };
 
@@ -166,9 +164,18 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
       sum_scaled(column, read);
       squares.add(column, D, g);
     }
-    square_sum = squares.total();
+    if (all) square_sum = squares.total();
     if (pass == 0) step.clip(square_sum);
   }
+  Vec4 w[kBlocks] = {};
+  if constexpr (kReadsAhead<G, kBlocks, Target>) {
+    const float* weights = target.place(f, row, run);
+    load_row(weights, 0, D, rows_aligned(weights, D), group, w);
+  }
+  const auto put = [&](float factor, const auto& gradient) {
+    if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
+    else put_row(target, f, row, run, factor, group, g, w, gradient);
+  };
   float scalar = 0.0f;
   if (group.lane == 0) scalar = target.open(f, row, run, square_sum / static_cast<float>(D));
   scalar = group.broadcast(scalar, 0);
@@ -181,10 +188,9 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
       step.decay_direction(column, D, group, g, read);
     };
     if (!is_wider<G, kBlocks>(D)) direction(0, true, read);
-    put(target, f, row, run, target.factor(state.optimizer, f, row, group, g, direction), group, g, direction);
+    put(target.factor(state.optimizer, f, row, group, g, direction), direction);
   } else {
-    put(target, f, row, run, scalar, group, g,
-        [&](int64_t column, bool, const auto& read) { sum_scaled(column, read); });
+    put(scalar, [&](int64_t column, bool, const auto& read) { sum_scaled(column, read); });
   }
 }
 
@@ -192,16 +198,16 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 // once, then updated() for its columns or, when it encodes, put_row() for all. One with state for every
 // element (kElementwise) turns gradients into directions first.
 
-// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
-// kNarrow: rows of up to 128 columns keep a block where others with state for every element lose one.
+// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for
+// one more. kNarrow: rows of up to 128 columns keep a block where others with state for every element lose one.
 template <class Target>
 constexpr bool kNarrow = false;
 template <int kBlocks, int G, class Target>
 constexpr int kResident =
-    (kBlocks == 1   ? (Target::kEncodes ? 3 : 4)
-     : kBlocks == 2 ? (Target::kUpdates ? 2 : 3)
-                    : 2) -
-    (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 1 : 0);
+    (kBlocks == 1   ? (Target::kEncodes ? 12 : 16)
+     : kBlocks == 2 ? (!Target::kUpdates ? 12 : (Target::kElementwise ? 8 : 10))
+                    : 8) -
+    (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 4 : 0);
 template <int kBlocks, int G, class Target>
 constexpr int kGradientsOf = Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight : kGradientsInFlight<kBlocks>;
 
@@ -221,8 +227,16 @@ struct RunAhead {
   bool summed;
 };
 
-// Occurrences of a run that a group can finish: it has at most kChunk sums of chunks.
+// Occurrences of a run whose sums of chunks a group can add up: at most kChunk of them.
 constexpr int64_t kMostOfGroup = int64_t{kChunk} * kChunk;
+
+// Sums that are left of a run's occurrences for a group to add up: of chunks, and of kChunk sums while those are more.
+__device__ __forceinline__ uint32_t sums_left(uint32_t occurrences) {
+  constexpr uint32_t kTerms = kChunk;
+  uint32_t last = (occurrences - 1) / kTerms;  // the number of the last one
+  while (last >= kTerms) last /= kTerms;
+  return last + 1;
+}
 
 // Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
 template <int G, int kRuns, class Target>
@@ -231,27 +245,27 @@ __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& targe
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
   const int64_t run = first + group.lane / lanes.count * Group<G>::stride();
   RunAhead known{};
-  if (run < *a.runs.num_runs && a.runs.count(run) <= kMostOfGroup) {
-    const int64_t part = part_of_run(a.runs, a.bags, run), row = a.runs.row(run), count = a.runs.count(run);
+  if (run < *a.runs.num_runs) {
+    const uint32_t start = a.runs.starts[run], count = a.runs.starts[run + 1] - start, payload = a.runs.payloads[start];
+    const int64_t row = a.runs.keys[start], part = part_of_entry(a.runs, a.bags, payload);
     if (a.finishes(run, part)) {
-      const uint32_t start = a.runs.starts[run];
       const Part f = a.table_of(run, part, row);
       target.expect(part, f, row, lanes);
       const bool summed = count > kChunk || (a.weights && a.parts.records[part].multiplied);
-      const float* term =
-          summed ? a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim : a.gradient_of(a.runs.payloads[start]);
+      const float* term = summed ? a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim : a.gradient_of(payload);
       lanes.bytes(term, 4 * f.embedding_dim);
-      const auto terms = static_cast<int>(summed ? ceil_div(count, kChunk) : count);
-      known = {row, term, start, static_cast<uint32_t>(part), terms, summed};
+      const uint32_t terms = summed ? sums_left(count) : count;
+      known = {row, term, start, static_cast<uint32_t>(part), static_cast<int>(terms), summed};
     }
   }
   if (lanes.lane == 0) ahead[group.lane / lanes.count] = known;
 }
 
-// Runs of at most kMostOfGroup occurrences.
+// Gives the sum of each run, of its occurrences or of what sum_chunks_kernel and sum_chunk_sums_kernel left, to the
+// target.
 template <int G, int kBlocks, class Target>
-__global__ void __launch_bounds__(kThreads, (kResident<kBlocks, G, Target>))
-    finish_short_kernel(SumArgs a, Target target) {
+__global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>))
+    finish_kernel(SumArgs a, Target target) {
   if (a.skip.now()) return;
   constexpr int kRuns = kRunsAhead<kBlocks, G>;
   const Group<G> group;
@@ -272,9 +286,6 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, G, Target>))
     finish_row<G, kBlocks>(a, target, group, known.part, f, known.row, run, sum);
   }
 }
-
-// Chunks that share a row of the room for sums of chunk sums.
-constexpr int64_t kChunksPerNext = kChunk / 2;
 
 // The entries of a chunk of a run.
 struct ChunkOfRun {
@@ -316,72 +327,61 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
   }
 }
 
-// A block takes a run of more than kMostOfGroup occurrences: sums of chunks of its chunk sums until at most kChunk are
-// left, then as a group does.
-template <int G, int kBlocks, class Target>
-__global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target target) {
+// Adds up the sums of chunks of runs of more than kMostOfGroup occurrences, kChunk of them at a time, and the sums of
+// these, until a group can add up what is left. A block takes a run; sums replace its first terms.
+template <int G, int kBlocks>
+__global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
   if (a.skip.now()) return;
   const Group<G> group;
   const int mine = threadIdx.x / G, groups = blockDim.x / G;
   const uint32_t chunks = *a.runs.num_chunks;
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int64_t run = a.runs.owners[chunk];
-    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kMostOfGroup) continue;
-    const int64_t part = part_of_run(a.runs, a.bags, run);
-    if (!a.finishes(run, part)) continue;  // the whole block
-    const int64_t row = a.runs.row(run);
-    const Part f = a.table_of(run, part, row);
-    if (mine == 0) target.expect(part, f, row, {group.lane, G});
-    const int64_t D = f.embedding_dim;
-    int64_t count = ceil_div(a.runs.count(run), kChunk);
-    float* from = a.partials + int64_t{chunk} * a.max_dim;
-    // A run of n chunks, more than kChunk, has n / 64 sums of these, rounded up: room for n / 32 is enough.
-    float* to = a.next_partials + int64_t{chunk / kChunksPerNext} * a.max_dim;
-    while (count > kChunk) {
-      for (int64_t first = mine * kChunk; first < count; first += groups * kChunk) {
-        const int64_t left = count - first;
-        const PartialSum<G, kBlocks> sum{group, from + first * a.max_dim, left < kChunk ? left : kChunk, a.max_dim, D};
-        float* out = to + first / kChunk * a.max_dim;
+    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kMostOfGroup) continue;  // the whole block
+    const int64_t D = a.parts[part_of_run(a.runs, a.bags, run)].embedding_dim;
+    float* rows = a.partials + int64_t{chunk} * a.max_dim;
+    const bool aligned = rows_aligned(rows, D) && a.max_dim % 4 == 0;
+    for (int64_t count = ceil_div(a.runs.count(run), kChunk); count > kChunk; count = ceil_div(count, kChunk)) {
+      for (int64_t done = 0; done * kChunk < count; done += groups) {
+        const int64_t sum = done + mine, first = sum * kChunk, left = count - first;
         for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kBlocks * 4 * G) {
           Vec4 g[kBlocks];
-          sum(column, g);
-          store_row(out, column, D, rows_aligned(out, D), group, g);
+          if (left > 0) {
+            const int terms = static_cast<int>(left < kChunk ? left : kChunk);
+            OccurrenceSum<G, kBlocks>{a, group, 0, terms, D, rows + first * a.max_dim, true}(column, g);
+          }
+          __syncthreads();  // the terms are read that the sums replace
+          if (left > 0) store_row(rows + sum * a.max_dim, column, D, aligned, group, g);
         }
       }
       __syncthreads();
-      float* sums = to;
-      to = from;
-      from = sums;
-      count = ceil_div(count, kChunk);
     }
-    if (mine == 0) {
-      const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
-      finish_row<G, kBlocks>(a, target, group, part, f, row, run, sum);
-    }
-    __syncthreads();  // the next run of this block may use the same memory
   }
 }
 
 }  // namespace RK_ISA
 
+// No more blocks than the GPU holds: groups go through the runs side by side, in the order of rows, so that gradients
+// which rows of a table share are still in the L2 when the next row needs them.
 template <int G, int kBlocks, class Target>
-void launch_finish_short(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  const size_t ahead = kThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
-  launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), ahead, stream, a,
-         target);
-}
-
-template <int G, int kBlocks, class Target>
-void launch_finish_long(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  if (a.runs.most_runs <= kMostOfGroup) return;  // too few occurrences for a long run
-  launch(finish_long_kernel<G, kBlocks, Target>, at_most(kLongRunBlocks, a.runs.most_chunks, kThreads), dim3(kThreads),
-         0, stream, a, target);
+void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  const size_t ahead = kFinishThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
+  const auto kernel = finish_kernel<G, kBlocks, Target>;
+  const dim3 grid = at_most(resident_blocks(kernel, kFinishThreads, ahead), a.runs.most_runs, G, kFinishThreads);
+  launch(kernel, grid, dim3(kFinishThreads), ahead, stream, a, target);
 }
 
 // An update of rows in `weights`.
 struct RowUpdate : Update {
   uint8_t* weights;
 
+  // Optimizers without state for every element: row-wise Adagrad, or SGD.
+  __device__ __forceinline__ bool is_adagrad() const { return optimizer == Optimizer::kRowwiseAdagrad; }
+  // The factor of a row's gradient; advances the row's state.
+  __device__ __forceinline__ float factor(const Part& f, int64_t row, float mean_square) const {
+    const float rate = lr_of(f.shard.table);
+    return is_adagrad() ? RowwiseAdagrad{rate, eps, state.sum}.prepare(row, mean_square) : -rate;
+  }
   // Weights that have shrunk by themselves.
   __device__ __forceinline__ Vec4 shrunk(Vec4 w, const Part& f) const {
     const float rate = shrinkage(f.shard.table);

@@ -1,5 +1,6 @@
 // embedding_bag on the GPU: forward (kernels in pool_table.cu) and the gradient of per_sample_weights.
 #include "core/boxing.h"
+#include "core/cuda/warp_dot.cuh"
 #include "embedding_bag/cuda/pool.cuh"
 #include "embedding_bag/cuda/shared_rows.cuh"
 #include "row_cache/row_cache.h"
@@ -19,10 +20,10 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
     const int64_t D = f.embedding_dim;
     const float* g = a.bags.row_of(bag, feature, grad, a.output_dim) + f.output_offset;
     write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
-      if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp.lane);
+      if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp);
       const uint8_t* row = a.weights + f.weight_offset + id * Format::row_bytes(D);
       const ColumnReader<Format> reader(row, D, columns_aligned<Format>(row, D));
-      return warp_dot(g, D, warp.lane, [&](int64_t c) { return reader.read(c); });
+      return warp_dot(g, D, warp, [&](int64_t c) { return reader.read(c); });
     });
   }
 }

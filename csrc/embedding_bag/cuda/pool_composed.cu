@@ -4,6 +4,7 @@
 // A group of lanes takes a bag and one part of its feature, whose columns are its own, or all parts together. The lanes
 // map the group's ids, one each, to their rows and pass these around, as for plain features (pool_table.cu).
 // Bytes moved: every part's row read once per occurrence, the ids once per part, the output written once.
+#include "core/cuda/warp_dot.cuh"
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
 // The dot product of g and the row that an id's parts make.
 template <class Format>
 __device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfColumns& parts, int64_t D, const float* g,
-                                              int64_t id, int lane) {
+                                              int64_t id, const Group<kWarpSize>& warp) {
   const uint8_t* rows[kMaxParts] = {};
 #pragma unroll
   for (int p = 0; p < kMaxParts; ++p)
@@ -155,7 +156,7 @@ __device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfCo
   const auto read = [&](const uint8_t* row, int64_t c) {
     return ColumnReader<Format>(row, D, columns_aligned<Format>(row, D)).read(c);
   };
-  return warp_dot(g, D, lane, [&](int64_t c) {
+  return warp_dot(g, D, warp, [&](int64_t c) {
     Vec4 x = read(rows[0], c);
 #pragma unroll
     for (int p = 1; p < kMaxParts; ++p)
@@ -179,13 +180,13 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
     write_dots(a, a.parts[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
       const Part first = a.parts[part];
       const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;
-      if (cached) return warp_row_dot(g + first.output_offset, cached, first.embedding_dim, warp.lane);
+      if (cached) return warp_row_dot(g + first.output_offset, cached, first.embedding_dim, warp);
       float sum = 0.0f;
       for (int p = 0; p < count; p += combined) {
         const Part f = a.parts[part + p];
         const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
         const float dot = with_bag_format(f.format, [&](auto of) {
-          return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
+          return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp);
         });
         sum = p == 0 ? dot : sum + dot;
       }

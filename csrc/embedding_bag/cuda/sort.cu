@@ -33,8 +33,7 @@ template <int G>
 __device__ int64_t count_ids(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
   int64_t n = 0;
   for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) n += counts(a, f, a.bags.id(i));
-  for (int distance = G / 2; distance > 0; distance /= 2) n += __shfl_xor_sync(group.mask, n, distance, G);
-  return n;
+  return group.sum(n);
 }
 
 // 1 / n of a bag of a feature with mean pooling, if coefficients are asked for.

@@ -51,11 +51,16 @@ struct Runs {
   }
 };
 
-// The part that a run's first entry is of; all of its entries are of parts that read the same table.
-__device__ __forceinline__ int64_t part_of_run(const Runs& runs, const Bags& bags, int64_t run) {
-  const uint32_t payload = runs.payloads[runs.starts[run]], bag = runs.bag(payload);
+// The part that an entry is of.
+__device__ __forceinline__ int64_t part_of_entry(const Runs& runs, const Bags& bags, uint32_t payload) {
+  const uint32_t bag = runs.bag(payload);
   const int64_t feature = bags.starts ? bags.feature_of(bag) : bag / static_cast<uint32_t>(bags.batch);
   return runs.part(bags, feature, payload);
+}
+
+// The part that a run's first entry is of; all of its entries are of parts that read the same table.
+__device__ __forceinline__ int64_t part_of_run(const Runs& runs, const Bags& bags, int64_t run) {
+  return part_of_entry(runs, bags, runs.payloads[runs.starts[run]]);
 }
 
 // Gradient rows a group has on their way, as in the forward. Of wide rows two: with four, a multiprocessor holds one
@@ -93,8 +98,7 @@ struct SumArgs {
   int64_t output_dim;
   const float* grad_scale;  // or null: 1
   Skip skip;
-  float* partials;       // chunk sums, rows of max_dim floats
-  float* next_partials;  // of their sums, and so on
+  float* partials;  // chunk sums, rows of max_dim floats
   int64_t max_dim;
   CachedRuns cache;
 
@@ -183,30 +187,6 @@ struct OccurrenceSum {
         for (int u = 0; u < kRows; ++u)
           if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
       }
-    }
-  }
-};
-
-// `count` rows of D floats, `stride` floats apart.
-template <int G, int kBlocks>
-struct PartialSum {
-  const Group<G>& group;
-  const float* rows;
-  int64_t count, stride, D;
-
-  __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
-    const bool aligned = rows_aligned(rows, D) && stride % 4 == 0;
-    constexpr int kRows = 8 / kBlocks;  // on their way; those past the last are the last again
-    for (int64_t first = 0; first < count; first += kRows) {
-      Vec4 x[kRows][kBlocks];
-#pragma unroll
-      for (int u = 0; u < kRows; ++u) {
-        const int64_t i = first + u < count ? first + u : count - 1;
-        load_row(rows + i * stride, column, D, aligned, group, x[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < kRows; ++u)
-        if (first + u < count) add_term(sum, x[u], 1.0f, false, first + u == 0);
     }
   }
 };

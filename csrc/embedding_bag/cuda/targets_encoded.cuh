@@ -6,28 +6,26 @@
 
 #include "embedding_bag/cuda/targets_elementwise.cuh"
 #include "rows/cuda/writer.cuh"
-#include "rows/optimizers/rowwise_adagrad.h"
-#include "rows/optimizers/sgd.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-template <class Format, class Optimizer>
+template <class Format>
 struct EncodedTarget {
   static constexpr bool kElementwise = false, kEncodes = true, kUpdates = true;
   RowUpdate u;
 
   __device__ void expect(int64_t, const Part& f, int64_t row, PrefetchLanes lanes) const {
     lanes.bytes(place(f, row), Format::row_bytes(f.embedding_dim));
-    if (Optimizer::kNeedsMeanSquare) lanes.one(u.state.sum + row);
+    if (u.is_adagrad()) lanes.one(u.state.sum + row);
   }
-  __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
+  __device__ bool needs_mean_square() const { return u.is_adagrad(); }
   __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
     const uint8_t* w = place(f, row);
     return ColumnReader<Format>(w, f.embedding_dim, columns_aligned<Format>(w, f.embedding_dim)).read(c);
   }
   __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
-    return Optimizer::make(u.lr_of(f.shard.table), u.eps, u.state.sum).prepare(row, mean_square);
+    return u.factor(f, row, mean_square);
   }
   // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
   template <int G, int kBlocks, class Gradient>
@@ -47,7 +45,7 @@ struct EncodedTarget {
         const int64_t c = column + (k * G + group.lane) * 4;
         Vec4 w = c < D ? reader.read(c) : Vec4{};
         if (u.shrinks_weights) w = u.shrunk(w, f);
-        for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
+        for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? fused_multiply_add(factor, x[k].v[j], w.v[j]) : 0.0f;
       }
     };
     // A loop over both passes, so that what they have in common is compiled once.
@@ -76,9 +74,9 @@ struct EncodedTarget {
 };
 
 template <>
-inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Fp16, Sgd>>> = true;
+inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Fp16>>> = true;
 template <>
-inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16, Sgd>>> = true;
+inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16>>> = true;
 
 }  // namespace RK_ISA
 
@@ -86,17 +84,15 @@ template <class Target>
 void finish_few_widths(const SumArgs& a, const Target& target, cudaStream_t stream) {
   with_few_widths(a.max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-    launch_finish_short<G, kBlocks>(a, target, stream);
-    launch_finish_long<G, kBlocks>(a, target, stream);
+    launch_finish<G, kBlocks>(a, target, stream);
   });
 }
 
 template <class Format>
 void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream) {
-  using Plain = EncodedTarget<Format, Sgd>;
+  using Plain = EncodedTarget<Format>;
   if (is_elementwise(update.optimizer)) finish_few_widths(a, ElementwiseTarget<Plain>{{update}}, stream);
-  else if (update.optimizer == Optimizer::kSgd) finish_few_widths(a, Plain{update}, stream);
-  else finish_few_widths(a, EncodedTarget<Format, RowwiseAdagrad>{update}, stream);
+  else finish_few_widths(a, Plain{update}, stream);
 }
 
 }  // namespace rec_kernels

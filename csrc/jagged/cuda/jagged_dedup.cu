@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
         }
       }
     }
-    for (int distance = G / 2; distance > 0; distance /= 2) hash += __shfl_xor_sync(group.mask, hash, distance, G);
+    hash = group.sum(hash);
     if (group.lane == 0) a.hashes[i] = fmix64(hash) & a.hash_mask;
   }
 }

@@ -118,9 +118,10 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
       }
     }
     if (!a.stats) return;
-    lookups = warp_sum(lookups);
-    hits = warp_sum(hits);
-    if (group.in_warp() > 0 || group.lane > 0) return;
+    const Group<kWarpSize> warp;
+    lookups = warp.sum(lookups);
+    hits = warp.sum(hits);
+    if (warp.lane > 0) return;
     a.count_part(part, kLookups, lookups);
     a.count_part(part, kHits, hits);
   });

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kThreads)
       before += other < row || (other == row && q > p);
       ++all;
     }
-    before = warp_sum(before);
-    all = warp_sum(all);
+    before = warp.sum(before);
+    all = warp.sum(all);
     if (warp.lane != 0) continue;
     if (p == 0) *order.count = all;
     if (!is_searched(parts[p])) continue;

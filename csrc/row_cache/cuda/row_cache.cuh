@@ -26,11 +26,6 @@ __device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Part
   return p >= 0 && place_of(cache, parts, p).has(slot, cache.ways) ? p : -1;
 }
 
-__device__ __forceinline__ int64_t warp_sum(int64_t x) {
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kFullWarp, x, distance);
-  return x;
-}
-
 // Calls body(feature, first, last) for the bags [first, last) of each feature that fall to this warp: neighbours, as
 // many to a warp as to the next.
 template <class Body>

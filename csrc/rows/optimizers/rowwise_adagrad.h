@@ -12,8 +12,6 @@ struct RowwiseAdagrad {
   float eps;
   float* sum;  // by linear row
 
-  RK_HOST_DEVICE static RowwiseAdagrad make(float lr, float eps, float* sum) { return {lr, eps, sum}; }
-
   // The row's factor of g, once per row; advances the row's state.
   RK_HOST_DEVICE float prepare(int64_t row, float mean_square) const {
     const float v = sum[row] + mean_square;

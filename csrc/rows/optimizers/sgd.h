@@ -10,8 +10,6 @@ struct Sgd {
   static constexpr bool kNeedsMeanSquare = false;
   float lr;
 
-  RK_HOST_DEVICE static Sgd make(float lr, float, float*) { return {lr}; }
-
   // The row's factor of g, once per row.
   RK_HOST_DEVICE float prepare(int64_t, float) const { return -lr; }
 

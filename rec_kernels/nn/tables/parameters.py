@@ -120,6 +120,13 @@ class Tables(nn.Module):
                 matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
                 self[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
 
+    def set_requires_grad(self, requires_grad: bool, *, trains: bool) -> None:
+        """Sets it of projections and, where something ``trains`` the tables, of their weights."""
+        for table in self._modules.values():
+            for kind, parameter in table.named_parameters(recurse=False):
+                if kind != "weight" or trains:
+                    parameter.requires_grad_(requires_grad)
+
     def weights(self) -> list[nn.Parameter]:
         """The tables' parameters."""
         return [self[name].weight for name in self]

@@ -1,0 +1,32 @@
+"""What a subclass adds to a module of this package: its own parameters, buffers and modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def only_added(
+    module: nn.Module,
+    *,
+    parameters: Collection[str] = (),
+    buffers: Collection[str] = (),
+    modules: Collection[str] = (),
+) -> Iterator[None]:
+    """Hides the members of these names within the block, so that a method of nn.Module sees the others alone.
+
+    Afterwards ``module`` has all of them again, in the order of before.
+    """
+    hidden = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
+    before = {kind: module.__dict__[kind] for kind in hidden}
+    for kind, names in hidden.items():
+        module.__dict__[kind] = {name: member for name, member in before[kind].items() if name not in names}
+    try:
+        yield
+    finally:
+        for kind, members in before.items():
+            members.update(module.__dict__[kind])
+            module.__dict__[kind] = members
