@@ -26,8 +26,8 @@ train: $(VENV)/.built
 test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
 	$(PY) -m pytest $(or $(ARGS),$(SPREAD) -m "not full")
 
-test-all: test $(TRITON_3_6) $(VENV)/.site
-	$(PY) -m pytest $(SPREAD) -m full
+test-all: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint $(TRITON_3_6) $(VENV)/.site
+	$(PY) -m pytest $(SPREAD)
 
 # Which test calls which op with which backend, and what it raises (python_tests/op_coverage.py), in both tiers.
 NOTED = PYTEST_ADDOPTS="-p op_coverage" PYTHONPATH="$(CURDIR):$(CURDIR)/python_tests" OP_COVERAGE=$(CURDIR)/runs/coverage

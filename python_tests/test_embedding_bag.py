@@ -102,7 +102,7 @@ def test_hot_row(weighted: bool, occurrences: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("dim", "occurrences"), [(516, 64 * 64 * 8 + 70), (3, 64**3 + 70)])
 def test_hottest_row(dim: int, occurrences: int) -> None:
-    """More chunk sums than a block of the GPU adds up at once, in several steps of columns; and sums of three levels."""
+    """More chunk sums than a block of the GPU adds up at once, in steps of columns; and sums of three levels."""
     grad = torch.randn(occurrences, dim)
     expected = torch.stack([torch.zeros(dim), chunked_sum(grad)])
     values, offsets = torch.ones(occurrences, dtype=torch.int64), torch.arange(occurrences + 1)

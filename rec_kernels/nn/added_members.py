@@ -1,4 +1,4 @@
-"""What a subclass adds to a module of this package: its own parameters, buffers and modules."""
+"""Parameters, buffers and modules that a subclass adds to a module of this package."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class EmbeddingLayer(nn.Module):
     def __getstate__(self) -> dict:
         if self.collection is None:
             return self.__dict__
-        # What the collection has is left out; names keep their places.
+        # The collection keeps its parameters; here, their names keep the order.
         return {**self.__dict__, "_parameters": self._parameters | dict.fromkeys(self._shown())}
 
     def __setstate__(self, state: dict) -> None:
