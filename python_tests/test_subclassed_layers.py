@@ -102,6 +102,14 @@ def test_distributed_checkpoints_of_torch(layer: Scaled) -> None:
         _ = layer.other
 
 
+def test_a_name_of_the_tables_state_is_refused() -> None:
+    layer = rk.Embedding(4, 2, optimizer=rk.RowwiseAdagrad())
+    with pytest.raises(KeyError, match="attribute 'sum' already exists"):
+        layer.register_buffer("sum", torch.zeros(2))
+    with pytest.raises(KeyError, match="attribute 'step' already exists"):
+        layer.step = nn.Parameter(torch.zeros(2))
+
+
 def test_compiled_subclasses(layer: Scaled) -> None:
     found = torch.compile(layer, backend="aot_eager", fullgraph=True)(IDS)
     torch.testing.assert_close(found, layer(IDS))

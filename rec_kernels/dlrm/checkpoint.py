@@ -111,8 +111,9 @@ def save(directory: Path, state: dict[str, Any]) -> None:
     try:
         with files.replacing(path, durable=True) as file:
             torch.save({"format": FORMAT, **state}, file)
-    except RuntimeError as error:  # torch's writer says so when the disk is full
-        raise OSError(f"{path} could not be written: {error}") from error
+    except RuntimeError as error:  # torch's writer does not say that the disk is full
+        free = shutil.disk_usage(directory).free
+        raise OSError(f"{path} could not be written, with {free:,} bytes free on its disk: {error}") from error
     for folder in directory.glob("shards-*"):
         if _SHARDS.fits(folder.name) and folder.name != state.get("shards") and not folder.is_symlink():
             shutil.rmtree(folder)

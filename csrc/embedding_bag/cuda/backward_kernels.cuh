@@ -12,7 +12,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Threads of a block that finishes rows: of small blocks, a multiprocessor's registers hold one or two warps more.
+// Threads of a block that finishes rows. Registers for 20 warps, say, are ten such blocks; of 256 threads, two.
 constexpr int kFinishThreads = 64;
 
 // Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
@@ -198,8 +198,8 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 // once, then updated() for its columns or, when it encodes, put_row() for all. One with state for every
 // element (kElementwise) turns gradients into directions first.
 
-// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for
-// one more. kNarrow: rows of up to 128 columns keep a block where others with state for every element lose one.
+// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for more.
+// kNarrow: rows of up to 128 columns keep four blocks that others with state for every element lose.
 template <class Target>
 constexpr bool kNarrow = false;
 template <int kBlocks, int G, class Target>
