@@ -337,7 +337,7 @@ def test_runs_are_repeatable() -> None:
         ({"padding_idx": ROWS}, ValueError, r"padding_idx = 40 must be in \[-40, 40\)"),
         ({"padding_idx": -ROWS - 1}, ValueError, r"padding_idx = -41 must be in \[-40, 40\)"),
         ({"input": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, "offsets must be None"),
-        ({"input": torch.tensor(1)}, ValueError, "1 dimension"),
+        ({"input": torch.tensor(1)}, ValueError, "input must have one or two dimensions"),
         ({"weight": torch.zeros(3)}, ValueError, "weight must have two dimensions"),
     ],
 )
