@@ -186,8 +186,8 @@ class TableCollection(nn.Module):
     def _tie(self) -> None:
         if self._update is not None:
             self._update.release()
-        tables, is_fused = self._held, self.optimizer is not None
-        self._tied = tie_tables(tables, self._features, self._weights, self._buffers, is_fused=is_fused)
+        is_fused = self.optimizer is not None
+        self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
         mark_untrained([] if self._is_trained else self._held.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:

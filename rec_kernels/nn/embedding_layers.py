@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -88,7 +89,7 @@ class EmbeddingLayer(nn.Module):
             own.setdefault("format", _format_of(dtype))
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
         if weight is not None:
-            _check_given(weight, table, own, given)
+            _check_given(weight, table, own)
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
@@ -96,6 +97,8 @@ class EmbeddingLayer(nn.Module):
         if not given and not own:
             size = self.num_embeddings, self.embedding_dim
             if weight is not None:
+                if weight.dtype != torch.float32:
+                    raise ValueError(f"_weight must be float32 for a layer without options, got {weight.dtype}")
                 self.weight = nn.Parameter(weight.contiguous())
                 return
             self.weight = nn.Parameter(torch.empty(size, device=device, dtype=torch.float32))
@@ -165,6 +168,10 @@ class EmbeddingLayer(nn.Module):
     def _show(self) -> None:
         self._parameters.update(self._shown())
 
+    def _only_added(self) -> AbstractContextManager[None]:
+        """Hides the collection's parameters, which leaves those that a subclass added."""
+        return only_added(self, parameters=self._shown())
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -180,7 +187,7 @@ class EmbeddingLayer(nn.Module):
         if self.collection is None:
             return super()._apply(fn, recurse)
         self.collection._apply(fn)
-        with only_added(self, parameters=self._shown()):
+        with self._only_added():
             super()._apply(fn, recurse)
         self._show()
         return self
@@ -196,7 +203,7 @@ class EmbeddingLayer(nn.Module):
         if self.collection is None:
             return super().requires_grad_(requires_grad)
         self.collection.requires_grad_(requires_grad)
-        with only_added(self, parameters=self._shown()):
+        with self._only_added():
             return super().requires_grad_(requires_grad)
 
     def __getstate__(self) -> dict:
@@ -220,7 +227,7 @@ class EmbeddingLayer(nn.Module):
             return
         for name, tensor in self.collection.state_dict(keep_vars=keep_vars).items():
             destination[prefix + _own_name(name)] = tensor
-        with only_added(self, parameters=self._shown()):
+        with self._only_added():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -248,7 +255,7 @@ class EmbeddingLayer(nn.Module):
             return
         self._show()
         unexpected: list[str] = []
-        with only_added(self, parameters=self._shown()):
+        with self._only_added():
             told = (strict, missing_keys, unexpected, error_msgs)
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
         unexpected_keys += [name for name in unexpected if name.removeprefix(prefix) not in names]
@@ -283,14 +290,12 @@ def _format_of(dtype: torch.dtype | None) -> str:
     return names[dtype]
 
 
-def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any], given: dict[str, Any]) -> None:
+def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any]) -> None:
     if table.compression is not None or "init" in own:
         raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
     size = [table.num_embeddings, table.embedding_dim]
     if list(weight.shape) != size or not weight.is_floating_point():
         raise ValueError(f"_weight must be floats {size}, got {weight.dtype} {list(weight.shape)}")
-    if not own and not given and weight.dtype != torch.float32:
-        raise ValueError(f"_weight must be float32 for a layer without options, got {weight.dtype}")
 
 
 class Embedding(EmbeddingLayer):
@@ -424,8 +429,8 @@ class EmbeddingBag(EmbeddingLayer):
     ) -> None:
         refuse_norms("rk.EmbeddingBag", max_norm, norm_type, scale_grad_by_freq)
         check_choice("mode", mode, ("sum", "mean", "max"))
-        if mode == "max" and options.get("bounds_check", "error") != "error":
-            raise ValueError(f'bounds_check must be "error" for mode "max", got {options["bounds_check"]!r}')
+        if mode == "max":
+            _check_largest(options.get("bounds_check", "error"))
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
         pooling = {"pooling": "mean" if mode == "mean" else "sum"}
         super().__init__(sizes | pooling, _weight, device, dtype, options)
@@ -483,8 +488,8 @@ class EmbeddingBag(EmbeddingLayer):
     def _largest(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """[B, D]: the largest of each column of a bag's rows."""
         check_bounds(offsets, ids.shape[0], "bag {}".format)
-        if self.collection is not None and self.collection.bounds_check != "error":
-            raise ValueError(f'bounds_check must be "error" for mode "max", got {self.collection.bounds_check!r}')
+        if self.collection is not None:
+            _check_largest(self.collection.bounds_check)
         rows = self._rows(ids, sparse=self.sparse)
         is_padding = None if self.padding_idx is None else ids == self.padding_idx
         places = _places_of_largest(rows.detach(), offsets.long(), is_padding)
@@ -493,6 +498,11 @@ class EmbeddingBag(EmbeddingLayer):
     def extra_repr(self) -> str:
         """Sizes and options, for printing."""
         return self._describe(f"mode={self.mode!r}")
+
+
+def _check_largest(bounds_check: str) -> None:
+    if bounds_check != "error":
+        raise ValueError(f'bounds_check must be "error" for mode "max", got {bounds_check!r}')
 
 
 def _places_of_largest(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Tensor:

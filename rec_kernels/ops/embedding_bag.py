@@ -10,8 +10,6 @@ The ops (schemas and contract in csrc/embedding_bag/embedding_bag.cpp and .h, ar
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -78,8 +76,8 @@ def embedding_bag(
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
-    elif offsets is None or offsets.dim() != 1 or input.dim() != 1:
-        _refuse_bags(input, offsets)
+    else:
+        offsets = _checked_offsets(input, offsets)
     options: dict[str, object] = {"sparse": True} if sparse else {}
     if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
         weight, rows = _rows_of(weight, format, embedding_dim)
@@ -112,19 +110,20 @@ def read_bags(
     check_ids(input)
     if input.dim() == 2:
         return _flatten_bags(input, offsets, per_sample_weights)
-    if offsets is None or offsets.dim() != 1 or input.dim() != 1:
-        _refuse_bags(input, offsets)
+    offsets = _checked_offsets(input, offsets)
     if not include_last_offset:
         offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
     return input, offsets, per_sample_weights
 
 
-def _refuse_bags(input: Tensor, offsets: Tensor | None) -> NoReturn:
+def _checked_offsets(input: Tensor, offsets: Tensor | None) -> Tensor:
     if input.dim() != 1:
         raise ValueError(f"input must have one or two dimensions, got shape {list(input.shape)}")
     if offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
-    raise ValueError(f"offsets must have one dimension, got shape {list(offsets.shape)}")
+    if offsets.dim() != 1:
+        raise ValueError(f"offsets must have one dimension, got shape {list(offsets.shape)}")
+    return offsets
 
 
 def check_ids(input: Tensor) -> None:

@@ -62,7 +62,7 @@ struct UpdateTarget {
   }
   __device__ Vec4 updated(const Part& f, Vec4 w, const Vec4& g, float factor) const {
     if (u.shrinks_weights) w = u.shrunk(w, f);
-    for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(factor, g.v[j], w.v[j]);
+    for (int j = 0; j < 4; ++j) w.v[j] = Sgd::update(w.v[j], g.v[j], factor);
     return w;
   }
 };

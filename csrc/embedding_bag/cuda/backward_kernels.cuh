@@ -8,6 +8,7 @@
 #include "embedding_bag/cuda/sort.cuh"
 #include "embedding_bag/update.h"
 #include "rows/optimizers/rowwise_adagrad.h"
+#include "rows/optimizers/sgd.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -375,12 +376,13 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
 struct RowUpdate : Update {
   uint8_t* weights;
 
-  // Optimizers without state for every element: row-wise Adagrad, or SGD.
+  // Optimizers without state for every element: row-wise Adagrad, or SGD, whose update() of a weight is the same.
   __device__ __forceinline__ bool is_adagrad() const { return optimizer == Optimizer::kRowwiseAdagrad; }
   // The factor of a row's gradient; advances the row's state.
   __device__ __forceinline__ float factor(const Part& f, int64_t row, float mean_square) const {
     const float rate = lr_of(f.shard.table);
-    return is_adagrad() ? RowwiseAdagrad{rate, eps, state.sum}.prepare(row, mean_square) : -rate;
+    if (is_adagrad()) return RowwiseAdagrad{rate, eps, state.sum}.prepare(row, mean_square);
+    return Sgd{rate}.prepare(row, mean_square);
   }
   // Weights that have shrunk by themselves.
   __device__ __forceinline__ Vec4 shrunk(Vec4 w, const Part& f) const {
