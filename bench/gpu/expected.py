@@ -12,6 +12,7 @@ from bench.gpu.code_paths import Paths
 from bench.gpu.dense_side import DenseSide
 from bench.gpu.encoded import EncodedLookup
 from bench.gpu.jagged import Expand, Jagged
+from bench.gpu.machine_code import THREADS
 from bench.gpu.model import ROW_OVERHEAD, WARP, Gpu, Work
 from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
 from bench.shapes import Workload
@@ -30,11 +31,10 @@ CHUNK = 64
 #: Bags that a group of lanes takes together where they are short: kShortBags of csrc.
 SHORT_BAGS = 4
 #: Runs of one row that a group of lanes looks up together, of rows of up to 256 columns and of wider ones: kRunsAhead
-#: of csrc. It has several where there are more runs than lanes for them in as many blocks as a launch has at most.
+#: of csrc. It has several where there are more runs than lanes for them in the blocks that a GPU holds.
 RUNS_AHEAD = (4, 2)
 #: Occurrences of a row whose sums of chunks a group of lanes adds up: kMostOfGroup of csrc.
 MOST_OF_GROUP = CHUNK * CHUNK
-LAUNCHED_THREADS = 4 * 2048
 #: Share of the loop over gradients that is executed where rows are aligned.
 ALIGNED = 0.4
 #: An update's time by its instructions, over that of the shortest way through them: for a row of 128 columns an H200
@@ -172,7 +172,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     update = 2 * reuse.unique * (row + STATE_BYTES[optimizer](w.dim) + ROW_OVERHEAD)
     of_run = (ids - reuse.chunks * CHUNK) / reuse.unique
     rounds = max(1.0, of_run / short.rows)
-    of_group = reuse.unique * lanes / (LAUNCHED_THREADS * gpu.multiprocessors)
+    of_group = reuse.unique * lanes / (short.blocks * THREADS * gpu.multiprocessors)
     together = min(RUNS_AHEAD[lanes == WARP], max(1.0, of_group))
     finish = Work(
         "update",

@@ -27,7 +27,7 @@ from pathlib import Path
 import rec_kernels as rk
 
 ARCHITECTURE = "sm_90"
-THREADS = 256  # of a block, in every launch that has work to share: kThreads of csrc/core/cuda/group.cuh
+THREADS = 256  # of a block: kThreads of csrc/core/cuda/group.cuh; updates, of smaller blocks, are counted so, too
 
 # A multiprocessor of sm_90 (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"): registers
 # are given to a warp by 256, and warps to one of four partitions.
