@@ -55,7 +55,7 @@ class Case:
         bad_ids: whether some ids are out of range, which the collection ignores. every_id: whether the last table is
             hashed, and every int64 an id of it. row_wise: the sharder's.
         rates, optimizers: each table's ``lr``, and its optimizer, of ``OPTIMIZERS``. cache: the collection's. wire: the
-            sharder's.
+            sharder's. is_weighted: the collection's.
     """
 
     plan: str = "table_wise"
@@ -78,6 +78,7 @@ class Case:
     optimizers: tuple[str | None, ...] = (None, None, None)
     cache: Any = None
     wire: Any = None
+    is_weighted: bool | None = None
 
 
 class Model(nn.Module):
@@ -121,6 +122,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
         bounds_check="ignore" if case.bad_ids else "error",
         device=device,
         cache=case.cache,
+        is_weighted=case.is_weighted,
     )
 
 

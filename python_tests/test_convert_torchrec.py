@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +33,12 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-def collection_of(*, pooled: bool = True, seed: int = 0, **options: Any) -> Any:
-    """TorchRec's collection of three tables."""
+def collection_of(*, pooled: bool = True, mean: str = "item", seed: int = 0, **options: Any) -> Any:
+    """TorchRec's collection of three tables, of which the bags of ``mean`` have means."""
     torch.manual_seed(seed)
     if pooled:
-        mean = torchrec.PoolingType.MEAN
-        of = [(n, s, {"pooling": mean} if n == "item" else {}) for n, s in SIZES.items()]
+        kind = torchrec.PoolingType.MEAN
+        of = [(n, s, {"pooling": kind} if n == mean else {}) for n, s in SIZES.items()]
         configs = [
             torchrec.EmbeddingBagConfig(name=n, num_embeddings=s[0], embedding_dim=s[1], feature_names=[f"{n}f"], **own)
             for n, s, own in of
@@ -166,6 +167,28 @@ def test_configs_are_kept() -> None:
     eighth: Any = rk.convert_embeddings(theirs, optimizer=rk.SGD(), format="int8")
     assert [t.format for t in eighth.tables] == ["int8"] * 3
     assert lookup(eighth)(0).shape == (BATCH, 28)
+
+
+@pytest.mark.parametrize(("pooled", "is_weighted"), [(True, False), (True, True), (False, False)])
+def test_weights_of_batches(pooled: bool, is_weighted: bool) -> None:
+    """Are used where theirs used them, of the collection and of what serves it; where they must be there, they are."""
+    theirs = collection_of(pooled=pooled, **{"is_weighted": True, "mean": ""} if is_weighted else {})
+    ours: Any = rk.convert_embeddings(theirs, optimizer=rk.SGD(lr=0.25))
+    assert ours.is_weighted() is is_weighted
+    plain, weights = jagged(0), torch.rand(len(jagged(0).values()))
+    batch = torchrec.KeyedJaggedTensor(plain.keys(), plain.values(), lengths=plain.lengths(), weights=weights)
+    expected = theirs(batch)
+    for module in (ours, ours.for_serving(), ours.for_serving("fp32"), copy.deepcopy(ours)):
+        found = module(batch)
+        if pooled:
+            torch.testing.assert_close(found.values(), expected.values())
+        else:
+            assert all(torch.equal(found[key].values(), rows.values()) for key, rows in expected.items())
+        if is_weighted:
+            with pytest.raises(ValueError, match="the batch must have weights, as the collection was made"):
+                module(plain)
+    with pytest.raises(ValueError, match="is_weighted must be True, False or None, got 'no'"):
+        type(ours)(ours.tables, is_weighted="no")
 
 
 def test_errors() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distributed_cases import DIM, ROWS, Case, check_found, one_process, same_bits
-from distributed_pool import pool
+from distributed_cases import DIM, ROWS, Case, check_found, differences, one_process, same_bits
+from distributed_pool import WorkerError, pool
 from tiers import full
 
 pytest.importorskip("torchrec.distributed")
@@ -166,3 +166,13 @@ def test_global_mean_of_uneven_batches(plan: str) -> None:
 def test_even_means(plan: str, gradient: str) -> None:
     """The loss of each rank is the mean over its samples: with even batches on two ranks, one process's bits."""
     check(Case(plan, gradient=gradient, one_id=True))
+
+
+def test_is_weighted() -> None:
+    """Weights that are not wanted change nothing on ranks, either; a rank without those that must be there is named."""
+    case = Case("mixed", optimizer="sgd", weighted=True, is_weighted=False)
+    plain = one_process(replace(case, weighted=False))[1]
+    assert differences(plain, [blocks for _, blocks in pool(2).run("distributed_cases", "run", case)]) == []
+    must = replace(case, is_weighted=True)
+    with pytest.raises(WorkerError, match=r"(?s)rank 0: .*the batch must have weights.*rank 1: .*another rank refused"):
+        pool(2).run("distributed_cases", "run", must)

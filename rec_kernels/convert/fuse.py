@@ -222,7 +222,7 @@ def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
 def _options(layer: EmbeddingBag) -> tuple:
     """The numbers and options that tables of one collection have in common."""
     collection = layer.collection
-    numbers = int(collection.step), collection._device, layer.training
+    numbers = int(collection.step), collection.device, layer.training
     return *numbers, collection.output_dtype, collection.bounds_check, collection.rounding
 
 
@@ -245,7 +245,7 @@ class _FusedBags(nn.Module):
             for name, layer in layers.items()
         ]
         options = {name: getattr(first.collection, name) for name in _OPTIONS}
-        self.collection = EmbeddingBagCollection(tables, device=first.collection._device, **options)
+        self.collection = EmbeddingBagCollection(tables, device=first.collection.device, **options)
         optimizers = self.collection._features.optimizers
         powers, state = power_names(optimizers.distinct), {}
         for number, (name, layer) in zip(optimizers.of, layers.items(), strict=True):

@@ -56,8 +56,9 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
 
     Returns:
         The module, on the device of theirs, training or not as theirs, with frozen tables frozen and outputs of their
-        dtype. A layer of torch.nn without any option has theirs' parameter itself, so that the optimizer of torch that
-        has it goes on; all else that is not fused has new parameters, and wants an optimizer made afterwards.
+        dtype. TorchRec's collections that do not use a batch's weights become ones with ``is_weighted=False``. A layer
+        of torch.nn without any option has theirs' parameter itself, so that the optimizer of torch that has it goes on;
+        all else that is not fused has new parameters, and wants an optimizer made afterwards.
 
     Raises:
         TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it is a subclass, sharded, or has
@@ -146,6 +147,7 @@ def _built(theirs: Any, peer: Peer, given: dict[str, Any], own: Sequence[Optimiz
         ]
     else:
         pooling = getattr(theirs, "embedding_bag_configs", None)
+        given["is_weighted"] = pooling is not None and theirs.is_weighted()
         tables = _configs(theirs, [format or _format(w) for w in weights])
     for i, optimizer in enumerate(own):
         if optimizer != own[0]:

@@ -89,7 +89,7 @@ class Backwards:
     def _draw(self) -> Draw:
         """Where random numbers begin: a run that was resumed draws those of one that was not stopped."""
         if self._shards._update is None:
-            return Draw(torch.full((), self._number, dtype=torch.int64, device=self._shards._device), 0)
+            return Draw(torch.full((), self._number, dtype=torch.int64, device=self._shards.device), 0)
         step = self._shards.step
         if step._version != self._version:  # updated or loaded
             self._version, self._first = step._version, self._number
@@ -106,7 +106,7 @@ class Backwards:
         if any(weight.requires_grad for weight in weights):
             return TorchTables.apply(shards, begun.arrived, *weights)
         trains = shards._update is not None or self._trained_by_torch
-        return torch.zeros(0, device=shards._device, requires_grad=trains or wanted)
+        return torch.zeros(0, device=shards.device, requires_grad=trains or wanted)
 
     def _versions(self) -> list[int]:
         """Versions of the tables; with a cache, which moves rows without changing them, of the count of updates."""

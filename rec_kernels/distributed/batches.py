@@ -85,18 +85,20 @@ def checked_batch(
     *,
     pooled: bool = True,
     by_feature: bool = False,
+    is_weighted: bool | None = None,
 ) -> CheckedBatch:
     """Looks at everything in a batch that lookups on other ranks would refuse.
 
     Args:
         names, limits: F features and numbers of ids, None: every integer is one.
-        bounds_check: ``rk.EmbeddingBagCollection``'s.
+        bounds_check, is_weighted: ``rk.EmbeddingBagCollection``'s.
         pooled: whether samples have rows of bags, which they may share, and not of ids. by_feature: whether pooled
             features may have batch sizes of their own whatever the samples have.
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error"; an inverse index is. ValueError: features
-            of pooled lookups have batch sizes of their own, and no inverse indices; bad offsets, dtypes or shapes.
+            of pooled lookups have batch sizes of their own, and no inverse indices; bad offsets, dtypes or shapes;
+            weights are missing.
             KeyError: a feature is missing. TypeError: another kind of batch.
     """
     features = as_batch(features, names)
@@ -107,7 +109,7 @@ def checked_batch(
     if pooled and not by_feature and given.strides is not None and shared is None:
         raise no_common_batch(names, given.strides)
     _check_tensors(given, names)
-    given = given.in_float32()
+    given = given.weighted(is_weighted)
     offsets = given.offsets.long()
     first, last = (0, 0) if len(offsets) == 0 else (int(offsets[0]), int(offsets[-1]))
     values, weights = (None if t is None else t[first:last] for t in (given.values, given.weights))

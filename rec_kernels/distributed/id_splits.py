@@ -43,7 +43,7 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
             told.append([*facts, *sizes])
             at += len(own)
         self._sizes = [numbers[FACTS:] for numbers in told]
-        flat = torch.tensor([n for numbers in told for n in numbers], dtype=torch.int64, device=module.shards._device)
+        flat = torch.tensor([n for numbers in told for n in numbers], dtype=torch.int64, device=module.shards.device)
         due = [FACTS + 1 + len(module.routes.own)] * len(entries)
         self._agreed: Agreed | None = None
         self._told = all_to_all(flat, [len(numbers) for numbers in told], due, module.group)
@@ -83,7 +83,7 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
                 input_tensors=kjt.dist_tensors(),
                 labels=kjt.dist_labels(),
                 keys=[str(i) for i in range(count)],
-                device=module.shards._device,
+                device=module.shards.device,
                 stagger=1,
                 stride_per_rank=None if own_sizes else [bags[0] if bags else 0 for _, *bags in due],
             )

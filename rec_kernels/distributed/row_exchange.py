@@ -271,7 +271,7 @@ class RowTrip(Trip):
     def _fetched(self, count: int) -> Tensor:
         """The rows that this rank has asked for, in their places: [count, largest D]."""
         module = self.module
-        out = torch.zeros(count, max(module.output_dims, default=0), device=module.shards._device)
+        out = torch.zeros(count, max(module.output_dims, default=0), device=module.shards.device)
         self.batch.asked.unpack(self._rows.wait(), out, back=False)
         del self._rows
         return out

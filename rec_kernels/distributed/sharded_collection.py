@@ -168,10 +168,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             IndexError, KeyError, TypeError, ValueError: in the first wait: the batch is refused, on the rank that fed
             it, before any rank looks anything up. RuntimeError: another rank's was, which is named.
         """
-        given, error, device = batches.CheckedBatch(), None, self.shards._device
+        given, error, device = batches.CheckedBatch(), None, self.shards.device
         names, limits = self.feature_names, [feature.num_ids for feature in self.parts.features]
         try:
             kind = {"pooled": self.routes.pooled, "by_feature": ctx.by_feature}
+            kind["is_weighted"] = self._features.is_weighted
             given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
             batches.check_device(given.bags, device)
             ctx.features = given.bags
@@ -212,7 +213,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             self._agreed(lambda: self._read_ahead(bags, starts))
             return torch.zeros(0, 0)
         if not self.routes.own:
-            return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards._device))
+            return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards.device))
         trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             return self._agreed(lambda: self._look_up(bags, starts, inserts=trains))
@@ -427,7 +428,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
-    options = module.rounding, module.seed, module.output_dtype, module.bounds_check
+    options = module.rounding, module.seed, module.output_dtype, module.bounds_check, module.is_weighted()
     cache = None if module.row_cache is None else module.row_cache.cache
     lr = [] if module.optimizer is None else [group["lr"] for group in module.fused_optimizer.param_groups]
     weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
@@ -436,7 +437,7 @@ def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
         "the plan": str(shards),
         "the optimizer": f"{module.optimizer}, now with lr={lr}",
         "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
-        "rounding, seed, output_dtype and bounds_check": str(options),
+        "rounding, seed, output_dtype, bounds_check and is_weighted": str(options),
         "the row cache": str(cache),
         "whether the collection is on the meta device": str(module._weights.is_meta),
     }

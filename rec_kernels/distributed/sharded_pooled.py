@@ -110,7 +110,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return self._composed(ctx, self._looked_up(ctx, ctx.bags, total))
         ctx.bags = batches.looked_up(kjt, len(own))
         counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
-        return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards._device))
+        return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards.device))
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor | dict[str, Tensor]:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``, or its bags as ``by_feature``."""

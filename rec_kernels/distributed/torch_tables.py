@@ -52,7 +52,7 @@ class TorchTables(torch.autograd.Function):
             shards: this rank's. weights: theirs. arrived: where the output's backward puts the gradients of all ranks.
         """
         ctx.shards, ctx.arrived, ctx.shapes = shards, arrived, [weight.shape for weight in weights]
-        return torch.zeros(0, device=shards._device)
+        return torch.zeros(0, device=shards.device)
 
     @staticmethod
     @once_differentiable

@@ -80,12 +80,13 @@ class TableCollection(nn.Module):
         rounding: str = "stochastic",
         seed: int = 0,
         cache: RowCache | None = None,
+        is_weighted: bool | None = None,
     ) -> None:
         super().__init__()
         tables = checked_tables(tables, pooled=self._pools)
         optimizers = TableOptimizers(tables, optimizer)
-        check_options(optimizers.default, output_dtype, bounds_check, rounding, seed, cache)
-        self._features = FeatureMap(tables, optimizers, numbers_rows=cache is not None)
+        check_options(optimizers.default, output_dtype, bounds_check, rounding, seed, cache, is_weighted)
+        self._features = FeatureMap(tables, optimizers, numbers_rows=cache is not None, is_weighted=is_weighted)
         self._given = optimizers.default, rounding, output_dtype, int(seed)
         self._store = make_store(self._features, cache, device)
         self.row_cache = self._store.cache
@@ -128,14 +129,18 @@ class TableCollection(nn.Module):
         """The features that it looks up, table by table."""
         return self._features.feature_names
 
+    def is_weighted(self) -> bool | None:
+        """The option that it was made with, by TorchRec's name."""
+        return self._features.is_weighted
+
     @property
     def _held(self) -> Tables:
         tables: Any = self._modules[self._holder]
         return tables
 
     @property
-    def _device(self) -> torch.device:
-        """Device of lookups; the weights may be elsewhere."""
+    def device(self) -> torch.device:
+        """Where lookups are made, by the layout; weights may be elsewhere (a row cache with backing "host")."""
         return self._layout.device
 
     @property
@@ -191,7 +196,7 @@ class TableCollection(nn.Module):
         mark_untrained([] if self._is_trained else self._held.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
-        self._store.wait(self._device)
+        self._store.wait(self.device)
         self._store.refuse_copies()
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *others = reduced
@@ -209,7 +214,7 @@ class TableCollection(nn.Module):
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
-        self._weights = self._store.placed(self._weights, self._device)
+        self._weights = self._store.placed(self._weights, self.device)
         self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: the original raises what it has found
         self._tie()
         if self._update is not None:
@@ -223,7 +228,7 @@ class TableCollection(nn.Module):
         return other
 
     def __deepcopy__(self, memo: dict) -> Self:
-        self._store.wait(self._device)
+        self._store.wait(self.device)
         self._store.refuse_copies()
         state = self.__getstate__()
         # Copies of views would double the memory. Whoever else holds a parameter, as an optimizer, gets the copy's.
@@ -245,7 +250,7 @@ class TableCollection(nn.Module):
             self.flush()
         if any(name in state_dict for name in weights):
             self._store.forget_prefetched()  # the cache is another one then, too
-        self._store.wait(self._device)
+        self._store.wait(self.device)
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def _check_state(self, state_dict: dict, prefix: str = "") -> dict[str, Tensor]:
@@ -314,7 +319,7 @@ class TableCollection(nn.Module):
         """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
         with self._store.held():
             try:
-                return self._look_up(given.in_float32(), starts, shared)
+                return self._look_up(given.weighted(self._features.is_weighted), starts, shared)
             except IndexError as error:
                 advise(error)
                 raise
@@ -442,14 +447,10 @@ class TableCollection(nn.Module):
             ValueError: the collection has no fused optimizer. RuntimeError: the block is inside another one of the same
             collection. RuntimeError, from a backward: it is inside and its lookup was not, or the other way round.
         """
-        if self._update is None:
-            raise ValueError(
-                "accumulate() is for a fused optimizer, and this collection was built with optimizer=None: its "
-                "gradients add up by themselves until optimizer.zero_grad()"
-            )
-        if self._update.pending is None:
+        update = self._fused("accumulate()", "its gradients add up by themselves until optimizer.zero_grad()")
+        if update.pending is None:
             self._follow_requires_grad(self._layout)
-        with self._store.held_back(), self._update.accumulate(self._update_once):
+        with self._store.held_back(), update.accumulate(self._update_once):
             yield
 
     @property
@@ -459,9 +460,13 @@ class TableCollection(nn.Module):
         Raises:
             ValueError: the collection has none (``optimizer=None``).
         """
+        return self._fused("fused_optimizer", "its tables are parameters for optimizers of torch").face
+
+    def _fused(self, what: str, otherwise: str) -> FusedUpdate:
+        """The fused update; raises ValueError if there is none."""
         if self._update is None:
-            raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
-        return self._update.face
+            raise ValueError(f"{what}: there is no fused optimizer, as it was built with optimizer=None: {otherwise}")
+        return self._update
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Tells the collection that losses are scaled by a ``torch.amp.GradScaler``, as training in float16 needs it.
@@ -486,12 +491,8 @@ class TableCollection(nn.Module):
         """
         if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
-        if self._update is None:
-            raise ValueError(
-                "set_grad_scaler() is for a fused optimizer, and this collection was built with optimizer=None: its "
-                "gradients are torch's, which scaler.step(optimizer) divides as any"
-            )
-        self._update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
+        update = self._fused("set_grad_scaler()", "its gradients are torch's, which scaler.step(optimizer) divides")
+        update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features; outputs do not change.

@@ -29,6 +29,7 @@ def check_options(
     rounding: str,
     seed: int,
     cache: RowCache | None,
+    is_weighted: bool | None,
 ) -> None:
     """Raises ValueError for an argument that is out of its range; they are ``rk.EmbeddingBagCollection``'s."""
     check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
@@ -36,6 +37,8 @@ def check_options(
     check_choice("rounding", rounding, ("stochastic", "nearest"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
+    if is_weighted not in (True, False, None):
+        raise ValueError(f"is_weighted must be True, False or None, got {is_weighted!r}")
     if output_dtype not in FLOAT_DTYPES.values():
         raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
     if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):

@@ -34,6 +34,8 @@ class EmbeddingBagCollection(TableCollection):
             (unbiased: updates smaller than a format's step are not lost) or "nearest".
         seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
             Collections of one model should differ in it: both count their tables from 0.
+        is_weighted: whether lookups multiply rows by the batch's weights. None: if it has some; True: it must have
+            some; False: they are not used, as in TorchRec's of ``is_weighted=False``, its default.
         cache: a ``rk.RowCache``: some rows are kept, read and trained in float32; None: none. It needs an optimizer.
             ``embedding_bags[name].weight`` is up to date after ``flush()``, ``state_dict()`` always.
 
@@ -52,8 +54,9 @@ class EmbeddingBagCollection(TableCollection):
 
     Raises:
         ValueError: ``tables`` that are no configs, no unique table names, features that give two outputs one name,
-            unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int; with
-            ``optimizer=None``, an ``lr`` of a table, or an ``optimizer`` of some tables and not of all.
+            unknown ``output_dtype``, ``bounds_check``, ``rounding`` or ``is_weighted``, a seed that is no 64-bit int;
+            with ``optimizer=None``, an ``lr`` of a table, or an ``optimizer`` of some tables and not of all. At a
+            lookup: the batch has no weights, and ``is_weighted`` is True.
     """
 
     embedding_bags: Tables

@@ -42,11 +42,16 @@ def in_format(
         dataclasses.replace(t, format=formats.get(t.name, t.format), init=None, lr=None, optimizer=None) for t in tables
     ]
     made = kind(
-        given, device="meta", output_dtype=source.output_dtype, bounds_check=source.bounds_check, seed=source.seed
+        given,
+        device="meta",
+        output_dtype=source.output_dtype,
+        bounds_check=source.bounds_check,
+        seed=source.seed,
+        is_weighted=source.is_weighted(),
     )
     rows = {n: t for n, t in source.state_dict().items() if n.endswith((".weight", ".format", ".projection"))}
     made.load_state_dict(rows, assign=True, convert=True)
-    return made.to(source._device)
+    return made.to(source.device)
 
 
 class ServedTables(nn.Module):
@@ -129,7 +134,7 @@ class ServedTables(nn.Module):
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         """Looks up as ``TableCollection``."""
-        given = given.in_float32()
+        given = given.weighted(self._features.is_weighted)
         bags, cache = (given.values, given.offsets), {}
         if self._store.cache is not None:
             found = TableCall(self._weights, (*bags, starts), self._layout.arguments(starts), {})

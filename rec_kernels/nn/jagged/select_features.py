@@ -66,9 +66,22 @@ class SelectedKeys(NamedTuple):
     origin: Origin | None = None
     from_lengths: bool = False
 
-    def in_float32(self) -> SelectedKeys:
-        """Casts weights to float32, which the ops take; a gradient goes back in their own dtype."""
-        if self.weights is None or self.weights.dtype == torch.float32 or not self.weights.is_floating_point():
+    def weighted(self, is_weighted: bool | None) -> SelectedKeys:
+        """Drops weights that are not wanted; casts others to float32, where a gradient goes back in their own dtype.
+
+        Args:
+            is_weighted: ``rk.EmbeddingBagCollection``'s.
+
+        Raises:
+            ValueError: there are no weights, and there must be.
+        """
+        if self.weights is None:
+            if is_weighted:
+                raise ValueError("the batch must have weights, as the collection was made with is_weighted=True")
+            return self
+        if is_weighted is False:
+            return self._replace(weights=None)
+        if self.weights.dtype == torch.float32 or not self.weights.is_floating_point():
             return self
         return self._replace(weights=self.weights.float())
 

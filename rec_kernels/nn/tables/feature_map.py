@@ -65,6 +65,7 @@ class FeatureMap:
         optimizers: of the tables.
         numbers_rows: whether an optimizer's state for rows has the places of all tables' rows, by which a row cache
             knows them; else, where there are several optimizers, it has those of its own tables' rows alone.
+        is_weighted: ``rk.EmbeddingBagCollection``'s.
 
     Attributes:
         is_rounded: whether updates round rows or state.
@@ -89,8 +90,9 @@ class FeatureMap:
         optimizers: TableOptimizers,
         *,
         numbers_rows: bool = False,
+        is_weighted: bool | None = None,
     ) -> None:
-        self.tables = tables
+        self.tables, self.is_weighted = tables, is_weighted
         self.stored = [s for t in tables for s in t.stored]
         self.table_ids = [n if s.place is None else s.place.table_id for n, s in enumerate(self.stored)]
         names = [s.name for s in self.stored]
