@@ -290,7 +290,7 @@ def test_exception_drops_everything(optimizer) -> None:
             pooled = found(jagged(bad)).values()
             reached.append(pooled)
 
-    with pytest.raises(IndexError, match=r"= 5 \(feature 2, bag 3\).*\[0, 5\)"):
+    with pytest.raises(IndexError, match=r"= 5 \(feature 'h', bag 3\).*\[0, 5\)"):
         block()
     assert not reached
     assert_same(state(found), state(make(optimizer)))

@@ -200,7 +200,7 @@ def test_lookups_without_gradients_report_too(late, how) -> None:
     found = make()
     with how():
         found(batch((3, 4), ids=torch.int32))
-    assert message(found.check).startswith("values[3] = 4 (feature 1, bag 1) is out of range")
+    assert message(found.check).startswith("values[3] = 4 (feature 'g', bag 1) is out of range")
     found.check()
 
 
@@ -247,7 +247,7 @@ def test_memory_that_was_reused(late) -> None:
 def test_features_in_another_order(late) -> None:
     """Positions are those of the collection's features, as on the CPU."""
     lengths, found = torch.tensor([1, 1, 0, 1]), make()
-    for value, text in ((3, None), (4, "values[1] = 4 (feature 2, bag 0)")):
+    for value, text in ((3, None), (4, "values[1] = 4 (feature 'h', bag 0)")):
         found(rk.KeyedJaggedTensor(["h", "x", "f", "g"], torch.tensor([value, 9, 0]), lengths=lengths))
         assert text is None or message(found.check).startswith(text)
         found.check()
@@ -426,7 +426,7 @@ def test_on_a_gpu(optimizer) -> None:
     found, jagged = make(optimizer, device="cuda"), batch((6, 9)).to("cuda")
     step(found, jagged)
     torch.cuda.synchronize()
-    assert message(lambda: step(found)).startswith("values[6] = 9 (feature 2, bag 1)")
+    assert message(lambda: step(found)).startswith("values[6] = 9 (feature 'h', bag 1)")
     found.check()
     compiled = torch.compile(lambda kjt: found(kjt).values().square().sum(), fullgraph=True)
     compiled(jagged).backward()
@@ -461,7 +461,7 @@ def test_every_id() -> None:
     before = collection._weights.clone()
     step(collection, batch(*negative, (3, 4)))
     with pytest.raises(
-        IndexError, match=r"values\[3\] = 4 \(feature 1, bag 1\) is out of range: .* in \[0, 4\)" + LATER
+        IndexError, match=r"values\[3\] = 4 \(feature 'g', bag 1\) is out of range: .* in \[0, 4\)" + LATER
     ):
         collection.check()
     assert same_bits(collection._weights, before)

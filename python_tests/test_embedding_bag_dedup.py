@@ -342,7 +342,7 @@ def test_bad_ids() -> None:
     few, module = dedup(sessions(list("abcd"))), collection(rk.SGD(lr=0.5))
     before = module._weights.clone()
     few.bags().values()[-1] = 12
-    with pytest.raises(IndexError, match=r"= 12 \(feature \d, bag \d\) is out of range"):
+    with pytest.raises(IndexError, match=r"= 12 \(feature '[abc]', bag \d\) is out of range"):
         module(few)
     assert same_bits(module._weights, before)
 

@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_looked_up(weight: Tensor, said: dict, message: s
 def test_bad_ids() -> None:
     """Bad ids raise as for float tables."""
     rows, _ = table("mx6")
-    with pytest.raises(IndexError, match=r"values\[1\] = 30 \(feature 0, bag 0\) .* \[0, 30\)"):
+    with pytest.raises(IndexError, match=r"input\[1\] = 30 \(bag 0\) .* \[0, 30\)"):
         rk.embedding_bag(torch.tensor([0, 30]), rows, torch.tensor([0]), format="mx6", embedding_dim=DIM)
     with pytest.raises(ValueError, match=r"padding_idx = 30 must be in \[-30, 30\)"):
         rk.embedding_bag(IDS, rows, OFFSETS, padding_idx=30, format="mx6", embedding_dim=DIM)

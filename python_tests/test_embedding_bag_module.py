@@ -267,7 +267,7 @@ def test_failed_step_changes_nothing(optimizer) -> None:
     train(collection, steps=1)
     before = copy.deepcopy(collection.state_dict())
     bad = rk.KeyedJaggedTensor(KEYS, torch.tensor([1, 2, 70]), lengths=torch.tensor([1, 0, 1, 0, 0, 1]))
-    with pytest.raises(IndexError, match=r"values\[2\] = 70 \(feature 2, bag 1\).*\[0, 70\)"):
+    with pytest.raises(IndexError, match=r"values\[2\] = 70 \(feature 'h', bag 1\).*\[0, 70\)"):
         collection(bad).values().sum().backward()
     for name, value in collection.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -147,7 +147,7 @@ def test_bad_input() -> None:
     collection, given = sequences(rk.SGD(lr=0.5)), batch()
     before = copy.deepcopy(collection.state_dict())
     given.values()[2] = 77
-    with pytest.raises(IndexError, match=r"values\[2\] = 77 \(feature 0, bag 2\).*\[0, 50\)"):
+    with pytest.raises(IndexError, match=r"values\[2\] = 77 \(feature 'f', bag 2\).*\[0, 50\)"):
         collection(given)
     four = batch(list("fghk"))
     offsets = four.offsets().clone()
@@ -168,14 +168,14 @@ def test_late_reports() -> None:
         given = batch()
         given.values()[2] = 77
         _loss(collection(given)).backward()
-        assert message(collection.check).startswith("values[2] = 77 (feature 0, bag 2) is out of range")
+        assert message(collection.check).startswith("values[2] = 77 (feature 'f', bag 2) is out of range")
         collection.check()
         few = deduplicated()[0]
         few.values()[-1] = 99
         pooled = make(rk.SGD(lr=0.5))
         pooled.by_feature(few)
         last = int(few.lengths()[5:].nonzero().max())
-        assert f"= 99 (feature 2, bag {last}) is out of range" in message(pooled.check)
+        assert f"= 99 (feature 'h', bag {last}) is out of range" in message(pooled.check)
     assert all(torch.equal(t, before[k]) for k, t in collection.state_dict().items())
 
 

@@ -301,14 +301,18 @@ def _checked_no_more() -> None:
         (RuntimeError, lambda: rk.Embedding(9, 4, **SGD).reset_parameters(), "is for a layer without options"),
         (TypeError, lambda: rk.Embedding(9, 4)([1, 2]), "input must be a tensor of ids, got list"),
         (ValueError, lambda: rk.Embedding(9, 4, **SGD)(torch.ones(2)), "must be int32 or int64"),
-        (IndexError, lambda: rk.Embedding(9, 4)(torch.tensor([[0, -1]])), "values[1] = -1"),
-        (IndexError, lambda: rk.Embedding(9, 4, **SGD)(torch.tensor([[0, 9]])), "values[1] = 9"),
+        (IndexError, lambda: rk.Embedding(9, 4)(torch.tensor([[0, -1]])), "input[0, 1] = -1 is"),
+        (IndexError, lambda: rk.Embedding(9, 4, **SGD)(torch.tensor([[0, 9]])), "input[0, 1] = 9 is"),
+        (IndexError, lambda: rk.Embedding(9, 4)(torch.tensor(-3)), "input = -3 is out of range: ids must be in [0, 9)"),
+        (IndexError, lambda: rk.EmbeddingBag(9, 4, mode="max")(torch.tensor([[1, 9]])), "input[0, 1] = 9 is"),
         (ValueError, lambda: rk.EmbeddingBag(9, 4, **SGD)(torch.tensor([0])), "offsets must be given"),
         *(
             (kind, functools.partial(_looked_up, options, *bags), message)
             for options in ({}, SGD)
             for kind, bags, message in [
                 (TypeError, ([1, 2], torch.zeros(1)), "input must be a tensor of ids, got list"),
+                (IndexError, (torch.tensor([[0, 1], [2, 12]]),), "input[1, 1] = 12 (bag 1) is out of range: ids"),
+                (ValueError, (torch.ones(2).long(), torch.tensor([0, 5])), "offsets[1] = 5 (bag 0) must be in [0, 2]"),
                 (ValueError, (torch.tensor(1),), "input must have one or two dimensions, got shape []"),
                 (ValueError, (PADDED[None],), "input must have one or two dimensions, got shape [1, "),
                 (ValueError, (PADDED[0], PADDED), "offsets must have one dimension, got shape ["),

@@ -12,11 +12,11 @@ from torchrec.streamable import Multistreamable
 
 from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
-from rec_kernels.nn.bad_ids import advice_on
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_common_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.ops.bad_ids import advice_on
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.compositions import Composition

@@ -16,7 +16,6 @@ from torch.amp import GradScaler
 from rec_kernels.nn import late_errors
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.bad_ids import advise
 from rec_kernels.nn.collection_options import check_options, read_only
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -38,6 +37,7 @@ from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import call
+from rec_kernels.ops.bad_ids import explain
 from rec_kernels.ops.embedding_bag_autograd import call_with_updates
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class TableCollection(nn.Module):
         except BaseException:
             self.close()  # the exception's traceback keeps the collection alive, which would keep a file locked
             raise
-        rows = [t.num_embeddings for t in tables for _ in t.feature_names]
+        rows = [(f, t.num_embeddings) for t in tables for f in t.feature_names]
         self._reports = late_errors.Reports(rows, bounds_check == "error")
 
     def _make_tables(self, device: torch.device | str | None) -> None:
@@ -320,8 +320,8 @@ class TableCollection(nn.Module):
         with self._store.held():
             try:
                 return self._look_up(given.weighted(self._features.is_weighted), starts, shared)
-            except IndexError as error:
-                advise(error)
+            except (IndexError, ValueError) as error:
+                explain(error, self.feature_names)
                 raise
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:

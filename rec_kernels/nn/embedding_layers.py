@@ -20,6 +20,7 @@ from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.embedding_bag import embedding_bag, read_bags, refuse_norms
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
 
@@ -369,15 +370,19 @@ class Embedding(EmbeddingLayer):
             ``[*input.shape, D]``, float32 unless ``output_dtype`` says otherwise.
 
         Raises:
-            IndexError: an id out of range; its position is that in ``input.reshape(-1)``. On a GPU
-            ``collection.check()`` tells. ValueError: another dtype or device.
+            IndexError: an id out of range. On a GPU ``collection.check()`` tells, and counts positions in
+            ``input.reshape(-1)``. ValueError: another dtype or device.
         """
         if not isinstance(input, Tensor):
             raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
         if input.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
         ids = input.reshape(-1)
-        rows = self._rows(ids, sparse=self.sparse)
+        try:
+            rows = self._rows(ids, sparse=self.sparse)
+        except (IndexError, ValueError) as error:
+            explain_input(error, input.shape, pools=False)
+            raise
         is_compressed = self.collection is not None and self.collection.tables[0].compression is not None
         if self.padding_idx is not None and not is_compressed:
             rows = torch.where((ids == self.padding_idx)[:, None], self._padding_row().to(rows.dtype), rows)
@@ -479,11 +484,13 @@ class EmbeddingBag(EmbeddingLayer):
                 padding_idx=self.padding_idx,
             )
         ids, ends, factors = read_bags(input, offsets, per_sample_weights, self.include_last_offset)
-        if self.mode != "max":
-            return self._pooled(ids, ends, factors)
-        if factors is not None:
+        if self.mode == "max" and factors is not None:
             raise NotImplementedError('per_sample_weights with mode "max", as in torch')
-        return self._largest(ids, ends)
+        try:
+            return self._largest(ids, ends) if self.mode == "max" else self._pooled(ids, ends, factors)
+        except (IndexError, ValueError) as error:
+            explain_input(error, input.shape, pools=self.mode != "max")
+            raise
 
     def _largest(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """[B, D]: the largest of each column of a bag's rows."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.bad_ids import advised
 from rec_kernels.nn.jagged.checks import bad_step
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.ops.bad_ids import explained
 from rec_kernels.ops.status import cannot_read
 
 _LATER = "; found on the GPU, in an earlier lookup of this collection"
@@ -50,18 +50,18 @@ class Reports:
     """Faults that a collection's lookups have found in their input, raised when they arrive.
 
     Args:
-        num_embeddings: rows of each feature's table, in the order of features; None: every integer is an id.
+        features: the name of each, and rows of its table; None: every integer is an id.
         check_ids: whether ids out of range are errors (``bounds_check="error"``); bad offsets always are.
     """
 
-    def __init__(self, num_embeddings: list[int | None], check_ids: bool) -> None:
-        self._num_embeddings, self._check_ids = num_embeddings, check_ids
+    def __init__(self, features: list[tuple[str, int | None]], check_ids: bool) -> None:
+        self._features, self._check_ids = features, check_ids
         self._lookups: deque[_Lookup] = deque()
         self._lock = threading.Lock()  # inference may use a collection on several threads
 
     def __reduce__(self) -> tuple:
         # A copy has made no lookups, and those of the original are told by the original.
-        return Reports, (self._num_embeddings, self._check_ids)
+        return Reports, (self._features, self._check_ids)
 
     def add(
         self,
@@ -122,7 +122,7 @@ class Reports:
         while (lookup := self._next(wait=wait)) is not None:
             position = int(lookup.status[0])
             if self._is_error(position):
-                raise _error(position, lookup, self._num_embeddings)
+                raise _error(position, lookup, self._features)
 
     def _next(self, *, wait: bool) -> _Lookup | None:
         with self._lock:
@@ -133,7 +133,7 @@ class Reports:
         return position < 0 or (self._check_ids and position != NOTHING_BAD)
 
 
-def _error(position: int, lookup: _Lookup, num_embeddings: list[int | None]) -> Exception:
+def _error(position: int, lookup: _Lookup, features: list[tuple[str, int | None]]) -> Exception:
     """The error that the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), marked as late."""
     if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
         return ValueError(text + _LATER)
@@ -148,10 +148,11 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int | None]) -> 
         text = lookup.shared.message(*place)
         return IndexError((text or "inverse_indices were not valid; they have been overwritten since") + _LATER)
     describe, i = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
-    text = describe(i, lookup, num_embeddings)
+    text = describe(i, lookup, [rows for _, rows in features])
     if text is None:
         name = "values" if position >= 0 else "offsets"
         text = f"{name}[{i}] was not valid; {name} or offsets have been overwritten since"
+    text = explained(text, [name for name, _ in features])
     return (IndexError if position >= 0 else ValueError)(text + _LATER)
 
 
@@ -191,10 +192,8 @@ def _id(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None
     limit = num_embeddings[feature] if 0 <= feature < len(num_embeddings) else None
     if limit is None or 0 <= value < limit:
         return None
-    return advised(
-        f"values[{i}] = {value} (feature {feature}, bag {bag}) is out of range: ids of this feature must be in "
-        f"[0, {limit})"
-    )
+    what = f"values[{i}] = {value} (feature {feature}, bag {bag}) is out of range"
+    return f"{what}: ids of this feature must be in [0, {limit})"
 
 
 def _offset(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.bad_ids import advise
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -18,6 +17,7 @@ from rec_kernels.nn.tables.layout import LayoutBuffers, move_buffers
 from rec_kernels.nn.tables.row_cache import CacheState
 from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.ops.autograd import call
+from rec_kernels.ops.bad_ids import explain
 
 _ops = torch.ops.rec_kernels
 _Collection = TypeVar("_Collection", bound=TableCollection)
@@ -142,8 +142,8 @@ class ServedTables(nn.Module):
         options = self._layout.arguments(starts, shared) | self._features.output(self.output_dtype) | cache
         try:
             return call(_ops.embedding_bag.layout, self._weights, *bags, per_sample_weights=given.weights, **options)[0]
-        except IndexError as error:
-            advise(error)
+        except (IndexError, ValueError) as error:
+            explain(error, self.feature_names)
             raise
 
     def _note(self, status: Tensor, *what: Any) -> None:

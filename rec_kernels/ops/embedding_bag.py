@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.autograd import arguments_of, call
+from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.fakes import check_devices, check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
@@ -65,8 +66,8 @@ def embedding_bag(
         instruction set, thread count and run (docs/numerics.md).
 
     Raises:
-        IndexError: an id outside [0, E), with position, bag and range. NotImplementedError: a forward-mode tangent.
-        ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside [0, N].
+        IndexError: an id outside [0, E), with its place in ``input``, bag and range. ValueError: wrong shapes, dtypes
+        or devices; offsets that decrease or lie outside [0, N]. NotImplementedError: a forward-mode tangent.
 
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
     offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag.table`` also returns ``status``, which tells.
@@ -74,10 +75,10 @@ def embedding_bag(
     refuse_norms("rk.embedding_bag", max_norm, norm_type, scale_grad_by_freq)
     _check_arguments(input, weight, mode)
     if input.dim() == 2:
-        input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
+        ids, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
     else:
-        offsets = _checked_offsets(input, offsets)
+        ids, offsets = input, _checked_offsets(input, offsets)
     options: dict[str, object] = {"sparse": True} if sparse else {}
     if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
         weight, rows = _rows_of(weight, format, embedding_dim)
@@ -86,8 +87,11 @@ def embedding_bag(
         options["padding_idx"] = _padding_row(padding_idx, len(weight))
     if output_dtype is not None:
         options["output_dtype"] = output_dtype
-    # Positional arguments: keywords take a fifth of a small call's time.
-    return call(_one_table, weight, input, offsets, per_sample_weights, mode, include_last_offset, **options)[0]
+    try:  # positional arguments: keywords take a fifth of a small call's time
+        return call(_one_table, weight, ids, offsets, per_sample_weights, mode, include_last_offset, **options)[0]
+    except (IndexError, ValueError) as error:
+        explain_input(error, input.shape)
+        raise
 
 
 def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool) -> None:
