@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels._library import host
-from rec_kernels.nn.tables.store import FileStore
+from rec_kernels.nn.tables.file_store import FileStore
 from rec_kernels.testing import same_bits
 
 #: Name, rows, columns, format, features: 740 KB together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import random
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import torch
 from row_cache_disk_cases import (
     LFU,
     LRU,
+    NONE,
     OPTIMIZERS,
     TABLES,
     assert_alike,
@@ -225,6 +229,94 @@ def test_a_state_without_a_cache(tmp_path) -> None:
     assert (second.row_cache.tags == -1).all()
     assert all(torch.equal(t, tables_of(second)[n]) for n, t in rows.items())
     train(second, 6)
+
+
+@pytest.mark.parametrize("given", ["its cache", "another cache", "no cache"])
+def test_loading_drops_what_came_after(given: str, tmp_path) -> None:
+    """Rows of updates since the state are gone, whatever slots they were in, here and in the file."""
+    configs = [rk.EmbeddingBagConfig(n, d, name=t, feature_names=f, format=kind) for t, n, d, kind, f in TABLES]
+
+    def opened(fraction: float = 0.02) -> rk.EmbeddingBagCollection:
+        cache = on_disk(replace(LRU, fraction=fraction), tmp_path / "rows", 400_000)
+        return rk.EmbeddingBagCollection(configs, optimizer=OPTIMIZERS[1], cache=cache)
+
+    first = opened()
+    train(first)
+    state, rows = copied(first.state_dict()), tables_of(first)
+    first.close()
+    if given == "no cache":
+        state = {name: t for name, t in state.items() if not name.startswith("row_cache.")}
+    other = opened(0.05 if given == "another cache" else 0.02)
+    if given == "its cache":
+        other.load_state_dict(state)  # whose slots the rows below may find
+    for _ in range(2):
+        other(batch(other, 7)).values().sum().backward()
+        assert not other._store.file.has_changed  # all rows have found slots
+        other.load_state_dict(state)
+    for name, t in tables_of(other).items():
+        assert torch.equal(t, rows[name]), name
+    with pytest.raises(RuntimeError, match="file_generation is missing: of which state"):
+        other.load_state_dict(other.row_cache.own_state("row_cache."), strict=False)
+    other.close()
+    assert all(torch.equal(t, rows[n]) for n, t in tables_of(opened()).items())
+
+
+def test_evaluations_change_nothing(tmp_path) -> None:
+    """Lookups with gradients on, without a backward, leave the file its generation; those with one train."""
+    memory, disk = trained_pair(NONE, tmp_path / "rows")
+    state = copied(disk.state_dict())
+    for c in (memory, disk):
+        c.eval()
+        for i in range(3):
+            c(batch(c, i))
+        assert c.step == 6
+    assert int(disk.state_dict()["file_generation"]) == int(state["file_generation"])
+    disk.load_state_dict(state)
+    for c in (memory, disk):
+        for i in range(6):
+            c(batch(c, i)).values().square().sum().backward()
+    memory.row_cache.stats.zero_()
+    assert_alike(memory, disk)
+    assert int(disk.state_dict()["file_generation"]) > int(state["file_generation"])
+
+
+def test_written_weights_are_refused(tmp_path) -> None:
+    """Nothing goes on as if it were in the file, which has the last flush."""
+    disk = make(on_disk(LRU, tmp_path / "rows"))
+    train(disk)
+    disk.flush()
+    rows = tables_of(disk)
+    with torch.no_grad():
+        disk.embedding_bags["c"].weight.fill_(7.0)
+    calls = disk.flush, disk.state_dict, disk.reset_cache_states, lambda: disk(batch(disk))
+    for call in calls:
+        with pytest.raises(RuntimeError, match="the weight of table 'c' was written, and the table is in a file"):
+            call()
+    disk.close()
+    again = make(on_disk(LRU, tmp_path / "rows"))
+    assert all(torch.equal(t, rows[n]) for n, t in tables_of(again).items())
+
+
+def test_compiled_and_exported(tmp_path) -> None:
+    """Whole graphs are refused with a reason, others break where the file is read."""
+    disk = make(on_disk(LRU, tmp_path / "rows")).eval()
+    given = batch(disk)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tables on disk are read in Python"):
+        torch.compile(lambda kjt: disk(kjt).values(), fullgraph=True)(given)
+    assert torch.equal(torch.compile(lambda kjt: disk(kjt).values())(given), disk(given).values())
+    ids = {f: torch.arange(4) for f in disk.feature_names}
+    with pytest.raises(NotImplementedError, match="rows cannot be exported"):
+        torch.export.export(nn.Sequential(disk), (ids,))
+
+
+def test_an_init_of_all_rows(tmp_path) -> None:
+    """It warns where the rows are more than the budget, unless torch draws each number by itself."""
+    with pytest.warns(UserWarning, match=r"table '[abdcq]': its init is given all rows at once, \d+ bytes in float32"):
+        make(on_disk(LRU, tmp_path / "rows"), init=lambda rows: nn.init.uniform_(rows)).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(on_disk(LRU, tmp_path / "rows"), init=lambda rows: None).close()  # they are there
+        make(on_disk(LRU, tmp_path / "other"), init=functools.partial(nn.init.uniform_, a=-1.0, b=1.0)).close()
 
 
 def start(*arguments: object) -> subprocess.Popen:

@@ -23,7 +23,7 @@ from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, ShardPlace, StoredTable
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.tables.row_cache import RowCache
-from rec_kernels.nn.tables.rows import fill
+from rec_kernels.nn.tables.rows import fill, takes_chunks
 from rec_kernels.nn.training.fused_update import rate_groups
 
 #: Rows that are drawn together, by a generator of their own.
@@ -56,8 +56,8 @@ class ShardConfig(EmbeddingBagConfig):
 class ShardInit:
     """First rows of a shard: the block that it has of rows which every plan draws alike.
 
-    A table's rows are drawn 1,024 at a time from seeds of their own, on the CPU; if the table has an ``init`` without
-    ``in_chunks``, all of them at once.
+    A table's rows are drawn 1,024 at a time from seeds of their own, on the CPU; if the table has an ``init`` that does
+    not ``takes_chunks``, all of them at once.
 
     Args:
         whole: the stored table that the shard is of. place: where it is there. rows: of the shard.
@@ -68,8 +68,7 @@ class ShardInit:
 
     def __init__(self, whole: StoredTable, place: ShardPlace, rows: int, salt: str) -> None:
         self._whole, self._place, self._salt = whole, place, salt
-        chunked = whole.init is None or getattr(whole.init, "in_chunks", False)
-        self._size = min(_ROWS_AT_ONCE if chunked else whole.num_embeddings, whole.num_embeddings)
+        self._size = min(_ROWS_AT_ONCE if takes_chunks(whole.init) else whole.num_embeddings, whole.num_embeddings)
         self._next, self._end = place.first_row, place.first_row + rows
         self._drawn: tuple[int, Tensor] | None = None
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rec_kernels.distributed.collectives import gathered
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.tables.file_store import FileStore
 from rec_kernels.nn.tables.load_state import check_tensors
-from rec_kernels.nn.tables.store import FileStore
 
 
 def check_files(shards: TableCollection, group: dist.ProcessGroup) -> None:
@@ -91,3 +91,4 @@ def write_rows(shards: TableCollection, state: dict[str, Tensor]) -> None:
         if len(given) < len(names):
             shards.flush()  # the cache is emptied: tables that the state lacks have their rows first
         shards._store.write_tables(given)
+        shards._tied.note_written()

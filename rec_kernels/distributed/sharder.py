@@ -20,7 +20,7 @@ from rec_kernels.nn.arguments import check_choice, is_list
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
-from rec_kernels.nn.tables.store import FileStore
+from rec_kernels.nn.tables.file_store import FileStore
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 

@@ -24,12 +24,13 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
+from rec_kernels.nn.tables.make_store import make_store
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
-from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
+from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, refuse_written, tie_tables
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
-from rec_kernels.nn.tables.store import TableCall, make_store
+from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.dense_parameters import mark_untrained
@@ -116,6 +117,7 @@ class TableCollection(nn.Module):
         self._tie()
         weights = self._held.weights()
         self._store.initialize(weights)
+        self._tied.note_written()
         if self.optimizer is not None:
             self._update = FusedUpdate(features, weights, self._buffers, self._dense_gradients())
 
@@ -504,22 +506,18 @@ class TableCollection(nn.Module):
             KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose one update has
             one set of frozen features.
         """
-        self._set_frozen(self._layout.frozen | self._known(features))
+        self._set_frozen(set.union, features)
 
     def unfreeze(self, *features: str) -> None:
         """The reverse of ``freeze``."""
-        self._set_frozen(self._layout.frozen - self._known(features))
+        self._set_frozen(set.difference, features)
 
-    def _known(self, features: tuple[str, ...]) -> set[str]:
-        unknown = [f for f in features if f not in self.feature_names]
-        if unknown:
+    def _set_frozen(self, changed: Callable, features: tuple[str, ...]) -> None:
+        if unknown := [f for f in features if f not in self.feature_names]:
             raise KeyError(f"features {unknown} are not among the collection's, {self.feature_names}")
-        return set(features)
-
-    def _set_frozen(self, features: set[str]) -> None:
         if self._update is not None and self._update.pending is not None:
             raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
-        self._layout.freeze(features)
+        self._layout.freeze(changed(self._layout.frozen, features))
 
     def check(self) -> None:
         """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
@@ -583,6 +581,7 @@ class TableCollection(nn.Module):
         the next one. Where nothing was trained or loaded since the last, the file keeps its generation.
         """
         if self.row_cache is not None:
+            refuse_written(self._tied)
             self._store.flush(self._weights, self._layout.arguments(), self._rounding(), self.step)
 
     def reset_cache_states(self) -> None:
@@ -592,9 +591,11 @@ class TableCollection(nn.Module):
         Uses and counters begin anew, too.
 
         Raises:
-            RuntimeError: there were updates since the last ``flush()``; nothing was changed.
+            RuntimeError: there were updates since the last ``flush()``; nothing was changed. Or a table that is in a
+            file was written, which lookups and ``flush()`` refuse, too.
         """
         if self.row_cache is not None:
+            refuse_written(self._tied)
             self._store.reset(self.step)
 
     def memory_report(self) -> list[dict[str, object]]:

@@ -20,6 +20,12 @@ def take_ahead(take: Callable, *args: object) -> object:
     return take(*args)
 
 
+@torch.compiler.disable(reason="tables on disk are read in Python, lookup by lookup")
+def hold_file(hold: Callable) -> object:
+    """``hold()``: a context in which rows of a file stay in memory."""
+    return hold()
+
+
 @torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
 def record_lookup(record: Callable, *args: object) -> object:
     """``record(*args)``: a lookup whose backward becomes part of an update."""

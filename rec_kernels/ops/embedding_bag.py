@@ -74,21 +74,17 @@ def embedding_bag(
     """
     refuse_norms("rk.embedding_bag", max_norm, norm_type, scale_grad_by_freq)
     _check_arguments(input, weight, mode)
-    if input.dim() == 2:
+    ids, is_padded = input, input.dim() == 2
+    if is_padded:
         ids, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
-        include_last_offset = True
-    else:
-        ids, offsets = input, _checked_offsets(input, offsets)
-    options: dict[str, object] = {"sparse": True} if sparse else {}
-    if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
-        weight, rows = _rows_of(weight, format, embedding_dim)
-        options |= rows
-    if padding_idx is not None:
-        options["padding_idx"] = _padding_row(padding_idx, len(weight))
-    if output_dtype is not None:
-        options["output_dtype"] = output_dtype
+    offsets = _checked_offsets(ids, offsets)
+    weight, options = _rows_of(weight, format, embedding_dim)
+    options |= {"sparse": True} if sparse else {}
+    options |= {} if padding_idx is None else {"padding_idx": _padding_row(padding_idx, len(weight))}
+    options |= {} if output_dtype is None else {"output_dtype": output_dtype}
     try:  # positional arguments: keywords take a fifth of a small call's time
-        return call(_one_table, weight, ids, offsets, per_sample_weights, mode, include_last_offset, **options)[0]
+        has_last = include_last_offset or is_padded
+        return call(_one_table, weight, ids, offsets, per_sample_weights, mode, has_last, **options)[0]
     except (IndexError, ValueError) as error:
         explain_input(error, input.shape)
         raise

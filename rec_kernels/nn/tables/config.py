@@ -85,10 +85,11 @@ class EmbeddingConfig:
             ``rk.Partitions`` or, where bags are pooled, ``rk.MixedDimension``. E is then the number of ids. Of several
             parts, each is a table of its own, named ``<name>_0``, ``<name>_1`` and so on.
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
-            to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
-            several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
-            that the rows that they make have that variance; without E, in +-1/sqrt(buckets). A pickled collection has
-            none.
+            to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, or is torch's
+            ``uniform_``, ``normal_``, ``constant_``, ``zeros_`` or ``ones_`` (or a ``functools.partial`` of one), it
+            may be called several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E),
+            and parts such that the rows that they make have that variance; without E, in +-1/sqrt(buckets). A pickled
+            collection has none.
         padding_idx: an id, from -E to E - 1, negative ones counted from the end, that is left out: it adds nothing to a
             sum, does not count in a mean, has zeros for a row and gives the table no gradient. Without ``init`` and
             compression its row begins as zeros, as torch's. Without E it is any int64, and itself: -1 is id -1. None:

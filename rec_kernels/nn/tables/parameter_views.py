@@ -19,13 +19,25 @@ _weight, _data_ptr = itemgetter("weight"), Tensor.data_ptr
 
 
 class Tied(NamedTuple):
-    """The flat tensor; of its tables names, the dicts that hold parameters, bytes before them, and their addresses."""
+    """The flat tensor; of its tables names, the dicts that hold parameters, bytes before them, and their addresses.
+
+    ``written``: name -> version counter of the parameter, of tables in a file: whoever writes it has other memory.
+    """
 
     flat: Tensor
     names: list[str]
     parameters: list[Mapping[str, Tensor | None]]
     offsets: list[int]
     addresses: list[int]
+    written: dict[str, int]
+
+    def note_written(self) -> None:
+        """Takes the parameters of tables in a file as they are."""
+        for name in self.written:
+            self.written[name] = self._weight(name)._version
+
+    def _weight(self, name: str) -> Tensor:
+        return self.parameters[self.names.index(name)]["weight"]
 
     def add(self, name: str, parameters: Mapping[str, Tensor | None], view: Tensor) -> None:
         """A table, unless it has no memory."""
@@ -46,9 +58,12 @@ def tie_tables(
         weights: the flat tensor of all rows. buffers: with those of the optimizer's state, as ``_<kind>``.
         is_fused: whether a fused optimizer trains the tables.
     """
-    tied = Tied(weights, [], [], [], [])
+    tied = Tied(weights, [], [], [], [], {})
     for i, table in enumerate(features.stored):
         holder, view = tables[table.name], features.storage.view(weights, i)
+        if holder.in_file:  # a counter of its own, which lookups and updates do not move
+            view = view.data
+            tied.written[table.name] = 0
         grad = holder.weight.grad
         if torch._has_compatible_shallow_copy_type(holder.weight, view):
             show(holder.weight, view, is_fused=is_fused)
@@ -67,6 +82,7 @@ def tie_tables(
             flat = buffers[features.state_name(kind, features.number_of(i))]
             holder.register_buffer(kind, state.view(kind, flat, i))
         tied.add(table.name, holder._parameters, view)
+    tied.note_written()
     return tied
 
 
@@ -90,11 +106,25 @@ def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
     parameter.data = view
 
 
+def refuse_written(tied: Tied) -> None:
+    """Raises RuntimeError if somebody has written the parameter of a table in a file."""
+    for name, version in tied.written.items():
+        if tied._weight(name)._version != version:
+            raise RuntimeError(
+                f"the weight of table {name!r} was written, and the table is in a file: the weight has memory for the "
+                "rows that were loaded last, and what is written to it may or may not be lost. close() the collection, "
+                "which keeps the rows of the last flush(), and open the file anew; a new table begins with the rows "
+                "that its config's init writes"
+            )
+
+
 def refuse_replaced(tied: Tied) -> None:
-    """Raises RuntimeError if a table has another parameter, or its parameter other memory.
+    """Raises RuntimeError if a table has another parameter, or its parameter other memory or numbers that are lost.
 
     Tensors without memory pass: torch traces with them.
     """
+    if tied.written:
+        refuse_written(tied)
     # First in as few steps as Python has: a small lookup takes some 50 us, and of 26 tables this 2.
     try:
         # Within a mode, tensors may be fake, which warn of this.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rec_kernels.nn.tables.config import StoredTable
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows
 
 # Numbers that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
 _FLOATS_AT_ONCE = 1 << 20
+# Initializers that draw each number by itself. TorchRec's configs have the first, unless told otherwise.
+_OF_EACH_NUMBER = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.zeros_, nn.init.ones_)
 
 
 def initialize(
@@ -20,15 +23,15 @@ def initialize(
 ) -> None:
     """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says.
 
-    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` whose ``in_chunks`` is
-    True fills the rows of consecutive calls; another one is given all of them at once.
+    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` that ``takes_chunks``
+    fills the rows of consecutive calls; another one is given all of them at once.
     """
     rows = table.num_embeddings
     if table.format == "fp32" and begin is None:
         fill(weight, table, 0)
         return
-    in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
-    step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
+    at_once = -(-_FLOATS_AT_ONCE // table.embedding_dim)
+    step = min(most or rows, at_once) if takes_chunks(table.init) else rows
     # One piece of memory for all: glibc cannot always give a freed one of torch's alignment to the next that asks.
     chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
@@ -36,6 +39,12 @@ def initialize(
         fill(floats, table, first)
         if not weight.is_meta:
             write(weight, encode(floats, table.format), first, most, begin)
+
+
+def takes_chunks(init: Callable[[Tensor], object] | None) -> bool:
+    """True if an ``init`` may be called several times, with consecutive rows."""
+    own = init.func if isinstance(init, functools.partial) else init
+    return own is None or own in _OF_EACH_NUMBER or getattr(init, "in_chunks", False)
 
 
 def fill(floats: Tensor, table: StoredTable, first: int) -> None:

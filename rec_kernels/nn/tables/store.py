@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ from torch import Tensor
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.host_memory import host_zeros, pinned, staying
 from rec_kernels.nn.tables.prefetch import Bags, PrefetchedBatch
-from rec_kernels.nn.tables.row_cache import CacheState, RowCache, choose_cache
-from rec_kernels.nn.tables.rows import initialize, write
+from rec_kernels.nn.tables.row_cache import CacheState, choose_cache
+from rec_kernels.nn.tables.rows import initialize
 from rec_kernels.nn.tables.storage import zeros
-from rec_kernels.nn.tables.table_file import TableFile
 
 _NOT_HELD = contextlib.nullcontext()
 
@@ -232,7 +230,7 @@ class TableStore:
         moved = sum((n["inserted"] + n["written"]) * t.row_bytes for t in stored if (n := counters.get(t.name)))
         return {
             "cache_bytes": cache.num_bytes() if cache else 0,
-            "row_bytes": _num_bytes(weights),
+            "row_bytes": num_bytes(weights),
             "host_bytes": 0,
             "file_bytes": 0,
             "index_bytes": 0,
@@ -254,7 +252,7 @@ class HostStore(TableStore):
         return {**self.__dict__, "_holds_back": False}  # a copy is in no block
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
-        where, storage = _device_of(device), self._features.storage
+        where, storage = device_of(device), self._features.storage
         if where.type == "meta":
             return super().new_weights(device)
         return self.placed(host_zeros(storage.starts[-1], storage.dtype), where)
@@ -325,201 +323,12 @@ class HostStore(TableStore):
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
         self._prefetched.wait()
-        return super().tier_report(weights) | {"host_bytes": _num_bytes(weights)}
+        return super().tier_report(weights) | {"host_bytes": num_bytes(weights)}
 
 
-class FileStore(TableStore):
-    """Tables in a file (``backing="disk"``), of which as much is in memory as a budget allows.
-
-    Args:
-        features, cache: as ``TableStore``'s. file: the file.
-    """
-
-    def __init__(self, features: FeatureMap, cache: CacheState, file: TableFile) -> None:
-        super().__init__(features, cache)
-        self.file = file
-
-    def shared(self) -> TableStore:
-        raise NotImplementedError(
-            f"tables in {self.file.path} cannot be served by a module without the file: look up in the collection in "
-            "eval() mode, or load the rows into one in memory"
-        )
-
-    def new_weights(self, device: torch.device | str | None) -> Tensor:
-        return self.file.weights(self._features.storage)
-
-    @torch.no_grad()
-    def initialize(self, weights: Sequence[Tensor]) -> None:
-        if not self.file.is_new:
-            return
-        for i, (weight, table) in enumerate(zip(weights, self._features.stored, strict=True)):
-            initialize(weight, table, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
-        self.file.flush(apply=True)  # nobody asks for the file before it had rows
-
-    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
-            raise NotImplementedError(
-                f"tables on disk ({self.file.path}) cannot be moved: their file backs host memory"
-            )
-        return lambda t: t if t is weights else fn(t)  # even a cast that is undone would read all of the file
-
-    def refuse_copies(self) -> None:
-        self.file.refuse_copies()
-
-    def close(self, *, apply: bool) -> None:
-        if apply:
-            self.file.file.apply()
-        self.file.file.close()
-
-    def held(self) -> AbstractContextManager[None]:
-        return self.file.held()
-
-    def _plan(self, call: TableCall, *, inserts: bool) -> tuple[Tensor, Tensor]:
-        return self.cache.plan(call.bags[:2], call.layout, call.rounding["seed"], inserts=inserts)
-
-    def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
-        self.file.is_behind |= inserts
-        rows, written = self._plan(call, inserts=inserts)
-        self.file.load(rows, written if inserts or torch.is_grad_enabled() else written[:0])
-        self.file.forget_prefetched()
-        return super()._slots(call, inserts=inserts)
-
-    def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
-        self._load_for_update(call)
-        return super().update_arguments(call)
-
-    def _load_for_update(self, call: TableCall) -> None:
-        """Loads the rows of an update that are not cached."""
-        self.file.is_behind = True
-        self.file.load(*self._plan(call, inserts=False))
-
-    def keep(self, output: Tensor, call: TableCall) -> None:
-        if output.requires_grad:
-            output.register_hook(functools.partial(self._load_again, self.file.loads, call))
-
-    def _load_again(self, loads: int, call: TableCall, _: Tensor) -> None:
-        """Before a backward: loads its rows, if others were loaded since its lookup."""
-        self.file.is_behind = True
-        if self.file.loads != loads:
-            self._load_for_update(call)
-
-    def takes_prefetches(self, *, training: bool) -> bool:
-        return True
-
-    def prefetch(self, call: TableCall, *, training: bool) -> None:
-        self.file.prefetch(self._plan(call, inserts=training)[0])
-
-    def numbers(self) -> dict[str, int]:
-        return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}
-
-    def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
-        self._check_generation(state_dict, prefix, weights)
-        cache = f"{prefix}row_cache."
-        if not any(name.startswith(cache) for name in state_dict):
-            state_dict.update(self.cache.own_state(cache))
-            return False
-        return not self.cache.fits(state_dict, cache)  # the cache will be emptied then
-
-    def _check_generation(self, state_dict: dict, prefix: str, weights: list[str]) -> None:
-        tables = [name for name in weights if name in state_dict]
-        if tables:
-            raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self.file.path}")
-        name, own = f"{prefix}file_identity", self.file.identity
-        if int(state_dict.setdefault(name, torch.tensor(own, device="cpu"))) != own:  # older states have none
-            raise RuntimeError(
-                f"{name} is {int(state_dict[name])} and that of {self.file.path} is {own}: the state is of tables in "
-                "another file; nothing was changed"
-            )
-        given, own = state_dict.get(f"{prefix}file_generation"), self.file.file.generation
-        if given is not None and (int(given) != own or self.file.has_changed):
-            changed = ", whose rows have changed since" if self.file.has_changed else ""
-            raise RuntimeError(
-                f"{prefix}file_generation is {int(given)} and {self.file.path} has generation {own}{changed}: open "
-                f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
-            )
-        self.file.is_behind = True  # slots are to be loaded
-
-    def write_tables(self, tables: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Overwrites tables, and empties the cache, whose rows they are no more.
-
-        Args:
-            tables: the number of each, the view of its weight, and rows as ``check_tensors`` takes them.
-        """
-        with self.file.held(), torch.no_grad():
-            for i, weight, rows in tables:
-                write(weight.detach(), rows, 0, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
-            self.cache.clear()
-
-    def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
-        if not self.file.is_behind and not self.file.has_changed:
-            return  # states that name the file's generation stay good
-        with self.file.held():
-            for first, count, rows in self.cache.dirty_slots(self.file.scattered_rows_at_once()):
-                self.file.load(rows, rows)
-                self.cache.flush(weights, layout, rounding, first, count)
-            self.file.flush()
-
-    def tier_report(self, weights: Tensor) -> dict[str, int]:
-        stats, whole = self.file.file.stats(), _num_bytes(weights)
-        return super().tier_report(weights) | {
-            "row_bytes": stats["resident_bytes"],
-            "file_bytes": whole,
-            "index_bytes": stats["bookkeeping_bytes"],
-            "read_bytes": stats["bytes_read"],
-            "written_bytes": stats["bytes_written"],
-        }
-
-
-class UnopenedStore(TableStore):
-    """Tables of backing "disk" on the meta device, without a file: what ``rk.distributed`` makes shards of."""
-
-    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        if not fn(torch.empty(0, device="meta")).is_meta:
-            raise NotImplementedError(
-                f"tables on disk ({self.cache.cache.path}) that are on the meta device have no file, and cannot be "
-                "given memory: make the collection on the CPU, or have rk.distributed shard it"
-            )
-        return fn
-
-
-def make_store(features: FeatureMap, cache: RowCache | None, device: torch.device | str | None) -> TableStore:
-    """The store that a cache's ``backing`` asks for, with its slots on ``device``.
-
-    Raises:
-        ValueError: a file for a collection on a GPU, or a budget that is too small. OSError: the file cannot be opened.
-    """
-    if cache is None:
-        return TableStore(features, None)
-    if cache.backing == "disk" and _device_of(device).type == "meta":
-        return UnopenedStore(features, CacheState(cache, features, device=device))
-    if cache.backing == "disk":
-        file = _open_file(features, cache, device)
-        try:
-            return FileStore(features, CacheState(cache, features, device=device), file)
-        except BaseException:
-            file.file.close()
-            raise
-    return (HostStore if cache.backing == "host" else TableStore)(features, CacheState(cache, features, device=device))
-
-
-def _open_file(features: FeatureMap, cache: RowCache, device: torch.device | str | None) -> TableFile:
-    where = _device_of(device)
-    if where.type != "cpu":
-        raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
-    slots = CacheState(cache, features, device="meta").num_bytes()
-    left, least = cache.memory_budget - slots, 16 * 4096
-    if left < least:
-        raise ValueError(
-            f"memory_budget = {cache.memory_budget} must be {slots + least} or more: slots of the cache take "
-            f"{slots} bytes, and rows in the file need {least} at least"
-        )
-    options = {"memory_budget": left, "generation": cache.generation}
-    return TableFile(cache.path, features.storage, features.stored, **options)
-
-
-def _device_of(device: torch.device | str | None) -> torch.device:
+def device_of(device: torch.device | str | None) -> torch.device:
     return torch.get_default_device() if device is None else torch.device(device)
 
 
-def _num_bytes(t: Tensor) -> int:
+def num_bytes(t: Tensor) -> int:
     return t.numel() * t.element_size()

@@ -1,0 +1,218 @@
+"""Tables in a file, of which some rows are in memory: the store of ``backing="disk"``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.row_cache import CacheState, RowCache
+from rec_kernels.nn.tables.rows import initialize, takes_chunks, write
+from rec_kernels.nn.tables.store import TableCall, TableStore, device_of, num_bytes
+from rec_kernels.nn.tables.table_file import TableFile
+
+
+class FileStore(TableStore):
+    """Tables in a file (``backing="disk"``), of which as much is in memory as a budget allows.
+
+    Args:
+        features, cache: as ``TableStore``'s. file: the file.
+    """
+
+    def __init__(self, features: FeatureMap, cache: CacheState, file: TableFile) -> None:
+        super().__init__(features, cache)
+        self.file = file
+        self._marked = False  # whether the last lookup has marked the rows that its backward writes
+
+    def shared(self) -> TableStore:
+        raise NotImplementedError(
+            f"tables in {self.file.path} cannot be served by a module without the file: look up in the collection in "
+            "eval() mode, or load the rows into one in memory"
+        )
+
+    def new_weights(self, device: torch.device | str | None) -> Tensor:
+        return self.file.weights(self._features.storage)
+
+    @torch.no_grad()
+    def initialize(self, weights: Sequence[Tensor]) -> None:
+        if not self.file.is_new:
+            return
+        for i, (weight, table) in enumerate(zip(weights, self._features.stored, strict=True)):
+            initialize(weight, table, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
+        self.file.flush(apply=True)  # nobody asks for the file before it had rows
+
+    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
+            raise NotImplementedError(
+                f"tables on disk ({self.file.path}) cannot be moved: their file backs host memory"
+            )
+        return lambda t: t if t is weights else fn(t)  # even a cast that is undone would read all of the file
+
+    def refuse_copies(self) -> None:
+        self.file.refuse_copies()
+
+    def close(self, *, apply: bool) -> None:
+        if apply:
+            self.file.file.apply()
+        self.file.file.close()
+
+    def held(self) -> AbstractContextManager[None]:
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                f"tables in {self.file.path} cannot be exported: a program has no file; load the rows into a "
+                "collection in memory, and export its for_serving()"
+            )
+        if torch.compiler.is_compiling():
+            from rec_kernels.nn.graph_breaks import hold_file
+
+            return hold_file(self.file.held)
+        return self.file.held()
+
+    def _plan(self, call: TableCall, *, inserts: bool) -> tuple[Tensor, Tensor]:
+        return self.cache.plan(call.bags[:2], call.layout, call.rounding["seed"], inserts=inserts)
+
+    def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
+        self.file.is_behind |= inserts
+        rows, written = self._plan(call, inserts=inserts)
+        # Rows that a backward writes later are marked by it, and most lookups that do not train have none.
+        self.file.load(rows, written if inserts else written[:0])
+        self._marked = inserts
+        self.file.forget_prefetched()
+        return super()._slots(call, inserts=inserts)
+
+    def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
+        self._load_for_update(call)
+        return super().update_arguments(call)
+
+    def _load_for_update(self, call: TableCall) -> None:
+        """Loads the rows of an update that are not cached."""
+        self.file.is_behind = True
+        self.file.load(*self._plan(call, inserts=False))
+
+    def keep(self, output: Tensor, call: TableCall) -> None:
+        if output.requires_grad:
+            loads = self.file.loads if self._marked else None
+            output.register_hook(functools.partial(self._load_again, loads, call))
+
+    def _load_again(self, loads: int | None, call: TableCall, _: Tensor) -> None:
+        """Before a backward: loads its rows, if others were loaded since its lookup or it has not marked its own."""
+        self.file.is_behind = True
+        if self.file.loads != loads:
+            self._load_for_update(call)
+
+    def takes_prefetches(self, *, training: bool) -> bool:
+        return True
+
+    def prefetch(self, call: TableCall, *, training: bool) -> None:
+        self.file.prefetch(self._plan(call, inserts=training)[0])
+
+    def numbers(self) -> dict[str, int]:
+        return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}
+
+    def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
+        """As ``TableStore.fit_state``. The file has all rows at the generation of a state, whose cache may be another.
+
+        Rows of the cache as it is are later ones: they are never encoded here.
+        """
+        self._check_generation(state_dict, prefix, weights)
+        cache = f"{prefix}row_cache."
+        if f"{prefix}file_generation" not in state_dict and not any(name.startswith(cache) for name in state_dict):
+            state_dict.update(self.cache.own_state(cache))  # a state of other things
+        return False
+
+    def _check_generation(self, state_dict: dict, prefix: str, weights: list[str]) -> None:
+        tables = [name for name in weights if name in state_dict]
+        if tables:
+            raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self.file.path}")
+        name, own = f"{prefix}file_identity", self.file.identity
+        if int(state_dict.setdefault(name, torch.tensor(own, device="cpu"))) != own:  # older states have none
+            raise RuntimeError(
+                f"{name} is {int(state_dict[name])} and that of {self.file.path} is {own}: the state is of tables in "
+                "another file; nothing was changed"
+            )
+        given, own = state_dict.get(f"{prefix}file_generation"), self.file.file.generation
+        has_cache = any(name.startswith(f"{prefix}row_cache.") for name in state_dict)
+        if given is None and has_cache and (self.file.is_behind or self.file.has_changed):
+            raise RuntimeError(
+                f"{prefix}file_generation is missing: of which state of {self.file.path} the rows in {prefix}row_cache "
+                "are is not known, and there were updates since its last; nothing was changed"
+            )
+        if given is not None and (int(given) != own or self.file.has_changed):
+            changed = ", whose rows have changed since" if self.file.has_changed else ""
+            raise RuntimeError(
+                f"{prefix}file_generation is {int(given)} and {self.file.path} has generation {own}{changed}: open "
+                f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
+            )
+        self.file.is_behind = True  # slots are to be loaded
+
+    def write_tables(self, tables: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Overwrites tables, and empties the cache, whose rows they are no more.
+
+        Args:
+            tables: the number of each, the view of its weight, and rows as ``check_tensors`` takes them.
+        """
+        with self.file.held(), torch.no_grad():
+            for i, weight, rows in tables:
+                write(weight.detach(), rows, 0, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
+            self.cache.clear()
+
+    def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
+        if not self.file.is_behind and not self.file.has_changed:
+            return  # states that name the file's generation stay good
+        with self.file.held():
+            for first, count, rows in self.cache.dirty_slots(self.file.scattered_rows_at_once()):
+                self.file.load(rows, rows)
+                self.cache.flush(weights, layout, rounding, first, count)
+            self.file.flush()
+
+    def tier_report(self, weights: Tensor) -> dict[str, int]:
+        stats, whole = self.file.file.stats(), num_bytes(weights)
+        return super().tier_report(weights) | {
+            "row_bytes": stats["resident_bytes"],
+            "file_bytes": whole,
+            "index_bytes": stats["bookkeeping_bytes"],
+            "read_bytes": stats["bytes_read"],
+            "written_bytes": stats["bytes_written"],
+        }
+
+
+class UnopenedStore(TableStore):
+    """Tables of backing "disk" on the meta device, without a file: what ``rk.distributed`` makes shards of."""
+
+    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        if not fn(torch.empty(0, device="meta")).is_meta:
+            raise NotImplementedError(
+                f"tables on disk ({self.cache.cache.path}) that are on the meta device have no file, and cannot be "
+                "given memory: make the collection on the CPU, or have rk.distributed shard it"
+            )
+        return fn
+
+
+def open_file(features: FeatureMap, cache: RowCache, device: torch.device | str | None) -> TableFile:
+    where = device_of(device)
+    if where.type != "cpu":
+        raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
+    slots = CacheState(cache, features, device="meta").num_bytes()
+    left, least = cache.memory_budget - slots, 16 * 4096
+    if left < least:
+        raise ValueError(
+            f"memory_budget = {cache.memory_budget} must be {slots + least} or more: slots of the cache take "
+            f"{slots} bytes, and rows in the file need {least} at least"
+        )
+    for table in [] if Path(cache.path).exists() else features.stored:
+        floats = 4 * table.num_embeddings * table.embedding_dim
+        if floats > cache.memory_budget and not takes_chunks(table.init):
+            warnings.warn(
+                f"table {table.name!r}: its init is given all rows at once, {floats} bytes in float32 beside the "
+                f"memory_budget of {cache.memory_budget}: if it may be called with some rows after the others, give "
+                "it an attribute in_chunks = True",
+                stacklevel=4,
+            )
+    options = {"memory_budget": left, "generation": cache.generation}
+    return TableFile(cache.path, features.storage, features.stored, **options)
