@@ -16,7 +16,7 @@ WRONG = {
     "unexpected": "Unexpected key(s) in state_dict: embedding_bags.t9.weight",
     "rows": "size mismatch for embedding_bags.t0.weight: the state has [99, ",
     "columns": "size mismatch for ",
-    "format": "this collection's are ",
+    "format": "the collection's are ",
     "dtype": "exp_avg: the state has torch.int64 of layout torch.strided, this collection has torch.float32",
     "complex": "step: the state has torch.complex64",
     "meta": ".weight: the state has torch.",

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -25,6 +26,7 @@ from rec_kernels.dlrm import (
     TrainConfig,
     TrainingError,
     load_completejourney,
+    report,
     runs,
 )
 from rec_kernels.dlrm.__main__ import main
@@ -33,7 +35,7 @@ from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.scores import auc, score
-from rec_kernels.dlrm.train import WINDOWS, Run, predict
+from rec_kernels.dlrm.train import WINDOWS, Run, predict, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 WEEKS = 3
@@ -216,6 +218,27 @@ def test_whatever_ends_a_run_is_one_line_and_in_its_report(change, message, tmp_
     assert failed["kind"] == "failed"
     assert failed["error"] in line
     assert "Failed: " in (tmp_path / "bad" / "report.html").read_text()
+
+
+def test_a_failure_is_written_although_the_process_is_told_to_stop(tmp_path, monkeypatch):
+    """torchrun tells all processes to stop as soon as one of them has ended."""
+    told, write = [], report.write
+
+    def interrupted(directory: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(directory)
+
+    monkeypatch.setattr(report, "write", interrupted)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # and not the end of the tests
+    config = TrainConfig(runs_dir=str(tmp_path), run="bad", device="cpu", batch_size=50)
+    try:
+        with pytest.raises(DataError, match="is not there"):
+            train(config, Changed(TinyData(), lambda batches: itertools.islice(batches, 2)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == []
+    assert records(tmp_path / "bad")[-1]["kind"] == "failed"
+    assert (tmp_path / "bad" / "report.html").exists()
 
 
 def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):

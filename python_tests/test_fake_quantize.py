@@ -84,6 +84,21 @@ def test_rows_are_numbered_in_memory_order() -> None:
     assert same_bits(whole, rk.fake_quantize(x, "mx4", rounding="stochastic", **place | scalars))
 
 
+def test_mapped_slices_are_rows_of_one_tensor() -> None:
+    """torch.vmap leaves no two of them the same noise."""
+    x = torch.randn(256).expand(4, 1, 256)
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return rk.fake_quantize(t, "int4", rounding="stochastic", seed=7)
+
+    found = torch.vmap(rounded)(x)
+    assert same_bits(found, rounded(x))
+    assert not same_bits(found[0], found[1])
+    assert same_bits(torch.vmap(rounded, in_dims=2)(x.permute(1, 2, 0)), rounded(x))
+    with pytest.raises(NotImplementedError, match=r"fake_quantize: torch\.vmap over seed or step"):
+        torch.vmap(lambda t, seed: rk.fake_quantize(t, "int4", rounding="stochastic", seed=seed))(x, torch.arange(4))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int4", "mx6", "mxfp4_e2m1"])
 def test_gradient_is_that_of_the_identity(format: str, dtype: torch.dtype) -> None:

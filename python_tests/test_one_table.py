@@ -160,6 +160,10 @@ def test_bad_input(kind: str) -> None:
             module(rk.JaggedTensor._of(ids, offsets))
     with pytest.raises(ValueError, match=r"weights must have values' shape \[2\], got \[5\]"):
         module(rk.JaggedTensor._of(ids, torch.tensor([0, 2]), torch.ones(5)))
+    two = rk.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2, dtype=torch.int64))
+    for given, got in ((two, r"one of features \['a', 'b'\]"), (ids[None], "Tensor"), ({"a": ids}, "dict")):
+        with pytest.raises(ValueError, match=f"features must be an rk.JaggedTensor .* of one feature, got {got}"):
+            module(given)
     ignoring = MODULES[kind](pooling="mean", bounds_check="ignore", optimizer=rk.Adam(lr=0.1, weight_decay=0.5))
     twin = copy.deepcopy(ignoring)
     given = rk.JaggedTensor(torch.tensor([E, 3, -5, 4, E]), offsets=torch.tensor([0, 4, 5]))

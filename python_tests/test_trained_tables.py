@@ -125,6 +125,9 @@ def test_groups_refuse_options_that_nothing_reads() -> None:
             ValueError, match=rf"{name} = 0\.5 is not an option of RowwiseAdagrad: of a fused optimizer only lr"
         ):
             group[name] = 0.5
+        with pytest.raises(ValueError, match="is not an option of RowwiseAdagrad"):
+            group.setdefault(name, 0.5)
+    assert group.setdefault("lr", 0.5) == 0.1
     group["initial_lr"] = 0.25
     face.load_state_dict({"state": {}, "param_groups": [{**before["param_groups"][0], "momentum": 0.5, "max_lr": 1.0}]})
     assert group.keys() == {"params", "lr", "initial_lr", "max_lr"}

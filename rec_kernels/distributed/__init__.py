@@ -13,6 +13,7 @@ except ImportError as error:
     ) from error
 
 from rec_kernels.distributed.agreement import until_all_end
+from rec_kernels.distributed.clip import clip_grad_norm_
 from rec_kernels.distributed.planning import planner
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedEmbeddingCollection",
     "TorchRecState",
     "Wire",
+    "clip_grad_norm_",
     "planner",
     "torchrec_state",
     "until_all_end",

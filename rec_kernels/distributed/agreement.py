@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,28 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup, what: str)
         raise RuntimeError(f"another rank {what}: {told}")
 
 
+def check_equal(names: Sequence[str], state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """A collective that compares tensors of a state, which every rank is to have alike, by their checksums.
+
+    Raises:
+        RuntimeError: on all ranks, if a rank has other numbers, or other names.
+    """
+    own = {name: _checksum(state[name]) for name in names}
+    found = gathered(own, group)
+    for rank, theirs in enumerate(found):
+        for name in sorted(theirs.keys() | found[0].keys()):
+            if theirs.get(name) != found[0].get(name):
+                raise RuntimeError(
+                    f"{name} has other numbers in the state of rank {rank} than in that of rank 0, and ranks keep it "
+                    "alike: load one state on all of them; no rank has loaded any of its tables"
+                )
+
+
+def _checksum(t: Tensor) -> int:
+    numbers: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(numbers)
+
+
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrites tensors with the first rank's; a collective."""
@@ -66,6 +89,7 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 #: Numbers that a rank tells of its batch: see ``facts_of``.
 FACTS = 5
+_WANTS, _TRAINS = 1, 2
 
 
 class Agreed(NamedTuple):
@@ -75,29 +99,35 @@ class Agreed(NamedTuple):
         batch_sizes: of all ranks. weighted: whether any has weights.
         wants: for each rank, whether its weights want a gradient.
         own_sizes: whether features of any have batch sizes of their own.
+        trains: whether any trains, which lets rows into caches: replicas keep theirs alike.
     """
 
     batch_sizes: list[int]
     weighted: bool
     wants: list[bool]
     own_sizes: bool
+    trains: bool
 
     @classmethod
     def of(cls, told: list[list[int]]) -> Agreed | None:
         """The batch by the ``facts_of`` all ranks; None: a rank's was refused."""
-        sizes, weighted, wanted, own_sizes, failed = zip(*told, strict=True)
-        return None if any(failed) else cls(list(sizes), any(weighted), list(map(bool, wanted)), any(own_sizes))
+        sizes, weighted, modes, own_sizes, failed = zip(*told, strict=True)
+        if any(failed):
+            return None
+        wants, trains = [bool(mode & _WANTS) for mode in modes], any(mode & _TRAINS for mode in modes)
+        return cls(list(sizes), any(weighted), wants, any(own_sizes), trains)
 
 
-def facts_of(given: CheckedBatch, error: Exception | None) -> list[int]:
+def facts_of(given: CheckedBatch, error: Exception | None, *, training: bool) -> list[int]:
     """[FACTS] numbers that a rank tells all others of its batch.
 
     Args:
-        given: the batch. error: what refused it, or None.
+        given: the batch. error: what refused it, or None. training: whether the collection is in training mode.
     """
     bags = given.bags
     wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
-    told = given.samples, bags.weights is not None, wants, bags.strides is not None, error is not None
+    mode = _WANTS * wants + _TRAINS * (training and torch.is_grad_enabled())
+    told = given.samples, bags.weights is not None, mode, bags.strides is not None, error is not None
     return list(map(int, told))
 
 

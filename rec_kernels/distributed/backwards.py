@@ -17,13 +17,14 @@ from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 5
-_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK = range(7)
-_WHEN = (
-    "at once",
-    "together with others of the same backward",
-    "in an accumulate() block",
-    "by an optimizer of torch",
-)
+# Other messages, of integers, have less than 1 in their place, read as floats.
+_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK = range(1, 8)
+_WHEN = {
+    _NOW: "at once",
+    _TOGETHER: "together with others of the same backward",
+    _IN_BLOCK: "in an accumulate() block",
+    _BY_TORCH: "by an optimizer of torch",
+}
 #: Reasons for which no rank may update, if a rank has one, by what that rank tells.
 _REFUSED = {
     _CHANGED: (
@@ -74,6 +75,8 @@ class Backwards:
         self._shards, self._trained_by_torch, self._number = shards, trained_by_torch, 0
         self._draws, self._format = wire.rounding == "stochastic", wire.backward
         self._version, self._first = -1, 0  # of the tables' step, and the first lookup since
+        #: Features of the whole collection that are frozen by ``freeze()``.
+        self.frozen: set[str] = set()
 
     def begin(self, *, needs_rows: bool = False) -> Begun:
         """Takes note of a lookup, before its output is there.
@@ -120,9 +123,9 @@ class Backwards:
             self._shards._update.dense.opened(output)
 
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
-        """[FACTS] float32: the lookup's number, when the update is to be, the scale, the rates, inf after an overflow.
+        """[FACTS] float32: the lookup's number, when the update is to be, the scale, choices, inf after an overflow.
 
-        Rates are a number below 2^24 that other learning rates would hardly have, as the kernels read them.
+        Choices are learning rates and frozen features, of which others would hardly have the same number below 2^24.
 
         Args:
             grad: of this rank's samples, float32, as it is sent.
@@ -140,7 +143,8 @@ class Backwards:
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
-        told = [begun.number % (1 << 24), when, 0, zlib.crc32(array("f", rates)) % (1 << 24), 0]
+        choices = zlib.crc32(",".join(sorted(self.frozen)).encode(), zlib.crc32(array("f", rates)))
+        told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), 0]
         facts = torch.tensor(told, dtype=torch.float32).to(grad.device)
         if update is not None and (scaling := update.scaling()):
             facts[2], facts[4] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
@@ -176,11 +180,17 @@ class Backwards:
         told, text = facts[:, :4], ""
         alike = (
             "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
-            "calls and accumulate() blocks, and with the same loss scale and learning rates"
+            "calls and accumulate() blocks, and with the same loss scale, learning rates and frozen features"
         )
         if facts.device.type != "cpu":
             torch._assert_async(((told == told[0]) & (told[:, 1:2] < _CHANGED)).all(), alike)
             return
+        if strange := [rank for rank, (_, when, *_) in enumerate(told.tolist()) if when < _NOW]:
+            raise RuntimeError(
+                f"rank {strange[0]} is in another collective, as a lookup, while this rank runs a lookup's backward: "
+                "every rank must make as many lookups and backwards of a sharded collection, in the same order; no "
+                "rank has updated its tables"
+            )
         by_rank = told.tolist()
         refused = [(rank, int(when)) for rank, (_, when, *_) in enumerate(by_rank) if when in _REFUSED]
         other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)
@@ -195,6 +205,6 @@ class Backwards:
             ]
             text = f"{alike}: {', and '.join(described)} (0: no GradScaler)"
             if by_rank[0][3] != by_rank[other][3]:
-                text += ", whose learning rates differ: set them on every rank"
+                text += ", whose learning rates or frozen features differ: set them on every rank"
         if text:
             raise RuntimeError(f"{text}; no rank has updated its tables")

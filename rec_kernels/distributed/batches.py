@@ -30,7 +30,8 @@ class BatchContext(Multistreamable):
     Attributes:
         batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
         bags: the ids that this rank looks up, of all ranks' samples, key-major.
-        wants: for each rank, whether its per-sample weights want a gradient. fed: this rank's batch, if they do.
+        trains: whether any rank trains. wants: for each, whether its per-sample weights want a gradient. fed: this
+            rank's batch, if they do.
         begun: the lookup, from its output on.
         starts, row_counts: where rows are sent, and not the columns of samples, where those of this rank's entries
             begin, and [entries, ranks] how many each rank gets.
@@ -47,6 +48,7 @@ class BatchContext(Multistreamable):
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
         self.wants: list[bool] = []
+        self.trains = False
         self.fed: SelectedKeys | None = None
         self.counts: Tensor | None = None
         self.bags: SelectedKeys | None = None

@@ -31,7 +31,7 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
     ) -> None:
         super().__init__()
         self._module, self._ctx, self._given, self._error = module, ctx, given, error
-        entries, facts = module.routes.entries, facts_of(given, error)
+        entries, facts = module.routes.entries, facts_of(given, error, training=module.training)
         with torch.no_grad():
             self._sorted = None if error else module._sorted(ctx, given)
         told, at = [], 0
@@ -60,7 +60,7 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
             self._agreed = Agreed.of([numbers[:FACTS] for numbers in self._numbers])
             if self._agreed is None:
                 raise_together(self._error, module.group, "refused its batch, and no rank has looked anything up")
-            ctx.batch_sizes, ctx.wants = self._agreed.batch_sizes, self._agreed.wants
+            ctx.batch_sizes, ctx.wants, ctx.trains = self._agreed.batch_sizes, self._agreed.wants, self._agreed.trains
             ctx.fed = self._given.bags if ctx.wants[module.routes.rank] else None
             with torch.no_grad():
                 self._own_sizes = module._take_agreed(ctx, self._given, self._sorted, self._agreed)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -17,7 +18,10 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Storage,
 )
+from torchrec.distributed.types import ShardingPlan
 
+from rec_kernels.distributed.agreement import raise_together
+from rec_kernels.distributed.collectives import gathered
 from rec_kernels.distributed.parts import is_by_id, part_block
 from rec_kernels.distributed.sharder import CollectionSharder
 from rec_kernels.distributed.wire import travelling_bytes
@@ -224,9 +228,31 @@ def planner(
         raise ValueError(f"lengths name {unknown}, which are no features of the model's tables: {sorted(features)}")
     costs = ShardCosts(topology, sharders=sharders)
     enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator=costs)
-    return EmbeddingShardingPlanner(
+    return CollectivePlanner(
         topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=constraints, **options
     )
+
+
+class CollectivePlanner(EmbeddingShardingPlanner):
+    """TorchRec's planner, but all ranks are told if ``collective_plan`` finds no plan, and none waits for it."""
+
+    def collective_plan(
+        self, module: nn.Module, sharders: Any = None, pg: dist.ProcessGroup | None = None
+    ) -> ShardingPlan:
+        """The first rank's ``plan(module, sharders)``, on all ranks of a group; None: of all there are.
+
+        Raises:
+            PlannerError: on the first rank, there is no plan. RuntimeError: on the others, with its message.
+        """
+        group = dist.group.WORLD if pg is None else pg
+        plan, error = None, None
+        if dist.get_rank(group) == 0:
+            try:
+                plan = self.plan(module, sharders)
+            except Exception as raised:
+                error = raised
+        raise_together(error, group, "has found no plan")
+        return gathered(plan, group)[0]
 
 
 def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any) -> None:

@@ -55,6 +55,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
     """
 
+    _are_alike = True  # whether ranks have the same numbers in what each of them has, as they do but at the beginning
+
     def __init__(
         self,
         module: TableCollection,
@@ -91,12 +93,15 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.forward_post = Post(group, device, wire.forward, 2 * module.seed)
         self.backward_post = Post(group, device, wire.backward, 2 * module.seed + 1)
         self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch)
+        self.backwards.frozen.update(module._layout.frozen)
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
         elif projected := [table.name for table in collection._features.tables if table.projection]:
             self.add_module(module._holder, ShownTables({n: collection._held[n] for n in projected}, "projection"))
         if not module._weights.is_meta:
+            self._are_alike = False
             self.load_state_dict(module.state_dict())
+            self._are_alike = True
             agreement.broadcast(self._state.replicated(collection.state_dict()), group)
 
     def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
@@ -214,9 +219,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             return torch.zeros(0, 0)
         if not self.routes.own:
             return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards.device))
-        trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            return self._agreed(lambda: self._look_up(bags, starts, inserts=trains))
+            return self._agreed(lambda: self._look_up(bags, starts, inserts=ctx.trains))
 
     def _look_up(self, bags: SelectedKeys, starts: Tensor | None, *, inserts: bool) -> Tensor:
         shards = self.shards
@@ -313,10 +317,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features, as ``rk.EmbeddingBagCollection.freeze``."""
         self.shards.freeze(*self._own_names(features))
+        self.backwards.frozen.update(features)
 
     def unfreeze(self, *features: str) -> None:
         """The reverse of ``freeze``."""
         self.shards.unfreeze(*self._own_names(features))
+        self.backwards.frozen.difference_update(features)
 
     def _own_names(self, features: tuple[str, ...]) -> list[str]:
         names = self.feature_names
@@ -419,6 +425,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         except Exception as refused:
             error = refused
         agreement.raise_together(error, self.group, "cannot load its state, and no rank has loaded any of its tables")
+        if self._are_alike:
+            agreement.check_equal(self._state.replicated_names(local), local, self.group)
         missing_keys += missing
         unexpected_keys += unexpected
         self._agreed(lambda: shard_files.write_rows(self.shards, local))

@@ -15,6 +15,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from rec_kernels.distributed.local_shards import Piece
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.load_state import format_of_state
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
@@ -86,9 +87,13 @@ class ShardedState:
 
     def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
         """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
+        return [local[name] for name in self.replicated_names(local)]
+
+    def replicated_names(self, local: Mapping[str, Tensor]) -> list[str]:
+        """Names of what ``replicated`` lists."""
         kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
         names = [f"{self._holder}{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
-        return [local[n] for n in [*names, *self._numbers(local)]]
+        return [name for name in [*names, *self._numbers(local)] if name in local]
 
     def _sharded(
         self, pieces: list[Piece], blocks: list[tuple[Piece, Tensor]], shape: list[int], dtype: torch.dtype
@@ -146,9 +151,20 @@ class ShardedState:
                     continue
                 found = f"{self._holder}{piece.name}"
                 out[f"{found}.{kind}"] = self._block(state[f"{name}.{kind}"], f"{name}.{kind}", piece, shape)
+                if kind == "weight":
+                    self._check_format(name, out[f"{found}.weight"], state.get(f"{name}.format"), i)
                 if kind == "weight" and f"{name}.format" in state:
                     out[f"{found}.format"] = state[f"{name}.format"]
         return out
+
+    def _check_format(self, name: str, rows: Tensor, named: object, stored: int) -> None:
+        table = self._features.stored[stored]
+        if format_of_state(rows, named, table) not in (None, table.format):
+            raise RuntimeError(
+                f"{name}.weight has rows of format {format_of_state(rows, named, table) or 'no name'}, the "
+                f"collection's are {table.format}, and ranks convert none: load the state with convert=True into a "
+                "collection of one process, and its state here; nothing was changed"
+            )
 
     def _block(self, given: Any, name: str, piece: Piece, shape: list[int]) -> Tensor:
         place = self._place(piece, shape)

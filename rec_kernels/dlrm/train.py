@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -63,21 +63,27 @@ def train(
         run = _begin(config, data, resume, ranks)
         run.progress = progress and run.writes
         try:
-            with StopAtSignal() as stop, ShortWaits():
-                run.fit(stop)
-            test = run.test()
-        except RunInterruptedError:
-            _report(run)
-            raise
-        except Exception as error:
-            _record_failure(run, error)
-            if (explained := _explained(run, error)) is not None:
-                raise explained from error
-            raise
+            with StopAtSignal() as stop, ShortWaits():  # also while a failure is written: torchrun stops all processes
+                _recorded(run, lambda: run.fit(stop))
+            test = _recorded(run, run.test)
         finally:
             run.model.own_tables.close()
         _report(run)
         return test | {"directory": str(run.directory)}
+
+
+def _recorded(run: Run, part: Callable[[], Any]) -> Any:
+    """Returns what a part of the training does; the run's folder has what ends it early."""
+    try:
+        return part()
+    except RunInterruptedError:
+        _report(run)
+        raise
+    except Exception as error:
+        _record_failure(run, error)
+        if (explained := _explained(run, error)) is not None:
+            raise explained from error
+        raise
 
 
 def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks) -> Run:

@@ -49,6 +49,13 @@ class OneTable(nn.Module):
             ValueError: wrong shapes or dtypes; on the CPU, offsets that do not rise from 0 to N. IndexError: an id is
             out of range, on the CPU and with ``bounds_check`` "error"; not inside ``torch.compile``.
         """
+        keys = getattr(features, "keys", list)
+        if not hasattr(features, "offsets") or len(keys()) > 1:
+            got = f"one of features {list(keys())}" if hasattr(features, "offsets") else type(features).__name__
+            raise ValueError(
+                f"features must be an rk.JaggedTensor or TorchRec's, the bags of one feature, got {got}: of a padded "
+                "tensor, rk.JaggedTensor.from_dense makes one; of several features, features[name] is one"
+            )
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if values.dim() != 1 or values.dtype not in INTEGERS:
             raise ValueError(f"values must be one row of int32 or int64 ids, got {values.dtype} {list(values.shape)}")

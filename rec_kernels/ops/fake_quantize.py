@@ -27,6 +27,8 @@ def fake_quantize(
 ) -> Tensor:
     """Encodes x in a row format and decodes it; the gradient is the identity (straight-through estimator).
 
+    Under ``torch.vmap`` the slices are rows of one tensor, which the dimension that is mapped leads.
+
     For activations: a model is trained or evaluated as if they were stored in the format, without storing them so.
     Under torch.compile on a GPU, "nearest" becomes torch's own ops, which are fused with their neighbours: the same
     bits, but for int8, int4 and int2, which may then be one rounding apart. "stochastic" stays one kernel.
@@ -109,6 +111,16 @@ class Traced(torch.autograd.Function):
 
 def _straight_through(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad, *[None] * 7)
+
+
+def _of_slices(info, in_dims, x, *how):
+    """Under ``torch.vmap``: slices are rows of one tensor, so that each has random numbers of its own."""
+    if any(dim is not None for dim in in_dims[1:]):
+        raise NotImplementedError("fake_quantize: torch.vmap over seed or step; x alone may have a dimension of it")
+    return _ops.fake_quantize(x.movedim(in_dims[0], 0), *how), 0
+
+
+torch.library.register_vmap("rec_kernels::fake_quantize", _of_slices)
 
 
 @torch.library.register_fake("rec_kernels::fake_quantize")

@@ -135,7 +135,7 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
     for table in tables:
         name = f"{prefix}{table.name}"
         rows = state.get(f"{name}.weight")
-        found = _format_of_state(rows, state.get(f"{name}.format"), table)
+        found = format_of_state(rows, state.get(f"{name}.format"), table)
         if found in (None, table.format):
             continue
         if found not in BAG_FORMATS:
@@ -162,7 +162,7 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
         del state[name]
 
 
-def _format_of_state(rows: object, name: object, table: StoredTable) -> str | None:
+def format_of_state(rows: object, name: object, table: StoredTable) -> str | None:
     """None: nothing that could be told, or floats that torch casts to the table's own. "": bytes of no named format."""
     if not isinstance(rows, Tensor):
         return None

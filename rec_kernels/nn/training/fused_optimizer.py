@@ -96,6 +96,11 @@ class _Group(dict):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
     def _updated(self, other: Any) -> _Group:
         self.update(other)
         return self

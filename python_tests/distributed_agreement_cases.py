@@ -1,0 +1,117 @@
+"""Choices that ranks must make alike, and norms of all ranks: what test_distributed_agreement.py runs on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_cases import Case, batch, blocks, collection, sharded, train
+from distributed_torchrec_cases import Loss
+from torch import Tensor, nn
+
+import rec_kernels as rk
+
+
+def train_clipped(case: Case, model: nn.Module, ranks: list[int]) -> tuple[list[float], list[Tensor]]:
+    """Steps of torch's SGD after clipping: norms, and the dense layer at the end."""
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for step in range(case.steps):
+        loss, _ = model(batch(case, step, ranks))
+        optimizer.zero_grad()
+        (8 * loss).backward()
+        norm_type = (2.0, float("inf"), 1.0)[step % 3]
+        if dist.is_initialized():
+            norm = rk.distributed.clip_grad_norm_(model, 0.5, norm_type)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+        norms.append(norm.item())
+        optimizer.step()
+    return norms, [p.detach().clone() for n, p in model.named_parameters() if "dense" in n]
+
+
+def clipped(case: Case) -> tuple[list[float], list[Tensor]]:
+    """``train_clipped`` on this rank."""
+    return train_clipped(case, sharded(case, collection(case), Loss), [dist.get_rank()])
+
+
+def apart(case: Case) -> list[str]:
+    """Errors that this rank has where one loads other numbers, and where one freezes a feature."""
+    model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    state["ebc.step"] += 5 * rank
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        errors.append(str(error))
+    before = blocks(model.module.ebc.state_dict())
+    if rank == 0:
+        model.module.ebc.freeze("f1")
+    try:
+        train(case, model, [rank])
+    except RuntimeError as error:
+        errors.append(str(error))
+    model.module.ebc.unfreeze("f1")
+    after = blocks(model.module.ebc.state_dict())
+    errors += [name for name in before for a, b in zip(before[name], after[name], strict=True) if not a[1].equal(b[1])]
+    train(case, model, [rank])
+    return errors
+
+
+def evaluating(case: Case) -> dict[str, Any]:
+    """Blocks after training in which rank 1 alone makes other lookups without gradients, and in eval()."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    for step in range(case.steps):
+        model.module.ebc.train(rank == 0 or step % 2 == 0)
+        with torch.set_grad_enabled(rank == 0):
+            model.module.ebc(batch(case, 100 + step, [rank])).values()
+        model.module.ebc.train()
+        train(replace(case, steps=1), model, [rank])
+    return blocks(model.module.ebc.state_dict())
+
+
+def refusals(case: Case) -> list[str]:
+    """Errors that this rank has of a topology without memory, and of rows in another format."""
+    from torchrec.distributed.planner import Topology
+
+    tables, errors = collection(case, device="meta"), []
+    model, sharders = nn.Sequential(tables), [rk.distributed.EmbeddingBagCollectionSharder()]
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu", ddr_cap=100)
+    planner = rk.distributed.planner(model, sharders, topology)
+    whole = collection(replace(case, format="fp32")).state_dict()
+    ebc = sharded(case, tables).module.ebc
+    for call in (lambda: planner.collective_plan(model, sharders), lambda: ebc.load_state_dict(whole)):
+        try:
+            call()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def saved_together(case: Case, folder: str) -> tuple[bool, list[bool]]:
+    """Saves a model and optimizers in one checkpoint, and loads each by itself; whether this rank has what it saved."""
+    import torch.distributed.checkpoint as dcp
+
+    def made(seed: int) -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(seed)
+        model = sharded(case, collection(case), Loss)
+        dense = torch.optim.Adam(rk.dense_parameters(model), lr=0.1)
+        model(batch(case, seed, [dist.get_rank()]))[0].backward()
+        dense.step()
+        rates = model.module.ebc.optimizer
+        rates.param_groups[0]["lr"] = 0.25 * (seed + 1)
+        return model, {"model": model.state_dict(), "dense": dense.state_dict(), "rates": rates.state_dict()}
+
+    model, saved = made(0)
+    before = blocks(model.module.ebc.state_dict())
+    dcp.save(saved, checkpoint_id=folder)
+    other, state = made(1)
+    for parts in (["model"], ["dense", "rates"]):
+        dcp.load({name: state[name] for name in parts}, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    after = blocks(other.module.ebc.state_dict())
+    same = all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+    lrs = [group["lr"] == 0.25 for group in state["rates"]["param_groups"]]
+    moments = [[own["exp_avg"] for own in o["dense"]["state"].values()] for o in (saved, state)]
+    return same, [*lrs, *(a.equal(b) for a, b in zip(*moments, strict=True))]

@@ -1,0 +1,98 @@
+"""rk.distributed: what ranks must do alike is checked or made so; norms of all ranks; one checkpoint of everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_agreement_cases import train_clipped
+from distributed_cases import Case, collection, differences
+from distributed_pool import pool
+from distributed_torchrec_cases import Loss
+from tiers import full
+from torch import nn
+
+import rec_kernels as rk
+
+pytest.importorskip("torchrec.distributed")
+HERE = "distributed_agreement_cases"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixed", optimizer="torch", gradient="global_mean"),
+        Case("table_wise", optimizer="sgd", gradient="global_mean", compression=rk.MixedDimension(8)),
+        *full(Case("row_wise", optimizer="torch", gradient="global_mean")),
+    ],
+    ids=["shards and replicas", "projections", "rows"],
+)
+def test_norms_of_all_ranks(case: Case) -> None:
+    """clip_grad_norm_ has one process's norms, and leaves replicas alike; torch's would not."""
+    norms, dense = train_clipped(case, Loss(collection(case)), [0, 1])
+    assert min(norms) > 0.5
+    (first, own), (second, others) = pool(2).run(HERE, "clipped", case)
+    assert first == second
+    assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
+    if case.compression is not None:
+        return  # ranks draw matrices of their own
+    assert first == pytest.approx(norms, rel=1e-5)
+    for got, want in zip(own, dense, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_arguments_of_norms() -> None:
+    """A list of parameters does not say who has the others."""
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
+        rk.distributed.clip_grad_norm_([torch.zeros(2)], 1.0)
+    layer = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"norm_type = 0 must be above 0"):
+        rk.distributed.clip_grad_norm_(layer, 1.0, 0)
+    layer.weight.grad = torch.full((1, 2), float("inf"))
+    with pytest.raises(RuntimeError, match="the norm of all gradients is inf; nothing was scaled"):
+        rk.distributed.clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert rk.distributed.clip_grad_norm_(layer, 1.0) == 5.0
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[0.6, 0.8]]))
+
+
+def test_what_ranks_do_apart() -> None:
+    """Other numbers at loading and a feature that is frozen on one rank are told on all, and nothing has changed."""
+    first, second = pool(2).run(HERE, "apart", Case("mixed"))
+    assert first == second
+    loaded, frozen = first
+    assert loaded.startswith("step has other numbers in the state of rank 1 than in that of rank 0")
+    assert "whose learning rates or frozen features differ" in frozen
+
+
+@pytest.mark.parametrize("format", ["bf16", *full("int8")])
+def test_evaluations_of_one_rank_leave_replicas_alike(format: str) -> None:
+    """Rows come into the caches of all ranks if any of them trains: rounding of rows would differ otherwise."""
+    case = Case("data_parallel", format, "rowwise_adagrad", cache=rk.RowCache(0.1), steps=4)
+    first, second = pool(2).run(HERE, "evaluating", case)
+    assert differences({n: t for n, ((_, t),) in first.items()}, [second]) == []
+
+
+def test_messages_of_other_collectives() -> None:
+    """A lookup's numbers are not taken for a backward's."""
+    from rec_kernels.distributed.backwards import FACTS, Backwards
+
+    with pytest.raises(RuntimeError, match="rank 0 is in another collective, as a lookup, while this rank runs"):
+        Backwards.check(torch.zeros(2, FACTS))
+
+
+def test_refusals_of_all_ranks() -> None:
+    """No rank waits for one that has found no plan; formats are named by whole tables."""
+    (no_plan, loaded), (told, others) = pool(2).run(HERE, "refusals", Case("row_wise", "int8", "sgd"))
+    assert no_plan.startswith("PlannerError")
+    assert told.startswith(f"RuntimeError: another rank has found no plan: rank 0: {no_plan[:40]}")
+    for error in (loaded, others):
+        assert "embedding_bags.t0.weight has rows of format fp32, the collection's are int8, and ranks conv" in error
+
+
+def test_one_checkpoint_of_model_and_optimizers(tmp_path: Path) -> None:
+    """It is loaded in two calls, where a rank has no block of a table."""
+    for same, others in pool(2).run(HERE, "saved_together", Case("table_wise", optimizer="adam"), str(tmp_path)):
+        assert same
+        assert all(others)
