@@ -46,9 +46,9 @@ def clip_grad_norm_(
     device = gradients[0].device if gradients else torch.device("cpu")
     parts = [_power((g for g in gradients if id(g) not in own), norm_type, device)]
     for collection in shards:
-        part = _power(_blocks(collection), norm_type, device)
+        part = _power(_blocks(collection), norm_type, collection.shards.device)
         dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, collection.group)
-        parts.append(part)
+        parts.append(part.to(device))
     norm = torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum() ** (1 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the norm of all gradients is {norm.item()}; nothing was scaled")

@@ -37,7 +37,7 @@ def check_options(
     check_choice("rounding", rounding, ("stochastic", "nearest"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
-    if is_weighted not in (True, False, None):
+    if is_weighted is not None and not isinstance(is_weighted, bool):
         raise ValueError(f"is_weighted must be True, False or None, got {is_weighted!r}")
     if output_dtype not in FLOAT_DTYPES.values():
         raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
