@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
 from rec_kernels.reference import numerics
-from rec_kernels.testing import assert_same_sum, rounding_bound, same_bits
+from rec_kernels.testing import assert_same_sum, jagged_batch, rounding_bound, same_bits
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 # Close to halfway between two neighbours: where rounding twice goes wrong.
@@ -200,6 +200,20 @@ def test_rounding_bound() -> None:
     assert_same_sum(total, exact, exact, terms=100)
     with pytest.raises(AssertionError, match="more than the rounding of 20 operations"):
         assert_same_sum(total, exact, exact, terms=20)
+    with pytest.raises(AssertionError, match=r"must have one shape, got \[\[0\], \[1\], \[1\]\]"):
+        assert_same_sum(torch.zeros(0), torch.ones(1), torch.ones(1).double(), terms=3)
+    infinite = torch.full((1,), torch.inf)
+    assert_same_sum(infinite, infinite, torch.ones(1).double(), terms=3)
+    with pytest.raises(AssertionError):
+        assert_same_sum(infinite, -infinite, torch.ones(1).double(), terms=3)
+
+
+def test_arguments_of_batches() -> None:
+    """Names and numbers that cannot be are named."""
+    with pytest.raises(ValueError, match='ids must be "uniform" or "zipf", got \'zip\''):
+        jagged_batch([10], 4, ids="zip")
+    with pytest.raises(ValueError, match="num_embeddings must be at least 1 each, got 0"):
+        jagged_batch([10, 0], 4)
 
 
 def test_same_bits() -> None:
@@ -211,3 +225,4 @@ def test_same_bits() -> None:
     assert not same_bits(zero, torch.zeros(2))
     assert not same_bits(zero, zero.double())
     assert same_bits(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    assert same_bits(torch.ones(1).to(torch.float8_e4m3fn), torch.ones(1).to(torch.float8_e4m3fn))

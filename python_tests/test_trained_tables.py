@@ -116,6 +116,58 @@ def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
             torch.optim.SGD(parameters, lr=0.1).step()
 
 
+def named_tables(order: str, adam: bool = True, **rates: float) -> rk.EmbeddingBagCollection:
+    """Tables by the letters of ``order``, "u" and "q" of an Adam each."""
+    torch.manual_seed(0)
+    own = {"u": rk.Adam(lr=0.1), "q": rk.Adam(lr=1e-3, betas=(0.5, 0.6))} if adam else {}
+    tables = [
+        rk.EmbeddingBagConfig(10, 4, name=n, feature_names=[n], optimizer=own.get(n), lr=rates.get(n)) for n in order
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5))
+
+
+def train_named(collection: rk.EmbeddingBagCollection, first: int, steps: int) -> None:
+    """Steps whose gradients depend on the table's name and the step."""
+    for step in range(first, first + steps):
+        output = collection({name: torch.tensor([1, 2]) for name in collection.feature_names})
+        sum((output[n] * torch.sin(torch.arange(8.0).view(2, 4) + step + ord(n))).sum() for n in "uqs").backward()
+
+
+@pytest.mark.parametrize("adam", [True, False])
+def test_states_of_tables_in_another_order(adam: bool) -> None:
+    """Rows, state, powers of beta and learning rates are the tables', by their names."""
+    rates = {} if adam else {"u": 1.0, "q": 1e-3}
+    old, new = named_tables("uqs", adam, **rates), named_tables("squ", adam, **rates)
+    train_named(old, 0, 5)
+    old.fused_optimizer.param_groups[-1]["lr"] *= 0.5
+    new.load_state_dict(old.state_dict())
+    new.fused_optimizer.load_state_dict(old.fused_optimizer.state_dict())
+    for c in (old, new):
+        train_named(c, 5, 3)
+    for name in "uqs":
+        assert torch.equal(old.embedding_bags[name].weight, new.embedding_bags[name].weight), name
+
+
+def test_states_of_other_tables() -> None:
+    """A table that goes, or comes, leaves the powers of beta of the others alone; other betas have their own."""
+    both = named_tables("qus")
+    train_named(both, 0, 5)
+    one = named_tables("us")
+    one.load_state_dict(both.state_dict(), strict=False)
+    assert torch.equal(one.beta_powers, both.beta_powers_1)
+    again = named_tables("qus")
+    again.load_state_dict(one.state_dict(), strict=False)
+    assert torch.equal(again.beta_powers_1, both.beta_powers_1)
+    torch.testing.assert_close(again.beta_powers, torch.tensor([0.5**5, 0.6**5]))
+    for c, wanted in ((both, "groups of tables"), (named_tables("us", adam=False, u=0.1), "is of optimizer SGD for")):
+        state = c.fused_optimizer.state_dict()
+        state["param_groups"][-1].setdefault("optimizer", "SGD")
+        with pytest.raises(ValueError, match=wanted):
+            one.fused_optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"eps = 1e-40 must be 0 or at least 2\^-126"):
+        rk.RowwiseAdagrad(lr=0.1, eps=1e-40)
+
+
 def test_groups_refuse_options_that_nothing_reads() -> None:
     """An option of another optimizer raises, and is left out of a state that has it; names of schedulers are taken."""
     face = make(rk.RowwiseAdagrad(lr=0.1)).fused_optimizer

@@ -125,7 +125,14 @@ def jagged_batch(
 
     Returns:
         values [N], offsets [F * B + 1].
+
+    Raises:
+        ValueError: another ``ids``, or a table without rows.
     """
+    if ids not in ("uniform", "zipf"):
+        raise ValueError(f'ids must be "uniform" or "zipf", got {ids!r}')
+    if bad := [rows for rows in num_embeddings if rows < 1]:
+        raise ValueError(f"num_embeddings must be at least 1 each, got {bad[0]}")
     generator = torch.Generator().manual_seed(seed)
     draw = {"uniform": uniform_ids, "zipf": zipf_ids}[ids]
     values, lengths = [], []
@@ -156,9 +163,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     same = a.contiguous().view(integer) == b.contiguous().view(integer)
-    return bool((same | (a.isnan() & b.isnan())).all())
+    return bool((same | (a.double().isnan() & b.double().isnan())).all())
 
 
 def rounding_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
@@ -182,11 +189,15 @@ def assert_same_sum(
         terms: the most roundings that a term of either sum goes through: one per addition, multiplication, division.
 
     Raises:
-        AssertionError: they differ by more than the rounding errors of both can explain.
+        AssertionError: they differ by more than the rounding errors of both can explain, or in shape.
     """
+    shapes = [list(t.shape) for t in (actual, expected, magnitude)]
+    if shapes != [shapes[0]] * 3:
+        raise AssertionError(f"actual, expected and magnitude must have one shape, got {shapes}")
     tiny = torch.finfo(dtype).tiny  # an underflow rounds by at most half the smallest denormal, per operation
     allowed = 2 * rounding_bound(terms, dtype) * magnitude + terms * tiny * torch.finfo(dtype).eps
     difference = (actual.double() - expected.double()).abs()
+    difference[actual.isinf() & (actual == expected)] = 0.0
     worst = (difference - allowed).max().item() if difference.numel() else 0.0
     if not worst <= 0:
         raise AssertionError(f"sums differ by {worst:.3e} more than the rounding of {terms} operations explains")

@@ -35,7 +35,7 @@ from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.dense_parameters import mark_untrained
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
-from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers, update_tables
+from rec_kernels.nn.training.fused_update import FusedUpdate, fit_powers, optimizer_buffers, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import call
 from rec_kernels.ops.bad_ids import explain
@@ -244,6 +244,7 @@ class TableCollection(nn.Module):
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # ``state_dict`` is torch's own copy of what the caller gave.
         own = self._check_state(state_dict, prefix)
+        fit_powers(state_dict, prefix, self._features.optimizers.distinct)
         begin_without_step(state_dict, prefix, own)
         if assigns(local_metadata) and self._weights.is_meta:
             allocate(self, {name: state_dict.get(prefix + name) for name in own}, prefix)

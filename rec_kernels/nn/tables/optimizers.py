@@ -42,6 +42,9 @@ class _Common:
             check_rate(name, rate)
             if not isinstance(rate, int | float):  # a tensor, whose number may change later
                 object.__setattr__(self, name, number_of(rate))
+        eps: float = getattr(self, "eps", 0.0)
+        if 0 < eps < 2.0**-126:
+            raise ValueError(f"eps = {eps!r} must be 0 or at least 2^-126: as float32 it would be next to nothing")
         check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         for name in ("clip_grad_value", "clip_grad_norm"):
             value = getattr(self, name)

@@ -42,13 +42,14 @@ class RateGroup(NamedTuple):
     """Tables that have one learning rate.
 
     Args:
-        rate: what it begins with.
+        rate: what it begins with. names: of the tables, as a collection was given them.
         stored: the tables' numbers in a collection. table_ids: in the whole model, and so in the tensor of rates.
         numbers: the optimizer's name and numbers, which never change. shows_numbers: whether the parameter group has
             them, beside the learning rate.
     """
 
     rate: float
+    names: list[str]
     stored: list[int]
     table_ids: list[int]
     numbers: dict[str, Any]
@@ -198,18 +199,27 @@ class FusedOptimizer(torch.optim.Optimizer):
             groups[0].token = token
 
     def state_dict(self) -> dict[str, Any]:
-        """The learning rates, and what schedulers have added."""
+        """The learning rates, and what schedulers have added; of several groups, whose tables they are of."""
         with self._tables_only():
-            return super().state_dict()
+            state = super().state_dict()
+        names = [group.names for group in self._rate_groups]
+        return state if len(names) == 1 else {**state, "tables": names}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the learning rates, for the kernels too.
+        """Loads the learning rates, for the kernels too; of groups that say so, by the names of their tables.
 
         Raises:
-            ValueError: the state has other groups, or a rate that is not finite as float32; nothing was changed.
+            ValueError: the state has other groups, those of another optimizer, or a rate that is not finite as float32;
+            nothing was changed.
         """
-        for group in state_dict["param_groups"]:
+        state_dict = {**state_dict, "param_groups": self._in_order(state_dict)}
+        for group, own in zip(state_dict["param_groups"], self._rate_groups, strict=False):
             _checked_rate(group.get("lr", 0.0))
+            if (kind := group.get("optimizer", own.numbers["optimizer"])) != own.numbers["optimizer"]:
+                raise ValueError(
+                    f"the state is of optimizer {kind} for tables {own.names}, which have {own.numbers['optimizer']} "
+                    "here; nothing was changed"
+                )
         with self._tables_only() as groups:
             super().load_state_dict(state_dict)
             # torch puts plain dicts in the groups' place.
@@ -218,6 +228,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.update({**kept, "params": group["params"]})
             self.param_groups = groups
             self._show_state()
+
+    def _in_order(self, state_dict: dict) -> list[dict]:
+        """A state's groups in the order of these, by the names of their tables if it has them."""
+        groups, names = state_dict["param_groups"], [group.names for group in self._rate_groups]
+        given = state_dict.get("tables")
+        if given is None:
+            return groups
+        if sorted(given) != sorted(names):
+            raise ValueError(f"the state has groups of tables {given}, and the collection {names}; nothing was changed")
+        return [groups[given.index(tables)] for tables in names]
 
     @overload
     def step(self, closure: None = None) -> None: ...

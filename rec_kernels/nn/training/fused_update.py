@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,38 @@ def power_names(optimizers: Sequence[Optimizer]) -> dict[int, str]:
     return {number: f"beta_powers_{i}" if i else "beta_powers" for i, number in enumerate(having)}
 
 
+def fit_powers(state_dict: dict, prefix: str, optimizers: Sequence[Optimizer]) -> None:
+    """Gives each optimizer, in a state, the powers of its own betas: tables may have been others, or in another order.
+
+    They are exact where the state has them under whatever name, else those of ``step``, as after other betas.
+    """
+    step = state_dict.get(f"{prefix}step")
+    if not isinstance(step, Tensor) or step.is_meta or step.dim() or int(step) < 0:
+        return
+    powers = [state_dict[name] for name in sorted(state_dict) if name.startswith(f"{prefix}beta_powers")]
+    given = [t for t in powers if isinstance(t, Tensor) and t.shape == (2,) and not t.is_meta]
+    for number, name in power_names(optimizers).items():
+        own, optimizer = state_dict.get(prefix + name), cast(Any, optimizers[number])
+        betas: tuple[float, float] = optimizer.betas
+        candidates = [t for t in [own, *given] if t is not None and are_powers(t, betas, int(step))]
+        if not given or (candidates and candidates[0] is own):
+            continue
+        computed = [beta ** int(step) for beta in betas]
+        state_dict[prefix + name] = candidates[0] if candidates else given[0].new_tensor(computed)
+
+
+def are_powers(found: Tensor, betas: tuple[float, float], step: int) -> bool:
+    """True if two float32 are the powers of betas after so many multiplications, each of which was rounded."""
+    for power, beta in zip(found.tolist(), betas, strict=True):
+        expected = beta**step
+        if expected < 1e-30 or power < 1e-30:
+            if max(expected, power) > 1e-25:
+                return False
+        elif abs(math.log(power) - math.log(expected)) > 1e-4 + 1e-7 * step:
+            return False
+    return True
+
+
 def rate_groups(features: FeatureMap) -> list[RateGroup]:
     """Tables with the collection's optimizer and its learning rate, if there are any or no others; each other table.
 
@@ -61,15 +94,16 @@ def rate_groups(features: FeatureMap) -> list[RateGroup]:
     """
     default: Any = features.optimizers.default
     named = any(table.optimizer is not None for table in features.tables)
-    first, others = RateGroup(default.lr, [], [], _numbers_of(default), named), []
+    first, others = RateGroup(default.lr, [], [], [], _numbers_of(default), named), []
     i = 0
     for table in features.tables:
         stored = range(i, i + len(table.stored))
         i = stored.stop
         group = first
         if table.rate is not None:
-            group = RateGroup(float(table.rate), [], [], _numbers_of(table.optimizer or default), named)
+            group = RateGroup(float(table.rate), [], [], [], _numbers_of(table.optimizer or default), named)
             others.append(group)
+        group.names.append(table.name)
         group.stored.extend(stored)
         group.table_ids.extend(features.table_ids[k] for k in stored)
     return [first, *others] if first.stored or not others else others
