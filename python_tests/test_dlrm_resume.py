@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -171,6 +172,11 @@ def test_another_config_is_refused_with_the_differences(data, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "another config: bottom is (8,), was (64,); lr is 0.5, was 0.05" in error
     assert "threads" not in error
+    edited = tmp_path / "run" / "config.json"
+    edited.write_text(edited.read_text().replace('"lr": 0.05', '"lr": 0.5').replace('"threads": 2', '"threads": 1'))
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 1
+    message = r"config\.json has other options than checkpoint\.pt was trained with: lr is 0\.5, was 0\.05\n"
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_evaluate_gives_the_scores_of_the_run(data, whole, tmp_path):
@@ -191,7 +197,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
             raise error
 
         monkeypatch.setattr(checkpoint.torch, "save", fail)
-        with pytest.raises(OSError, match=r"No space left|checkpoint\.pt could not be written, with [\d,]+ bytes free"):
+        with pytest.raises(OSError, match=r"No space left|checkpoint\.pt could not be written whole: 0 bytes"):
             checkpoint.save(tmp_path, {"step": 2})
         assert checkpoint.load(tmp_path)["step"] == 1
         assert os.listdir(tmp_path) == [checkpoint.NAME]

@@ -213,6 +213,7 @@ def test_a_model_learns_it(tmp_path):
         {"unchanged": -0.1},
         {"unchanged": 1.5},
         {"history": 0},
+        {"history": 10**9},
     ],
 )
 def test_options_out_of_range(options):

@@ -76,6 +76,17 @@ def check_position(state: dict[str, Any], steps: int) -> None:
         raise ValueError(wrong)
 
 
+def check_options(directory: Path, state: dict[str, Any], config: TrainConfig) -> None:
+    """Raise DataError if the run's config is not the one that its checkpoint was trained with; older ones have none."""
+    given, own = state.get("options"), config.outcome()
+    if given is None:
+        return
+    changed = [n for n in own if isinstance(given, dict) and given.get(n) != own[n]]
+    if not isinstance(given, dict) or changed:
+        told = "; ".join(f"{n} is {own[n]}, was {given.get(n)}" for n in changed) or "its options are no dict"
+        raise DataError(f"{directory / CONFIG} has other options than {NAME} was trained with: {told}")
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """``optimizer.load_state_dict(state)``.
 
@@ -108,12 +119,13 @@ def save(directory: Path, state: dict[str, Any]) -> None:
         OSError: the disk is full or cannot be written to; the checkpoint before is untouched.
     """
     path = directory / NAME
-    try:
-        with files.replacing(path, durable=True) as file:
+    with files.replacing(path, durable=True) as file:
+        try:
             torch.save({"format": FORMAT, **state}, file)
-    except RuntimeError as error:  # torch's writer does not say that the disk is full
-        free = shutil.disk_usage(directory).free
-        raise OSError(f"{path} could not be written, with {free:,} bytes free on its disk: {error}") from error
+        except RuntimeError as error:  # torch's writer does not say that the disk is full
+            written, free = os.fstat(file.fileno()).st_size, shutil.disk_usage(directory).free
+            told = f"{written:,} bytes of it were, and {free:,} are free on its disk"
+            raise OSError(f"{path} could not be written whole: {told}: {error}") from error
     for folder in directory.glob("shards-*"):
         if _SHARDS.fits(folder.name) and folder.name != state.get("shards") and not folder.is_symlink():
             shutil.rmtree(folder)

@@ -226,7 +226,7 @@ class TrainConfig:
     patience: int = _count(0, "evaluations without a better log loss after which to stop early (0: never)", 0)
     seed: int = _count(0, "fixes the initial weights and the noise of stochastic rounding", 0, bits=64)
     device: str = _choice("cpu", "cpu, or cuda for a GPU, which is never chosen by itself", DEVICES, how=True)
-    threads: int | None = _count(None, "CPU threads (default: torch's choice)", how=True)
+    threads: int | None = _count(None, "CPU threads (default: torch's choice)", most=1024, how=True)
 
     run: str | None = _option(
         None, str, "name of the run (default: derived, numbered if taken)", RUN_NAMES, is_run_name, how=True
@@ -321,6 +321,10 @@ class TrainConfig:
             for option in dataclasses.fields(self)
             if not option.metadata["how"] and getattr(self, option.name) != getattr(other, option.name)
         ]
+
+    def outcome(self) -> dict[str, str]:
+        """The options that decide the outcome, as text."""
+        return {o.name: repr(getattr(self, o.name)) for o in dataclasses.fields(self) if not o.metadata["how"]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:

@@ -15,7 +15,7 @@ from rec_kernels.dlrm import devices, files
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
 
-RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
+RUN_NAMES = "at most 200 letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 
 #: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
@@ -60,7 +60,7 @@ class RunExistsError(RuntimeError):
 
 def is_run_name(name: str) -> bool:
     """True if ``name`` can be a run's folder."""
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name) is not None
 
 
 def refuse_existing(runs_dir: str, name: str) -> None:

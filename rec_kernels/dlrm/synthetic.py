@@ -43,6 +43,7 @@ DIVISORS = {
     "city": 500,
     "device": 10_000,
 }
+MOST_HISTORY = 10_000
 HISTORY = "history"  # of items, with a table of its own
 SCATTER = 2_654_435_761  # a prime above every table size: rank -> (rank * SCATTER + shift) mod E is one-to-one
 MOST_TABLE_ROWS = 2**31 - 1  # ids are int32, and rank * SCATTER must fit into 64 bits
@@ -69,7 +70,7 @@ class Synthetic(Rows):
         samples_per_session: mean rows S of a session, geometric, 1 or more.
         unchanged: probability d that a row has the history of the row before it in its session. A history is shared by
             S / (1 + (S - 1) (1 - d)) rows in the mean.
-        history: mean ids of a history, 1 or more.
+        history: mean ids of a history, 1 to 10,000.
 
     Raises:
         DataError: an argument is out of range.
@@ -87,7 +88,7 @@ class Synthetic(Rows):
         history: int = MEAN_HISTORY,
     ):
         allowed: list[tuple[str, float, float, float]] = [("rows", rows, TEST_SHARE, math.inf)]  # one for the test
-        allowed += [("table_rows", table_rows, 1, MOST_TABLE_ROWS), ("history", history, 1, math.inf)]
+        allowed += [("table_rows", table_rows, 1, MOST_TABLE_ROWS), ("history", history, 1, MOST_HISTORY)]
         allowed += [("samples_per_session", samples_per_session, 1, BLOCK), ("unchanged", unchanged, 0, 1)]
         for name, value, least, most in allowed:
             if not least <= value <= most:

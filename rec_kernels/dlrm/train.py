@@ -308,6 +308,7 @@ class Run:
                 "window": self.window.state(),
                 "records": self.records.mark(),
                 "network": self.config.model,
+                "options": self.config.outcome(),
                 "row_format": self.model.format,
                 "model": self.model.state_dict(),
                 "dense_optimizer": self.dense_optimizer.state_dict(),
@@ -319,6 +320,7 @@ class Run:
 
     def _restore(self, state: dict) -> None:
         """Restores all but the model."""
+        checkpoint.check_options(self.directory, state, self.config)
         with checkpoint.fitting(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
