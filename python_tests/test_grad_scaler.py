@@ -317,6 +317,23 @@ def test_no_scaler(wrong: object) -> None:
         make().set_grad_scaler(wrong)
 
 
+def test_a_scaler_after_the_lookup() -> None:
+    """The backward raises: its update would have the scale of the lookup. The next step is as any."""
+    found, scaler = make(), GradScaler("cpu", init_scale=2.0**16)
+    before = {name: t.clone() for name, t in found.state_dict().items()}
+    for given in (scaler, None):
+        loss = found(batch()).values().sum()
+        found.set_grad_scaler(given)
+        with pytest.raises(RuntimeError, match=r"set_grad_scaler\(\) was called between a lookup and its backward"):
+            scaler.scale(loss).backward()
+    assert all(torch.equal(t, before[name]) for name, t in found.state_dict().items())
+    found.set_grad_scaler(None)  # no other one
+    loss = found(batch()).values().sum()
+    found.set_grad_scaler(None)
+    loss.backward()
+    assert found.step == 1
+
+
 def test_refused() -> None:
     """A scaler is refused without a fused optimizer, and in the middle of a block."""
     scaler = GradScaler("cpu")

@@ -481,8 +481,8 @@ class TableCollection(nn.Module):
         overflowed, the update was made: it came with the backward, and no step takes it back.
 
         The scale is that of the lookup, inside ``accumulate()`` that of the block's beginning: no ``scaler.update()``
-        may come between it and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it is for, and
-        before a CUDA graph is captured. Not part of ``state_dict()``. Copies and pickles have no scaler: they raise at
+        may come between it and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it is for (the
+        backward of an earlier one raises RuntimeError), and before a CUDA graph is captured. Not part of ``state_dict()``. Copies and pickles have no scaler: they raise at
         the first lookup of training, unless they have been told theirs, or None.
 
         Args:

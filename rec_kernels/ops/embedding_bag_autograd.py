@@ -235,6 +235,11 @@ def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | No
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, grad, weights, given)
     token = ctx.token
+    if getattr(token, "has_other_scaler", False):
+        raise RuntimeError(
+            "set_grad_scaler() was called between a lookup and its backward, whose gradients would be taken for those "
+            "of another scale: call it before the lookup; no table was changed"
+        )
     # The token's owner may make the update: an attribute of the tensor, as autograd hands on tensors only.
     take_over = getattr(token, "take_over", None)
     # A gradient of nothing would cost a tenth of a small step. Without the owner, in compiled code, its hook needs one.

@@ -232,8 +232,9 @@ class FusedUpdate:
         if self.pending is not None:
             raise RuntimeError("set_grad_scaler() inside accumulate(): call it before the block or after it")
         enabled = getattr(scaler, "is_enabled", None)
-        self._scaler = scaler if enabled is None or enabled() else None
-        self._lost_scaler = False
+        scaler = scaler if enabled is None or enabled() else None
+        self.token.has_other_scaler = scaler is not self._scaler  # told to backwards of lookups that were made with it
+        self._scaler, self._lost_scaler = scaler, False
         self.follow(weights, buffers)
 
     def take_scaler(self, other: FusedUpdate, weights: list[nn.Parameter], buffers: Buffers) -> None:
