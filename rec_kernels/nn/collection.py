@@ -482,8 +482,9 @@ class TableCollection(nn.Module):
 
         The scale is that of the lookup, inside ``accumulate()`` that of the block's beginning: no ``scaler.update()``
         may come between it and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it is for (the
-        backward of an earlier one raises RuntimeError), and before a CUDA graph is captured. Not part of ``state_dict()``. Copies and pickles have no scaler: they raise at
-        the first lookup of training, unless they have been told theirs, or None.
+        backward of an earlier one raises RuntimeError), and before a CUDA graph is captured. Not part of
+        ``state_dict()``. Copies and pickles have no scaler: they raise at the first lookup of training, unless they
+        have been told theirs, or None.
 
         Args:
             scaler: whose ``scale()`` the loss goes through. One that is not enabled counts as None.
