@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rec_kernels.dlrm.config import DEVICES, TrainConfig, add_options, refuse_options_of_others
+from rec_kernels.dlrm.config import (
+    DEVICES,
+    TrainConfig,
+    add_options,
+    refuse_options_of_others,
+    refuse_options_without_effect,
+)
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
@@ -117,6 +123,7 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     config = config_of(parser, options, resume)
     try:
         refuse_options_of_others(options, "model", [config.model])
+        refuse_options_without_effect(options, config)
     except ValueError as error:
         parser.error(str(error))
     if resume is not None and "data" not in options:

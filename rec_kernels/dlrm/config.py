@@ -375,6 +375,26 @@ def refuse_options_of_others(given: Mapping[str, Any], kind: str, chosen: Iterab
             )
 
 
+#: Options that do nothing without another one: which that is, in words and as a test.
+_NEEDED: dict[str, tuple[str, Callable[[TrainConfig], object]]] = {
+    "policy": ("a cache", lambda config: config.cache),
+    "memory_budget": ("backing 'disk'", lambda config: config.backing == "disk"),
+    "collisions": ("embedding 'hash' or 'qr'", lambda config: config.embedding not in ("full", "mixed")),
+    "temperature": ("embedding 'mixed'", lambda config: config.embedding == "mixed"),
+    "threshold": ("an embedding other than 'full'", lambda config: config.embedding != "full"),
+    "decay_start": ("decay_steps", lambda config: config.decay_steps),
+}
+
+
+def refuse_options_without_effect(given: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raises ValueError if an option of ``given``, a value each, does nothing beside the others of ``config``."""
+    for name, (what, is_there) in _NEEDED.items():
+        if name in given and not is_there(config):
+            raise ValueError(
+                f"{name} is {given[name]!r}, which does nothing without {what}: leave it out, or give both"
+            )
+
+
 def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """One flag per option that is not in ``without``, in groups. Only flags that were given end up in the namespace."""
     group: Any = parser
