@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +47,7 @@ class _MalformedError(ValueError):
     """Row ``row`` of a block has a field that pyarrow lets pass and the format does not."""
 
     def __init__(self, row: int, column: str, field: object):
-        super().__init__(f"{column} is {field!r:.60}")
+        super().__init__(f"{column} is {'blank' if field is None else format(repr(field), '.60')}")
         self.row = row
 
 
@@ -72,15 +73,26 @@ def _read_file(file: Path, bar: tqdm) -> Iterator[Rows]:
     done, before = 0, bar.n
     with pa.OSFile(str(file)) as source:
         try:
-            for block in _open(pa.CompressedInputStream(source, "gzip") if file.suffix == ".gz" else source):
+            for block in _open(pa.CompressedInputStream(source, "gzip") if file.suffix.lower() == ".gz" else source):
                 rows = _convert(block)
                 done += len(rows.label)
                 bar.update(before + source.tell() - bar.n)
                 yield rows
         except _MalformedError as error:
             raise DataError(f"{file}, Row #{done + error.row + 1}: {error}; {EXPECTED}") from error
-        except (pa.ArrowInvalid, OSError) as error:  # names the row, and the column, counted from 0
-            raise DataError(f"{file}, behind row {done}: {error}; {EXPECTED}") from error
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{file}, {_placed(str(error), done)}; {EXPECTED}") from error
+
+
+def _placed(text: str, done: int) -> str:
+    """A message of pyarrow's with row and column in front, by our names; ``done``: rows that were read before."""
+    if "straddl" in text:
+        return f"behind row {done}: a line of more than {BLOCK} bytes"
+    row, column = re.search(r"Row #\d+: ", text), re.search(r"In CSV column #(\d+): ", text)
+    if row is None:
+        return f"behind row {done}: {text}"
+    name = f"{COLUMNS[int(column[1])]}: " if column else ""
+    return f"{row[0]}{name}{text[row.end() :]}"
 
 
 def _open(text: pa.NativeFile) -> csv.CSVStreamingReader:

@@ -92,7 +92,8 @@ class Synthetic(Rows):
         allowed += [("samples_per_session", samples_per_session, 1, BLOCK), ("unchanged", unchanged, 0, 1)]
         for name, value, least, most in allowed:
             if not least <= value <= most:
-                raise DataError(f"{name} is {value}, allowed are {least} to {most}")
+                told = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                raise DataError(f"{name} is {value}, allowed are {told}")
         self._session, self._unchanged, self._history = samples_per_session, unchanged, history
         # Other sessions are other rows, and so another data set.
         parts: list[tuple[str, float, float]] = [("session", samples_per_session, MEAN_SESSION)]
