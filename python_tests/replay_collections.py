@@ -7,6 +7,7 @@ call is used, so that a recorded run can be made with any later module of the sa
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -98,8 +99,13 @@ class Player:
         try:
             do(step)
         except Exception as error:
-            return {"type": type(error).__name__, "message": str(error)}
+            return {"type": type(error).__name__, "message": self._recorded(str(error))}
         return "no error"
+
+    def _recorded(self, message: str) -> str:
+        """A message in the words of recordings, in which features have numbers."""
+        names = getattr(self.module, "feature_names", [])
+        return re.sub(r"[(]feature '(.+?)', ", lambda found: f"(feature {names.index(found[1])}, ", message)
 
     def grads(self, step: dict, outputs: list[Tensor]) -> list[Tensor]:
         """Gradients for the outputs that have one."""

@@ -9,8 +9,8 @@ import pickle
 import pytest
 import torch
 from distributed_backward_cases import scaled_alone
-from distributed_cases import DIM, KEYS, ROWS, Case, batch, differences, one_process, same_bits
-from distributed_pool import pool
+from distributed_cases import DIM, KEYS, PLANS, ROWS, Case, batch, differences, one_process, same_bits
+from distributed_pool import WorkerError, pool
 from distributed_sequence_cases import Sequences
 from distributed_wire_cases import alone, sequences_alone
 from test_distributed_planner import planned, tables_of
@@ -29,6 +29,12 @@ FORMATS = ["int8", "bf16", *full("fp16", "int4", "int2", "mx9", "mx6", "mxfp8_e4
 def test_numbers_of_the_format(plan: str, rounding: str) -> None:
     """Numbers that the format holds are not rounded: one process's bits."""
     wire = Wire("bf16", "bf16", rounding)
+    if rounding == "stochastic" and "data_parallel" in PLANS[plan]:
+        with pytest.raises(
+            WorkerError, match=r"wire.backward = 'bf16' is rounded stochastically.* would not stay alike"
+        ):
+            pool(2).run(HERE, "in_bf16", Case(plan, "bf16", "sgd", wire=wire))
+        return
     # Rows of SGD with steps that bfloat16 rounds: they are bfloat16.
     case = Case(plan, "bf16", "sgd", "nearest", one_id=True, sizes=(8, 5), wire=wire)
     found = pool(2).run(HERE, "in_bf16", case)
@@ -116,7 +122,7 @@ def test_bytes_of_narrow_rows() -> None:
         assert (forward, backward) == (8 * 4 * 8 * 4, 8 * 4 * 8 * 4 + 20)
 
 
-@pytest.mark.parametrize("plan", ["row_wise", *full("table_wise", "mixed")])
+@pytest.mark.parametrize("plan", ["row_wise", *full("table_wise", "column_wise")])
 def test_stochastic_rounding(plan: str) -> None:
     """Runs repeat, also after their state has been loaded, and lookups of one step draw numbers of their own."""
     case = Case(plan, "bf16", sizes=(8, 5), wire=Wire("int8", "int8", "stochastic"))
@@ -143,7 +149,8 @@ def test_stochastic_rounding_is_unbiased() -> None:
 )
 def test_training(wire: rk.distributed.Wire) -> None:
     """It ends near the loss of float32, and not at it."""
-    case = Case("mixed", optimizer="adagrad", sizes=(32, 32), gradient="global_mean")
+    plan = "row_wise" if wire.rounding == "stochastic" else "mixed"
+    case = Case(plan, optimizer="adagrad", sizes=(32, 32), gradient="global_mean")
     exact = pool(2).run(HERE, "losses", case, 40)
     found = pool(2).run(HERE, "losses", dataclasses.replace(case, wire=wire), 40)
     for own, other in zip(exact, found, strict=True):

@@ -82,7 +82,7 @@ def test_a_missing_member_is_named(module, missing):
 @pytest.mark.parametrize("name", ["../up", "", None])
 def test_a_name_that_cannot_be_a_folder_is_refused(module, name):
     source = f"from types import SimpleNamespace as S\ndef make(): return S(**dict.fromkeys({MEMBERS}, {name!r}))"
-    with pytest.raises(DataError, match=re.escape(f"a data set of name {name!r}, allowed are letters")):
+    with pytest.raises(DataError, match=re.escape(f"a data set of name {name!r}, allowed are at most 200 letters")):
         open_data(TrainConfig(data=f"{module(source)}:make"))
 
 

@@ -108,7 +108,7 @@ WRONG = [
     "ValueError: scale must have shape [3], got [2]",
     "ValueError: scale must have shape [3], got [2]",
     'ValueError: x[0, 0] = nan: format "int8" holds finite numbers only',
-    "IndexError: values[0] = 7",
+    "IndexError: input[0] = 7",
 ]
 
 

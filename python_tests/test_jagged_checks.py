@@ -235,8 +235,8 @@ def test_late_in_the_words_of_lengths() -> None:
             batch = rk.KeyedJaggedTensor(keys, IDS, lengths=torch.tensor([1, 2, 1, 2])).to("cpu")
             batch.offsets().copy_(torch.tensor([0, 3, 1, 4, 6]))
             collection(batch)
-            feature = 0 if keys == KEYS else "'item'"
-            text = f"lengths[1] = -2 (feature {feature}, bag 1) is below 0: a bag has 0 values or more"
+            feature = "user" if keys == KEYS else "item"
+            text = f"lengths[1] = -2 (feature {feature!r}, bag 1) is below 0: a bag has 0 values or more"
             assert message(collection.check, ValueError) == text + LATER
 
 

@@ -169,8 +169,8 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
     [
         (["a"], "there is one configuration, 'a': a comparison needs 2 or more"),
         (["a", "a:lr=0.5"], "two configurations are named 'a'"),
-        (["a", "../b:lr=0.5"], "its name is '../b', allowed is letters, digits"),
-        (["a", ":lr=0.5"], "its name is '', allowed is letters"),
+        (["a", "../b:lr=0.5"], "its name is '../b', allowed is at most 200 letters, digits"),
+        (["a", ":lr=0.5"], "its name is '', allowed is at most 200 letters"),
         (["a", "b:"], "configuration 'b:': '' is not option=value"),
         (["a", "b:lr"], "'lr' is not option=value"),
         (["a", "b:speed=1"], "there is no option 'speed', allowed are data, path"),
@@ -187,7 +187,7 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
             (["a", "b", "--seeds", seeds], f"seeds is {seeds!r}, allowed is a count of 1 to 1000, or")
             for seeds in ("x", "0", "-3", "1,1", "1,", "", "1.5", "0,-1", "1001")
         ),
-        (["a", "b", "--name", "../c"], "name is '../c', allowed is letters"),
+        (["a", "b", "--name", "../c"], "name is '../c', allowed is at most 200 letters"),
         (["a", "b", "--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
         (["a", "b", "--seed", "3"], "unrecognized arguments: --seed 3"),
         (["a", "b", "--run", "x"], "unrecognized arguments: --run x"),

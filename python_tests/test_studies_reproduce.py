@@ -311,7 +311,7 @@ def test_list_prints_names_and_costs_and_trains_nothing(command, tmp_path, capsy
         (["--only", "one,three"], "only has 'three', allowed are one, two, ratings, each of them once"),
         (["--only", "one,one"], "only has 'one', allowed are one, two, ratings, each of them once"),
         (["--only", ""], "only has ''"),
-        (["--threads", "0"], "threads is 0, allowed is 1 or more"),
+        (["--threads", "0"], "threads is 0, allowed is 1 to 1024"),
         (["--lr", "1"], "unrecognized arguments: --lr 1"),
     ],
 )

@@ -77,6 +77,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features, self.output_dims = module._features, module._features.output_dims
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
+        if wire.backward is not None and wire.rounding == "stochastic" and any(shard.replica for shard in shards):
+            raise ValueError(
+                f"wire.backward = {wire.backward!r} is rounded stochastically, otherwise on the way to each rank: "
+                "replicas of data_parallel tables would not stay alike; round to the nearest, or shard these tables"
+            )
         self.parts = PartMap(self.tables, shards, pooled=module._pools, row_wise=row_wise)
         if not module._pools:  # shards of the same columns side by side: their rows travel as one block
             self.parts.shards.sort(key=lambda s: (s.first_column, s.columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import math
 import os
@@ -196,11 +197,20 @@ class _ShardReader(dcp.FileSystemReader):
         return metadata
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """The member of an enum, which Python 3.11.0 to 3.11.3 pickle as ``getattr(kind, name)``."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f".metadata has {name!r} of {kind!r}, which no table needs")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """An unpickler of the few classes that the metadata of tensors is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class; raises UnpicklingError if it is another one."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _METADATA.get(module, ()):
             raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no table needs")
         return super().find_class(module, name)
