@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -121,6 +122,16 @@ def test_other_options(tmp_path: Path) -> None:
     told = pool(2).run(HERE, "unlike", str(tmp_path))
     assert told[0] == told[1]
     assert "TrainingError: options of process 1 is TrainConfig(" in told[0]
+
+
+def test_metadata_names_members_of_enums_alone() -> None:
+    """Python 3.11.0 to 3.11.3 pickle those as getattr(kind, name); nothing else is looked up."""
+    of = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%s\nV%s\ntR."
+    good = of % (b"_MEM_FORMAT_ENCODING", b"TORCH_CONTIGUOUS_FORMAT")
+    assert checkpoint._Unpickler(io.BytesIO(good)).load().name == "TORCH_CONTIGUOUS_FORMAT"
+    for kind, name in ((b"Metadata", b"mro"), (b"_MEM_FORMAT_ENCODING", b"mro")):
+        with pytest.raises(pickle.UnpicklingError, match="which no table needs"):
+            checkpoint._Unpickler(io.BytesIO(of % (kind, name))).load()
 
 
 def test_shards_execute_nothing(tmp_path: Path) -> None:
