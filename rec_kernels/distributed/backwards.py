@@ -185,13 +185,13 @@ class Backwards:
         if facts.device.type != "cpu":
             torch._assert_async(((told == told[0]) & (told[:, 1:2] < _CHANGED)).all(), alike)
             return
-        if strange := [rank for rank, (_, when, *_) in enumerate(told.tolist()) if when < _NOW]:
+        by_rank = told.tolist()
+        if strange := [rank for rank, (_, when, *_) in enumerate(by_rank) if when < _NOW]:
             raise RuntimeError(
                 f"rank {strange[0]} is in another collective, as a lookup, while this rank runs a lookup's backward: "
                 "every rank must make as many lookups and backwards of a sharded collection, in the same order; no "
                 "rank has updated its tables"
             )
-        by_rank = told.tolist()
         refused = [(rank, int(when)) for rank, (_, when, *_) in enumerate(by_rank) if when in _REFUSED]
         other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)
         if refused:

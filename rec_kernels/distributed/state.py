@@ -159,9 +159,10 @@ class ShardedState:
 
     def _check_format(self, name: str, rows: Tensor, named: object, stored: int) -> None:
         table = self._features.stored[stored]
-        if format_of_state(rows, named, table) not in (None, table.format):
+        found = format_of_state(rows, named, table)
+        if found not in (None, table.format):
             raise RuntimeError(
-                f"{name}.weight has rows of format {format_of_state(rows, named, table) or 'no name'}, the "
+                f"{name}.weight has rows of format {found or 'no name'}, the "
                 f"collection's are {table.format}, and ranks convert none: load the state with convert=True into a "
                 "collection of one process, and its state here; nothing was changed"
             )

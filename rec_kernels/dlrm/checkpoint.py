@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from rec_kernels.dlrm import files
-from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.config import TrainConfig, changes
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.runs import CONFIG, MACHINE, PARTS
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, mismatch, number, shown, whole
@@ -78,14 +78,10 @@ def check_position(state: dict[str, Any], steps: int) -> None:
 
 
 def check_options(directory: Path, state: dict[str, Any], config: TrainConfig) -> None:
-    """Raise DataError if the run's config is not the one that its checkpoint was trained with; older ones have none."""
-    given, own = state.get("options"), config.outcome()
-    if given is None:
-        return
-    changed = [n for n in own if isinstance(given, dict) and given.get(n) != own[n]]
-    if not isinstance(given, dict) or changed:
-        told = "; ".join(f"{n} is {own[n]}, was {given.get(n)}" for n in changed) or "its options are no dict"
-        raise DataError(f"{directory / CONFIG} has other options than {NAME} was trained with: {told}")
+    """Raise ValueError if the run has another config than its checkpoint was trained with; older ones have none."""
+    given = state.get("options")
+    if given is not None and (changed := changes(given, config.outcome())):
+        raise ValueError(f"{directory / CONFIG} has other options than {NAME} was trained with: {'; '.join(changed)}")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -316,15 +316,11 @@ class TrainConfig:
 
     def differences(self, other: TrainConfig) -> list[str]:
         """The options that decide the outcome and differ, as text."""
-        return [
-            f"{option.name} is {getattr(other, option.name)!r}, was {getattr(self, option.name)!r}"
-            for option in dataclasses.fields(self)
-            if not option.metadata["how"] and getattr(self, option.name) != getattr(other, option.name)
-        ]
+        return changes(self.outcome(), other.outcome())
 
-    def outcome(self) -> dict[str, str]:
-        """The options that decide the outcome, as text."""
-        return {o.name: repr(getattr(self, o.name)) for o in dataclasses.fields(self) if not o.metadata["how"]}
+    def outcome(self) -> dict[str, Any]:
+        """The options that decide the outcome."""
+        return {o.name: getattr(self, o.name) for o in dataclasses.fields(self) if not o.metadata["how"]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
@@ -355,6 +351,11 @@ def options_of(owner: str) -> list[str]:
     """The options that only some models or data sets have, of this one."""
     name = FUNCTION if ":" in owner else owner
     return [option.name for option in dataclasses.fields(TrainConfig) if name in option.metadata["of"]]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Options of ``after`` that have another value than in ``before``, as text."""
+    return [f"{n} is {value!r}, was {before.get(n)!r}" for n, value in after.items() if before.get(n) != value]
 
 
 def refuse_options_of_others(given: Mapping[str, Any], kind: str, chosen: Iterable[str]) -> None:

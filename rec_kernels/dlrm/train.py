@@ -320,8 +320,8 @@ class Run:
 
     def _restore(self, state: dict) -> None:
         """Restores all but the model."""
-        checkpoint.check_options(self.directory, state, self.config)
         with checkpoint.fitting(self.directory):
+            checkpoint.check_options(self.directory, state, self.config)
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
             for name in POSITION:

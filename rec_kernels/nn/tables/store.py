@@ -1,4 +1,4 @@
-"""Storage of a collection's rows: device memory, host memory or a file, some rows in a cache beside it.
+"""Storage of a collection's rows: device memory or host memory (file_store.py: a file), some in a cache beside it.
 
 Each of the three is a class; a collection asks its store without knowing which one it has.
 """
