@@ -123,7 +123,7 @@ def test_command_line_trains_on_criteo_and_reports_errors(tmp_path, capsys):
     assert "test rows           10, 50.0% positive" in capsys.readouterr().out
     file.write_text("".join([*lines, "3\n"]))
     assert main(command) == 1
-    assert f"error: {file}, behind row 0: CSV parse error: Row #71: Expected 40 columns" in capsys.readouterr().err
+    assert f"error: {file}, Row #71: Expected 40 columns" in capsys.readouterr().err
 
 
 def test_data_that_was_moved_is_found_again_and_no_other_is_taken(tmp_path, monkeypatch, capsys):
