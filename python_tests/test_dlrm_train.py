@@ -279,6 +279,7 @@ def test_nan_loss_leaves_the_tables_untouched_and_names_the_batch(data, tmp_path
         (["--weeks", "53"], "weeks is 53, allowed is 1 to 52"),
         (["--run", "../x"], "run is '../x', allowed is at most 200 letters"),
         (["--threads", "100000"], "threads is 100000, allowed is 1 to 1024"),
+        (["--rounding", "nearest"], "rounding is 'nearest', which does nothing without a format other than 'fp32'"),
         (["--policy", "lru"], "policy is 'lru', which does nothing without a cache: leave it out, or give both"),
         (["--collisions", "9", "--embedding", "mixed"], "collisions is 9, which does nothing without embedding 'hash'"),
         (["--decay-start", "5"], "decay_start is 5, which does nothing without decay_steps"),

@@ -378,6 +378,7 @@ def refuse_options_of_others(given: Mapping[str, Any], kind: str, chosen: Iterab
 
 #: Options that do nothing without another one: which that is, in words and as a test.
 _NEEDED: dict[str, tuple[str, Callable[[TrainConfig], object]]] = {
+    "rounding": ("a format other than 'fp32'", lambda config: config.format != "fp32"),
     "policy": ("a cache", lambda config: config.cache),
     "memory_budget": ("backing 'disk'", lambda config: config.backing == "disk"),
     "collisions": ("embedding 'hash' or 'qr'", lambda config: config.embedding not in ("full", "mixed")),
