@@ -120,3 +120,23 @@ def test_collection_alone() -> None:
     kjt = rk.KeyedJaggedTensor(["f", "g"], torch.arange(6), lengths=torch.tensor([1, 2, 0, 3]))
     assert same_bits(compiled(kjt), collection(kjt).values())
     assert counter.frame_count == 1
+
+
+def test_compiled_autograd() -> None:
+    """A backward that is compiled has the gradients of one that is not, of a lookup outside of the graph, too."""
+    weight = torch.randn(10, 4, requires_grad=True)
+
+    @torch.compiler.disable
+    def lookup() -> Tensor:
+        return rk.embedding_bag(torch.tensor([1, 2, 3]), weight, torch.tensor([0, 2]))
+
+    @torch.compile(backend="aot_eager")
+    def step(x: Tensor) -> None:
+        (lookup() * x).sum().backward()
+
+    x = torch.randn(2, 4)
+    (lookup() * x).sum().backward()
+    expected, weight.grad = weight.grad, None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step(x)
+    assert torch.equal(weight.grad, expected)

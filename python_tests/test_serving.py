@@ -140,6 +140,45 @@ def test_export(strict: bool) -> None:
             assert embedded.keys() == other.keys()
 
 
+def test_export_of_rows_of_ids() -> None:
+    """Any batch, too, whose features have as many samples."""
+    model, dim = nn.Sequential(rk.EmbeddingCollection(SEQUENCES).for_serving()).eval(), torch.export.Dim.DYNAMIC
+    with torch.no_grad():
+        program = torch.export.export(model, (batch(5),), dynamic_shapes=[[{0: dim}, {0: dim}, None, None]]).module()
+        for size in (5, 9):
+            expected = model(batch(size, size))
+            for key, found in program(batch(size, size)).items():
+                assert torch.equal(found.values(), expected[key].values())
+                assert torch.equal(found.offsets(), expected[key].offsets())
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_that_would_not_train(optimizer: object, strict: bool) -> None:
+    """The rows that a lookup reads and the parameters would be two tensors of the program."""
+    model = nn.Sequential(rk.EmbeddingBagCollection(TABLES, optimizer=optimizer))
+    error = torch._dynamo.exc.UserError if strict else RuntimeError
+    with pytest.raises((error, torch._dynamo.exc.Unsupported), match=r"export the collection's for_serving\(\)"):
+        torch.export.export(model, (batch(5),), strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(model, (batch(5),), strict=strict).module()
+    assert torch.equal(program(batch(5)).values(), model(batch(5)).values())
+
+
+def test_names_are_copies() -> None:
+    """Whoever sorts names that were asked for changes no lookup, and no other output."""
+    trained, sequences, given = collection(), rk.EmbeddingCollection(SEQUENCES), batch(5)
+    before, rows = trained(given).to_dict(), sequences(given)["f"].values()
+    for served in (trained, trained.for_serving(), sequences):
+        served.feature_names.reverse()
+    pooled = trained(given)
+    for names in (pooled.keys(), given.keys(), pooled.length_per_key()):
+        names.reverse()
+    assert {key: t.shape for key, t in pooled.to_dict().items()} == {key: t.shape for key, t in before.items()}
+    assert all(torch.equal(t, before[key]) for key, t in trained(given).to_dict().items())
+    assert torch.equal(sequences(given)["f"].values(), rows)
+
+
 def test_containers_are_trees() -> None:
     """Every tensor is a leaf, and comes back to its place."""
     full = rk.KeyedJaggedTensor(
@@ -160,6 +199,8 @@ def test_containers_are_trees() -> None:
         assert torch.equal(doubled.values(), container.values() * 2)
     assert again.keys() == ["a"]
     assert _pytree.tree_map(lambda t: t, full).stride_per_key() == [1, 2]
+    none = rk.KeyedJaggedTensor([], torch.zeros(0).long(), lengths=torch.zeros(0).long(), stride=4)
+    assert _pytree.tree_map(lambda t: t, none).stride() == 4
 
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)

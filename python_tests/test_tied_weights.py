@@ -351,6 +351,15 @@ def test_no_gradient_after_all() -> None:
             assert torch.equal(found.state_dict()[name], t), name
 
 
+def test_the_first_backward_of_inference_mode() -> None:
+    """It updates, as torch's backward has gradients there."""
+    layer = rk.Embedding(10, 4, optimizer=rk.SGD(lr=0.1))
+    before, loss = layer.weight.detach().clone(), layer(torch.tensor([1, 2])).sum()
+    with torch.inference_mode():
+        loss.backward()
+    assert (layer.weight != before).any(1).nonzero().flatten().tolist() == [1, 2]
+
+
 def test_part_of_a_compressed_table() -> None:
     """A part has rows of its own, whose gradient joins those of lookups."""
     compression = rk.QuotientRemainder(4, combine="add")

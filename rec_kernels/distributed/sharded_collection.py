@@ -160,7 +160,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     @property
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
-        return self._features.feature_names
+        return list(self._features.feature_names)
 
     # The steps of a lookup, as TorchRec and its pipelines call them.
 

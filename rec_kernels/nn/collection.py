@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from rec_kernels.nn import late_errors
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.collection_options import check_options, read_only
+from rec_kernels.nn.collection_options import check_options, is_traced, read_only
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, describe
@@ -129,7 +129,7 @@ class TableCollection(nn.Module):
     @property
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
-        return self._features.feature_names
+        return list(self._features.feature_names)
 
     def is_weighted(self) -> bool | None:
         """The option that it was made with, by TorchRec's name."""
@@ -329,8 +329,7 @@ class TableCollection(nn.Module):
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
         layout: Any = self._modules["_layout"]
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling:
+        if not (is_compiling := is_traced()):
             refuse_replaced(self._tied)
             self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
         weights, bags, is_cached = self._buffers["_weights"], (given.values, given.offsets), self.row_cache is not None

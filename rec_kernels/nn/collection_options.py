@@ -22,6 +22,21 @@ def read_only(name: str, count: int) -> Iterator[Any]:
     return map(of_item, range(count))
 
 
+def is_traced() -> bool:
+    """True of a lookup inside ``torch.compile`` or ``torch.export``.
+
+    Raises:
+        RuntimeError: it is exported with gradients. Rows and their parameters are one memory here and two in a program,
+            which would train neither.
+    """
+    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or lookups "
+            "under torch.no_grad()"
+        )
+    return torch.compiler.is_compiling()
+
+
 def check_options(
     optimizer: Optimizer | None,
     output_dtype: torch.dtype,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.bounds import read_at
 from rec_kernels.nn.jagged.checks import check_offsets
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
@@ -47,8 +48,9 @@ def by_feature(
 
 def _own_offsets(offsets: Tensor, bags: list[int]) -> Sequence[Tensor]:
     """[bags of the feature + 1] of each feature: its offsets, the first of them 0."""
-    sizes = {stop - start for start, stop in itertools.pairwise(bags)}
-    if len(sizes) == 1 and bags[1] and not torch.compiler.is_compiling():  # which would be compiled anew for each size
+    # Compiled, they are views: code for equal sizes would be compiled anew for each size.
+    sizes = set() if torch.compiler.is_compiling() else {stop - start for start, stop in itertools.pairwise(bags)}
+    if len(sizes) == 1 and bags[1]:
         own = offsets.unfold(0, bags[1] + 1, bags[1])
         return (own - own[:, :1]).unbind()
     views = [offsets[start : stop + 1] for start, stop in itertools.pairwise(bags)]
@@ -95,4 +97,4 @@ def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> 
     """[F + 1]: where each feature's ids start."""
     if list(features.keys()) == keys and hasattr(features, "offset_per_key"):
         return list(features.offset_per_key())
-    return given.offsets[bags].tolist()
+    return read_at(given.offsets, bags)

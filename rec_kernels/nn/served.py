@@ -90,7 +90,7 @@ class ServedTables(nn.Module):
     @property
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
-        return self._features.feature_names
+        return list(self._features.feature_names)
 
     def memory_report(self) -> list[dict[str, object]]:
         """One dict per table that is kept: what it is and takes here, and what it took in training.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged import checks
+from rec_kernels.nn.jagged.bounds import read_at
 from rec_kernels.nn.jagged.container import OffsetsContainer
 
 _Batch = TypeVar("_Batch", bound="BatchFacts")
@@ -43,10 +44,10 @@ class BatchFacts(OffsetsContainer):
         found = self.known_offset_per_key()
         if found is None:
             bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
-            found = self._offsets[bounds].tolist() if self._keys else [0]
+            found = read_at(self._offsets, bounds) if self._keys else [0]
             self._check_starts(bounds, found)
             self.keep_offset_per_key(found)
-        return found
+        return list(found)
 
     def known_offset_per_key(self) -> list[int] | None:
         """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""

@@ -21,6 +21,13 @@ def to_offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def read_at(offsets: Tensor, places: list[int]) -> list[int]:
+    """The numbers at some places of offsets."""
+    if torch.compiler.is_exporting():  # whose programs would have a list of sizes as constants
+        return torch.stack([offsets[place] for place in places]).tolist()
+    return offsets[places].tolist()
+
+
 def given_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     """[bags + 1], of ``values`` [N, ...]. Numbers of offsets are for ``check_bounds`` to look at.
 

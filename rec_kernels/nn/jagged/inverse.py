@@ -118,11 +118,11 @@ class InverseKeyedJaggedTensor(JaggedContainer):
 
     def keys(self) -> list[str]:
         """F feature names, in the batch's order."""
-        return self._keys
+        return list(self._keys)
 
     def groups(self) -> list[list[str]]:
         """The feature names of each group."""
-        return self._groups
+        return [list(group) for group in self._groups]
 
     def stride(self) -> int:
         """Batch size B: samples of the whole batch."""

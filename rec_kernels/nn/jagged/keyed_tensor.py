@@ -29,7 +29,7 @@ class KeyedTensor(JaggedContainer):
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1) -> None:
         _check_dims(key_dim=key_dim)
         checks.check_columns(keys, length_per_key, values)
-        self._keys, self._lengths, self._values = keys, length_per_key, values
+        self._keys, self._lengths, self._values = list(keys), list(length_per_key), values
 
     @classmethod
     def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
@@ -40,7 +40,7 @@ class KeyedTensor(JaggedContainer):
 
     def keys(self) -> list[str]:
         """F names, in column order."""
-        return self._keys
+        return list(self._keys)
 
     def values(self) -> Tensor:
         """[B, sum of D]."""
@@ -48,7 +48,7 @@ class KeyedTensor(JaggedContainer):
 
     def length_per_key(self) -> list[int]:
         """Columns of each key."""
-        return self._lengths
+        return list(self._lengths)
 
     def __getitem__(self, key: str) -> Tensor:
         i = checks.place_of_key(key, self._keys)

@@ -32,14 +32,17 @@ _LEARNED = {
 def _register(kind: type[JaggedContainer]) -> None:
     tensors, others, learned = kind._parts, _OTHERS[kind], _LEARNED.get(kind, ())
 
-    def flatten(x: object) -> tuple[list, list]:
+    def flatten(x: Any) -> tuple[list, list]:
         # Lists, which saving a program and loading it leaves what they are.
-        return [getattr(x, name) for name in tensors], [getattr(x, name) for name in others]
+        context = [getattr(x, name) for name in others]
+        if kind is KeyedJaggedTensor and x._stride is not None and (x._strides is not None or not x._keys):
+            context.append(x._stride)  # of other batches, bags say it, and a program takes any number of them
+        return [getattr(x, name) for name in tensors], context
 
     def unflatten(leaves: Iterable, context: Iterable) -> object:
         # The constructor's checks are left out: leaves may be anything that stands for a tensor.
         x: Any = object.__new__(kind)
-        for name, value in zip((*tensors, *others), (*leaves, *context), strict=True):
+        for name, value in zip((*tensors, *others, "_stride"), (*leaves, *context), strict=False):
             setattr(x, name, value)
         for name in learned:
             setattr(x, name, None)

@@ -298,7 +298,7 @@ class KeyedJaggedTensor(BatchFacts):
 
     def keys(self) -> list[str]:
         """F feature names, in order."""
-        return self._keys
+        return list(self._keys)
 
     def values(self) -> Tensor:
         """[N] ids."""
@@ -338,7 +338,7 @@ class KeyedJaggedTensor(BatchFacts):
 
     def stride_per_key(self) -> list[int]:
         """F batch sizes."""
-        return [self.stride()] * len(self._keys) if self._strides is None else self._strides
+        return [self.stride()] * len(self._keys) if self._strides is None else list(self._strides)
 
     def variable_stride_per_key(self) -> bool:
         """True if features have batch sizes of their own."""

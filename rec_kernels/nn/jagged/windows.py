@@ -87,7 +87,7 @@ class KeyedJaggedWindows(OffsetsContainer):
 
     def keys(self) -> list[str]:
         """F feature names, in order."""
-        return self._keys
+        return list(self._keys)
 
     def values(self) -> Tensor:
         """[N] ids, of which bags are windows."""
@@ -104,7 +104,7 @@ class KeyedJaggedWindows(OffsetsContainer):
     def stride_per_key(self) -> list[int]:
         """F batch sizes."""
         if self._strides is not None:
-            return self._strides
+            return list(self._strides)
         return [self._starts.shape[0] // max(len(self._keys), 1)] * len(self._keys)
 
     def variable_stride_per_key(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -143,11 +144,11 @@ class Adam(_Elementwise):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            # float32, for which 0.99999999 is too close to 1. On the CPU: the default device may have no numbers.
-            betas = torch.tensor([*self.betas], dtype=torch.float32, device="cpu")
-        except (TypeError, ValueError):
-            betas = torch.empty(0, device="cpu")
-        if betas.shape != (2,) or not all(0 <= b < 1 for b in betas.tolist()):
+            # float32, for which 0.99999999 is too close to 1. Not by a tensor: the default one may have no numbers.
+            betas = struct.unpack("2f", struct.pack("2f", *self.betas))
+        except (TypeError, OverflowError, struct.error):
+            betas = (-1.0,)
+        if not all(0 <= b < 1 for b in betas):
             raise ValueError(f"betas = {self.betas!r} must be two numbers in [0, 1) as float32")
 
     def options(self) -> dict[str, object]:

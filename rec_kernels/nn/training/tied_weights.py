@@ -115,7 +115,8 @@ class DenseGradients:
         """In a lookup's backward: whether its update is to wait for other gradients of the same backward."""
         if self._accumulators is None:
             leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
-            self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
+            with torch.inference_mode(False), torch.enable_grad():  # in which a backward may run
+                self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
         task = _current_task()
         if self._task != task:
             self._refuse_nested(task)
@@ -173,7 +174,8 @@ class DenseGradients:
             raise RuntimeError(
                 f"{', '.join(self._names)}: lookups of these tables were made in a reentrant checkpoint, whose "
                 "backward has updated them by itself, before this one was done with them: use use_reentrant=False, or "
-                "make all lookups and the backward inside accumulate() of the collection"
+                "make all lookups and the backward inside accumulate() of the collection; or another thread trains "
+                "them at the same time: let one thread do it"
             )
 
     def arrived(self, i: int) -> None:
