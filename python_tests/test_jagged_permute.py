@@ -128,6 +128,25 @@ def test_the_gradient_of_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(module._backward(ctx, None, None, grad, None)[4], expected), backend.name
 
 
+def test_ids_in_no_bag() -> None:
+    """Their weights have a gradient of 0, as of an op, so of lookups whose features are only brought into another order.
+    """
+    offsets, factors = torch.tensor([1, 2, 4]), torch.tensor([5.0, 6.0, 7.0])
+    for backend in every_backend():
+        out = backend.ops.jagged_permute(torch.arange(5), offsets, [1, 0], [1, 1], torch.arange(5.0), 3)
+        assert (out[0].tolist(), out[2].tolist()) == ([2, 3, 1], [2, 3, 1]), backend.name
+    weights = torch.ones(5, requires_grad=True)
+    (rk.jagged_permute(torch.arange(5), offsets, [1, 0], [1, 1], weights, total=3)[2] * factors).sum().backward()
+    assert weights.grad.tolist() == [0, 7, 5, 6, 0]
+    tables = [rk.EmbeddingBagConfig(9, 4, name=n, feature_names=[n]) for n in "ba"]
+    module, weights = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1)), torch.ones(5, requires_grad=True)
+    sums = {n: module.embedding_bags[n].weight.detach().sum(1) for n in "ab"}
+    batch = rk.KeyedJaggedTensor(["a", "b"], torch.arange(5), weights=weights, offsets=torch.tensor([0, 2, 4]))
+    module(batch).values().sum().backward()
+    torch.testing.assert_close(weights.grad, torch.stack([*sums["a"][:2], *sums["b"][2:4], torch.tensor(0.0)]))
+    assert int(module.step) == 1
+
+
 @pytest.mark.parametrize("permute", [[2, 0, 1], [1, 1]], ids=str)
 def test_compiled(permute: list[int]) -> None:
     """One graph, whether the total is known from the sizes or depends on data."""

@@ -31,7 +31,8 @@ def jagged_permute(
         strides: F batch sizes.
         weights: [N] float32, or None.
         total: how many values these features have, if it is known: without it, the host waits for a GPU to learn it,
-            unless ``permute`` names every feature once.
+            unless ``permute`` names every feature once. Then ``offsets`` must go from 0 to N without it, and there may
+            be values in no bag with it.
 
     Returns:
         values [total], offsets and weights (or None) of these features. Differentiable in ``weights``, not in
@@ -80,7 +81,8 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
     if grad is None or ctx.size is None:
         return None, None, None, None, None, None
     offsets, new_offsets = ctx.saved_tensors
-    if _names_each_once(ctx.permute, len(ctx.strides)):  # every number goes back to one place
+    # Every number goes back to one place; those of ids in no bag, which are not among them, are 0.
+    if _names_each_once(ctx.permute, len(ctx.strides)) and ctx.total == ctx.size:
         strides = [ctx.strides[f] for f in ctx.permute]
         back = _ops.jagged_permute(grad, new_offsets, _inverse(ctx.permute), strides, None, ctx.size)[0]
         return None, None, None, None, back, None
