@@ -61,6 +61,20 @@ def test_everything_fits() -> None:
     assert placed["a"] == type(placed["a"])(0.5, "device", 1.0, 4 * 16, 2 * (32 + 19) + 4)
 
 
+def test_counts_of_any_size() -> None:
+    """Shares of uses place as uses do, and sums beyond int64 are sums."""
+    tables = [table("a", 1000, 16), table("b", 500, 8)]
+    counts = {t.name: 1e6 // torch.arange(1, t.num_embeddings + 1) for t in tables}
+    shares = {name: c.double() / 2.0**30 for name, c in counts.items()}
+    placed, expected = (rk.place_tables(tables, c, cache_bytes=20_000) for c in (shares, counts))
+    assert 0 < placed["a"].hit_rate == pytest.approx(expected["a"].hit_rate)
+    assert {n: p.fraction for n, p in placed.items()} == {n: p.fraction for n, p in expected.items()}
+    many = {"a": torch.full((1000,), 2**61), "b": torch.ones(500)}
+    found = rk.place_tables(tables, many, cache_bytes=20_000, device_bytes=1000 * 24)
+    assert (found["a"].tier, found["b"].tier) == ("device", "host")
+    assert found["a"].hit_rate == pytest.approx(found["a"].fraction)
+
+
 def test_tiers() -> None:
     """Tables whose misses are dense go near; every tier keeps to its budget; the rest goes to disk."""
     tables = [table("cold", 1000, 56), table("hot", 1000, 56), table("warm", 1000, 56)]
@@ -86,7 +100,7 @@ def test_parts() -> None:
     every = table("h", None, 8, compression=rk.Hash(4))
     by_row = {"h": torch.bincount(torch.arange(-10, 0) % 4)}
     assert rk.place_tables([every], by_row, cache_bytes=10**6, ways=4)["h"] == placed["h"]
-    with pytest.raises(ValueError, match=r"counts of table 'h' must be \[4\], none negative"):
+    with pytest.raises(ValueError, match=r"counts of table 'h' must be \[4\], got shape \[10\]"):
         rk.place_tables([every], counts, cache_bytes=10**6)
 
 
@@ -175,7 +189,10 @@ def test_a_cache_keeps_to_the_budget(seed: int, ways: int, policy: str) -> None:
     [
         ({"counts": {}}, "nothing of table 'a'"),
         ({"counts": {"a": torch.ones(3)}}, r"table 'a' must be \[4\]"),
-        ({"counts": {"a": torch.tensor([1, 2, -1, 0])}}, "none negative"),
+        ({"counts": {"a": torch.tensor([1, 2, -1, 0])}}, r"counts of table 'a': \[2\] is -1.0, must be finite"),
+        ({"counts": {"a": torch.tensor([1, 2, 0, torch.nan])}}, r"\[3\] is nan, must be finite, 0 or more"),
+        ({"tables": [table("a", 4, 8), table("a", 5, 8)]}, r"tables \['a'\] are there more than once"),
+        ({"cache_bytes": float("nan")}, "cache_bytes = nan"),
         ({"cache_bytes": -1}, "cache_bytes = -1"),
         ({"host_bytes": -5}, "host_bytes = -5"),
         ({"ways": 0}, "ways must be"),

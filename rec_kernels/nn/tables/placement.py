@@ -53,8 +53,8 @@ def place_tables(
 
     Args:
         tables: of one collection or several. Those of several parts get no slots.
-        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them; [buckets],
-            of ``ids % buckets``, of a table without E, of which every int64 is an id.
+        counts: table name -> [E] uses of each row or id, whole or not, as ``torch.bincount(ids, minlength=E)`` gives
+            them; [buckets], of ``ids % buckets``, of a table without E, of which every int64 is an id.
         cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
             share slots, a cache may take ``ways`` - 1 slots more.
         device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
@@ -66,13 +66,18 @@ def place_tables(
         name -> Placement, in the order of ``tables``.
 
     Raises:
-        ValueError: counts of a table are missing, negative or not [E]; a budget is negative; a bad ``ways``.
+        ValueError: counts of a table are missing, negative, not finite or not [E]; two tables of one name; a budget is
+            negative; a bad ``ways``.
     """
     RowCache(ways=ways)  # refuses what a cache would
     check_choice("policy", policy, POLICIES)
     for name, budget in (("cache_bytes", cache_bytes), ("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-        if budget is not None and budget < 0:
+        if budget is not None and not budget >= 0:
             raise ValueError(f"{name} = {budget} must not be negative")
+    tables = list(tables)
+    names = [t.name for t in tables]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tables {repeated} are there more than once: counts and placements go by their names")
     sorted_counts = [_sorted_counts(t, counts) for t in tables]
     slot = [slot_bytes(t.stored[0].embedding_dim, policy) for t in tables]  # of the rows that are kept
     stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
@@ -82,9 +87,9 @@ def place_tables(
     ]
     chosen = _choose_rows(candidates, cache_bytes - (sum(stored) if policy == "lfu" else 0))
     counted = policy == "lfu" and any(chosen)
-    hits = [int(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
+    hits = [float(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
     encoded = [sum(s.num_bytes for s in t.stored) for t in tables]
-    uses = [int(c.sum()) for c in sorted_counts]
+    uses = [float(c.sum()) for c in sorted_counts]
     tiers = _choose_tiers([u - h for u, h in zip(uses, hits, strict=True)], encoded, (device_bytes, host_bytes, None))
     return {
         t.name: Placement(
@@ -99,15 +104,15 @@ def place_tables(
 
 
 def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tensor:
-    """Uses of a table's rows, the most first."""
+    """Uses of a table's rows, the most first, float64."""
     if table.name not in counts:
         raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
-    given = torch.as_tensor(counts[table.name], device="cpu").long()
-    if given.shape != (table.planned_rows,) or (len(given) and int(given.min()) < 0):
-        raise ValueError(
-            f"counts of table {table.name!r} must be [{table.planned_rows}], none negative, got shape "
-            f"{list(given.shape)}"
-        )
+    given = torch.as_tensor(counts[table.name], device="cpu").double()
+    if given.shape != (table.planned_rows,):
+        raise ValueError(f"counts of table {table.name!r} must be [{table.planned_rows}], got shape {list(given.shape)}")
+    if len(wrong := (~((given >= 0) & given.isfinite())).nonzero()):
+        place = int(wrong[0])
+        raise ValueError(f"counts of table {table.name!r}: [{place}] is {given[place].item()}, must be finite, 0 or more")
     if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
         # Hashed: ids share rows.
         rows = torch.arange(len(given), device=given.device) % table.stored[0].num_embeddings
@@ -175,7 +180,7 @@ def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
     return rows
 
 
-def _choose_tiers(misses: list[int], sizes: list[int], budgets: tuple[int | None, ...]) -> list[str]:
+def _choose_tiers(misses: list[float], sizes: list[int], budgets: tuple[int | None, ...]) -> list[str]:
     tiers = [TIERS[-1]] * len(sizes)
     left = list(budgets)
     for i in sorted(range(len(sizes)), key=lambda i: -misses[i] / max(sizes[i], 1)):
