@@ -7,6 +7,7 @@ reads the folder's ``compile_commands.json``, by default the newest of ``build/c
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -17,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 from bench import ROOT
+
+COMMANDS = "compile_commands.json"
 
 
 def user_seconds(command: list[str], folder: str) -> float:
@@ -35,17 +38,21 @@ def compile_times(build: Path) -> dict[str, float]:
     Raises:
         FileNotFoundError: ``build`` has no compile_commands.json.
     """
-    entries = json.loads((build / "compile_commands.json").read_text())
+    entries = json.loads((build / COMMANDS).read_text())
     files = {e["file"].partition("/csrc/")[2]: e for e in entries if e["file"].endswith(".cu")}
     return {name: user_seconds(shlex.split(e["command"]), e["directory"]) for name, e in sorted(files.items())}
 
 
 def main() -> None:
     """Print the files, slowest first."""
-    builds = [Path(folder) for folder in sys.argv[1:]]
-    builds = builds or sorted(ROOT.glob("build/cuda-*"), key=lambda folder: folder.stat().st_mtime)
+    parser = argparse.ArgumentParser(prog="python -m bench.compile_times", description=__doc__)
+    parser.add_argument("build", type=Path, nargs="?", help="build folder (default: the newest build/cuda-*)")
+    build = parser.parse_args().build
+    builds = [build] if build else sorted(ROOT.glob("build/cuda-*"), key=lambda folder: folder.stat().st_mtime)
     if not builds:
         sys.exit("no build/cuda-*: REC_KERNELS_CUDA=1 make build makes one")
+    if not (builds[-1] / COMMANDS).is_file():
+        parser.error(f"{builds[-1]} has no {COMMANDS}: it is no build folder")
     for name, seconds in sorted(compile_times(builds[-1]).items(), key=lambda item: -item[1]):
         print(f"{seconds:6.1f} {name}")
 

@@ -20,6 +20,7 @@ import torch
 import rec_kernels
 from bench import RESULTS, ROOT
 from bench.peers import fbgemm_version
+from bench.script import positive
 from bench.workloads import NAMED, OPS
 from rec_kernels.dlrm.devices import cpu_model
 
@@ -41,10 +42,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help=f"give the op this named workload in place of its own (repeatable; {' and '.join(OPS)} take them)",
     )
     parser.add_argument(
-        "--passes", type=int, default=8, help="whole passes; the table shows medians over them (default 8)"
+        "--passes", type=positive, default=8, help="whole passes; the table shows medians over them (default 8)"
     )
-    parser.add_argument("--rounds", type=int, default=60, help="turns per implementation and pass (default 60)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--rounds", type=positive, default=60, help="turns per implementation and pass (default 60)")
+    parser.add_argument("--threads", type=positive, default=0, help="CPU threads (default: torch's choice)")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the ops' tests first")
     where = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json)"
     parser.add_argument("--output", type=Path, help=where)

@@ -101,7 +101,7 @@ def test_checkpoints(path, value, message, run, capsys):
         ({"seed": 1.5}, "seed is 1.5, must be a whole number (0 or more, below 2**64)"),
         ({"seed": True}, "seed is True, must be a whole number"),
         ({"epochs": None}, "epochs is None, must be a whole number"),
-        ({"lr": "fast"}, "lr is 'fast', must be a number (a finite number above 0)"),
+        ({"lr": "fast"}, "lr is 'fast', must be a number (a finite number above 0, as float32)"),
         ({"lr": 10**400}, "lr is 1"),
         ({"bottom": [64, "x"]}, "bottom is (64, 'x'), must be whole numbers"),
         ({"run": 3}, "run is 3, must be a text"),

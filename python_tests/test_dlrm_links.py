@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,14 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
+from dlrm_tiny import TinyData
 from matplotlib.figure import Figure
 
 from bench.studies import compare
-from rec_kernels.dlrm import TrainConfig, model_factory, page
+from rec_kernels.dlrm import TrainConfig, model_factory, page, runs
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.train import Run
+from rec_kernels.dlrm.train import Run, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
@@ -138,3 +141,19 @@ def test_comparisons_change_nothing_elsewhere(tmp_path, monkeypatch):
         compare.run(plan)
     assert not list((tmp_path / "other").iterdir())
     assert json.dumps(sorted(os.listdir(folder))) == '[".lock", "b-seed0"]'
+
+
+def test_a_folder_is_trained_by_one_process(tmp_path):
+    """Two would write one checkpoint."""
+    config, data = TrainConfig(runs_dir=str(tmp_path), run="one", batch_size=50), TinyData()
+    train(config, data)
+    program = (
+        "import sys; from pathlib import Path; from rec_kernels.dlrm import runs\n"
+        "with runs.claimed(Path(sys.argv[1])):\n    print('claimed', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "one")], stdin=-1, stdout=-1) as other:
+        assert other.stdout.readline() == b"claimed\n"
+        with pytest.raises(runs.RunExistsError, match=r"another process trains .*one: wait for it, or stop it"):
+            train(config, data, resume=tmp_path / "one")
+        other.stdin.close()
+    train(config, data, resume=tmp_path / "one")

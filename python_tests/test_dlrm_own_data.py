@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import types
 
@@ -57,12 +58,19 @@ def changed(change, split="train", number=1):
     return data
 
 
+def uneven():
+    """A batch of 50 bags of one feature, and one of another."""
+    ids = torch.zeros(51, dtype=torch.int64)
+    return rk.KeyedJaggedTensor(["id", "more"], ids, offsets=torch.arange(52), stride_per_key=[50, 1])
+
+
 ACCEPTED = {
     "int64 labels": lambda b: b._replace(label=b.label.long()),
     "bool labels": lambda b: b._replace(label=b.label.bool()),
     "labels [B, 1]": lambda b: b._replace(label=b.label[:, None]),
     "float64 dense": lambda b: b._replace(dense=b.dense.double()),
     "int32 ids": with_ids(torch.Tensor.int),
+    "gradients": lambda b: b._replace(dense=b.dense.clone().requires_grad_(), label=b.label.clone().requires_grad_()),
 }
 WRONG = {
     "columns": (lambda b: b._replace(dense=b.dense[:, :1]), r"dense has shape \[50, 1\], must be \[50, 2\]: \[rows"),
@@ -86,6 +94,11 @@ WRONG = {
     ),
     "weights": (with_weights(torch.ones(50).double()), "weights of features are torch.float64, must be torch.float32"),
     "nan weights": (with_weights(torch.full((50,), np.nan)), r"weights\[0\] of features is nan, must be finite"),
+    "bags of their own": (
+        lambda b: b._replace(features=uneven()),
+        r"features has \[50, 1\] bags for its keys \['id', 'more'\], label 50 rows: must be as many",
+    ),
+    "twice": (lambda b: b._replace(shared=b.features), r"features and shared have keys \['id'\] more than once"),
     "tuple": (tuple, r"it is tuple, must be rec_kernels\.dlrm\.Batch"),
 }
 
@@ -142,6 +155,8 @@ def test_wrong_test_rows_are_told(tmp_path):
         ("features", [Feature("id", 0)], "num_embeddings of feature 'id' is 0, must be a whole number of 1 or more"),
         ("features", [Feature("id", 20, "max")], "whose pooling must be one of sum, mean"),
         ("features", [Feature("id", 20)] * 2, r"has features \['id', 'id'\], whose names must differ"),
+        ("features", [], "has no features: a model needs one or more"),
+        ("features", [Feature("i.d", 20)], "of which no table can be made: .*'i.d' must be .* without dots"),
         ("num_rows", lambda split: 400.0, r"num_rows\('train'\) is 400.0, must be a whole number of 0 or more"),
     ],
 )
@@ -158,3 +173,61 @@ def test_numbers_of_numpy_are_numbers():
     checked = reader(data, 50)
     assert {type(checked.features[0].num_embeddings), type(checked.num_dense)} == {int}
     assert len(list(itertools.islice(checked.batches("train", 50, 3), 9))) == 5
+
+
+def reused(batches):
+    buffer = torch.empty(2048)
+    for batch in batches:
+        buffer[: len(batch.label)] = batch.label
+        yield batch._replace(label=buffer[: len(batch.label)])
+
+
+def one_buffer(batches):
+    """Batches that lie one after the other in one tensor: no part of it is written twice."""
+    buffer, rows = torch.empty(10**5), 0
+    for batch in batches:
+        part = buffer[rows : rows + len(batch.label)].copy_(batch.label)
+        rows += len(batch.label)
+        yield batch._replace(label=part)
+
+
+def twice(batches):
+    for batch in batches:
+        yield batch
+    yield batch
+
+
+def failing(batches):
+    yield next(batches)
+    [][3]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (reused, "batch 1 of split 'train': label of the batch before was written to while this one was made"),
+        (twice, "has more batches of split 'train' than num_rows says, which is 400"),
+        (failing, r"batch 1 of split 'train', made in test_dlrm_own_data.py, line \d+: list index out of range"),
+    ],
+)
+def test_batches_that_train_something_else_in_silence(change, message, tmp_path):
+    """The next batch is made while one is in use."""
+    config = TrainConfig(runs_dir=str(tmp_path), batch_size=50)
+    with pytest.raises(DataError, match=message):
+        train(config, Changed(TinyData(), change))
+    train(config, Changed(TinyData(), one_buffer))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embedding": "qr_concat", "embedding_dim": 3, "threshold": 0}, "no model has these options: .* must be even"),
+        ({"embedding_dim": 2**20}, r"no model has these options: num_embeddings\[0\] = \d+ must be at most"),
+    ],
+)
+def test_options_that_no_model_has_leave_no_run(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(TinyData, "features", (Feature("id", 2**40 if "embedding" not in options else 20),))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert main(["train", "--data", "dlrm_tiny:tiny", "--runs-dir", str(tmp_path), *flags]) == 1
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
+    assert not list(tmp_path.iterdir())

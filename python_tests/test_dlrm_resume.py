@@ -175,8 +175,9 @@ def test_another_config_is_refused_with_the_differences(data, tmp_path, capsys):
     edited = tmp_path / "run" / "config.json"
     edited.write_text(edited.read_text().replace('"lr": 0.05', '"lr": 0.5').replace('"threads": 2', '"threads": 1'))
     assert main(["train", "--resume", str(tmp_path / "run")]) == 1
+    assert main(["evaluate", str(tmp_path / "run")]) == 1
     message = r"config\.json has other options than checkpoint\.pt was trained with: lr is 0\.5, was 0\.05\n"
-    assert re.search(message, capsys.readouterr().err)
+    assert len(re.findall(message, capsys.readouterr().err)) == 2
 
 
 def test_evaluate_gives_the_scores_of_the_run(data, whole, tmp_path):

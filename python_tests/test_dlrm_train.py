@@ -271,7 +271,9 @@ def test_nan_loss_leaves_the_tables_untouched_and_names_the_batch(data, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
+        (["--lr", "0"], "lr is 0.0, allowed is a finite number above 0, as float32"),
+        (["--lr", "1e39"], "lr is 1e+39, allowed is a finite number above 0, as float32"),
+        (["--embedding-dim", "1048577"], "embedding_dim is 1048577, allowed is 1 to 1048576"),
         (["--dense-lr", "nan"], "dense_lr is nan, allowed is a finite number above 0"),
         (["--epochs", "0"], "epochs is 0, allowed is 1 or more"),
         (["--batch-size", "-5"], "batch_size is -5, allowed is 1 or more"),
@@ -285,6 +287,7 @@ def test_nan_loss_leaves_the_tables_untouched_and_names_the_batch(data, tmp_path
         (["--decay-start", "5"], "decay_start is 5, which does nothing without decay_steps"),
         (["--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--batch", "3"], "unrecognized arguments: --batch 3 (did you mean --batch-size?)"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3 (did you mean --epochs?)"),
         (["--batchsize=3"], "unrecognized arguments: --batchsize=3 (did you mean --batch-size?)"),
         (["--bottom", "64,x"], "argument --bottom: invalid widths value: '64,x'"),

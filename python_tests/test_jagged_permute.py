@@ -129,8 +129,7 @@ def test_the_gradient_of_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_in_no_bag() -> None:
-    """Their weights have a gradient of 0, as of an op, so of lookups whose features are only brought into another order.
-    """
+    """Their weights have a gradient of 0: of the op, and of lookups of features in another order."""
     offsets, factors = torch.tensor([1, 2, 4]), torch.tensor([5.0, 6.0, 7.0])
     for backend in every_backend():
         out = backend.ops.jagged_permute(torch.arange(5), offsets, [1, 0], [1, 1], torch.arange(5.0), 3)

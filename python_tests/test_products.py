@@ -126,3 +126,24 @@ def test_another_device(name: str) -> None:
     call = CASES[name].typical(3)
     with pytest.raises(ValueError, match="same device"):
         getattr(rk, name)(call[0], call[1].to("meta"), *call.options)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "options", "message"),
+    [
+        ("dot_interaction", ((4,), (3, 8, 4)), (), "dense must have 2"),
+        ("dot_interaction", ((3, 4), (3, 8)), (), "sparse must have 3"),
+        ("dot_interaction", ((3, 4), (3, 2, 5)), (), r"sparse must have shape \[3, 2, 4\], got \[3, 2, 5\]"),
+        ("factorization_machine", ((3, 4), (2, 5)), (), "x must have 3"),
+        ("factorization_machine", ((3, 2, 4), (5,)), (), "y must have 2 or 3 dimensions"),
+        ("factorization_machine", ((3, 2, 4), (4, 5)), (), r"y must have shape \[2, 5\], got \[4, 5\]"),
+        ("factorization_machine", ((3, 2, 4), (2, 2, 5)), (), r"y must have shape \[3, 2, 5\], got \[2, 2, 5\]"),
+        ("grouped_projection", ((3, 2), (14,)), ([7], [2]), r"x must have .*7.*, got shape \[3, 2\]|x must .*\[3, 7\]"),
+        ("grouped_projection", ((3, 7), (13,)), ([7], [2]), "weights must have .*14.*, got .*13"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_shapes_without_numbers(name: str, shapes: tuple, options: tuple, message: str, device: str) -> None:
+    """Plans and traces of a model find what a batch would."""
+    with pytest.raises(ValueError, match=message):
+        getattr(rk, name)(*(torch.zeros(shape, device=device) for shape in shapes), *options)

@@ -44,8 +44,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's; ends the program with 2 if an unknown option is nearly one of its own."""
         found, unknown = super().parse_known_args(args, namespace)
-        options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help() if unknown else "")
-        near = [n for word in unknown for n in difflib.get_close_matches(word.split("=")[0], set(options), 1, 0.7)]
+        options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help() if unknown else "")))
+        words = [word.split("=")[0] for word in unknown]
+        begun = [n for word in words for n in options if word.startswith("--") and n.startswith(word)]
+        near = begun or [n for word in words for n in difflib.get_close_matches(word, options, 1, 0.7)]
         if near:
             self.error(f"unrecognized arguments: {' '.join(unknown)} (did you mean {', '.join(near)}?)")
         return found, unknown

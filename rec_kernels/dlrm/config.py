@@ -18,6 +18,7 @@ from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.dlrm.shapes import TEXT, Check, shown
+from rec_kernels.nn.arguments import LARGEST_FLOAT
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import BAG_FORMATS as FORMATS
 from rec_kernels.nn.tables.optimizers import Optimizer
@@ -114,7 +115,7 @@ def _number(default: float | None, help: str, least: float = 0, most: float = ma
 
 
 def _positive(default: float, help: str) -> Any:
-    return _option(default, float, help, "a finite number above 0", lambda v: 0 < v < math.inf)
+    return _option(default, float, help, "a finite number above 0, as float32", lambda v: 0 < v <= LARGEST_FLOAT)
 
 
 def _text(default: str | None, help: str, **more) -> Any:
@@ -173,7 +174,7 @@ class TrainConfig:
     data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)
 
     model: str = _choice("dlrm", "dlrm, dot products between the MLPs; dcnv2, cross layers; wukong, its layers", MODELS)
-    embedding_dim: int = _count(16, "columns of every embedding table")
+    embedding_dim: int = _count(16, "columns of every embedding table", most=2**20)
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
     cross_layers: int = _count(3, "cross layers", of="dcnv2")

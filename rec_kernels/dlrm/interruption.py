@@ -27,8 +27,9 @@ class RunInterruptedError(Exception):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory was not enough; torch has no type of its own for the CPU's."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+    """True if an error says that memory was not enough; the CPU's have no type of their own."""
+    texts = ("DefaultCPUAllocator", "(out of memory?)")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in texts)
 
 
 class StopAtSignal:

@@ -13,6 +13,7 @@ import rec_kernels as rk
 from rec_kernels.dlrm import checkpoint, devices, files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
+from rec_kernels.dlrm.interruption import TrainingError
 from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, WukongInteraction
 from rec_kernels.dlrm.ranks import ALONE
 from rec_kernels.dlrm.shapes import shown
@@ -35,7 +36,8 @@ def build_model(
         directory: of the run, which has the tables' file if they are on disk; ``generation``: of this file.
 
     Raises:
-        DeviceError: the device cannot be used. DataError: the file of tables cannot be used.
+        DeviceError: the device cannot be used. DataError: the file of tables cannot be used. TrainingError: no model
+            has these options.
     """
     ranks, device = getattr(data, "ranks", ALONE), devices.find(config.device)
     try:
@@ -59,7 +61,9 @@ def build_model(
         return model.to(device)
     except (ValueError, MemoryError) as error:
         if config.backing != "disk":
-            raise
+            if isinstance(error, MemoryError):
+                raise
+            raise TrainingError(f"no model has these options: {error}") from error
         raise DataError(f"tables on disk: {error} (memory_budget is {config.memory_budget!r})") from error
     except (OSError, ImportError) as error:
         raise DataError(f"tables on disk: {error}") from error
@@ -68,6 +72,7 @@ def build_model(
 def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
     """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
     with checkpoint.fitting(directory):
+        checkpoint.check_options(directory, state, config)
         generation = generation_of(state["model"])
     model = build_model(config, data, directory, generation)
     try:

@@ -73,13 +73,14 @@ class Reader:
         """The batches of the data set from number ``start`` of the split on."""
         source, before = ("train", self._trained) if split == "valid" else (split, 0)
         given, rows = self._given(source, batch_size, before + start), self._rows[split]
+        kept = checks.Unwritten()
         for number in range(start, -(-rows // batch_size)):
             where = f"data set {self.name!r}, batch {before + number} of split {source!r}"
             try:
-                batch = next(given)
-                batch = checks.checked_batch(
-                    batch, self.features, self.num_dense, min(batch_size, rows - number * batch_size)
-                )
+                raw, size = next(given), min(batch_size, rows - number * batch_size)
+                kept.check()
+                batch = checks.checked_batch(raw, self.features, self.num_dense, size)
+                kept = checks.Unwritten(raw)
                 if self.mode == "windows" and batch.shared is not None and checks.weights_of(batch.shared) is not None:
                     raise WrongBatchError(
                         "shared has weights, and dedup is 'windows', which have none: allowed is auto, on or off"
@@ -88,9 +89,18 @@ class Reader:
                 raise DataError(f"{where} is not there, and num_rows says {self.data.num_rows(source)}") from None
             except WrongBatchError as error:
                 raise DataError(f"{where}: {error}") from error
-            except (ValueError, TypeError) as error:  # as those of the jagged containers
+            except (ValueError, TypeError, IndexError) as error:  # as those of the jagged containers
                 raise DataError(f"{where}, made in {checks.place_of(error)}: {error}") from error
             yield batch
+        if self._ends_with(split) and next(given, None) is not None:
+            told = self.data.num_rows(source)
+            raise DataError(
+                f"data set {self.name!r} has more batches of split {source!r} than num_rows says, which is {told}"
+            )
+
+    def _ends_with(self, split: str) -> bool:
+        """True if the last batch of a split is the data set's last of "train" or "test"."""
+        return split != "train" or not self._rows["valid"]
 
     def _given(self, split: str, batch_size: int, start: int) -> Iterator[Any]:
         """The batches as they are given; asking for them is part of the first ``next``, and so are its errors."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rec_kernels.dlrm import devices, files
@@ -83,6 +85,27 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
             directory.mkdir(parents=True)
             break
     return directory
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Keeps other trainings away from a run's folder; the claim ends with the process.
+
+    Where the file system has no locks, as some networks' have none, nobody is kept away.
+
+    Raises:
+        RunExistsError: another process trains it.
+    """
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunExistsError(f"another process trains {directory}: wait for it, or stop it") from error
+        yield
+    finally:
+        os.close(folder)
 
 
 def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = None) -> None:

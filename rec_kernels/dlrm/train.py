@@ -8,7 +8,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,15 @@ def train(
 
     Raises:
         DataError: the data or the checkpoint is missing or not what it should be.
-        RunExistsError: a run named ``config.run`` exists.
+        RunExistsError: a run named ``config.run`` exists, or another process trains the one to resume.
         TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or
             the run to resume has another config.
         DeviceError: ``config.device`` cannot be used.
         IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
-    with joined_ranks(config.device) as ranks:
-        run = _begin(config, data, resume, ranks)
+    with joined_ranks(config.device) as ranks, ExitStack() as held:
+        run = _begin(config, data, resume, ranks, held)
         run.progress = progress and run.writes
         try:
             with StopAtSignal() as stop, ShortWaits():  # also while a failure is written: torchrun stops all processes
@@ -86,8 +86,8 @@ def _recorded(run: Run, part: Callable[[], Any]) -> Any:
         raise
 
 
-def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks) -> Run:
-    """The run of ``train``, with its folder."""
+def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks, held: ExitStack) -> Run:
+    """The run of ``train``, with its folder, which is this training's alone while ``held`` is open."""
     alone = ranks.world_size == 1
     if not alone:
         _refuse_unsharded(config)
@@ -102,6 +102,7 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
     ranks.same({"options": str(config), "data": str(checkpoint.identity(reader)), "resume": str(resume)})
     name = config.run_name(reader.name)
     directory = resume or ranks.once(lambda: runs.create_run(config.runs_dir, config.run, name))
+    ranks.once(lambda: held.enter_context(runs.claimed(directory)))
     try:
         if resume is None and ranks.rank == 0:
             runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
@@ -321,7 +322,6 @@ class Run:
     def _restore(self, state: dict) -> None:
         """Restores all but the model."""
         with checkpoint.fitting(self.directory):
-            checkpoint.check_options(self.directory, state, self.config)
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
             for name in POSITION:

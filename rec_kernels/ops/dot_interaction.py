@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
 from rec_kernels.ops.autograd import call, refuse_second, register_autograd
-from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.fakes import check_one_device, check_rank, check_shape
 
 _ops = torch.ops.rec_kernels
 
@@ -54,6 +54,9 @@ def num_pairs(num_sparse: int, self_interaction: bool = False) -> int:
 @torch.library.register_fake("rec_kernels::dot_interaction")
 def _(dense, sparse, self_interaction=False, precision="ieee"):
     check_one_device((dense, sparse))
+    check_rank("dense", dense, 2)
+    check_rank("sparse", sparse, 3)
+    check_shape("sparse", sparse, (dense.shape[0], sparse.shape[1], dense.shape[1]))
     return dense.new_empty((dense.shape[0], dense.shape[1] + num_pairs(sparse.shape[1], self_interaction)))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
 from rec_kernels.ops.autograd import call, refuse_second, register_autograd
-from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.fakes import check_one_device, check_rank, check_shape
 
 _ops = torch.ops.rec_kernels
 
@@ -45,6 +45,9 @@ def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> T
 @torch.library.register_fake("rec_kernels::factorization_machine")
 def _(x, y, precision="ieee"):
     check_one_device((x, y))
+    check_rank("x", x, 3)
+    check_rank("y", y, 2, 3)
+    check_shape("y", y, (*x.shape[3 - y.dim() : 2], y.shape[-1]))
     return x.new_empty((*x.shape[:2], y.shape[-1]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,23 @@ def check_devices(arguments: Mapping[str, object]) -> None:
     in_host = isinstance(weights, Tensor) and weights.device.type == "cpu"
     beside_gpu = in_host and any(isinstance(t, Tensor) and t.is_cuda for t in others)
     check_one_device(others if beside_gpu else arguments.values())
+
+
+def check_rank(name: str, t: Tensor, *ranks: int) -> None:
+    """Raises ValueError for a tensor of another number of dimensions, in the kernels' words."""
+    if t.dim() not in ranks:
+        allowed = f"{ranks[0]} dimension(s)" if len(ranks) == 1 else f"{' or '.join(map(str, ranks))} dimensions"
+        raise ValueError(f"{name} must have {allowed}, got shape {list(t.shape)}")
+
+
+def check_shape(name: str, t: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
+    """Raises ValueError for a tensor of as many dimensions and another shape, in the kernels' words."""
+
+    def text() -> str:
+        return f"{name} must have shape {list(shape)}, got {list(t.shape)}"
+
+    for found, wanted in zip(t.shape, shape, strict=True):
+        torch._check_value(found == wanted, text)
 
 
 def dynamic_size() -> torch.SymInt:

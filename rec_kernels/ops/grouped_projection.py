@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rec_kernels.ops import in_triton
 from rec_kernels.ops.autograd import call, refuse_second, register_autograd
-from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.fakes import check_one_device, check_rank, check_shape
 
 _ops = torch.ops.rec_kernels
 
@@ -62,6 +62,10 @@ def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequen
 @torch.library.register_fake("rec_kernels::grouped_projection")
 def _(x, weights, in_dims, out_dims, outputs):
     check_one_device((x, weights))
+    check_rank("x", x, 2)
+    check_rank("weights", weights, 1)
+    check_shape("x", x, (x.shape[0], sum(in_dims)))
+    check_shape("weights", weights, (num_weights(in_dims, out_dims, outputs),))
     return x.new_empty((x.shape[0], sum(out_dims)))
 
 

@@ -71,13 +71,8 @@ def place_tables(
     """
     RowCache(ways=ways)  # refuses what a cache would
     check_choice("policy", policy, POLICIES)
-    for name, budget in (("cache_bytes", cache_bytes), ("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-        if budget is not None and not budget >= 0:
-            raise ValueError(f"{name} = {budget} must not be negative")
-    tables = list(tables)
-    names = [t.name for t in tables]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"tables {repeated} are there more than once: counts and placements go by their names")
+    _refuse_negative(cache_bytes=cache_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
+    _refuse_repeated([t.name for t in tables])
     sorted_counts = [_sorted_counts(t, counts) for t in tables]
     slot = [slot_bytes(t.stored[0].embedding_dim, policy) for t in tables]  # of the rows that are kept
     stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
@@ -103,16 +98,31 @@ def place_tables(
     }
 
 
+def _refuse_negative(**budgets: int | None) -> None:
+    for name, budget in budgets.items():
+        if budget is not None and not budget >= 0:
+            raise ValueError(f"{name} = {budget} must not be negative")
+
+
+def _refuse_repeated(names: list[str]) -> None:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tables {repeated} are there more than once: counts and placements go by their names")
+
+
 def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tensor:
     """Uses of a table's rows, the most first, float64."""
     if table.name not in counts:
         raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
     given = torch.as_tensor(counts[table.name], device="cpu").double()
     if given.shape != (table.planned_rows,):
-        raise ValueError(f"counts of table {table.name!r} must be [{table.planned_rows}], got shape {list(given.shape)}")
+        raise ValueError(
+            f"counts of table {table.name!r} must be [{table.planned_rows}], got shape {list(given.shape)}"
+        )
     if len(wrong := (~((given >= 0) & given.isfinite())).nonzero()):
         place = int(wrong[0])
-        raise ValueError(f"counts of table {table.name!r}: [{place}] is {given[place].item()}, must be finite, 0 or more")
+        raise ValueError(
+            f"counts of table {table.name!r}: [{place}] is {given[place].item()}, must be finite, 0 or more"
+        )
     if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
         # Hashed: ids share rows.
         rows = torch.arange(len(given), device=given.device) % table.stored[0].num_embeddings
