@@ -48,6 +48,8 @@ def main() -> float:
     parser.add_argument("--checkpoint", metavar="FOLDER", help="where the trained model goes")
     options = parser.parse_args()
     if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/train_torchrec.py")
         dist.init_process_group("gloo")
     return train(Purchases(options.weeks), options.format, options.checkpoint)
 

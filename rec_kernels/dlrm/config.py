@@ -343,7 +343,8 @@ class TrainConfig:
         """
         path = directory / CONFIG
         try:
-            return cls.from_dict(files.read_json(path)["config"])
+            found = files.read_json(path)
+            return cls.from_dict(found["config"] if isinstance(found, dict) else found)
         except (OSError, DataError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is not the config of a run: {error}") from error
 

@@ -28,7 +28,7 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
     """Cuts ids into blocks that are looked up equally often.
 
     Args:
-        counts: [E], how often each id is looked up, at least 0: of the training data.
+        counts: [E], how often each id is looked up, at least 0: of the training data. Those beyond 2^53 are rounded.
         num_blocks: the most blocks, at least 1. Each has an id at least, and no fewer than the one before it: where
             many ids are equally popular, or few ids have it all, there are fewer blocks.
 
@@ -40,6 +40,7 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
     Raises:
         ValueError: counts that are negative, not finite or not one row, or fewer than one block.
     """
+    counts = torch.as_tensor(counts)
     if counts.dim() != 1 or len(counts) < 1:
         raise ValueError(f"counts must be one row of at least one number, got shape {list(counts.shape)}")
     exact = counts.double().cpu()

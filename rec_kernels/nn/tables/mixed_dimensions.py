@@ -58,13 +58,13 @@ def _check(
     if not len(num_embeddings):
         raise ValueError("num_embeddings must name at least one table, got none")
     for i, n in enumerate(num_embeddings):
-        if n < 1:
+        if not 1 <= n < math.inf:
             raise ValueError(f"num_embeddings[{i}] = {n} must be at least 1")
-    if base_dim < 1:
+    if not 1 <= base_dim < math.inf:
         raise ValueError(f"base_dim = {base_dim} must be at least 1")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature} must be at least 0 and finite")
-    if threshold < 0:
+    if not threshold >= 0:
         raise ValueError(f"threshold = {threshold} must be at least 0")
     if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"budget = {budget} must be above 0 and finite")
