@@ -11,6 +11,7 @@ and MLPs, which any number of processes may load again, one too.
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def main() -> float:
     parser.add_argument("--checkpoint", metavar="FOLDER", help="where the trained model goes")
     options = parser.parse_args()
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
+        if "RANK" not in os.environ:
             parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/train_torchrec.py")
         dist.init_process_group("gloo")
     return train(Purchases(options.weeks), options.format, options.checkpoint)

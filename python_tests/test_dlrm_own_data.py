@@ -18,7 +18,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
 import rec_kernels as rk
-from rec_kernels.dlrm import Feature, TrainConfig, train
+from rec_kernels.dlrm import Batch, Feature, TrainConfig, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 
@@ -176,46 +176,54 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def reused(batches):
-    buffer = torch.empty(2048)
+    """Batches that all lie in the same tensors, as NumPy writes them."""
+    buffers = {name: np.zeros(200, kind) for name, kind in (("label", "f4"), ("ids", "i8"))}
+    dense = torch.zeros(200, 2)
     for batch in batches:
-        buffer[: len(batch.label)] = batch.label
-        yield batch._replace(label=buffer[: len(batch.label)])
+        rows = len(batch.label)
+        buffers["label"][:rows], buffers["ids"][:rows] = batch.label, batch.features.values()
+        dense[:rows] = batch.dense
+        label, ids = (torch.from_numpy(buffers[name])[:rows] for name in ("label", "ids"))
+        yield Batch(dense[:rows], bags(ids), label)
 
 
-def one_buffer(batches):
-    """Batches that lie one after the other in one tensor: no part of it is written twice."""
-    buffer, rows = torch.empty(10**5), 0
-    for batch in batches:
-        part = buffer[rows : rows + len(batch.label)].copy_(batch.label)
-        rows += len(batch.label)
-        yield batch._replace(label=part)
+def endless(batches):
+    yield from batches
+    raise AssertionError("a batch behind num_rows is asked for")
 
 
-def twice(batches):
-    for batch in batches:
-        yield batch
-    yield batch
+@pytest.mark.parametrize("change", [reused, endless])
+def test_data_sets_that_have_the_same_bits(change, tmp_path):
+    """The next batch is made while one is in use; no more are than num_rows says."""
+    expected = train(config(tmp_path), TinyData(), progress=False)
+    found = train(config(tmp_path), Changed(TinyData(), change), progress=False)
+    assert {name: found[name] for name in ("auc", "log_loss")} == {n: expected[n] for n in ("auc", "log_loss")}
 
 
-def failing(batches):
-    yield next(batches)
-    [][3]
+def test_an_error_of_a_loader_has_its_place(tmp_path):
+    """IndexError is also that of an id without a row."""
 
+    def failing(batches):
+        yield next(batches)
+        [][3]
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (reused, "batch 1 of split 'train': label of the batch before was written to while this one was made"),
-        (twice, "has more batches of split 'train' than num_rows says, which is 400"),
-        (failing, r"batch 1 of split 'train', made in test_dlrm_own_data.py, line \d+: list index out of range"),
-    ],
-)
-def test_batches_that_train_something_else_in_silence(change, message, tmp_path):
-    """The next batch is made while one is in use."""
-    config = TrainConfig(runs_dir=str(tmp_path), batch_size=50)
+    message = r"batch 1 of split 'train', made in test_dlrm_own_data.py, line \d+: list index out of range"
     with pytest.raises(DataError, match=message):
-        train(config, Changed(TinyData(), change))
-    train(config, Changed(TinyData(), one_buffer))
+        train(config(tmp_path), Changed(TinyData(), failing), progress=False)
+
+
+def test_bags_that_rows_share_by_their_inverse(tmp_path):
+    """Distinct bags and which of them each row has are a batch of as many rows."""
+
+    def distinct(batch):
+        ids, inverse = batch.features.values().unique(return_inverse=True)
+        sizes = {"stride_per_key": [len(ids)], "inverse_indices": (["id"], inverse[None])}
+        jagged = rk.KeyedJaggedTensor(["id"], ids, offsets=torch.arange(len(ids) + 1), **sizes)
+        return batch._replace(features=jagged)
+
+    expected = train(config(tmp_path), TinyData(), progress=False)
+    found = train(config(tmp_path), Changed(TinyData(), lambda batches: map(distinct, batches)), progress=False)
+    assert found["log_loss"] == pytest.approx(expected["log_loss"])
 
 
 @pytest.mark.parametrize(

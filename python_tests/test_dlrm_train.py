@@ -272,6 +272,7 @@ def test_nan_loss_leaves_the_tables_untouched_and_names_the_batch(data, tmp_path
     ("flags", "message"),
     [
         (["--lr", "0"], "lr is 0.0, allowed is a finite number above 0, as float32"),
+        (["--lr", "1e-50"], "lr is 1e-50, allowed is a finite number above 0, as float32"),
         (["--lr", "1e39"], "lr is 1e+39, allowed is a finite number above 0, as float32"),
         (["--embedding-dim", "1048577"], "embedding_dim is 1048577, allowed is 1 to 1048576"),
         (["--dense-lr", "nan"], "dense_lr is nan, allowed is a finite number above 0"),

@@ -130,13 +130,15 @@ def test_compiled_autograd() -> None:
     def lookup() -> Tensor:
         return rk.embedding_bag(torch.tensor([1, 2, 3]), weight, torch.tensor([0, 2]))
 
-    @torch.compile(backend="aot_eager")
     def step(x: Tensor) -> None:
         (lookup() * x).sum().backward()
 
     x = torch.randn(2, 4)
-    (lookup() * x).sum().backward()
+    step(x)
     expected, weight.grad = weight.grad, None
+    counters = torch._dynamo.utils.counters["compiled_autograd"]
+    counters.clear()
     with torch._dynamo.config.patch(compiled_autograd=True):
-        step(x)
+        torch.compile(step, backend="aot_eager")(x)
+    assert counters["captures"] == 1
     assert torch.equal(weight.grad, expected)

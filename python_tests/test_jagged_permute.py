@@ -121,7 +121,7 @@ def test_the_gradient_of_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = torch.randn(len(places)).index_fill(0, torch.tensor([1]), -0.0)
     expected = torch.empty_like(grad).index_copy(0, places, grad)
     module = importlib.import_module("rec_kernels.ops.jagged_permute")
-    size = {"size": len(grad), "total": len(grad)}
+    size = {"size": len(grad), "total": len(grad), "covers": True}
     ctx = SimpleNamespace(saved_tensors=(batch.offsets, offsets), permute=permute, strides=batch.strides, **size)
     for backend in every_backend():
         monkeypatch.setattr(module, "_ops", backend.ops)
@@ -157,6 +157,18 @@ def test_compiled(permute: list[int]) -> None:
     check_compiled(step, 3)
 
 
+def test_compiled_with_a_total_that_depends_on_data() -> None:
+    """Ids behind the last bag may be left out, or there are none."""
+
+    def step(values, offsets, weights, size):
+        total = int(offsets[-1])
+        out = rk.jagged_permute(values, offsets, [2, 0, 1], [size] * 3, weights * 2, total=total)
+        return out[2].square().sum(), *out[:2]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check_compiled(step, 3)
+
+
 IDS, OFFSETS, WEIGHTS = torch.arange(7), torch.tensor([0, 2, 3, 3, 4, 6, 7]), torch.linspace(1, 2, 7)
 
 
@@ -178,7 +190,7 @@ def test_a_wrong_total(total: int) -> None:
 def test_the_gradient_with_a_wrong_total(monkeypatch: pytest.MonkeyPatch) -> None:
     """The zeros behind the last bag give none."""
     module = importlib.import_module("rec_kernels.ops.jagged_permute")
-    ctx = SimpleNamespace(saved_tensors=(OFFSETS, None), size=7, total=9, permute=[2, 1], strides=[2] * 3)
+    ctx = SimpleNamespace(saved_tensors=(OFFSETS, None), size=7, total=9, covers=False, permute=[2, 1], strides=[2] * 3)
     for backend in device_backends():
         monkeypatch.setattr(module, "_ops", backend.ops)
         found = module._backward(ctx, None, None, torch.arange(1.0, 10), None)[4]

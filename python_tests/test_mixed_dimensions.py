@@ -70,9 +70,9 @@ def test_temperature() -> None:
     ("message", "changes"),
     [
         ("num_embeddings must name at least one table, got none", {"num_embeddings": []}),
-        ("num_embeddings[1] = 0 must be at least 1", {"num_embeddings": [5, 0]}),
-        ("base_dim = 0 must be at least 1", {"base_dim": 0}),
-        ("num_embeddings[0] = nan must be at least 1", {"num_embeddings": [float("nan"), 3]}),
+        ("num_embeddings[1] = 0 must be at least 1 and finite", {"num_embeddings": [5, 0]}),
+        ("base_dim = 0 must be at least 1 and finite", {"base_dim": 0}),
+        ("num_embeddings[0] = nan must be at least 1 and finite", {"num_embeddings": [float("nan"), 3]}),
         ("threshold = nan must be at least 0", {"threshold": float("nan")}),
         ("temperature = -0.1 must be at least 0 and finite", {"temperature": -0.1}),
         ("temperature = nan must be at least 0 and finite", {"temperature": float("nan")}),

@@ -192,7 +192,7 @@ def test_a_cache_keeps_to_the_budget(seed: int, ways: int, policy: str) -> None:
         ({"counts": {"a": torch.tensor([1, 2, -1, 0])}}, r"counts of table 'a': \[2\] is -1.0, must be finite"),
         ({"counts": {"a": torch.tensor([1, 2, 0, torch.nan])}}, r"\[3\] is nan, must be finite, 0 or more"),
         ({"tables": [table("a", 4, 8), table("a", 5, 8)]}, r"tables \['a'\] are there more than once"),
-        ({"cache_bytes": float("nan")}, "cache_bytes = nan"),
+        ({"cache_bytes": float("nan")}, "cache_bytes = nan must be a number, and not negative"),
         ({"cache_bytes": -1}, "cache_bytes = -1"),
         ({"host_bytes": -5}, "host_bytes = -5"),
         ({"ways": 0}, "ways must be"),

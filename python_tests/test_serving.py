@@ -156,13 +156,17 @@ def test_export_of_rows_of_ids() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_program_that_would_not_train(optimizer: object, strict: bool) -> None:
     """The rows that a lookup reads and the parameters would be two tensors of the program."""
-    model = nn.Sequential(rk.EmbeddingBagCollection(TABLES, optimizer=optimizer))
+    model = nn.Sequential(rk.EmbeddingBagCollection(TABLES if optimizer else TABLES[:1], optimizer=optimizer))
     error = torch._dynamo.exc.UserError if strict else RuntimeError
     with pytest.raises((error, torch._dynamo.exc.Unsupported), match=r"export the collection's for_serving\(\)"):
         torch.export.export(model, (batch(5),), strict=strict)
     with torch.no_grad():
         program = torch.export.export(model, (batch(5),), strict=strict).module()
     assert torch.equal(program(batch(5)).values(), model(batch(5)).values())
+    # An optimizer of torch trains no rows in int8, and none that require no gradient.
+    for still in (nn.Sequential(rk.EmbeddingBagCollection(TABLES)), model.requires_grad_(False)):
+        program = torch.export.export(still, (batch(5),), strict=strict).module()
+        assert torch.equal(program(batch(5)).values(), still(batch(5)).values())
 
 
 def test_names_are_copies() -> None:
@@ -172,8 +176,11 @@ def test_names_are_copies() -> None:
     for served in (trained, trained.for_serving(), sequences):
         served.feature_names.reverse()
     pooled = trained(given)
-    for names in (pooled.keys(), given.keys(), pooled.length_per_key()):
+    sizes, keys = given.offset_per_key(), given.keys()
+    asked = given.offset_per_key(), given.offset_per_key_or_none(), given.stride_per_key(), given.keys()
+    for names in (*asked, pooled.keys(), pooled.length_per_key()):
         names.reverse()
+    assert (given.offset_per_key(), given.keys()) == (sizes, keys)
     assert {key: t.shape for key, t in pooled.to_dict().items()} == {key: t.shape for key, t in before.items()}
     assert all(torch.equal(t, before[key]) for key, t in trained(given).to_dict().items())
     assert torch.equal(sequences(given)["f"].values(), rows)

@@ -192,7 +192,7 @@ def _machine() -> dict:
 
 
 def failures(results: dict, names: Sequence[str]) -> list[str]:
-    """Reasons why experiments among ``names`` failed, or were left out although there are only such."""
+    """Reasons why experiments among ``names`` failed, or why all of them were left out."""
     chosen = [entry for entry in results["experiments"] if entry["name"] in names]
     all_out = all(entry["status"] == LEFT_OUT for entry in chosen)
     return [f"{entry['name']}: {entry['why']}" for entry in chosen if all_out or entry["status"] == FAILED]

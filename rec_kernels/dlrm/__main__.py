@@ -45,9 +45,10 @@ class Parser(argparse.ArgumentParser):
         """As argparse's; ends the program with 2 if an unknown option is nearly one of its own."""
         found, unknown = super().parse_known_args(args, namespace)
         options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help() if unknown else "")))
-        words = [word.split("=")[0] for word in unknown]
-        begun = [n for word in words for n in options if word.startswith("--") and n.startswith(word)]
-        near = begun or [n for word in words for n in difflib.get_close_matches(word, options, 1, 0.7)]
+        near = []
+        for word in (text.split("=")[0] for text in unknown):
+            begun = [n for n in options if len(word) > 2 and n.startswith(word)][:3]
+            near += begun or difflib.get_close_matches(word, options, 1, 0.7)
         if near:
             self.error(f"unrecognized arguments: {' '.join(unknown)} (did you mean {', '.join(near)}?)")
         return found, unknown

@@ -86,40 +86,14 @@ def checked_batch(batch: Any, features: Sequence[Feature], num_dense: int, rows:
     return batch._replace(dense=dense, label=label)
 
 
-class Unwritten:
-    """Notes what a batch, or none, had when it was handed over: the next one is made while it is in use.
-
-    Of tensors that have been written to, as buffers are: copies; whoever writes with NumPy is not seen.
-    """
-
-    def __init__(self, batch: Batch | None = None) -> None:
-        self._before: list[tuple[str, Tensor, int, Tensor]] = []
-        if batch is None:
-            return
-        given: list[tuple[str, Any]] = [("dense", batch.dense), ("label", batch.label)]
-        for name, jagged in (("features", batch.features), ("shared", batch.shared)):
-            if jagged is not None:
-                given += [(f"ids of {name}", stored_in(jagged).values()), (f"weights of {name}", weights_of(jagged))]
-        buffers = [(n, t) for n, t in given if isinstance(t, Tensor) and not t.is_inference() and t._version]
-        self._before = [(name, t, t._version, t.detach().clone()) for name, t in buffers]
-
-    def check(self) -> None:
-        """Raises WrongBatchError if a tensor has other numbers than it had."""
-        for name, tensor, version, copy in self._before:
-            if tensor._version != version and not torch.equal(tensor, copy):
-                raise WrongBatchError(
-                    f"{name} of the batch before was written to while this one was made, and may be in use: each "
-                    "batch must have tensors of its own"
-                )
-
-
 def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
     given: dict[str, Any] = {"features": batch.features}
     given |= {} if batch.shared is None else {"shared": batch.shared}
     for name, jagged in given.items():
         if not hasattr(jagged, "keys") or not hasattr(jagged, "stride"):
             raise WrongBatchError(f"{name} is {type(jagged).__name__}, must be a KeyedJaggedTensor")
-        own = getattr(jagged, "variable_stride_per_key", bool)() and jagged.stride_per_key()
+        has_inverse = getattr(jagged, "inverse_indices_or_none", lambda: None)() is not None
+        own = getattr(jagged, "variable_stride_per_key", bool)() and not has_inverse and jagged.stride_per_key()
         if own and set(own) != {rows}:
             raise WrongBatchError(
                 f"{name} has {own} bags for its keys {jagged.keys()}, label {rows} rows: must be as many"
@@ -136,7 +110,8 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
             first = int((~weights.isfinite()).nonzero()[0])
             raise WrongBatchError(f"weights[{first}] of {name} is {weights[first].item()}, must be finite")
     have = list(itertools.chain(*(jagged.keys() for jagged in given.values())))
-    if twice := sorted({name for name in have if have.count(name) > 1}):
+    if len(set(have)) < len(have):
+        twice = sorted({name for name in have if have.count(name) > 1})
         raise WrongBatchError(f"features and shared have keys {twice} more than once")
     for feature in features:
         if feature.name not in have:

@@ -115,7 +115,9 @@ def _number(default: float | None, help: str, least: float = 0, most: float = ma
 
 
 def _positive(default: float, help: str) -> Any:
-    return _option(default, float, help, "a finite number above 0, as float32", lambda v: 0 < v <= LARGEST_FLOAT)
+    return _option(
+        default, float, help, "a finite number above 0, as float32", lambda v: 2.0**-149 <= v <= LARGEST_FLOAT
+    )
 
 
 def _text(default: str | None, help: str, **more) -> Any:

@@ -70,7 +70,11 @@ def build_model(
 
 
 def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
-    """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
+    """The model of a run as it was at its checkpoint ``state``.
+
+    Raises:
+        DataError: the two do not fit. Others: as ``build_model``.
+    """
     with checkpoint.fitting(directory):
         checkpoint.check_options(directory, state, config)
         generation = generation_of(state["model"])

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from rec_kernels.dlrm import batch_checks as checks
 from rec_kernels.dlrm import dedup
 from rec_kernels.dlrm.batch_checks import WrongBatchError
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.data import Batch, DataError, DataSet
+from rec_kernels.dlrm.data import Batch, DataError, DataSet, Rows
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.ranks import ALONE, Ranks
 
@@ -73,14 +76,11 @@ class Reader:
         """The batches of the data set from number ``start`` of the split on."""
         source, before = ("train", self._trained) if split == "valid" else (split, 0)
         given, rows = self._given(source, batch_size, before + start), self._rows[split]
-        kept = checks.Unwritten()
         for number in range(start, -(-rows // batch_size)):
             where = f"data set {self.name!r}, batch {before + number} of split {source!r}"
             try:
-                raw, size = next(given), min(batch_size, rows - number * batch_size)
-                kept.check()
-                batch = checks.checked_batch(raw, self.features, self.num_dense, size)
-                kept = checks.Unwritten(raw)
+                size = min(batch_size, rows - number * batch_size)
+                batch = checks.checked_batch(next(given), self.features, self.num_dense, size)
                 if self.mode == "windows" and batch.shared is not None and checks.weights_of(batch.shared) is not None:
                     raise WrongBatchError(
                         "shared has weights, and dedup is 'windows', which have none: allowed is auto, on or off"
@@ -91,16 +91,8 @@ class Reader:
                 raise DataError(f"{where}: {error}") from error
             except (ValueError, TypeError, IndexError) as error:  # as those of the jagged containers
                 raise DataError(f"{where}, made in {checks.place_of(error)}: {error}") from error
-            yield batch
-        if self._ends_with(split) and next(given, None) is not None:
-            told = self.data.num_rows(source)
-            raise DataError(
-                f"data set {self.name!r} has more batches of split {source!r} than num_rows says, which is {told}"
-            )
-
-    def _ends_with(self, split: str) -> bool:
-        """True if the last batch of a split is the data set's last of "train" or "test"."""
-        return split != "train" or not self._rows["valid"]
+            # The data set makes the next batch while this one is in use, and may do so in the same tensors.
+            yield batch if isinstance(self.data, Rows) else tree_map_only(Tensor, Tensor.clone, batch)
 
     def _given(self, split: str, batch_size: int, start: int) -> Iterator[Any]:
         """The batches as they are given; asking for them is part of the first ``next``, and so are its errors."""

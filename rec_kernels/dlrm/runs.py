@@ -89,9 +89,9 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
 
 @contextlib.contextmanager
 def claimed(directory: Path) -> Iterator[None]:
-    """Keeps other trainings away from a run's folder; the claim ends with the process.
+    """Keeps other trainings away from a run's folder; the claim ends with the process and those that it has forked.
 
-    Where the file system has no locks, as some networks' have none, nobody is kept away.
+    Nobody is kept away where the file system locks no folders, as those of networks may.
 
     Raises:
         RunExistsError: another process trains it.

@@ -53,8 +53,8 @@ def train(
     Raises:
         DataError: the data or the checkpoint is missing or not what it should be.
         RunExistsError: a run named ``config.run`` exists, or another process trains the one to resume.
-        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or
-            the run to resume has another config.
+        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, the
+            run to resume has another config, or no model has the options.
         DeviceError: ``config.device`` cannot be used.
         IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
@@ -102,8 +102,8 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
     ranks.same({"options": str(config), "data": str(checkpoint.identity(reader)), "resume": str(resume)})
     name = config.run_name(reader.name)
     directory = resume or ranks.once(lambda: runs.create_run(config.runs_dir, config.run, name))
-    ranks.once(lambda: held.enter_context(runs.claimed(directory)))
     try:
+        ranks.once(lambda: held.enter_context(runs.claimed(directory)))
         if resume is None and ranks.rank == 0:
             runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
         kind = Run if alone else _sharded_run()
@@ -187,6 +187,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     Raises:
         DataError: the run, its checkpoint or its data is missing or not what it should be.
         DeviceError: the device cannot be used. IndexError: the data has an id that its table has no row for.
+        TrainingError: no model has the run's options.
     """
     config = TrainConfig.read(directory)
     try:

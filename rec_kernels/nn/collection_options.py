@@ -9,6 +9,7 @@ import torch
 
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
+from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -22,14 +23,18 @@ def read_only(name: str, count: int) -> Iterator[Any]:
     return map(of_item, range(count))
 
 
-def is_traced() -> bool:
+def is_traced(trained: Tables) -> bool:
     """True of a lookup inside ``torch.compile`` or ``torch.export``.
 
+    Args:
+        trained: what the collection holds.
+
     Raises:
-        RuntimeError: it is exported with gradients. Rows and their parameters are one memory here and two in a program,
-            which would train neither.
+        RuntimeError: tables that train are exported. Rows and their parameters are one memory here and two in a
+            program, which would train neither.
     """
-    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+    exports = torch.compiler.is_exporting() and torch.is_grad_enabled()
+    if exports and any(parameter.requires_grad for parameter in trained.parameters()):
         raise RuntimeError(
             "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or lookups "
             "under torch.no_grad()"

@@ -96,5 +96,5 @@ def _each_id(given: SelectedKeys, features: int) -> tuple[SelectedKeys, Tensor]:
 def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> list[int]:
     """[F + 1]: where each feature's ids start."""
     if list(features.keys()) == keys and hasattr(features, "offset_per_key"):
-        return list(features.offset_per_key())
+        return features.offset_per_key()
     return read_at(given.offsets, bags)

@@ -115,11 +115,9 @@ class Differentiable:
         self._tensors = [[i for i in tensors if i < count] for count in range(len(types) + 1)]
         self.list_place = types.index("List[Tensor]") if "List[Tensor]" in types else None
         self._backward, self._setup_context = backward, setup_context
-        # Functions of their own: torch's compiled autograd takes no bound methods.
-        methods = {
-            "forward": staticmethod(lambda *inputs: self._forward(*inputs)),
-            "backward": staticmethod(lambda *inputs: self._gradients(*inputs)),
-        }
+        # torch's compiled autograd takes no bound method as a backward.
+        backward_ = staticmethod(lambda *grads: self._gradients(*grads))
+        methods = {"forward": staticmethod(self._forward), "backward": backward_}
         self._function: Any = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
         # Function.apply calls this where no transform of torch.func is active; a direct call takes half the time.
         self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]

@@ -44,11 +44,13 @@ def check_rank(name: str, t: Tensor, *ranks: int) -> None:
 def check_shape(name: str, t: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
     """Raises ValueError for a tensor of as many dimensions and another shape, in the kernels' words."""
 
-    def text() -> str:
-        return f"{name} must have shape {list(shape)}, got {list(t.shape)}"
-
     for found, wanted in zip(t.shape, shape, strict=True):
-        torch._check_value(found == wanted, text)
+        check_size(found, wanted, f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+
+
+def check_size(found: int | torch.SymInt, wanted: int | torch.SymInt, message: str) -> None:
+    """Raises ValueError(message) for another size; one that depends on data is believed, and checked by the kernel."""
+    torch._check_value(found == wanted, lambda: message)
 
 
 def dynamic_size() -> torch.SymInt:

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from rec_kernels.ops import in_triton
 from rec_kernels.ops.autograd import call, refuse_second, register_autograd
-from rec_kernels.ops.fakes import check_one_device, check_rank, check_shape
+from rec_kernels.ops.fakes import check_one_device, check_rank, check_size
+from rec_kernels.ops.layout_records import check
 
 _ops = torch.ops.rec_kernels
+MOST_COLUMNS = 2**20
+#: in_dims, out_dims, outputs.
+Dims = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def grouped_projection(
@@ -59,13 +63,34 @@ def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequen
     return sum(in_dim * out_dim for in_dim, out_dim in pairs if in_dim != out_dim)
 
 
+def check_dims(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Dims:
+    """The lists as tuples; they are checked as the kernels do, in the same words."""
+    for name, dims in (("in_dims", in_dims), ("out_dims", out_dims)):
+        for i, dim in enumerate(dims):
+            check(1 <= dim <= MOST_COLUMNS, f"{name}[{i}] = {dim} must be in [1, {MOST_COLUMNS}]")
+    one_each = f"outputs must have one element for each of the {len(in_dims)} in_dims, got {len(outputs)}"
+    check(len(outputs) == len(in_dims), one_each)
+    last = -1
+    for g, output in enumerate(outputs):
+        follows = output == last + 1 or (g > 0 and output == last)
+        rule = f"outputs[{g - 1}] = {last} or one more" if g else "0"
+        check(follows, f"outputs[{g}] = {output} must be {rule}")
+        last = output
+    blocks = f"out_dims must have one element for each of the {last + 1} blocks that outputs names"
+    check(len(out_dims) == last + 1, f"{blocks}, got {len(out_dims)}")
+    return tuple(in_dims), tuple(out_dims), tuple(outputs)
+
+
 @torch.library.register_fake("rec_kernels::grouped_projection")
 def _(x, weights, in_dims, out_dims, outputs):
     check_one_device((x, weights))
+    check_dims(in_dims, out_dims, outputs)
     check_rank("x", x, 2)
+    columns, count = sum(in_dims), num_weights(in_dims, out_dims, outputs)
+    check_size(x.shape[1], columns, f"x must have sum(in_dims) = {columns} columns, got shape {list(x.shape)}")
     check_rank("weights", weights, 1)
-    check_shape("x", x, (x.shape[0], sum(in_dims)))
-    check_shape("weights", weights, (num_weights(in_dims, out_dims, outputs),))
+    what, found = "the matrices of all groups that are not the identity", weights.shape[0]
+    check_size(found, count, f"weights must have {count} elements, {what}, got {found}")
     return x.new_empty((x.shape[0], sum(out_dims)))
 
 

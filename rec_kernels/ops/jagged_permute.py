@@ -31,8 +31,8 @@ def jagged_permute(
         strides: F batch sizes.
         weights: [N] float32, or None.
         total: how many values these features have, if it is known: without it, the host waits for a GPU to learn it,
-            unless ``permute`` names every feature once. Then ``offsets`` must go from 0 to N without it, and there may
-            be values in no bag with it.
+            unless ``permute`` names every feature once. In that case ``offsets`` must go from 0 to N; with a total,
+            values at the ends may be in no bag.
 
     Returns:
         values [total], offsets and weights (or None) of these features. Differentiable in ``weights``, not in
@@ -65,11 +65,13 @@ def _(values, offsets, permute, strides, weights=None, total=None):
 
 
 def _setup(ctx, inputs, output) -> None:
-    _, offsets, permute, strides, weights, _ = inputs
+    _, offsets, permute, strides, weights, total = inputs
     ctx.mark_non_differentiable(output[0], output[1], output[3])
     ctx.set_materialize_grads(False)
     ctx.permute, ctx.strides = permute, strides
     ctx.size, ctx.total = None if weights is None else weights.shape[0], output[0].shape[0]
+    # Sizes of compiled code may depend on data, and are not compared.
+    ctx.covers = total is None or (type(total) is type(ctx.size) is int and total == ctx.size)
     ctx.save_for_backward(offsets, output[1])
 
 
@@ -82,7 +84,7 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
         return None, None, None, None, None, None
     offsets, new_offsets = ctx.saved_tensors
     # Every number goes back to one place; those of ids in no bag, which are not among them, are 0.
-    if _names_each_once(ctx.permute, len(ctx.strides)) and ctx.total == ctx.size:
+    if _names_each_once(ctx.permute, len(ctx.strides)) and ctx.covers:
         strides = [ctx.strides[f] for f in ctx.permute]
         back = _ops.jagged_permute(grad, new_offsets, _inverse(ctx.permute), strides, None, ctx.size)[0]
         return None, None, None, None, back, None

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rec_kernels.ops.grouped_projection import Dims, check_dims
 from rec_kernels.triton.inputs import check, check_tensor
 
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
@@ -29,7 +30,6 @@ _ARITHMETIC = {"PRECISION": PRECISION, "enable_fp_fusion": True}
 #: Samples of a program; of the weights' gradient those that a program sums up, 32 at a time.
 ROWS, SUMMED_ROWS, ROWS_AT_ONCE = 64, 1024, 32
 
-_MOST_COLUMNS = 2**20
 # Columns of the lists of tiles.
 _PANEL, _TERM, _TILE = tl.constexpr(4), tl.constexpr(4), tl.constexpr(6)
 
@@ -125,9 +125,6 @@ class Group(NamedTuple):
     weights: int
 
 
-Dims = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # in_dims, out_dims, outputs
-
-
 @functools.lru_cache(maxsize=128)
 def _groups(dims: Dims) -> tuple[Group, ...]:
     in_dims, out_dims, outputs = dims
@@ -202,24 +199,6 @@ def _gradient_tiles(dims: Dims, device: torch.device) -> tuple[Tensor, dict[str,
     return torch.tensor(tiles, device=device), blocks
 
 
-def _check_dims(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Dims:
-    """Checks the lists as the CPU's op does, in the same words."""
-    for name, dims in (("in_dims", in_dims), ("out_dims", out_dims)):
-        for i, dim in enumerate(dims):
-            check(1 <= dim <= _MOST_COLUMNS, f"{name}[{i}] = {dim} must be in [1, {_MOST_COLUMNS}]")
-    one_each = f"outputs must have one element for each of the {len(in_dims)} in_dims, got {len(outputs)}"
-    check(len(outputs) == len(in_dims), one_each)
-    last = -1
-    for g, output in enumerate(outputs):
-        follows = output == last + 1 or (g > 0 and output == last)
-        rule = f"outputs[{g - 1}] = {last} or one more" if g else "0"
-        check(follows, f"outputs[{g}] = {output} must be {rule}")
-        last = output
-    blocks = f"out_dims must have one element for each of the {last + 1} blocks that outputs names"
-    check(len(out_dims) == last + 1, f"{blocks}, got {len(out_dims)}")
-    return tuple(in_dims), tuple(out_dims), tuple(outputs)
-
-
 def _check_rows(t: Tensor, dims: Sequence[int], name: str, dims_name: str) -> None:
     check_tensor(t, name, (torch.float32,), rank=2)
     right = f"{name} must have sum({dims_name}) = {sum(dims)} columns"
@@ -241,7 +220,7 @@ def grouped_projection(
     x: Tensor, weights: Tensor, in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
     """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
-    dims = _check_dims(in_dims, out_dims, outputs)
+    dims = check_dims(in_dims, out_dims, outputs)
     _check_rows(x, in_dims, "x", "in_dims")
     _check_weights(weights, dims, x, "x")
     return _multiply(x, weights, dims, forward=True)
@@ -251,7 +230,7 @@ def grouped_projection_backward_input(
     grad: Tensor, weights: Tensor, in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
     """The op: arguments, result and errors as in docs/ops.md."""
-    dims = _check_dims(in_dims, out_dims, outputs)
+    dims = check_dims(in_dims, out_dims, outputs)
     _check_rows(grad, out_dims, "grad", "out_dims")
     _check_weights(weights, dims, grad, "grad")
     return _multiply(grad, weights, dims, forward=False)
@@ -285,7 +264,7 @@ def grouped_projection_backward_weights(
     grad: Tensor, x: Tensor, in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
     """The op: arguments, result and errors as in docs/ops.md. The sums of several programs are added by torch."""
-    dims = _check_dims(in_dims, out_dims, outputs)
+    dims = check_dims(in_dims, out_dims, outputs)
     _check_rows(grad, out_dims, "grad", "out_dims")
     _check_rows(x, in_dims, "x", "in_dims")
     check_tensor(x, "x", (torch.float32,), shape=(len(grad), sum(in_dims)))

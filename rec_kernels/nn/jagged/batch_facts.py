@@ -115,7 +115,8 @@ class BatchFacts(OffsetsContainer):
 
     def offset_per_key_or_none(self) -> list[int] | None:
         """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
-        return self.known_offset_per_key()
+        known = self.known_offset_per_key()
+        return None if known is None else list(known)
 
     def lengths_offset_per_key(self) -> list[int]:
         """[F + 1]: where each feature's bags start."""

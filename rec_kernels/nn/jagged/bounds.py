@@ -23,7 +23,7 @@ def to_offsets(lengths: Tensor) -> Tensor:
 
 def read_at(offsets: Tensor, places: list[int]) -> list[int]:
     """The numbers at some places of offsets."""
-    if torch.compiler.is_exporting():  # whose programs would have a list of sizes as constants
+    if torch.compiler.is_exporting():  # a program would have a list of sizes as constants
         return torch.stack([offsets[place] for place in places]).tolist()
     return offsets[places].tolist()
 

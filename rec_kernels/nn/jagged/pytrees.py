@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,17 @@ def _register(kind: type[JaggedContainer]) -> None:
         # Lists, which saving a program and loading it leaves what they are.
         context = [getattr(x, name) for name in others]
         if kind is KeyedJaggedTensor and x._stride is not None and (x._strides is not None or not x._keys):
-            context.append(x._stride)  # of other batches, bags say it, and a program takes any number of them
+            context.append(x._stride)  # the bags of other batches say it, and a program takes any number of them
         return [getattr(x, name) for name in tensors], context
 
-    def unflatten(leaves: Iterable, context: Iterable) -> object:
+    def unflatten(leaves: Iterable, context: Sequence) -> object:
         # The constructor's checks are left out: leaves may be anything that stands for a tensor.
         x: Any = object.__new__(kind)
-        for name, value in zip((*tensors, *others, "_stride"), (*leaves, *context), strict=False):
+        *fixed, stride = (*context, None) if len(context) == len(others) else context
+        for name, value in zip((*tensors, *others), (*leaves, *fixed), strict=True):
             setattr(x, name, value)
+        if stride is not None:
+            x._stride = stride
         for name in learned:
             setattr(x, name, None)
         return x

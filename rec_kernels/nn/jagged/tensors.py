@@ -346,7 +346,7 @@ class KeyedJaggedTensor(BatchFacts):
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         """The names and [F, B], or None."""
-        return None if self._inverse is None else (self._inverse_keys, self._inverse)
+        return None if self._inverse is None else (list(self._inverse_keys), self._inverse)
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
         """The names and [F, B].
@@ -354,7 +354,8 @@ class KeyedJaggedTensor(BatchFacts):
         Raises:
             ValueError: there are none.
         """
-        return self._inverse_keys, checks.there("inverse_indices", self._inverse)
+        inverse = checks.there("inverse_indices", self._inverse)
+        return list(self._inverse_keys), inverse
 
     def __getitem__(self, key: str) -> JaggedTensor:
         i, strides = checks.place_of_key(key, self._keys), self.stride_per_key()

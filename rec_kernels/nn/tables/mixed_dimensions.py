@@ -59,9 +59,9 @@ def _check(
         raise ValueError("num_embeddings must name at least one table, got none")
     for i, n in enumerate(num_embeddings):
         if not 1 <= n < math.inf:
-            raise ValueError(f"num_embeddings[{i}] = {n} must be at least 1")
+            raise ValueError(f"num_embeddings[{i}] = {n} must be at least 1 and finite")
     if not 1 <= base_dim < math.inf:
-        raise ValueError(f"base_dim = {base_dim} must be at least 1")
+        raise ValueError(f"base_dim = {base_dim} must be at least 1 and finite")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature} must be at least 0 and finite")
     if not threshold >= 0:

@@ -144,7 +144,7 @@ class Adam(_Elementwise):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            # float32, for which 0.99999999 is too close to 1. Not by a tensor: the default one may have no numbers.
+            # As float32, 0.99999999 is 1. A tensor would not do: on the default device it may have no numbers.
             betas = struct.unpack("2f", struct.pack("2f", *self.betas))
         except (TypeError, OverflowError, struct.error):
             betas = (-1.0,)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.config import EmbeddingConfig
@@ -82,9 +83,9 @@ def place_tables(
     ]
     chosen = _choose_rows(candidates, cache_bytes - (sum(stored) if policy == "lfu" else 0))
     counted = policy == "lfu" and any(chosen)
-    hits = [float(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
+    sums = [pad(uses.cumsum(0), (1, 0)) for uses in sorted_counts]
+    hits, uses = [float(s[n]) for s, n in zip(sums, chosen, strict=True)], [float(s[-1]) for s in sums]
     encoded = [sum(s.num_bytes for s in t.stored) for t in tables]
-    uses = [float(c.sum()) for c in sorted_counts]
     tiers = _choose_tiers([u - h for u, h in zip(uses, hits, strict=True)], encoded, (device_bytes, host_bytes, None))
     return {
         t.name: Placement(
@@ -101,7 +102,7 @@ def place_tables(
 def _refuse_negative(**budgets: int | None) -> None:
     for name, budget in budgets.items():
         if budget is not None and not budget >= 0:
-            raise ValueError(f"{name} = {budget} must not be negative")
+            raise ValueError(f"{name} = {budget} must be a number, and not negative")
 
 
 def _refuse_repeated(names: list[str]) -> None:

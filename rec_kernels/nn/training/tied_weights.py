@@ -115,7 +115,7 @@ class DenseGradients:
         """In a lookup's backward: whether its update is to wait for other gradients of the same backward."""
         if self._accumulators is None:
             leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
-            with torch.inference_mode(False), torch.enable_grad():  # in which a backward may run
+            with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
                 self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
         task = _current_task()
         if self._task != task:
