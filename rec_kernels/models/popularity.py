@@ -40,7 +40,7 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
     Raises:
         ValueError: counts that are negative, not finite or not one row, or fewer than one block.
     """
-    counts = torch.as_tensor(counts)
+    counts = counts if isinstance(counts, Tensor) else torch.as_tensor(counts, device="cpu")
     if counts.dim() != 1 or len(counts) < 1:
         raise ValueError(f"counts must be one row of at least one number, got shape {list(counts.shape)}")
     exact = counts.double().cpu()
