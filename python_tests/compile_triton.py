@@ -52,16 +52,15 @@ def architectures(kernel: str, has_products: bool) -> list[str]:
 
     The installed Triton compiles every launch for sm_90. All other targets, and Triton 3.6, have the first launch of
     each kernel: calls below begin with full tiles, with noise, with the most that an update does. Kernels without
-    products have no instructions of sm_100's own, and of Triton 3.6 one PTX for all GPUs of NVIDIA's, two conversions
-    aside.
+    products have one PTX for all GPUs of NVIDIA's, two conversions aside. Triton 3.6 is for these GPUs only.
     """
     oldest, is_first = triton.__version__.startswith("3.6."), kernel not in _kernels
     _kernels.add(kernel)
     wanted = {
-        "sm_80": is_first and (has_products or not oldest),
+        "sm_80": is_first and has_products,
         "sm_90": is_first or not oldest,
         "sm_100": is_first and has_products,
-        "gfx942": is_first,
+        "gfx942": is_first and not oldest,
     }
     return [name for name in TARGETS if wanted[name]]
 
