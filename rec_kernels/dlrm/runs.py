@@ -98,11 +98,12 @@ def claimed(directory: Path) -> Iterator[None]:
     """
     folder = os.open(directory, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunExistsError(f"another process trains {directory}: wait for it, or stop it") from error
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunExistsError(f"another process trains {directory}: wait for it, or stop it") from error
+        except OSError:
+            pass  # no locks here
         yield
     finally:
         os.close(folder)

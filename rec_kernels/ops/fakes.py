@@ -43,7 +43,6 @@ def check_rank(name: str, t: Tensor, *ranks: int) -> None:
 
 def check_shape(name: str, t: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
     """Raises ValueError for a tensor of as many dimensions and another shape, in the kernels' words."""
-
     for found, wanted in zip(t.shape, shape, strict=True):
         check_size(found, wanted, f"{name} must have shape {list(shape)}, got {list(t.shape)}")
 

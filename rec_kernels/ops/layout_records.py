@@ -110,6 +110,7 @@ class CachePlaces:
 
 
 def check(good: bool, message: str) -> None:
+    """Raises ValueError(message) unless good."""
     if not good:
         raise ValueError(message)
 

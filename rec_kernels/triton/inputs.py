@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rec_kernels.ops.layout_records import MAX_TABLE_ID
+from rec_kernels.ops.layout_records import MAX_TABLE_ID, check
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.triton.kernels import COLUMNS, start_kernel
 
@@ -37,12 +37,6 @@ _GIVEN_BY = {
 }
 # Optimizers that have each kind of state.
 _STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq": _ADAMS, "beta_powers": _ADAMS}
-
-
-def check(ok: bool, message: str) -> None:
-    """Raises ValueError(message) unless ok."""
-    if not ok:
-        raise ValueError(message)
 
 
 def check_offered(a: SimpleNamespace) -> None:
