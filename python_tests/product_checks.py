@@ -44,15 +44,16 @@ def check_sums(found: tuple[Tensor, ...], call: object) -> None:
         testing.assert_same_sum(mine, right, magnitude, terms + 1)
 
 
-def check_tiles(found: tuple[Tensor, ...], call: object, more_terms: int = 8, cut: float = 0.0) -> None:
+def check_tiles(found: tuple[Tensor, ...], call: object, precision: str = "ieee") -> None:
     """The result and both gradients, summed by tiles, are apart from float64 by at most the bound of docs/numerics.md.
 
     Args:
         found: them, on the CPU.
-        call: the call.
-        more_terms: additions beside those of most_terms().
-        cut: relative error of a term whose factors are cut to TF32.
+        call: the call, whose ``bound()`` says how many additions there are beside those of ``most_terms()``, and the
+            relative error of a term whose factors are cut to TF32.
+        precision: what the op was asked for.
     """
+    more_terms, cut = call.bound(precision)
     compared = zip(found, each_by_torch(call), magnitudes(call), call.most_terms(), strict=True)
     for mine, right, magnitude, terms in compared:
         assert mine.shape == right.shape

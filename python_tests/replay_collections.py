@@ -191,6 +191,23 @@ def inputs_of(expression: object, name: str = "features") -> Iterable[tuple[str,
         yield name, expression
 
 
+def in_numbers(expected: dict, got: dict) -> tuple[dict, dict]:
+    """Two states with rows of int8 in numbers, those of the second being the first's where they are a step apart.
+
+    Sums that differ in their last bit move the ends of a row, which all its bytes are relative to, and can turn the
+    noise of a number.
+    """
+    states = [dict(each["state"]) for each in (expected, got)]
+    for name, rows in expected["state"].items():
+        found = got["state"].get(name)
+        if rows.dtype == torch.uint8 and rows.dim() == 2 and found is not None and found.shape == rows.shape:
+            columns = rows.shape[1] - rk.row_bytes("int8", 1) + 1
+            a, b = (rk.dequantize_rows(t, "int8", columns) for t in (rows, found))
+            step = (a.amax(1, keepdim=True) - a.amin(1, keepdim=True)) / 255
+            states[0][name], states[1][name] = a, torch.where((a - b).abs() <= 1.01 * step, a, b)
+    return expected | {"state": states[0]}, got | {"state": states[1]}
+
+
 def replay(run: dict, folder: Path) -> list[str]:
     """Does what was done then.
 
@@ -208,5 +225,7 @@ def replay(run: dict, folder: Path) -> list[str]:
     with contextlib.closing(module) if hasattr(module, "close") else contextlib.nullcontext():
         for number, (step, expected) in enumerate(zip(run["steps"], run["results"], strict=True)):
             got, place = player.play(step), f"step {number}, {step['do']}"
+            if not run["exact"] and step["do"] == "state":
+                expected, got = in_numbers(expected, got)
             found += differences(expected, got, place, exact=run["exact"])
     return found

@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -276,6 +277,15 @@ def _tensors(found: object) -> list[Tensor]:
     return tree_flatten(list(found) if isinstance(found, Iterator) else found)[0]
 
 
+def _said(error: Exception) -> str:
+    """An error's type and text; an assertion, which has no text outside of pytest, with its place and its line."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, AssertionError):
+        return text
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({Path(at.filename).name}:{at.lineno}: {at.line})"
+
+
 def check(
     ops, wanted: set[str], say: Callable[[str], None] = lambda line: None, some: dict[str, Callable] | None = None
 ) -> int:
@@ -298,7 +308,7 @@ def check(
         try:
             found = _tensors(call_some(InLists(recorder)))
         except Exception as error:
-            faults.append(f"{name}: {recorder.last} raises {type(error).__name__}: {error}"[:1000])
+            faults.append(f"{name}: {recorder.last} raises {_said(error)}"[:1000])
             say(faults[-1])
             continue
         different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]

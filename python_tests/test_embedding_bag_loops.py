@@ -6,6 +6,8 @@ import contextlib
 import copy
 import io
 import re
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -392,14 +394,15 @@ def test_ddp_trains_tables_with_torch_gradients(two_processes) -> None:
 
 
 @ALONE
-def test_page_examples_run() -> None:
+def test_page_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The python blocks of docs/modules.md, one after the other, as one program."""
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert 0 < len(examples) == text.count("```python")
     torch.manual_seed(0)
-    names = {"__name__": "example"}
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # the Dynamo of torch 2.11 imports what it traces
     for number, example in enumerate(examples):
         if 'backing="disk"' in example and rk.build_info()["host_library"] is None:
             continue  # tables on disk, which this build is without
-        exec(compile(example, f"{PAGE.name}, example {number + 1}", "exec"), names)
+        exec(compile(example, f"{PAGE.name}, example {number + 1}", "exec"), vars(module))

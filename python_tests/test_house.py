@@ -171,6 +171,24 @@ def contracts() -> list[Path]:
     return [p for room in ROOMS for p in sorted((CSRC / room).glob("*.cpp")) if " define(m," in p.read_text()]
 
 
+def attributes(text: str) -> set[str]:
+    """Names behind a dot in a Python file."""
+    return {node.attr for node in ast.walk(parsed(text)) if isinstance(node, ast.Attribute)}
+
+
+def test_older_compilers_trace_the_package() -> None:
+    """Two functions of torch are left alone, which newer Dynamos trace rightly and those of torch 2.10 and 2.11 do not.
+
+    There torch.compiler.is_exporting() is True in every torch.compile, and torch.amp.is_autocast_available() breaks
+    graphs. rec_kernels/ops/exporting.py has the answer to the first.
+    """
+    wrong = {"is_exporting", "is_autocast_available"}
+    assert attributes("import torch\nif torch.compiler.is_exporting():\n    f()\n") == {"compiler", "is_exporting"}
+    found = [p for p in (ROOT / "rec_kernels").rglob("*.py") if wrong & attributes(p.read_text())]
+    names = {path.relative_to(ROOT).as_posix() for path in found}
+    refuse(names - {"rec_kernels/ops/exporting.py"}, "files ask torch what older torch's compilers get wrong")
+
+
 def test_one_stem_per_op() -> None:
     """A file of csrc that defines ops has its stem in every layer; on the CPU, its folder may have it."""
     files = contracts()

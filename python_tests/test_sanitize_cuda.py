@@ -46,8 +46,36 @@ def test_every_op_in_triton_is_called() -> None:
         check(Off(), in_triton | {"new"}, some=triton_calls())
     sums, bits, missing = str(wrong.value).splitlines()
     assert sums.startswith("grouped_projection: grouped_projection_backward_weights raises AssertionError")
+    assert re.search(r"\(product_checks\.py:\d+: assert bool", sums)
     assert bits.startswith("fake_quantize: tensors [0, 1, 2, 3, 4, 5, 6, 7] of 8 differ")
     assert missing == "no call of ['new']: add it to triton_calls.py"
+
+
+def _cut(t: torch.Tensor) -> torch.Tensor:
+    """Float32 cut to the 11 significant bits of TF32."""
+    return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+class _OnTensorCores:
+    """factorization_machine of a shared y as on an NVIDIA GPU, where half-precision products are TF32's."""
+
+    def factorization_machine(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.float() @ self._inner(x, y)).to(x.dtype)
+
+    def factorization_machine_backward(self, grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple:
+        of_y, of_grad = self._inner(x, y), self._inner(x, grad)
+        grad_x = grad.float() @ of_y.mT + y.float() @ of_grad.mT
+        return grad_x.to(x.dtype), (x.float() @ of_grad).sum(0).to(x.dtype)
+
+    def _inner(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        inner = x.float().mT @ y.float()
+        return inner if x.dtype == torch.float32 else _cut(inner)
+
+
+def test_products_of_tensor_cores() -> None:
+    """Calls allow what docs/numerics.md does: P and Q of half-precision numbers are cut to TF32."""
+    some = {"factorization_machine": triton_calls()["factorization_machine"]}
+    assert check(_OnTensorCores(), set(), some=some) == 0
 
 
 def test_ops_in_triton_wait_for_a_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -89,8 +89,10 @@ def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    device = x.device.type  # "meta" has no autocast
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if x.dtype != own and not (autocast and x.dtype in FLOAT_DTYPES.values()):
+    if x.dtype == own:
+        return
+    # "meta" has no autocast. torch.amp.is_autocast_available() would say so, but breaks graphs of torch 2.10 and 2.11.
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if not (autocast and x.dtype in FLOAT_DTYPES.values()):
         allowed = "float32, float16 or bfloat16 under autocast" if autocast else f"that of the parameters, {own}"
         raise ValueError(f"{name} must be {allowed}, got {x.dtype}")

@@ -11,6 +11,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
@@ -33,7 +34,7 @@ def is_traced(trained: Tables) -> bool:
         RuntimeError: tables that train are exported. Rows and their parameters are one memory here and two in a
             program, which would train neither.
     """
-    exports = torch.compiler.is_exporting() and torch.is_grad_enabled()
+    exports = is_exporting() and torch.is_grad_enabled()
     if exports and any(parameter.requires_grad for parameter in trained.parameters()):
         raise RuntimeError(
             "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or lookups "

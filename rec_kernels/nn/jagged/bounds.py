@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.checks import check_integers, has_data
+from rec_kernels.ops.exporting import is_exporting
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def to_offsets(lengths: Tensor) -> Tensor:
 
 def read_at(offsets: Tensor, places: list[int]) -> list[int]:
     """The numbers at some places of offsets."""
-    if torch.compiler.is_exporting():  # a program would have a list of sizes as constants
+    if is_exporting():  # a program would have a list of sizes as constants
         return torch.stack([offsets[place] for place in places]).tolist()
     return offsets[places].tolist()
 

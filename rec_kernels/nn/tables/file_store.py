@@ -16,6 +16,7 @@ from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.rows import initialize, takes_chunks, write
 from rec_kernels.nn.tables.store import TableCall, TableStore, device_of, num_bytes
 from rec_kernels.nn.tables.table_file import TableFile
+from rec_kernels.ops.exporting import is_exporting
 
 
 class FileStore(TableStore):
@@ -63,7 +64,7 @@ class FileStore(TableStore):
         self.file.file.close()
 
     def held(self) -> AbstractContextManager[None]:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise NotImplementedError(
                 f"tables in {self.file.path} cannot be exported: a program has no file; load the rows into a "
                 "collection in memory, and export its for_serving()"
