@@ -16,7 +16,7 @@ from backends import ROOT
 from test_bench_gpu import CPU, SMALL, Ticks
 
 from bench.gpu import __main__ as command
-from bench.gpu import cases, report, subjects
+from bench.gpu import cases, kernel_times, report, subjects
 from bench.gpu import implementations as imp
 
 GROUPS = "grouped-projection-5x2x4"
@@ -276,3 +276,39 @@ def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons["fbgemm"].endswith("does not run here: OSError: undefined symbol: _ZN3c10")
     if not torch.cuda.is_available():
         assert imp._why_not_ours(torch.device("cuda")) is not None
+
+
+def test_kernel_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs go into one file, each with a digest that is that of the tables' bits; a CPU has no kernels to time."""
+    output = tmp_path / "kernels.json"
+    for label, optimizer in (("before", "sgd"), ("after", "sgd"), ("after", "adam")):
+        options = ["--case", "trial-zipf", "--label", label, "--optimizer", optimizer, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["kernel_times", "--device", "cpu", "--commit", "abc", *options])
+        kernel_times.main()
+    found = json.loads(output.read_text())
+    assert found["about"]["command"].startswith("python -m bench.gpu.kernel_times --device cpu")
+    assert found["about"]["commit"] == "abc"
+    before, after, other = found["runs"]
+    assert before == after | {"label": "before"}
+    assert before["kernels_us"] == {"all": 0}
+    assert other["digest"] != after["digest"]
+    rows = torch.ones(4)
+    assert kernel_times.digest(rows) != kernel_times.digest(torch.tensor([1, 1, 1, 1 + 2**-23]))
+    monkeypatch.setattr(
+        sys, "argv", ["kernel_times", "--device", "cpu", "--case", "x", "--label", "a", "--output", str(output)]
+    )
+    with pytest.raises(SystemExit):
+        kernel_times.main()
+    assert "no case is called 'x'" in capsys.readouterr().err
+
+
+def test_recorded_kernel_times() -> None:
+    """All libraries of the recorded runs left the same bits, case by case, and their kernels add up."""
+    found = json.loads((report.RESULTS / "gpu-kernels-h200.json").read_text())
+    digests: dict[tuple[str, str], set[str]] = {}
+    for run in found["runs"]:
+        assert run["label"] in found["about"]["labels"]
+        digests.setdefault((run["case"], run["optimizer"]), set()).add(run["digest"])
+        kernels = dict(run["kernels_us"])
+        assert sum(kernels.values()) == pytest.approx(2 * kernels["all"], rel=0.01)
+    assert [len(of_case) for of_case in digests.values()] == [1] * 9

@@ -30,6 +30,10 @@ struct alignas(16) float4 {
   float x, y, z, w;
 };
 inline void __stwb(float4* p, float4 x) { std::memcpy(static_cast<void*>(p), &x, sizeof x); }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline void* __cvta_global_to_generic(size_t address) { return reinterpret_cast<void*>(address); }

@@ -14,8 +14,9 @@ struct DenseTarget {
   float* gradient;
 
   __device__ static bool needs_mean_square() { return false; }
+  __device__ static float state_before(int64_t) { return 0.0f; }
   __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
-  __device__ float open(const Part&, int64_t, int64_t, float) const { return 0.0f; }
+  __device__ float open(const Part&, int64_t, int64_t, float, float, bool) const { return 0.0f; }
   __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
   }
@@ -29,11 +30,12 @@ struct SparseTarget {
   const int64_t* first_float;  // of each run
   float* gradients;
 
-  __device__ float open(const Part& f, int64_t row, int64_t run, float) const {
-    rows[run] = row - f.row_offset;
+  __device__ float open(const Part& f, int64_t row, int64_t run, float, float, bool stores) const {
+    if (stores) rows[run] = row - f.row_offset;
     return 0.0f;
   }
   __device__ static bool needs_mean_square() { return false; }
+  __device__ static float state_before(int64_t) { return 0.0f; }
   __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
   __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
@@ -50,8 +52,9 @@ struct UpdateTarget {
     if (u.is_adagrad()) lanes.one(u.state.sum + row);
   }
   __device__ bool needs_mean_square() const { return u.is_adagrad(); }
-  __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
-    return u.factor(f, row, mean_square);
+  __device__ float state_before(int64_t row) const { return u.state_before(row); }
+  __device__ float open(const Part& f, int64_t row, int64_t, float before, float mean_square, bool stores) const {
+    return u.factor(f, row, before, mean_square, stores);
   }
   __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return reinterpret_cast<float*>(u.weights + f.weight_offset) + (row - f.row_offset) * f.embedding_dim;

@@ -68,13 +68,9 @@ struct SquareSum {
 
   __device__ __forceinline__ void add(int64_t column, int64_t D, const Vec4 (&x)[kBlocks]) {
     const int left = columns_left<G, kBlocks>(column + group.lane * 4, D);
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& sum = partial[k % kQuads][j];
-        if (k * G * 4 + j < left) sum = fused_multiply_add(x[k].v[j], x[k].v[j], sum);
-      }
+    constexpr int kAll = (kBlocks - 1) * G * 4 + 4;
+    if (left >= kAll) add_first(kAll, x);  // without a comparison for each
+    else add_first(left, x);
   }
   // The sum over all quads; those that no column went to would add zeros.
   __device__ __forceinline__ float total() const {
@@ -86,6 +82,18 @@ struct SquareSum {
 #pragma unroll
       for (int i = 0; i < distance; ++i) sums[i] += sums[i + distance];
     return group.sum(sums[0]);
+  }
+
+ private:
+  // Adds the columns of this lane that are `left`, counted from its first.
+  __device__ __forceinline__ void add_first(int left, const Vec4 (&x)[kBlocks]) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& sum = partial[k % kQuads][j];
+        if (k * G * 4 + j < left) sum = fused_multiply_add(x[k].v[j], x[k].v[j], sum);
+      }
   }
 };
 
@@ -137,13 +145,48 @@ struct StepOf<Target, true> {
   }
 };
 
+// Puts a row's gradient into g, and returns the sum of its squares, where something needs it; of a row that is wider
+// than a group keeps, g has some columns. sum_scaled(column, read) makes those from `column` on. A norm to be clipped
+// takes a pass of its own: of wider rows, another sum of all terms, in a loop, so that what both passes have in common
+// is compiled once.
+template <int G, int kBlocks, class Target, class SumScaled, class Read>
+__device__ __forceinline__ float sum_row(const Target& target, int64_t D, const Group<G>& group, StepOf<Target>* step,
+                                         Vec4 (&g)[kBlocks], const SumScaled& sum_scaled, const Read& read) {
+  if constexpr (kTakesWider<kBlocks, G>) {
+    float square_sum = 0.0f;
+#pragma unroll 1
+    for (int pass = step->clips_norm() ? 0 : 1; pass < 2; ++pass) {
+      const bool all = pass == 0 || target.needs_mean_square();
+      SquareSum<G, kBlocks> squares{group};
+      for (int64_t column = 0; column < D && (all || column == 0); column += kBlocks * 4 * G) {
+        sum_scaled(column, read);
+        squares.add(column, D, g);
+      }
+      if (all) square_sum = squares.total();
+      if (pass == 0) step->clip(square_sum);
+    }
+    return square_sum;
+  } else {
+    const auto squares_of = [&] {
+      SquareSum<G, kBlocks> squares{group};
+      squares.add(0, D, g);
+      return squares.total();
+    };
+    sum_scaled(0, read);
+    if (step->clips_norm()) {
+      step->clip(squares_of());
+      step->take(0, D, group, g, read);  // clipping by value again changes nothing
+    }
+    return target.needs_mean_square() ? squares_of() : 0.0f;
+  }
+}
+
 // Sums a row's gradient and gives it to the target.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
                                            const Part& f, int64_t row, int64_t run, const Sum& sum) {
-  constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
-  const float inverse = inverse_of(a.grad_scale);
+  const float inverse = inverse_of(a.grad_scale), before = target.state_before(row);
   Vec4 g[kBlocks];
   StepOf<Target> step(target);
   const auto sum_scaled = [&](int64_t column, const auto& read) {
@@ -154,20 +197,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     step.take(column, D, group, g, read);
   };
   const auto read = [&](int64_t c) { return target.read(f, row, c); };
-  // Rows that a smaller group takes have no more columns than it has lanes for. A norm to be clipped takes a pass of
-  // its own; the loop is there so that what both have in common is compiled once.
-  float square_sum = 0.0f;
-#pragma unroll 1
-  for (int pass = step.clips_norm() ? 0 : 1; pass < 2; ++pass) {
-    const bool all = pass == 0 || target.needs_mean_square();
-    SquareSum<G, kBlocks> squares{group};
-    for (int64_t column = 0; column < columns_behind<kBlocks, G>(D) && (all || column == 0); column += kWidth) {
-      sum_scaled(column, read);
-      squares.add(column, D, g);
-    }
-    if (all) square_sum = squares.total();
-    if (pass == 0) step.clip(square_sum);
-  }
+  const float square_sum = sum_row(target, D, group, &step, g, sum_scaled, read);
   Vec4 w[kBlocks] = {};
   if constexpr (kReadsAhead<G, kBlocks, Target>) {
     const float* weights = target.place(f, row, run);
@@ -177,9 +207,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
     else put_row(target, f, row, run, factor, group, g, w, gradient);
   };
-  float scalar = 0.0f;
-  if (group.lane == 0) scalar = target.open(f, row, run, square_sum / static_cast<float>(D));
-  scalar = group.broadcast(scalar, 0);
+  const float scalar = target.open(f, row, run, before, square_sum / static_cast<float>(D), group.lane == 0);
   if constexpr (Target::kElementwise) {
     const auto state = target.state_of(part, f, row, scalar);
     // Replaces gradients by directions: for a wider row on every request, and for good on the last.
@@ -205,27 +233,28 @@ template <class Target>
 constexpr bool kNarrow = false;
 template <int kBlocks, int G, class Target>
 constexpr int kResident =
-    (kBlocks == 1   ? (Target::kEncodes ? 12 : 16)
-     : kBlocks == 2 ? (!Target::kUpdates ? 12 : (Target::kElementwise ? 8 : 10))
+    (kBlocks == 1   ? (Target::kEncodes ? 12 : 14)
+     : kBlocks == 2 ? (Target::kElementwise ? 8 : 10)
                     : 8) -
     (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 4 : 0);
 template <int kBlocks, int G, class Target>
 constexpr int kGradientsOf = Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight : kGradientsInFlight<kBlocks>;
 
+// Rows whose memory is asked for ahead, with their state and first gradients: of an H200, updates of rows of floats of
+// more than 64 columns took less time without, of 64 columns more.
+template <int G, int kBlocks, class Target>
+constexpr bool kAsksAhead = Target::kEncodes || Target::kElementwise || kBlocks * G <= 16;
+
 // Runs that a group looks up together: three reads, each of which needs the one before, tell what is to be known of a
-// run, and the rows, state and first gradients of all are on their way to the L2 before the first is summed. What all
-// groups of a GPU ask for with more of them would push rows out of the L2 before they are read.
+// run. What all groups of a GPU ask for with more of them would push rows out of the L2 before they are read.
 template <int kBlocks, int G>
 constexpr int kRunsAhead = kBlocks == 1 || G < kWarpSize ? 4 : 2;
 
-// RunAhead is what a group has to know of a run before it sums its gradient: from its occurrences, or from the sums of
-// its chunks, where it has those.
-struct RunAhead {
+// RunAhead is what a group has to know of a run before it sums its gradient.
+struct alignas(16) RunAhead {
   int64_t row;
-  const float* term;  // the first one
-  uint32_t start, part;
-  int terms;  // 0: the row is not to be finished here
-  bool summed;
+  Terms terms;  // none: the row is not to be finished here
+  uint32_t part;
 };
 
 // Occurrences of a run whose sums of chunks a group can add up: at most kChunk of them.
@@ -240,23 +269,26 @@ __device__ __forceinline__ uint32_t sums_left(uint32_t occurrences) {
 }
 
 // Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
-template <int G, int kRuns, class Target>
-__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group, int64_t first,
-                                           RunAhead* ahead) {
+template <int G, int kBlocks, int kRuns, class Target>
+__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group,
+                                           uint32_t first, uint32_t num_runs, RunAhead* ahead) {
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
-  const int64_t run = first + group.lane / lanes.count * Group<G>::stride();
+  const uint32_t run = first + group.lane / lanes.count * static_cast<uint32_t>(Group<G>::stride());
   RunAhead known{};
-  if (run < *a.runs.num_runs) {
+  if (run < num_runs) {
     const uint32_t start = a.runs.starts[run], count = a.runs.starts[run + 1] - start, payload = a.runs.payloads[start];
     const int64_t row = a.runs.keys[start], part = part_of_entry(a.runs, a.bags, payload);
     if (a.finishes(run, part)) {
       const Part f = a.table_of(run, part, row);
-      target.expect(part, f, row, lanes);
-      const bool summed = count > kChunk || (a.weights && a.parts.records[part].multiplied);
-      const float* term = summed ? a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim : a.gradient_of(payload);
-      lanes.bytes(term, 4 * f.embedding_dim);
-      const uint32_t terms = summed ? sums_left(count) : count;
-      known = {row, term, start, static_cast<uint32_t>(part), static_cast<int>(terms), summed};
+      if constexpr (kAsksAhead<G, kBlocks, Target>) target.expect(part, f, row, lanes);
+      known = {row, {}, static_cast<uint32_t>(part)};
+      if (count > kChunk || (a.weights && a.parts.records[part].multiplied)) {
+        const float* sums = a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim;
+        known.terms = Terms::of_sums(sums, sums_left(count));
+      } else {
+        known.terms = {a.gradient_of(payload), a.coefficient_of(payload), start, count, 0};
+      }
+      if constexpr (kAsksAhead<G, kBlocks, Target>) lanes.bytes(known.terms.row, 4 * f.embedding_dim);
     }
   }
   if (lanes.lane == 0) ahead[group.lane / lanes.count] = known;
@@ -271,20 +303,20 @@ __global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>
   constexpr int kRuns = kRunsAhead<kBlocks, G>;
   const Group<G> group;
   RunAhead* ahead = shared_memory<RunAhead>() + threadIdx.x / G * kRuns;
-  for (uint32_t turn = 0;; ++turn) {
-    const int64_t run = Group<G>::first() + turn * Group<G>::stride();
-    if (turn % kRuns == 0) {
-      if (run >= *a.runs.num_runs) return;
-      __syncwarp(group.mask);  // the runs before are read
-      look_ahead<G, kRuns>(a, target, group, run, ahead);
-      __syncwarp(group.mask);
+  const uint32_t num_runs = *a.runs.num_runs, stride = static_cast<uint32_t>(Group<G>::stride());
+  for (int64_t first = Group<G>::first(); first < num_runs; first += int64_t{kRuns} * stride) {
+    __syncwarp(group.mask);  // the runs before are read
+    look_ahead<G, kBlocks, kRuns>(a, target, group, static_cast<uint32_t>(first), num_runs, ahead);
+    __syncwarp(group.mask);
+#pragma unroll 1
+    for (int r = 0; r < kRuns; ++r) {
+      const RunAhead known = ahead[r];
+      if (known.terms.count == 0) continue;
+      const uint32_t run = static_cast<uint32_t>(first) + r * stride;
+      const Part f = a.table_of(run, known.part, known.row);
+      const TermSum<G, kBlocks, kGradientsOf<kBlocks, G, Target>> sum{a, group, known.terms, f.embedding_dim};
+      finish_row<G, kBlocks>(a, target, group, known.part, f, known.row, run, sum);
     }
-    const RunAhead known = ahead[turn % kRuns];
-    if (known.terms == 0) continue;
-    const Part f = a.table_of(run, known.part, known.row);
-    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, G, Target>> sum{
-        a, group, known.start, known.terms, f.embedding_dim, known.term, known.summed};
-    finish_row<G, kBlocks>(a, target, group, known.part, f, known.row, run, sum);
   }
 }
 
@@ -323,8 +355,10 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     if (a.weights && a.parts.records[part].multiplied) continue;
     const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
-    write_chunk_sum<G, kBlocks>(a, group, chunk, D,
-                                OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D});
+    const Terms terms = Terms::of_entries(a, static_cast<uint32_t>(here.first), static_cast<uint32_t>(here.count));
+    // Rows of up to 16 columns, which have few bytes on their way, are asked for eight at a time.
+    constexpr int kRows = G == 4 ? 2 * kInFlight : kGradientsInFlight<kBlocks>;
+    write_chunk_sum<G, kBlocks>(a, group, chunk, D, TermSum<G, kBlocks, kRows>{a, group, terms, D});
   }
 }
 
@@ -348,8 +382,8 @@ __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
         for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kBlocks * 4 * G) {
           Vec4 g[kBlocks];
           if (left > 0) {
-            const int terms = static_cast<int>(left < kChunk ? left : kChunk);
-            OccurrenceSum<G, kBlocks>{a, group, 0, terms, D, rows + first * a.max_dim, true}(column, g);
+            const auto count = static_cast<uint32_t>(left < kChunk ? left : kChunk);
+            TermSum<G, kBlocks>{a, group, Terms::of_sums(rows + first * a.max_dim, count), D}(column, g);
           }
           __syncthreads();  // the terms are read that the sums replace
           if (left > 0) store_row(rows + sum * a.max_dim, column, D, aligned, group, g);
@@ -378,11 +412,15 @@ struct RowUpdate : Update {
 
   // Optimizers without state for every element: row-wise Adagrad, or SGD, whose update() of a weight is the same.
   __device__ __forceinline__ bool is_adagrad() const { return optimizer == Optimizer::kRowwiseAdagrad; }
-  // The factor of a row's gradient; advances the row's state.
-  __device__ __forceinline__ float factor(const Part& f, int64_t row, float mean_square) const {
+  __device__ __forceinline__ float state_before(int64_t row) const { return is_adagrad() ? state.sum[row] : 0.0f; }
+  // The factor of a row's gradient. Advances the row's state, which one lane `stores`.
+  __device__ __forceinline__ float factor(const Part& f, int64_t row, float before, float mean_square,
+                                          bool stores) const {
     const float rate = lr_of(f.shard.table);
-    if (is_adagrad()) return RowwiseAdagrad{rate, eps, state.sum}.prepare(row, mean_square);
-    return Sgd{rate}.prepare(row, mean_square);
+    if (!is_adagrad()) return Sgd{rate}.prepare(row, mean_square);
+    const float sum = before + mean_square;
+    if (stores) state.sum[row] = sum;
+    return RowwiseAdagrad{rate, eps, state.sum}.factor(sum);
   }
   // Weights that have shrunk by themselves.
   __device__ __forceinline__ Vec4 shrunk(Vec4 w, const Part& f) const {

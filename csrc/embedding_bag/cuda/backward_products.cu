@@ -46,8 +46,9 @@ struct ProductSum {
   int64_t D;
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
-    const bool weighted = a.runs.coefficients != nullptr;
     constexpr int kTerms = kInFlight / kBlocks;  // on their way, of two rows each
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j) sum[k].v[j] = -0.0f;  // which changes nothing that is added to it
     for (int begin = 0; begin < count; begin += G) {
       Term mine{};
       if (begin + group.lane < count) mine = term_of<Format>(a, first + begin + group.lane, D);
@@ -78,7 +79,7 @@ struct ProductSum {
             load(other, column, y[u]);
             multiply(y[u], x[u]);
           }
-          add_term(sum, x[u], group.broadcast(mine.coefficient, next + u), weighted, begin + next + u == 0);
+          add_term(sum, x[u], group.broadcast(mine.coefficient, next + u));
         }
       }
     }

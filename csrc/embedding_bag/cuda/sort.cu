@@ -133,12 +133,19 @@ struct RunStarts {
   uint32_t *starts, *num_runs;
   const int64_t* status;  // below 0: offsets are bad, and entries of no bag were never written
 
-  __device__ __forceinline__ bool begins(uint32_t i) const { return i == 0 || keys[i] != keys[i - 1]; }
+  // Keys are read whatever they are, and as what nobody writes meanwhile: a thread then asks for those of all its
+  // entries before it needs the first.
+  __device__ __forceinline__ Key key(uint32_t i) const { return __ldg(keys + i); }
   // 1 if a run begins at entry i.
-  __device__ __forceinline__ uint32_t operator()(uint32_t i) const { return keys[i] != left_out && begins(i) ? 1 : 0; }
+  __device__ __forceinline__ uint32_t operator()(uint32_t i) const {
+    const Key own = key(i), before = key(i == 0 ? 0 : i - 1);
+    return static_cast<uint32_t>(own != left_out) &
+           (static_cast<uint32_t>(i == 0) | static_cast<uint32_t>(own != before));
+  }
   // `before`: runs that begin before entry i.
   __device__ __forceinline__ void operator()(uint32_t i, uint32_t before) const {
-    if (begins(i)) starts[before] = i;
+    const Key own = key(i), previous = key(i == 0 ? 0 : i - 1);
+    if (i == 0 || own != previous) starts[before] = i;
     if (i == count) *num_runs = *status < 0 ? 0 : before;
   }
 };
@@ -195,7 +202,7 @@ class Memory {
 };
 
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
-  with_lanes(lanes_for(4 * ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
+  with_lanes(lanes_for(ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
     constexpr int G = decltype(group)::value;
     const auto kernel = in.parts.mapped ? part_entries_kernel<G> : entries_kernel<G>;
     launch(kernel, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);

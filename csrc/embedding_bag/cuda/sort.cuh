@@ -122,71 +122,101 @@ struct SumArgs {
     if (bags.starts) return grad + int64_t{bag} * output_dim;
     return grad + int64_t{bag % batch} * output_dim + parts[bag / batch].output_offset;
   }
+  // Returns the factor of that gradient.
+  __device__ __forceinline__ float coefficient_of(uint32_t payload) const {
+    return runs.coefficients ? runs.coefficients[runs.position(payload)] : 1.0f;
+  }
 };
 
-// Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum. One branch for all columns.
+// Adds terms to a sum: c * x, or x where c is 1, which is the same.
 template <int kBlocks>
-__device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[kBlocks], float c, bool weighted,
-                                         bool first) {
-  const auto each = [&](const auto& of) {
+__device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[kBlocks], float c) {
 #pragma unroll
-    for (int k = 0; k < kBlocks; ++k)
+  for (int k = 0; k < kBlocks; ++k)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[k].v[j] = of(sum[k].v[j], x[k].v[j]);
-  };
-  if (first) {
-    if (weighted) each([&](float, float term) { return c * term; });
-    else each([&](float, float term) { return term; });
-  } else {
-    if (weighted) each([&](float before, float term) { return fused_multiply_add(c, term, before); });
-    else each([&](float before, float term) { return before + term; });
-  }
+    for (int j = 0; j < 4; ++j) sum[k].v[j] = fused_multiply_add(c, x[k].v[j], sum[k].v[j]);
 }
 
-// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where
-// their chunks were summed before, those `count` sums.
+// The first `count` terms of a row's gradient, count <= kChunk: the gradients of its bags, each times a coefficient;
+// or, where chunks were summed before, those sums.
+struct Terms {
+  const float* row;   // the first one
+  float coefficient;  // of the first one
+  uint32_t first;     // entry, as there are fewer of them
+  uint32_t count : 31, summed : 1;
+
+  __device__ __forceinline__ static Terms of_entries(const SumArgs& a, uint32_t first, uint32_t count) {
+    const uint32_t payload = a.runs.payloads[first];
+    return {a.gradient_of(payload), a.coefficient_of(payload), first, count, 0};
+  }
+  __device__ __forceinline__ static Terms of_sums(const float* row, uint32_t count) { return {row, 1.0f, 0, count, 1}; }
+};
+
+// Sums terms. Each lane finds out where some of the rows are that come next, and all lanes read them together.
 template <int G, int kBlocks, int kRows = kGradientsInFlight<kBlocks>>
-struct OccurrenceSum {
+struct TermSum {
+  static constexpr int kOfLane = kRows < G ? 1 : kRows / G, kRound = G * kOfLane;  // rows
   const SumArgs& a;
   const Group<G>& group;
-  uint32_t first;  // as there are fewer entries
-  int count;
+  const Terms& terms;
   int64_t D;
-  const float* term = nullptr;  // the first one, where it is known
-  bool summed = false;
-
-  // True if entry i has a payload to ask for.
-  __device__ __forceinline__ bool is_unknown(int i, bool weighted) const {
-    return i < count && !summed && (i > 0 || weighted || !term);
-  }
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
-    const bool weighted = a.runs.coefficients != nullptr;
-    uint32_t payload = is_unknown(group.lane, weighted) ? a.runs.payloads[first + group.lane] : 0;
-    for (int begin = 0; begin < count; begin += G) {
-      const int mine = begin + group.lane;
-      const float* own = summed ? term + mine * a.max_dim : term;
-      float c = 1.0f;
-      if (is_unknown(mine, weighted)) {
-        own = a.gradient_of(payload);
-        if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
-      }
-      // The next round's comes while this round's gradients do.
-      if (is_unknown(mine + G, weighted)) payload = a.runs.payloads[first + mine + G];
-      const int here = count - begin < G ? count - begin : G;
-      for (int next = 0; next < here; next += kRows) {
-        float factor[kRows];
-        Vec4 x[kRows][kBlocks];
+    const bool weighted = a.runs.coefficients != nullptr, summed = terms.summed;
+    const int count = terms.count;
+    uint32_t payloads[kOfLane] = {};
+    ask(1, payloads);
+    load_row(terms.row, column, D, rows_aligned(terms.row, D), group, sum);
+    if (weighted) {
 #pragma unroll
-        for (int u = 0; u < kRows; ++u) {
-          const float* row = group.broadcast(own, next + u);
-          factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
-          if (next + u < here) load_row(row, column, D, rows_aligned(row, D), group, x[u]);
-        }
+      for (int k = 0; k < kBlocks; ++k)
+        for (int j = 0; j < 4; ++j) sum[k].v[j] = terms.coefficient * sum[k].v[j];
+    }
+    for (int begin = 1; begin < count; begin += kRound) {
+      const float* own[kOfLane];
+      float c[kOfLane];
 #pragma unroll
-        for (int u = 0; u < kRows; ++u)
-          if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
+      for (int p = 0; p < kOfLane; ++p) {
+        const int i = begin + p * G + group.lane;
+        own[p] = terms.row;
+        c[p] = 1.0f;
+        if (i >= count) continue;
+        if (summed) own[p] += i * a.max_dim;
+        else own[p] = a.gradient_of(payloads[p]);
+        if (weighted && !summed) c[p] = a.coefficient_of(payloads[p]);
       }
+      ask(begin + kRound, payloads);  // the next round's come while this round's gradients do
+      add(column, count - begin, own, c, sum);
+    }
+  }
+
+ private:
+  // Asks for the payloads of the terms from `begin` on.
+  __device__ __forceinline__ void ask(int begin, uint32_t (&payloads)[kOfLane]) const {
+#pragma unroll
+    for (int p = 0; p < kOfLane; ++p) {
+      const int i = begin + p * G + group.lane;
+      if (i < terms.count && !terms.summed) payloads[p] = a.runs.payloads[terms.first + i];
+    }
+  }
+  // Adds the rows of a round, or those that are left, kRows of them on their way.
+  __device__ __forceinline__ void add(int64_t column, int left, const float* (&own)[kOfLane], const float (&c)[kOfLane],
+                                      Vec4 (&sum)[kBlocks]) const {
+    const int here = left < kRound ? left : kRound;
+#pragma unroll 1
+    for (int next = 0; next < here; next += kRows) {
+      float factor[kRows];
+      Vec4 x[kRows][kBlocks];
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        const int lane = kOfLane > 1 ? u % G : next + u, place = kOfLane > 1 ? u / G : 0;
+        const float* row = group.broadcast(own[place], lane);
+        factor[u] = a.runs.coefficients ? group.broadcast(c[place], lane) : 1.0f;
+        if (next + u < here) load_row(row, column, D, rows_aligned(row, D), group, x[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kRows; ++u)
+        if (next + u < here) add_term(sum, x[u], factor[u]);
     }
   }
 };

@@ -76,11 +76,12 @@ struct ElementwiseTarget : Base {
     else lanes.bytes(s.moment(s.exp_avg_sq, place), bytes);
   }
   // The divisor of row-wise Adam.
-  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
+  __device__ float state_before(int64_t row) const { return needs_mean_square() ? u.state.exp_avg_sq[row] : 0.0f; }
+  __device__ float open(const Part&, int64_t row, int64_t, float before, float mean_square, bool stores) const {
     const Elementwise o = optimizer();
     if (!o.needs_mean_square()) return 1.0f;
-    const float second = o.row_moment(u.state.exp_avg_sq[row], mean_square);
-    u.state.exp_avg_sq[row] = second;
+    const float second = o.row_moment(before, mean_square);
+    if (stores) u.state.exp_avg_sq[row] = second;
     return o.row_divisor(second);
   }
   __device__ RowState state_of(int64_t part, const Part& f, int64_t row, float divisor) const {

@@ -24,8 +24,9 @@ struct EncodedTarget {
     const uint8_t* w = place(f, row);
     return ColumnReader<Format>(w, f.embedding_dim, columns_aligned<Format>(w, f.embedding_dim)).read(c);
   }
-  __device__ float open(const Part& f, int64_t row, int64_t, float mean_square) const {
-    return u.factor(f, row, mean_square);
+  __device__ float state_before(int64_t row) const { return u.state_before(row); }
+  __device__ float open(const Part& f, int64_t row, int64_t, float before, float mean_square, bool stores) const {
+    return u.factor(f, row, before, mean_square, stores);
   }
   // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
   template <int G, int kBlocks, class Gradient>

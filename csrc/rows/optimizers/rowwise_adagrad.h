@@ -16,8 +16,10 @@ struct RowwiseAdagrad {
   RK_HOST_DEVICE float prepare(int64_t row, float mean_square) const {
     const float v = sum[row] + mean_square;
     sum[row] = v;
-    return -(lr / (square_root(v) + eps));
+    return factor(v);
   }
+  // The factor that goes with the row's new state.
+  RK_HOST_DEVICE float factor(float v) const { return -(lr / (square_root(v) + eps)); }
 
   template <class V>
   RK_HOST_DEVICE static V update(V weight, V gradient, V factor) {
