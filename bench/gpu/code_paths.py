@@ -26,9 +26,7 @@ class Paths:
     round: int  # instructions of a round, all paths of the aligned code together
     rows: int  # that a round asks for
     after: int  # instructions from the loop to the end, past a store: at the least
-    ahead: int = (
-        0  # more of them on the way to the loop past the last prefetch, for all runs that are looked up together
-    )
+    ahead: int = 0  # more of them on the way to the loop past what looks up several runs, for all of them
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
@@ -91,10 +89,13 @@ def round_with_stores(body: Sequence[Instruction], following: Sequence[Sequence[
 
 
 def look_ahead(code: Sequence[Instruction], following: Sequence[Sequence[int]], start: int) -> int:
-    """Instructions by which the way from the first one to number ``start`` is longer past the last prefetch."""
+    """Instructions by which the way from the first one to number ``start`` is longer past the first integer division.
+
+    An entry finds its feature with it.
+    """
     far = distances(following, 0)
-    asked = [n for n, i in enumerate(code) if i.opcode.startswith("CCTL") and n in far]
-    ways = (far[n] + distances(following, n).get(start, 0) for n in asked[-1:])
+    divisions = [n for n, i in enumerate(code) if i.opcode.startswith("I2F.U32.RP") and n in far]
+    ways = (far[n] + distances(following, n).get(start, 0) for n in divisions[:1])
     return max((way - far[start] for way in ways), default=0)
 
 
@@ -123,7 +124,8 @@ def paths_of(name: str, registers: int, shared: int, code: Sequence[Instruction]
     size, rows = len(body), max(1, shuffles // passed)
     if several:
         size, rows = round_with_stores(body, following, first), sum(i.loaded > 4 for i in body)
-    return Paths(registers, blocks, before, size, rows, min(after, default=0), look_ahead(code, following, first))
+    ahead = look_ahead(code, following, first) if name.startswith("finish") else 0
+    return Paths(registers, blocks, before, size, rows, min(after, default=0), ahead)
 
 
 def read_file(library: str) -> dict[str, Paths]:

@@ -171,7 +171,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     gradient_rows = gradient / row + (ids - gradient / row) * missed if ids * row > gradient else ids
     update = 2 * reuse.unique * (row + STATE_BYTES[optimizer](w.dim) + ROW_OVERHEAD)
     of_run = (ids - reuse.chunks * CHUNK) / reuse.unique
-    rounds = max(1.0, of_run / short.rows)
+    rounds = max(0.0, of_run - 1) / short.rows  # the first term of a run needs no lookup
     of_group = reuse.unique * lanes / (short.blocks * THREADS * gpu.multiprocessors)
     together = min(RUNS_AHEAD[lanes == WARP], max(1.0, of_group))
     finish = Work(
@@ -181,7 +181,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
         warps=reuse.unique * lanes / WARP,
         instructions=TAKEN * (short.before + short.ahead / together + rounds * ALIGNED * short.round + short.after),
         # The ends and first entries of runs, of several together; then each one's rows of the gradient, and the row.
-        waits=(2 + is_weighted(w)) / together + rounds + 1,
+        waits=(2 + is_weighted(w)) / together + 1 + rounds + 1,
         blocks=short.blocks,
     )
     return [

@@ -237,8 +237,11 @@ constexpr int kResident =
      : kBlocks == 2 ? (Target::kElementwise ? 8 : 10)
                     : 8) -
     (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 4 : 0);
+// Gradients on their way, besides the first: fewer where a row is encoded.
 template <int kBlocks, int G, class Target>
-constexpr int kGradientsOf = Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight : kGradientsInFlight<kBlocks>;
+constexpr int kGradientsOf = Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight
+                             : Target::kEncodes                              ? kInFlight / 2
+                                                                             : kGradientsInFlight<kBlocks>;
 
 // Rows whose memory is asked for ahead, with their state and first gradients: of an H200, updates of rows of floats of
 // more than 64 columns took less time without, of 64 columns more.
