@@ -231,9 +231,9 @@ def test_paths_of_short_bags_by_hand() -> None:
 
 AHEAD = listing(
     "ISETP.GE.AND P0, PT, R0, R1, PT",  # 0x00
-    "@P0 BRA 0x40",  # past what is asked for ahead
+    "@P0 BRA 0x40",  # past what is found out ahead
     "IADD3 R2, R2, 0x1, RZ",  # 0x20
-    "CCTL.E.PF2 [R2]",
+    "I2F.U32.RP R3, R2",
     "SHFL.IDX PT, R4, R2, R0, R3",  # 0x40: the loop
     "SHFL.IDX PT, R5, R2, R0, R3",
     "SHFL.IDX PT, R6, R2, R0, R3",
@@ -244,8 +244,8 @@ AHEAD = listing(
 )
 
 
-def test_paths_past_what_is_asked_for_ahead_by_hand() -> None:
-    """Two instructions lead to the loop, two more past the prefetch."""
+def test_paths_past_what_is_looked_up_ahead_by_hand() -> None:
+    """Two instructions lead to the loop, two more past the division."""
     paths = code_paths.paths_of("finish_kernel<32, 1, UpdateTarget>", 64, 0, AHEAD)
     assert paths == Paths(registers=64, blocks=4, before=2, round=5, rows=1, after=2, ahead=2)
 
@@ -255,7 +255,7 @@ def test_runs_are_looked_up_together_where_groups_have_several() -> None:
     for batch, waits in ((800_000, 2 / 4 + 2), (1000, 2 + 2)):
         w = cases.Workload("u", 1, batch, 10**7, 128, 1)
         works = expected.backward(w, cases.ADAGRAD, expected.reuse_of(w), KERNELS, H100)
-        assert next(work for work in works if work.name == "update").waits == waits
+        assert next(work for work in works if work.name == "update").waits == pytest.approx(waits, abs=0.03)
 
 
 def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:

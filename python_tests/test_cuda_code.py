@@ -178,7 +178,7 @@ UPDATES = {
     r"<(8|16|32), 4, (DenseTarget|SparseTarget|UpdateTarget)>": 2,
     r"<(8|32), 1, EncodedTarget<.*>>": 3,
     r"<32, 4, EncodedTarget<.*>>": 2,
-    r"<4, 1, ElementwiseTarget<UpdateTarget>>": 3,
+    r"<4, 1, ElementwiseTarget<UpdateTarget>>": 2,
     r"<(4|8|16|32), 2, ElementwiseTarget<UpdateTarget>>": 2,
     r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*>>>": 2,
     r"<(8|32), 1, ElementwiseTarget<EncodedTarget<(Fp16|Bf16)>>>": 3,
@@ -240,8 +240,8 @@ def test_updates_share_a_multiprocessor(usage) -> None:
 
 
 # Updates of a row that was read once: the most instructions from the start to its second gradient and from there to the
-# end, and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for every
-# element, eight of 16 columns.
+# end, and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for
+# every element, eight of 16 columns.
 UPDATE_PATHS = {
     "finish_kernel<8, 4, UpdateTarget>": (396, 87),
     "finish_kernel<4, 1, UpdateTarget>": (296, 87),
