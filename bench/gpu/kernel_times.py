@@ -3,7 +3,7 @@
     python -m bench.gpu.kernel_times --case t32-b2048-e1e5-d128-uniform --label before --output kernels.json
 
 The L2 is emptied before each call. Runs with another library or commit and another label go into the same file: equal
-digests say that the updates have the same bits. Without a GPU (``--device cpu``) there are no kernels, and a digest.
+digests say that the updates leave the same rows. Without a GPU (``--device cpu``) there are no kernels, and a digest.
 """
 
 from __future__ import annotations
