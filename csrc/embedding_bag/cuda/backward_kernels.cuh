@@ -207,6 +207,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
     else put_row(target, f, row, run, factor, group, g, w, gradient);
   };
+  if constexpr (Target::kUpdates) __syncwarp(group.mask);  // all lanes have read the state that one of them advances
   const float scalar = target.open(f, row, run, before, square_sum / static_cast<float>(D), group.lane == 0);
   if constexpr (Target::kElementwise) {
     const auto state = target.state_of(part, f, row, scalar);
@@ -278,7 +279,7 @@ __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& targe
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
   const uint32_t run = first + group.lane / lanes.count * static_cast<uint32_t>(Group<G>::stride());
   RunAhead known{};
-  if (run < num_runs) {
+  if (run >= first && run < num_runs) {  // not beyond 2^32
     const uint32_t start = a.runs.starts[run], count = a.runs.starts[run + 1] - start, payload = a.runs.payloads[start];
     const int64_t row = a.runs.keys[start], part = part_of_entry(a.runs, a.bags, payload);
     if (a.finishes(run, part)) {

@@ -201,6 +201,7 @@ class Memory {
   std::vector<Tensor>& kept_;
 };
 
+// A group has a quarter as many lanes as a bag has ids: each finds out about its bag what all ids of it need.
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
   with_lanes(lanes_for(ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
     constexpr int G = decltype(group)::value;

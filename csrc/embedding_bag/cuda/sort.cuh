@@ -128,7 +128,7 @@ struct SumArgs {
   }
 };
 
-// Adds terms to a sum: c * x, or x where c is 1, which is the same.
+// Adds a term to a sum: c * x, or x where c is 1, which is the same.
 template <int kBlocks>
 __device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[kBlocks], float c) {
 #pragma unroll
