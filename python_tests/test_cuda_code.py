@@ -243,9 +243,9 @@ def test_updates_share_a_multiprocessor(usage) -> None:
 # end, and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for
 # every element, eight of 16 columns.
 UPDATE_PATHS = {
-    "finish_kernel<8, 4, UpdateTarget>": (396, 87),
-    "finish_kernel<4, 1, UpdateTarget>": (296, 87),
-    "finish_kernel<16, 2, ElementwiseTarget<UpdateTarget>>": (436, 87),
+    "finish_kernel<8, 4, UpdateTarget>": (403, 87),
+    "finish_kernel<4, 1, UpdateTarget>": (303, 87),
+    "finish_kernel<16, 2, ElementwiseTarget<UpdateTarget>>": (443, 87),
 }
 
 
