@@ -290,7 +290,7 @@ __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& targe
         const float* sums = a.partials + int64_t{a.runs.first_chunks[run]} * a.max_dim;
         known.terms = Terms::of_sums(sums, sums_left(count));
       } else {
-        known.terms = {a.gradient_of(payload), a.coefficient_of(payload), start, count, 0};
+        known.terms = Terms::of_entries(a, payload, start, count);
       }
       if constexpr (kAsksAhead<G, kBlocks, Target>) lanes.bytes(known.terms.row, 4 * f.embedding_dim);
     }
@@ -359,7 +359,8 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     if (a.weights && a.parts.records[part].multiplied) continue;
     const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
-    const Terms terms = Terms::of_entries(a, static_cast<uint32_t>(here.first), static_cast<uint32_t>(here.count));
+    const Terms terms = Terms::of_entries(a, a.runs.payloads[here.first], static_cast<uint32_t>(here.first),
+                                          static_cast<uint32_t>(here.count));
     // Rows of up to 16 columns, which have few bytes on their way, are asked for eight at a time.
     constexpr int kRows = G == 4 ? 2 * kInFlight : kGradientsInFlight<kBlocks>;
     write_chunk_sum<G, kBlocks>(a, group, chunk, D, TermSum<G, kBlocks, kRows>{a, group, terms, D});

@@ -145,8 +145,9 @@ struct Terms {
   uint32_t first;     // entry, as there are fewer of them
   uint32_t count : 31, summed : 1;
 
-  __device__ __forceinline__ static Terms of_entries(const SumArgs& a, uint32_t first, uint32_t count) {
-    const uint32_t payload = a.runs.payloads[first];
+  // The payload is the first entry's.
+  __device__ __forceinline__ static Terms of_entries(const SumArgs& a, uint32_t payload, uint32_t first,
+                                                     uint32_t count) {
     return {a.gradient_of(payload), a.coefficient_of(payload), first, count, 0};
   }
   __device__ __forceinline__ static Terms of_sums(const float* row, uint32_t count) { return {row, 1.0f, 0, count, 1}; }

@@ -75,8 +75,8 @@ struct ElementwiseTarget : Base {
     if (needs_mean_square()) lanes.one(s.exp_avg_sq + row);
     else lanes.bytes(s.moment(s.exp_avg_sq, place), bytes);
   }
-  // The divisor of row-wise Adam.
   __device__ float state_before(int64_t row) const { return needs_mean_square() ? u.state.exp_avg_sq[row] : 0.0f; }
+  // The divisor of row-wise Adam; 1 for others.
   __device__ float open(const Part&, int64_t row, int64_t, float before, float mean_square, bool stores) const {
     const Elementwise o = optimizer();
     if (!o.needs_mean_square()) return 1.0f;
