@@ -12,7 +12,8 @@ CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o 
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|triton==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
 # The tests run in JOBS processes, as many of them use one core, a file in one. `make test` leaves out those marked
-# `full`, which `make test-all` adds. With ARGS, it runs whatever they name, in one process, as pytest does.
+# `full`; `make test-all` has them, and leaves out `fewer`, which are parts of them. With ARGS, `make test` runs whatever
+# they name, in one process, as pytest does.
 JOBS ?= 2
 TRITON_3_6 := $(VENV)/triton-3.6.0
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
@@ -27,7 +28,7 @@ test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
 	$(PY) -m pytest $(or $(ARGS),$(SPREAD) -m "not full")
 
 test-all: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint $(TRITON_3_6) $(VENV)/.site
-	$(PY) -m pytest $(SPREAD)
+	$(PY) -m pytest $(SPREAD) -m "not fewer"
 
 # Which test calls which op with which backend, and what it raises (python_tests/op_coverage.py), in both tiers.
 NOTED = PYTEST_ADDOPTS="-p op_coverage" PYTHONPATH="$(CURDIR):$(CURDIR)/python_tests" OP_COVERAGE=$(CURDIR)/runs/coverage

@@ -52,14 +52,16 @@ def architectures(kernel: str, has_products: bool) -> list[str]:
 
     The installed Triton compiles every launch for sm_90. All other targets, and Triton 3.6, have the first launch of
     each kernel: calls below begin with full tiles, with noise, with the most that an update does. Kernels without
-    products have one PTX for all GPUs of NVIDIA's, two conversions aside. Triton 3.6 is for these GPUs only.
+    products have one PTX for all GPUs of NVIDIA's, two conversions aside; those with products are compiled for sm_80
+    and sm_100 in the most passes of float32 and in float16. Triton 3.6 is for NVIDIA's GPUs only.
     """
     oldest, is_first = triton.__version__.startswith("3.6."), kernel not in _kernels
     _kernels.add(kernel)
+    everywhere = has_products and kernel.endswith(("-tf32x3-fp32", "-fp16"))
     wanted = {
-        "sm_80": is_first and has_products,
+        "sm_80": is_first and everywhere,
         "sm_90": is_first or not oldest,
-        "sm_100": is_first and has_products,
+        "sm_100": is_first and everywhere,
         "gfx942": is_first and not oldest,
     }
     return [name for name in TARGETS if wanted[name]]

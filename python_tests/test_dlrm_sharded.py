@@ -152,7 +152,7 @@ def test_shards_execute_nothing(tmp_path: Path) -> None:
 def test_killed(tmp_path: Path) -> None:
     """SIGKILL of one of four stops all, with a line each, and the run goes on on two."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "--nproc-per-node"]
-    train = ["--", "rec_kernels.dlrm", "train", "--data", "synthetic", "--rows", "30000", "--table-rows", "500"]
+    train = ["--", "rec_kernels.dlrm", "train", "--data", "synthetic", "--rows", "12000", "--table-rows", "500"]
     train += ["--batch-size", "256", "--runs-dir", str(tmp_path), "--run", "killed", "--checkpoint-every", "20"]
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:

@@ -93,8 +93,8 @@ def binades(columns: int) -> Tensor:
 
 @pytest.mark.parametrize("columns", [33, *full(1, 3, 16, 100, 300)])
 def test_every_way(columns: int) -> None:
-    """Rows that are hard to encode, with and without NaN and Inf."""
-    x = torch.cat([finite_rows(columns), not_finite_rows(columns)])
+    """Rows that are hard to encode, with and without NaN and Inf; of the widest, some."""
+    x = torch.cat([finite_rows(columns), not_finite_rows(columns)])[:: 1 + columns // 100]
     for way in WAYS:
         compare(x, *way)
 

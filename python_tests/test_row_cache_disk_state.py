@@ -37,7 +37,7 @@ from row_cache_disk_cases import (
     train,
     trained_pair,
 )
-from tiers import cross, full
+from tiers import cross, fewer, full
 from torch import nn
 
 import rec_kernels as rk
@@ -342,7 +342,7 @@ def train_with_checkpoints(folder: Path, last: int) -> None:
     c.close()
 
 
-@pytest.mark.parametrize("times", [1, *full(3)])
+@pytest.mark.parametrize("times", [fewer(1), *full(3)])
 def test_killed(times: int, tmp_path) -> None:
     """A run that is killed goes on from its checkpoint, to the bits of a training without a stop."""
     memory, wait, last = make(LRU, OPTIMIZERS[2]), random.Random(1), 4_000

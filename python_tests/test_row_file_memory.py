@@ -17,7 +17,7 @@ host_or_skip()  # the system and its headers are those that the module is built 
 def test_every_allocation_can_fail(tmp_path: Path) -> None:
     """A call raises or has succeeded, none waits for ever, and the bytes are those of a file that never failed."""
     sources = [path for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")) if path.name != "host.cpp"]
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-g", "-fsanitize=address,undefined"]
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-Og", "-g1", "-fsanitize=address,undefined"]
     program = [ROOT / "python_tests" / "row_file_memory.cpp", *sources, f"-I{ROOT / 'csrc'}", "-pthread"]
     subprocess.run([*command, "-fno-sanitize-recover=all", *program, "-o", tmp_path / "program"], check=True)
     for seed in range(2):

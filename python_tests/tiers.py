@@ -15,6 +15,11 @@ def full(*values: object) -> list:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
 
 
+def fewer(count: int) -> object:
+    """A number of examples or rounds that the default tier has in place of a larger one, which begins with them."""
+    return pytest.param(count, marks=pytest.mark.fewer)
+
+
 def cross(kinds: Sequence, cases: Sequence, typical: object) -> list:
     """Pairs (kind, case) for pytest.mark.parametrize, such as dtypes and sizes; most are left to the full tier.
 
@@ -37,7 +42,7 @@ def drawn(examples: int, *strategies: object, **named: object) -> Callable[[Call
         def fresh() -> Callable:  # a test takes its settings once
             return given(*strategies, **named)(test)
 
-        @pytest.mark.parametrize("examples", [-(-examples // 3), *full(examples)])
+        @pytest.mark.parametrize("examples", [fewer(-(-examples // 3)), *full(examples)])
         @functools.wraps(test)
         def run(examples: int, **others: object) -> None:
             settings(max_examples=examples)(fresh())(**others)
