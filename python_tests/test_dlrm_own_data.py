@@ -86,6 +86,10 @@ WRONG = {
     "nan": (spoilt(np.nan), r"dense\[3, 1\] is nan, must be a finite number of float32"),
     "too large": (spoilt(1e300), r"dense\[3, 1\] is 1e\+300, must be a finite number of float32"),
     "key": (with_ids(lambda ids: ids, key="ID"), r"features has keys \['ID'\], which lack that of feature 'id'"),
+    "unused key": (
+        lambda b: b._replace(shared=bags(b.features.values(), "s")),
+        r"features and shared have keys \['s'\], which no Feature has: add one for each",
+    ),
     "no bags": (lambda b: b._replace(features=b.features.values()), "features is Tensor, must be a KeyedJaggedTensor"),
     "bags": (with_ids(lambda ids: ids[:-1]), "features has 49 bags for each key, label 50 rows"),
     "float ids": (

@@ -117,6 +117,9 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
         if feature.name not in have:
             place = "features or shared" if feature.shared else "features"
             raise WrongBatchError(f"{place} has keys {have}, which lack that of feature {feature.name!r}")
+    names = {feature.name for feature in features}
+    if unused := [name for name in have if name not in names]:
+        raise WrongBatchError(f"features and shared have keys {unused}, which no Feature has: add one for each")
 
 
 def _floats(value: Any, name: str) -> Tensor:
