@@ -166,20 +166,33 @@ OTHERS = ("fp16", "mxfp8_e4m3", "mxfp4_e2m1", "mxint8")
     ],
 )
 def test_traced_ops_compile(format: str, dtype: torch.dtype, columns: int, rule: str) -> None:
-    """Torch's own ops in Inductor: the bits of the op, integers within a rounding of their last addition."""
-    torch._dynamo.reset()
+    """Torch's own ops in Inductor."""
     # Inductor's CPU code may leave the last columns out where a fixed width is no whole number of blocks (torch 2.13):
     # of 33 in any dtype, of 48 in bfloat16 and blocks of 32.
-    dynamic = True if columns % 16 else None
+    check_traced_ops(hard_rows(columns, dtype), format, rule, dynamic=True if columns % 16 else None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Inductor's code for GPUs needs one")
+@pytest.mark.parametrize("format", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("columns", [33, 48, 64])
+def test_traced_ops_compile_for_a_gpu(format: str, columns: int) -> None:
+    """Fixed widths of all kinds, too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check_traced_ops(hard_rows(columns, dtype).cuda(), format, "floor")
+
+
+def check_traced_ops(x: torch.Tensor, format: str, rule: str, dynamic: bool | None = None) -> None:
+    """The bits of the op, integers within a rounding of their last addition."""
+    torch._dynamo.reset()
     compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True, dynamic=dynamic)
-    x = hard_rows(columns, dtype)
-    found, expected = compiled(x, rule == "rceil"), encoded_and_decoded(x, format, "nearest", rule)
+    found, x = compiled(x, rule == "rceil").cpu(), x.cpu()
+    expected = encoded_and_decoded(x, format, "nearest", rule)
     if not format.startswith("int"):
         assert same_bits(found, expected)
         return
     assert torch.equal(found.isnan(), expected.isnan())
     most = x.float().abs().amax(1, keepdim=True).double()
-    distance = (found.double() - expected.double()).abs() / torch.finfo(dtype).eps
+    distance = (found.double() - expected.double()).abs() / torch.finfo(x.dtype).eps
     assert bool((expected.isnan() | (distance <= 4 * most)).all())
 
 
