@@ -12,7 +12,7 @@ CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o 
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|triton==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
 # The tests run in JOBS processes, as many of them use one core, a file in one. `make test` leaves out those marked
-# `full`; `make test-all` has them, and leaves out `fewer`, which are parts of them. With ARGS, `make test` runs whatever
+# `full`; `make test-all` has them, and leaves out `fewer`, of which they have more. With ARGS, `make test` runs whatever
 # they name, in one process, as pytest does.
 JOBS ?= 2
 TRITON_3_6 := $(VENV)/triton-3.6.0

@@ -16,7 +16,7 @@ def full(*values: object) -> list:
 
 
 def fewer(count: int) -> object:
-    """A number of examples or rounds that the default tier has in place of a larger one, which begins with them."""
+    """A number of examples or rounds that the default tier has in place of the full tier's larger one."""
     return pytest.param(count, marks=pytest.mark.fewer)
 
 
