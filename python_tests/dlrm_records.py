@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
+TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes", "counted_from"}
 
 
 def records(run: Path) -> list[dict]:

@@ -42,7 +42,17 @@ class Broken(Bags):
             yield Batch(batch.dense, features, batch.label, bags)
 
 
-DATA = {"tiny": TinyData, "bags": Bags, "broken": Broken}
+class Unknown(TinyData):
+    """TinyData whose third batch has, in its last row, an id that the table has no row for."""
+
+    def batches(self, split, batch_size, start=0):
+        for number, batch in enumerate(super().batches(split, batch_size, start), start):
+            if number == 2 and split == "train":
+                batch.features.values()[-1] = 10**6
+            yield batch
+
+
+DATA = {"tiny": TinyData, "bags": Bags, "broken": Broken, "unknown": Unknown}
 
 
 def options(folder: str, **more: Any) -> TrainConfig:
@@ -65,7 +75,7 @@ def run(folder: str, data: str = "tiny", stop_after: int = 0, resume: bool = Fal
         directory = Path(folder) / "run" if resume else None
         config = TrainConfig.read(directory) if directory else options(folder, **dict(more))
         return train(config, DATA[data](), resume=directory, progress=False)
-    except (RunInterruptedError, RuntimeError, ValueError) as error:
+    except (RunInterruptedError, RuntimeError, ValueError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         Run.fit = fit

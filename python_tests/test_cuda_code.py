@@ -80,7 +80,7 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
     """Every row that a group has on its way is one 16-byte load per lane and block of columns; so is what it stores."""
     checked = 0
     for function, code in functions:
-        floats = "Fp32|UpdateTarget|DenseTarget|SparseTarget"
+        floats = "Fp32|UpdateTarget|StoredTarget"
         match = re.match(rf"({MAIN})_kernel ({floats}) (\d+) (\d+)$", kernel(function) or "")
         if not match:
             continue
@@ -91,7 +91,7 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
         loads = in_flight.get(match[1], pooled) * blocks
         assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
         assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
-    assert checked >= 40
+    assert checked >= 35
 
 
 def most_loads_on_their_way(code: str) -> int:
@@ -129,12 +129,12 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
         rows = 2 if match[1] == "pool_cached" or match[4] == "4" else 4
         assert most_loads_on_their_way(code) >= max((rows - 1) * loads, loads + 1), function
         assert not re.search(r"\bLD\.E", code), function  # of an address that may be of any memory
-    assert checked >= 7 * (12 + 3 + 2)
+    assert checked >= 4 * 11 + 3 * 7 + 7 * (3 + 2)
 
 
 # Lookups, pool_kernel<FORMAT, 32, blocks of 128 columns, weighted>, that keep one, two and four blocks of columns, or
 # with 16 lanes two in place of one: the most instructions of a round of rows, the fewest resident blocks, and bytes of
-# a lane before it first waits.
+# a lane before it first waits. Some have no kernel for bags without weights (kAlwaysWeighted in pool_table.cu).
 HALF_THE_LANES = (
     "Affine<8>",
     "Affine<4>",
@@ -145,19 +145,16 @@ HALF_THE_LANES = (
 LOOKUPS = {
     ("Fp32", "false"): ((50, 4, 64), (78, 3, 128), (80, 2, 128)),
     ("Fp32", "true"): ((54, 3, 64), (76, 2, 128), (82, 2, 128)),
-    ("Fp16", "false"): ((156, 4, 64), (142, 4, 64), (260, 2, 128)),
+    ("Fp16", "false"): ((156, 4, 64), (142, 4, 64)),
     ("Fp16", "true"): ((164, 4, 64), (146, 4, 64), (262, 2, 128)),
-    ("Bf16", "false"): ((126, 4, 64), (112, 4, 64), (204, 2, 128)),
+    ("Bf16", "false"): ((126, 4, 64), (112, 4, 64)),
     ("Bf16", "true"): ((134, 4, 64), (116, 4, 64), (206, 2, 128)),
-    ("Affine<8>", "false"): ((210, 4, 64), (208, 4, 64), (394, 2, 96)),
+    ("Affine<8>", "false"): ((210, 4, 64), (208, 4, 64)),
     ("Affine<8>", "true"): ((214, 3, 64), (212, 3, 64), (398, 2, 96)),
-    ("Affine<4>", "false"): ((219, 4, 32), (216, 4, 32), (402, 2, 48)),
+    ("Affine<4>", "false"): ((219, 4, 32), (216, 4, 32)),
     ("Affine<4>", "true"): ((223, 3, 32), (220, 3, 32), (406, 2, 48)),
-    ("SharedMicroexponents<7>", "false"): ((358, 3, 40), (355, 3, 40), (498, 2, 48)),
     ("SharedMicroexponents<7>", "true"): ((364, 3, 40), (359, 3, 40), (500, 2, 48)),
-    ("SharedMicroexponents<4>", "false"): ((374, 3, 28), (371, 3, 28), (556, 2, 40)),
     ("SharedMicroexponents<4>", "true"): ((378, 3, 28), (375, 3, 28), (558, 2, 40)),
-    ("SharedMicroexponents<2>", "false"): ((374, 3, 20), (371, 3, 20), (572, 2, 32)),
     ("SharedMicroexponents<2>", "true"): ((378, 3, 20), (375, 3, 20), (574, 2, 32)),
 }
 # pool_short_kernel<FORMAT, 32, weighted>: the most instructions for four bags of one id each.
@@ -172,10 +169,10 @@ SHORT_BAGS = {
 # Updates, or gradients, of rows that a group of lanes sums: the fewest resident blocks, by kernel without its format.
 # Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
 UPDATES = {
-    r"<4, 1, (DenseTarget|SparseTarget)>": 4,
+    r"<4, 1, StoredTarget>": 4,
     r"<4, 1, UpdateTarget>": 3,
-    r"<[48], 2, (DenseTarget|SparseTarget|UpdateTarget)>": 2,
-    r"<(8|16|32), 4, (DenseTarget|SparseTarget|UpdateTarget)>": 2,
+    r"<[48], 2, (StoredTarget|UpdateTarget)>": 2,
+    r"<(8|16|32), 4, (StoredTarget|UpdateTarget)>": 2,
     r"<(8|32), 1, EncodedTarget<.*>>": 3,
     r"<32, 4, EncodedTarget<.*>>": 2,
     r"<4, 1, ElementwiseTarget<UpdateTarget>>": 2,
@@ -192,7 +189,7 @@ def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
     kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if wanted.search(s)]
     for (format, weighted), widths in LOOKUPS.items():
         narrow = "16, 2" if format in HALF_THE_LANES else "32, 1"
-        for columns, (instructions, blocks, waited) in zip((narrow, "32, 2", "32, 4"), widths, strict=True):
+        for columns, (instructions, blocks, waited) in zip((narrow, "32, 2", "32, 4"), widths, strict=False):
             k = machine_code.find(kernels, f"pool_kernel<{format}, {columns}, {weighted}>")
             assert k.loop.instructions <= instructions, k
             assert k.blocks >= blocks, k
@@ -201,7 +198,7 @@ def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
 
 def test_no_lookup_spills(usage) -> None:
     kernels = [machine_code.compiled(s, text, "") for s, text in usage.items() if re.search(r"\dpool_\w*kernel", s)]
-    assert len(kernels) >= 8 * 6 * 2 + 3 * 4 * 2
+    assert len(kernels) >= 12 + 4 * 11 + 3 * 7 + 3 * 4 * 2
     for k in kernels:
         assert k.stack == 0, k
 

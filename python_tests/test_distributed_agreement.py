@@ -86,7 +86,7 @@ def test_refusals_of_all_ranks() -> None:
     """No rank waits for one that has found no plan; formats are named by whole tables."""
     (no_plan, loaded), (told, others) = pool(2).run(HERE, "refusals", Case("row_wise", "int8", "sgd"))
     assert no_plan.startswith("PlannerError")
-    assert told.startswith(f"RuntimeError: another rank has found no plan: rank 0: {no_plan[:40]}")
+    assert told.startswith(f"OtherRankError: another rank has found no plan: rank 0: {no_plan[:40]}")
     for error in (loaded, others):
         assert "embedding_bags.t0.weight has rows of format fp32, the collection's are int8, and ranks conv" in error
 

@@ -82,7 +82,7 @@ def test_no_space(tmp_path: Path) -> None:
     for told, told_other in zip(own, other, strict=True):
         assert told == "OSError: [Errno 28] No space left on device"
         what = "could not (make its shards|use its file of tables)"
-        assert re.fullmatch(rf"RuntimeError: another rank {what}: rank 1: {re.escape(told)}", told_other)
+        assert re.fullmatch(rf"OtherRankError: another rank {what}: rank 1: {re.escape(told)}", told_other)
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
@@ -90,13 +90,15 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     own = pool(2).run(HERE, "refuse", Case("row_wise", sizes=(8, 5)), str(tmp_path))
     for missing, plan, generation, nowhere, _, small in own:
         assert re.search("rows.0-of-2 has rows of generation 1 and .*rows.1-of-2 is new", missing)
-        assert re.match("(ValueError|RuntimeError: another rank could not make its shards: rank .: ValueError): ", plan)
+        assert re.match(
+            "(ValueError|OtherRankError: another rank could not make its shards: rank .: ValueError): ", plan
+        )
         assert "rows." in plan
         assert re.search("0-of-2 has rows of generation 2 and .*1-of-2 has rows of generation 1: RowCache", generation)
         assert nowhere.startswith("FileNotFoundError: ")
         assert re.match(r"ValueError: memory_budget = 1000 must be \d+ or more", small)
     assert own[1][4].startswith("IsADirectoryError: ")
-    assert own[0][4] == f"RuntimeError: another rank could not make its shards: rank 1: {own[1][4]}"
+    assert own[0][4] == f"OtherRankError: another rank could not make its shards: rank 1: {own[1][4]}"
 
 
 def test_collections(tmp_path: Path) -> None:

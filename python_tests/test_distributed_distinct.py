@@ -125,5 +125,5 @@ def test_without_inverse_indices() -> None:
     """There is no batch that the outputs could be rows of: all ranks are told."""
     others, own = pool(2).run(HERE, "without_inverse", Distinct())
     assert own.startswith("ValueError: the features have batch sizes of their own and no inverse indices")
-    assert others.startswith("RuntimeError: another rank refused its batch")
+    assert others.startswith("OtherRankError: another rank refused its batch")
     assert own in others

@@ -19,6 +19,7 @@ from process_cases import run_script
 from test_documented import own_docstring
 from test_examples import EXAMPLES, groceries
 from tiers import full
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import rec_kernels as rk
 
@@ -105,7 +106,7 @@ def test_bad_batches() -> None:
     assert same1
     assert " ".join(t.partition(":")[0] for t in own) == "IndexError KeyError TypeError ValueError ValueError TypeError"
     assert "feature 'f2', bag 3: id 1030 must be in [0, 1030)" in own[0]
-    assert all(text.startswith("RuntimeError: another rank refused its batch") for text in others)
+    assert all(text.startswith("OtherRankError: another rank refused its batch") for text in others)
     assert all(f"rank 1: {text}" in other for text, other in zip(own, others, strict=True))
     outputs = one_process(case)[0]
     for got, want in zip(zip(after0, after1, strict=True), outputs, strict=True):
@@ -149,7 +150,7 @@ def test_shards_of_one_rank_fail() -> None:
     """All ranks are told, and go on."""
     (other, first), (own, second) = pool(2).run(HERE, "without_rows", Case("row_wise", steps=1))
     assert own == "OSError: no rows here"
-    assert other == "RuntimeError: another rank could not make its shards: rank 1: OSError: no rows here"
+    assert other == "OtherRankError: another rank could not make its shards: rank 1: OSError: no rows here"
     assert first
     assert second
 
@@ -158,7 +159,7 @@ def test_plan_of_one_rank_is_refused() -> None:
     """All ranks are told, before they wait for one another."""
     other, own = pool(2).run(HERE, "refused_plan", Case())
     assert own.startswith("ValueError: the plan must have each of the tables")
-    assert other == f"RuntimeError: another rank cannot shard as it was told, and none has: rank 1: {own}"
+    assert other == f"OtherRankError: another rank cannot shard as it was told, and none has: rank 1: {own}"
 
 
 def test_replicas_begin_alike() -> None:
@@ -410,6 +411,10 @@ def test_sharder() -> None:
     with pytest.raises(ValueError, match=r"table 't0' can be sharded table_wise, .* \['column_wise'\] has none"):
         sharder(sharding_types=("column_wise",)).constraints(ebc)
     assert set(PLANS["mixed"]) < {"table_wise", "row_wise", "column_wise", "data_parallel"}
+    plain = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(10, 4, name="a", feature_names=["x"])])
+    _apply_optimizer_in_backward(torch.optim.SGD, plain.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"SGD was applied in the backward.*optimizer=rk\.SGD\(lr=0\.1\)"):
+        sharder().constraints(plain)
 
 
 def parameters(function: object) -> list[str]:

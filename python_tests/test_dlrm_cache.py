@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
         with pytest.raises(Exception, match="interrupted after step 9 of"):
             train(config(tmp_path, **more), progress=False)
     train(config(tmp_path, **more), resume=tmp_path / "run", progress=False)
+    assert records(tmp_path / "run")[-1]["counted_from"] == 9
     one, other = without_times(whole["device"], "tiers"), without_times(tmp_path / "run", "tiers")
     for r in (*one, *other):
         r.pop("tables", None)
@@ -161,6 +163,30 @@ def test_evaluate(whole) -> None:
             assert {name: records(run)[-1][name] for name in test} == test
     with pytest.raises(DataError, match="backing is 'disk', which needs device 'cpu'"):
         evaluate(whole["disk"], device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("of", "backing", "message"),
+    [
+        (
+            "device",
+            "disk",
+            r"checkpoint\.pt has its tables in memory, and backing is 'disk': go on with --backing device or",
+        ),
+        (
+            "disk",
+            "device",
+            r"checkpoint\.pt has its tables in a file, and backing is 'device': go on with --backing disk",
+        ),
+    ],
+)
+def test_other_backings(of: str, backing: str, message: str, config, whole, tmp_path) -> None:
+    """A run in memory does not go on in a file, nor the other way round; its folder is as it was."""
+    run = Path(shutil.copytree(whole[of], tmp_path / "run"))
+    before = sorted(run.iterdir())
+    with pytest.raises(DataError, match=message):
+        train(config(tmp_path, **DISK | {"backing": backing}), resume=run, progress=False)
+    assert sorted(run.iterdir()) == before
 
 
 @pytest.mark.parametrize(

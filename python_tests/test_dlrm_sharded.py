@@ -108,6 +108,16 @@ def test_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert records(tmp_path / "run")[-1]["kind"] == "failed"
 
 
+def test_an_id_without_a_row(tmp_path: Path) -> None:
+    """The process whose row it is in tells it, the other one that it was told; the record has the cause."""
+    other, own = on(2, str(tmp_path), "unknown")
+    where = "data set 'tiny', after step 1 of 7: "  # ids are sent a step ahead
+    assert own.startswith(f"IndexError: {where}feature 'id', bag 29: id 1000000 must be in [0, 20)")
+    assert other.startswith(f"TrainingError: {where}another rank refused its batch")
+    assert "rank 1: IndexError: feature 'id', bag 29: id 1000000" in other
+    assert records(tmp_path / "run")[-1]["cause"] == "IndexError"
+
+
 @pytest.mark.parametrize("option", [{"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str)
 def test_refused(tmp_path: Path, option: dict) -> None:
     """Options that sharded tables cannot have are refused by name before there is a run."""
@@ -144,8 +154,15 @@ def test_shards_execute_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.metadata names builtins\.print, which no table needs"):
         checkpoint.load_shards(folder, target)
     (folder / ".metadata").unlink()
-    with pytest.raises(ValueError, match=r"No such file.*\.metadata"):
+    with pytest.raises(ValueError, match=r"shards-1-0: process 0: .*No such file.*\.metadata'$"):
         checkpoint.load_shards(folder, target)
+
+
+def test_shards_that_cannot_be_written(tmp_path: Path) -> None:
+    """An error of the file system with a line's reason, as a full disk's; torch's is no Exception."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"shards-1-0 could not be written whole: process 0: NotADirectoryError: "):
+        checkpoint.save_shards(tmp_path / "file" / "shards-1-0", {"t": torch.ones(3, 2)})
 
 
 @pytest.mark.full

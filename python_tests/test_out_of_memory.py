@@ -8,6 +8,8 @@ import pytest
 from process_cases import run_script
 from tiers import full
 
+import rec_kernels as rk
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the address space is measured by /proc")
 
 #: The step is tried with more and more address space, so that its allocations fail, from the first to the last.
@@ -161,3 +163,10 @@ def test_an_update_is_done_or_not(optimizer: str, threads: int, products: bool) 
     failed, *messages = done.stdout.splitlines()
     assert int(failed) >= 3
     assert any("of scratch memory" in message for message in messages), messages
+
+
+def test_tables_without_room() -> None:
+    """The message has all tables' bytes and the largest, which torch's does not."""
+    tables = [rk.EmbeddingBagConfig(rows, 64, name=f"t{rows}", feature_names=[f"f{rows}"]) for rows in (10, 10**12)]
+    with pytest.raises(RuntimeError, match=r"2 tables of 256,000,000,002,560 bytes, of which 't1000000000000' has 256"):
+        rk.EmbeddingBagCollection(tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -225,7 +226,7 @@ def test_torchrec_model() -> None:
             batch = torchrec.KeyedJaggedTensor(["itemf", "userf"], ids, lengths=lengths)
             return self.dlrm(torch.arange(4.0).repeat(BATCH, 1), batch)
 
-    theirs, model = Fed(), Fed()
+    theirs, model, other = Fed(), Fed(), Fed()
     optimizers, own = ([torch.optim.SGD(m.parameters(), lr=0.1)] for m in (theirs, model))
     found = rk.replace_embeddings(model, trained_by=own)
     assert [(f.names, f.kind, f.tables) for f in found.swapped] == [
@@ -235,6 +236,16 @@ def test_torchrec_model() -> None:
     losses = train(theirs, range(5), optimizers)
     torch.testing.assert_close(train(model, range(5), own), losses, rtol=1e-5, atol=0)
     assert set(theirs.state_dict()) <= set(model.state_dict())
+    # An optimizer that was made before, and is not named, is told that it does not train the tables.
+    late = torch.optim.SGD(other.parameters(), lr=0.1)
+    report = rk.replace_embeddings(other)
+    assert "its parameters are new, for an optimizer of torch made from now on" in str(report)
+    assert "parameters are new" not in str(found)
+    with pytest.warns(UserWarning, match=r"SGD was given tables that rk\.replace_embeddings has replaced since"):
+        train(other, range(1), [late])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(other, range(1), [torch.optim.SGD(other.parameters(), lr=0.1)])
 
 
 def test_sharded_is_left(tmp_path: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tied_weights_cases import D, E, batch, loss_of, make
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import rec_kernels as rk
 
@@ -103,6 +104,17 @@ def test_torch_optimizers_are_told_once() -> None:
             optimizer.step()
 
 
+def test_optimizers_applied_in_the_backward_are_told_once() -> None:
+    """torch would run them where it accumulates a gradient, which tables of a fused optimizer do not get."""
+    collection = make(rk.SGD(lr=0.5))
+    _apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": 0.5})
+    with pytest.warns(UserWarning, match="Adagrad was applied in the backward to tables that a fused optimizer"):
+        collection(batch(0)).values().sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collection(batch(1)).values().sum().backward()
+
+
 def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
     """A collection without optimizer has no gradients beside a format that torch cannot train; frozen, it is fine."""
     collection, top = make(None, format="int8"), nn.Linear(28, 1)
@@ -166,6 +178,17 @@ def test_states_of_other_tables() -> None:
             one.fused_optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"eps = 1e-40 must be 0 or at least 2\^-126"):
         rk.RowwiseAdagrad(lr=0.1, eps=1e-40)
+
+
+def test_groups_refuse_rates_that_climb() -> None:
+    """A schedule that runs past its end says so; the rate stays, in the group and where the kernels read it."""
+    collection = make(rk.SGD(lr=0.5))
+    face = collection.fused_optimizer
+    for rate, shown in ((-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf")):
+        with pytest.raises(ValueError, match=rf"lr = {shown} must be at least 0, and finite as float32"):
+            face.param_groups[0]["lr"] = rate
+        assert face.param_groups[0]["lr"] == 0.5
+        assert collection.lr == 0.5
 
 
 def test_groups_refuse_options_that_nothing_reads() -> None:

@@ -114,6 +114,11 @@ def lookup_widths(dim: int, format: str) -> tuple[int, int]:
     return (lanes // 2, 2) if halves else (lanes, blocks)
 
 
+def always_weighted(format: str, blocks: int) -> bool:
+    """True of lookups that have one kernel for bags with weights and without: kAlwaysWeighted of pool_table.cu."""
+    return (blocks == 4 and format != "fp32") or (blocks == 2 and format.startswith("mx"))
+
+
 def bags_together(w: Workload, format: str) -> int:
     """Number of bags that a group of lanes takes: are_short of csrc/embedding_bag/cuda/pool_table.cu."""
     lanes, blocks = widths(w.dim)
@@ -124,11 +129,12 @@ def bags_together(w: Workload, format: str) -> int:
 def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = "fp32") -> list[Work]:
     """A forward: the layout is checked, then a group of lanes takes a bag, or several short ones."""
     lanes, blocks = lookup_widths(w.dim, format)
-    weighted, together = str(is_weighted(w)).lower(), bags_together(w, format)
+    weighted, together = is_weighted(w), bags_together(w, format)
     if together > 1:
-        code = kernels[f"pool_short_kernel<{FORMATS[format]}, {lanes}, {weighted}>"]
+        code = kernels[f"pool_short_kernel<{FORMATS[format]}, {lanes}, {str(weighted).lower()}>"]
     else:
-        code = kernels[f"pool_kernel<{FORMATS[format]}, {lanes}, {blocks}, {weighted}>"]
+        weighted |= always_weighted(format, blocks)
+        code = kernels[f"pool_kernel<{FORMATS[format]}, {lanes}, {blocks}, {str(weighted).lower()}>"]
     ids = w.bag * together
     fetched = [min(lanes, ids - first) for first in range(0, ids, lanes)]  # ids, by so many at once
     asked = sum(-(-ids // code.rows) for ids in fetched)

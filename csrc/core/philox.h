@@ -49,7 +49,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// One round; core/cpu/simd_words.h has it for registers.
+// One round; core/cpu/wide_philox.h has it for registers.
 RK_HOST_DEVICE PhiloxWords philox_round(const PhiloxWords& c, uint32_t key0, uint32_t key1) {
   const uint64_t p0 = uint64_t{c.word[0]} * kPhiloxM0, p1 = uint64_t{c.word[2]} * kPhiloxM1;
   return {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(p1),

@@ -31,12 +31,6 @@ struct CachePlace {
   }
 };
 
-// True if a linear row is one of `rows` from `first` on, for any numbers.
-RK_HOST_DEVICE bool is_row_of(int64_t row, int64_t first, int64_t rows) {
-  return row >= first && rows > 0 &&
-         static_cast<uint64_t>(row) - static_cast<uint64_t>(first) < static_cast<uint64_t>(rows);
-}
-
 // A set is searched by these bytes, an eighth of what its tags are.
 RK_HOST_DEVICE uint8_t mark_of(int64_t row) { return static_cast<uint8_t>(fmix64(static_cast<uint64_t>(row))); }
 
@@ -97,9 +91,8 @@ struct CacheView {
   uint8_t* dirty;
   int64_t ways;
 
-  // The slot of a linear row of a part, which is looked for first where it may be; -1: in none.
-  RK_HOST_DEVICE int64_t slot_of(const CachePlace& place, int64_t row, int64_t maybe = -1) const {
-    if (place.has(maybe, ways) && tags[maybe] == row) return maybe;
+  // The slot of a linear row of a part; -1: in none.
+  RK_HOST_DEVICE int64_t slot_of(const CachePlace& place, int64_t row) const {
     const int64_t first = place.set(row) * ways;
     const int64_t way = way_of(tags + first, marks + first, ways, row);
     return way < 0 ? -1 : first + way;

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rec_kernels.convert.modules import ConvertOptions, convert_embeddings, refusal
 from rec_kernels.convert.tables import is_fbgemm, is_ours, is_sharded, torchrec_layers
 from rec_kernels.convert.torch_peer import TrainedBy, flat, parameters_of
+from rec_kernels.nn.training.dense_parameters import dense_parameters, in_backward, mark_replaced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,6 +27,7 @@ class FoundEmbedding:
         names: its places in the model. kind: its class before.
         tables: name, num_embeddings and embedding_dim of each table; a layer of one table has it as "weight".
         module: what is there now. reason: why it was left as it was; "": it was swapped.
+        has_new_parameters: whether optimizers of torch that were made before do not have its tables, and others are to.
     """
 
     names: list[str]
@@ -33,11 +35,15 @@ class FoundEmbedding:
     tables: list[tuple[str, int, int]]
     module: nn.Module
     reason: str = ""
+    has_new_parameters: bool = False
 
     def __str__(self) -> str:
         tables = ", ".join(f"{name} {rows} x {columns}" for name, rows, columns in self.tables)
         what = f"{' = '.join(self.names)}: {self.kind} ({tables})"
-        return f"{what} left: {self.reason}" if self.reason else f"{what} -> rk.{type(self.module).__name__}"
+        if self.reason:
+            return f"{what} left: {self.reason}"
+        new = "; its parameters are new, for an optimizer of torch made from now on" if self.has_new_parameters else ""
+        return f"{what} -> rk.{type(self.module).__name__}{new}"
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,13 @@ def replace_embeddings(
         own = _Trained(module, [t for t in trainers if _has(t, module)] or (None if trainers else trained_by), options)
         names, reason = [place.name for place in at], _reason(module, own, holders)
         made = module if reason else _convert(own, names[0], len(found))
-        found.append(FoundEmbedding(names, type(module).__name__, _tables(module), made, reason))
+        anew = not reason and not own.is_parameter and bool(dense_parameters(made))
+        found.append(FoundEmbedding(names, type(module).__name__, _tables(module), made, reason, anew))
     for (module, at), entry in zip(places.items(), found, strict=True):
         for place in at:
             place.parent._modules[place.key] = entry.module
         gone = set(module.parameters()) - set(entry.module.parameters())
+        mark_replaced(gone)
         for trainer in trainers:
             _forget(trainer, gone)
     return ReplacedEmbeddings([f for f in found if not f.reason], [f for f in found if f.reason])
@@ -127,8 +135,8 @@ class _Trained:
     def is_parameter(self) -> bool:
         """True if the replacement has the very parameter of the module."""
         layer = type(self.module) in (nn.Embedding, nn.EmbeddingBag)
-        in_backward = any(getattr(p, "_in_backward_optimizers", []) for p in self.module.parameters())
-        fused = "optimizer" not in self.options and (self.trained_by or (self.trained_by is None and in_backward))
+        applied = self.trained_by is None and in_backward(self.module.parameters())
+        fused = "optimizer" not in self.options and (self.trained_by or applied)
         return layer and not fused and all(value is None for value in self.options.values())
 
 

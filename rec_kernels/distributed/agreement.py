@@ -17,6 +17,18 @@ from rec_kernels.distributed.collectives import gathered
 Batch = TypeVar("Batch")
 
 
+class OtherRankError(RuntimeError):
+    """Another rank has an error, and this one stops with it.
+
+    Args:
+        message: which rank, and its error's. cause: the type of the first such error.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
 def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """A collective that compares a text for each of several names with the first rank's.
 
@@ -45,14 +57,15 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup, what: str)
         error: this rank's, or None. what: "refused its batch", which another rank did that has one.
 
     Raises:
-        ``error``; RuntimeError: other ranks have one, with their messages.
+        ``error``; OtherRankError: other ranks have one, with their messages.
     """
     texts = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
     if told:
-        raise RuntimeError(f"another rank {what}: {told}")
+        cause = next(text for text in texts if text is not None).partition(":")[0]
+        raise OtherRankError(f"another rank {what}: {told}", cause)
 
 
 def check_equal(names: Sequence[str], state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

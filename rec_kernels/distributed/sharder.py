@@ -21,6 +21,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.file_store import FileStore
+from rec_kernels.nn.training.dense_parameters import in_backward
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
@@ -137,6 +138,11 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
+    if name := in_backward(module._held.weights()):
+        raise ValueError(
+            f"{name} was applied in the backward to the tables of a collection, and shards would not be trained by it: "
+            "give the collection an optimizer of this package, as optimizer=rk.SGD(lr=0.1)"
+        )
     if isinstance(module._store, FileStore):
         raise ValueError(
             f"a collection whose tables are in {module._store.file.path} cannot be sharded, as each rank has a file of "

@@ -160,8 +160,23 @@ def new_folder(directory: Path, step: int) -> Path:
 
 
 def save_shards(folder: Path, shards: dict[str, Any]) -> None:
-    """Writes the shards of all processes' tables into a new folder; a collective."""
-    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
+    """Writes the shards of all processes' tables into a new folder; a collective.
+
+    Raises:
+        OSError: on all processes, a disk is full or cannot be written to; the folder is left, with what was written.
+    """
+    try:
+        dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
+    except dcp.CheckpointException as error:
+        raise OSError(f"{folder} could not be written whole: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the first process that failed has said: a CheckpointException's text has the tracebacks of all."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        rank, (first, _) = min(error.failures.items())
+        return f"process {rank}: {type(first).__name__}: {first}"
+    return f"{type(error).__name__}: {error}"
 
 
 def load_shards(folder: Path, tables: dict[str, Any]) -> None:
@@ -178,7 +193,7 @@ def load_shards(folder: Path, tables: dict[str, Any]) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(tables, storage_reader=_ShardReader(folder), no_dist=alone)
     except (dcp.CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{folder}: {error}") from error
+        raise ValueError(f"{folder}: {_reason(error)}") from error
 
 
 class _ShardReader(dcp.FileSystemReader):

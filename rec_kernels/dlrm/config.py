@@ -13,7 +13,7 @@ from typing import Any
 
 import rec_kernels as rk
 from rec_kernels.dlrm import files
-from rec_kernels.dlrm.completejourney import LAST_WEEK
+from rec_kernels.dlrm.completejourney import HISTORY_LENGTHS, LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
@@ -254,6 +254,9 @@ class TrainConfig:
                 f"decay_start is {self.decay_start}, must be at least warmup_steps (now {self.warmup_steps}) for rates "
                 "that fall (decay_steps)"
             )
+        shortest, longest = HISTORY_LENGTHS
+        if self.data == "completejourney" and self.history and not shortest <= self.history <= longest:
+            raise ValueError(f"history is {self.history}, allowed for {self.data} is {shortest} to {longest}")
         if self.backing == "disk" and self.device != "cpu":
             raise ValueError(f"backing is 'disk', which needs device 'cpu' (now {self.device!r})")
         if self.decay_every and not (self.cache and self.policy == "lfu"):

@@ -78,6 +78,12 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
     with checkpoint.fitting(directory):
         checkpoint.check_options(directory, state, config)
         generation = generation_of(state["model"])
+    if (in_file := generation is not None) != (config.backing == "disk"):  # before a file of tables is made
+        there, wanted = ("a file", "disk") if in_file else ("memory", "device or --backing host")
+        raise DataError(
+            f"{directory / checkpoint.NAME} has its tables in {there}, and backing is {config.backing!r}: go on with "
+            f"--backing {wanted}"
+        )
     model = build_model(config, data, directory, generation)
     try:
         with checkpoint.fitting(directory):

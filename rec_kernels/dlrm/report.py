@@ -52,7 +52,8 @@ def facts(test: dict) -> dict[str, str]:
         "tables": memory(test["tables"]),
     }
     if any(test["tiers"].get(name) for name in ("cache_bytes", "host_bytes", "file_bytes")):
-        said["tiers"] = tiers(test["tiers"])
+        since = f" after step {step}, where the run was resumed" if (step := test.get("counted_from")) else ""
+        said["tiers"] = tiers(test["tiers"]) + since
     if "dedup" in test:
         said["shared bags"] = dedup(test)
     flops = f"{test['flops_per_example']:,} FLOPs of a row's forward"

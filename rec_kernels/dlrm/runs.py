@@ -50,6 +50,7 @@ _RECORDS = {
         "tables": Each(_TABLE),
         "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), whole())),
         "machines": Each(MACHINE),
+        "counted_from?": whole(),
         "dedup?": FLAG,
         "dedup_factor?": Maybe(number()),
     },
@@ -136,8 +137,11 @@ class Records:
         if not self._kept:
             return
         files.make_own(self.path)
-        with self.path.open("ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
+        try:
+            with self.path.open("ab") as file:
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:  # of a write, it has no file's name
+            raise OSError(error.errno, f"a record cannot be written: {error.strerror}", str(self.path)) from error
 
     def mark(self) -> int:
         """End of the file, in bytes, all of which are on the disk."""

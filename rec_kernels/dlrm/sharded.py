@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.streamable import Pipelineable
 
 import rec_kernels as rk
+from rec_kernels.distributed.agreement import OtherRankError
 from rec_kernels.dlrm import checkpoint, runs
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, ahead
@@ -91,6 +93,8 @@ class ShardedRun(Run):
     Logits, labels and scores are of all processes; times of the parts of a step are the first one's.
     """
 
+    told_by_others = (OtherRankError,)
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         loss = nn.Module()
@@ -147,5 +151,10 @@ class ShardedRun(Run):
         shards = {name: t for name, t in model.items() if isinstance(t, ShardedTensor)}
         rest = {name: t for name, t in model.items() if name not in shards}
         folder = self.data.ranks.once(lambda: checkpoint.new_folder(self.directory, self.step))
-        checkpoint.save_shards(folder, shards)
+        try:
+            checkpoint.save_shards(folder, shards)
+        except OSError:
+            if self.writes:
+                shutil.rmtree(folder, ignore_errors=True)  # a full disk gets back what it took
+            raise
         self.data.ranks.once(lambda: super(ShardedRun, self)._write(state | {"model": rest, "shards": folder.name}))

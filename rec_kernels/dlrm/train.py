@@ -143,14 +143,17 @@ def _explained(run: Run, error: Exception) -> Exception | None:
     if isinstance(error, MemoryError) and config.backing == "disk":
         now = f"memory_budget is {config.memory_budget!r}, batch_size {config.batch_size}"
         return TrainingError(f"{error} ({now})")
+    where = f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}"
     if isinstance(error, IndexError):  # a GPU tells a step later
-        return IndexError(f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}")
+        return IndexError(where)
+    if isinstance(error, run.told_by_others):
+        return TrainingError(where)
     return None
 
 
 def _record_failure(run: Run, error: Exception) -> None:
     """Records what ended the run, and writes the report of what there is."""
-    cause, step = type(error).__name__, run.step + 1
+    cause, step = getattr(error, "cause", type(error).__name__), run.step + 1  # of another process's error: its type
     if not run.writes:
         return
     with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
@@ -220,6 +223,9 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
 class Run:
     """A training run in progress: model, optimizers, where it is, and what it has recorded."""
 
+    #: Errors by which other processes tell this one of theirs.
+    told_by_others: tuple[type[Exception], ...] = ()
+
     def __init__(self, config: TrainConfig, data: Reader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
         self.writes = data.ranks.rank == 0  # the run's files
@@ -234,6 +240,7 @@ class Run:
         self.records = runs.Records(directory, kept=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.machines: list[dict] = []  # that it has computed on
+        self.counted_from = 0  # the step behind which its tables have counted lookups and bytes
         self.window = Window(ranks=data.ranks)
         self.progress = True
         if state is not None:
@@ -288,6 +295,7 @@ class Run:
             "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in sizes["tables"]),
             "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
             **sizes,
+            "counted_from": self.counted_from,
         }
         if any(feature.shared for feature in self.data.features):
             test |= {"dedup": self.data.dedup.on, "dedup_factor": self.data.dedup.factor}
@@ -329,6 +337,7 @@ class Run:
                 setattr(self, name, state[name])
             self.window = Window(state["window"], self.data.ranks)
             self.records.rewind(state["records"])
+            self.counted_from = self.step
 
     def _rows_done(self) -> int:
         epochs, steps = divmod(self.step, self.steps_per_epoch)

@@ -211,7 +211,7 @@ class TableCollection(nn.Module):
 
     def __getstate__(self) -> dict:
         refuse_replaced(self._tied)
-        return {name: value for name, value in self.__dict__.items() if name != "_tied"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_tied"}
 
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.

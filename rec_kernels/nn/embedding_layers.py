@@ -208,10 +208,11 @@ class EmbeddingLayer(nn.Module):
             return super().requires_grad_(requires_grad)
 
     def __getstate__(self) -> dict:
+        state = super().__getstate__()
         if self.collection is None:
-            return self.__dict__
+            return state
         # The collection keeps its parameters; here, their names keep the order.
-        return {**self.__dict__, "_parameters": self._parameters | dict.fromkeys(self._shown())}
+        return {**state, "_parameters": self._parameters | dict.fromkeys(self._shown())}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

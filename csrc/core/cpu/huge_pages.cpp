@@ -10,13 +10,13 @@ namespace rec_kernels {
 namespace {
 
 // Asks the system to back a large tensor with huge pages: a random row then costs a page walk far less often. Advice
-// only; false where the system has none to take or the tensor is too small to gain.
+// only; false where the system has none to take, or the tensor is too small to gain or not contiguous.
 bool advise_huge_pages([[maybe_unused]] const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;
   constexpr size_t kWorthIt = size_t{8} << 20;
   const size_t bytes = static_cast<size_t>(t.numel()) * t.element_size();
-  if (bytes < kWorthIt) return false;
+  if (bytes < kWorthIt || !t.is_contiguous()) return false;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr()), end = begin + bytes;
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
   return madvise(reinterpret_cast<void*>(first), (end - first) / kPage * kPage, MADV_HUGEPAGE) == 0;

@@ -1,6 +1,10 @@
 // The instruction sets that are compiled in, and the one in use.
 #include "core/cpu/isa.h"
 
+#if defined(RK_NEWER_ISAS)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <string>
 
@@ -12,16 +16,31 @@ namespace {
 
 constexpr const char* kIsaNames[] = {"baseline", "v3", "v4"};
 
+#if defined(RK_NEWER_ISAS)
+// Features of x86-64-v3 that older compilers' __builtin_cpu_supports does not know. Processors with AVX2 have them, but
+// what virtual machines show of a processor need not.
+bool has_rest_of_v3() {
+  unsigned eax, ebx, basic = 0, extended = 0, edx;
+  __get_cpuid(1, &eax, &ebx, &basic, &edx);
+  __get_cpuid(0x80000001u, &eax, &ebx, &extended, &edx);
+  constexpr unsigned kF16cAndMovbe = 1u << 29 | 1u << 22, kLzcnt = 1u << 5;
+  return (basic & kF16cAndMovbe) == kF16cAndMovbe && (extended & kLzcnt) != 0;
+}
+#endif
+
 CpuIsa best_isa() {
 #if defined(RK_NEWER_ISAS)
-  // x86-64-v4 adds these to v3 (every such machine has v3's features).
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2"))
-    return CpuIsa::v4;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    return CpuIsa::v3;
-#endif
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
+      !__builtin_cpu_supports("bmi2") || !has_rest_of_v3())
+    return CpuIsa::baseline;
+  // What x86-64-v4 adds.
+  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  return v4 ? CpuIsa::v4 : CpuIsa::v3;
+#else
   return CpuIsa::baseline;
+#endif
 }
 
 std::atomic<CpuIsa>& current() {

@@ -95,9 +95,10 @@ void parallel_pieces(int64_t items, int64_t piece, int64_t workers, const Body& 
 }
 
 // body(begin, end, worker) once for each worker over an equal share of [0, items), the same in every call: a core finds
-// in its caches what it wrote there before. For items that cost the same.
+// in its caches what it wrote there before. Not at all if there are no items. For items that cost the same.
 template <class Body>
 void parallel_shares(int64_t items, int64_t workers, const Body& body) {
+  if (items == 0) return;
   const int64_t each = items / workers, more = items % workers;  // the first `more` workers have an item more
   parallel_workers(workers, [&](int64_t worker) {
     const int64_t begin = each * worker + (worker < more ? worker : more);

@@ -361,8 +361,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad,
 
 FinishRuns kernel_of(Optimizer optimizer) {
   const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
-  if (is_elementwise(optimizer)) return k.elementwise;
-  return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
+  return is_elementwise(optimizer) ? k.elementwise : k.scaled;
 }
 
 // The numbers in an update's tensors, which nobody can look at on a GPU.

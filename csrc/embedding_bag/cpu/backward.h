@@ -91,8 +91,9 @@ struct EmbeddingBagBackwardKernels {
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, float* scratch, int64_t begin, int64_t end);
   // Sums the short runs among [begin, end) of a multiplied table into its `sums`.
   void (*sum_runs)(const RunArgs&, const TableRuns&, float* scratch, int64_t begin, int64_t end);
-  // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
-  FinishRuns store, sgd, rowwise_adagrad, elementwise;
+  // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats. `scaled`: SGD, or row-wise
+  // Adagrad, if it has state.
+  FinishRuns store, scaled, elementwise;
 
   template <CpuIsa>
   static const EmbeddingBagBackwardKernels table;

@@ -7,19 +7,28 @@
 #include "embedding_bag/cpu/pool_composed.h"
 #include "embedding_bag/cpu/slot_finder.h"
 #include "embedding_bag/cpu/targets.h"
-#include "rows/cpu/statistics.h"
-#include "rows/optimizers/rowwise_adagrad.h"
-#include "rows/optimizers/sgd.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// out = the sum of terms [first, first + count). Not inlined, as sum_products: a call costs nothing here, and copies
-// would take long to compile.
+// out [D] = the sum of terms [first, first + count).
 template <class Terms>
-__attribute__((noinline)) void sum_terms(const Terms& terms, int64_t first, int64_t count, int64_t D, float* out) {
+RK_HOST_DEVICE void sum_terms(const Terms& terms, int64_t first, int64_t count, int64_t D, float* out) {
   for_blocks(D, SumInto<Terms>{terms, first, count, out});
+}
+__attribute__((noinline)) void sum_partials(const float* partials, int64_t count, int64_t D, float* out) {
+  sum_terms(RowsInMemory{partials, D}, 0, count, D, out);
+}
+
+// out [D] = the sum of occurrences [first, first + count) of a table; gradients of those up to `end` are fetched. Not
+// inlined, as sum_products: a call costs nothing here, and copies would take long to compile.
+__attribute__((noinline)) void sum_sorted(const RunArgs& a, const TableRuns& table, int64_t end, int64_t first,
+                                          int64_t count, float* out) {
+  const int64_t D = table.part->embedding_dim;
+  if (table.other) sum_terms(SortedProducts(a, table, end), first, count, D, out);
+  else if (a.bag_of) sum_terms(SortedTerms<true>(a, table, end), first, count, D, out);
+  else sum_terms(SortedTerms<false>(a, table, end), first, count, D, out);
 }
 
 // Up to kChunk terms of a multiplied table: gradients, and what they are multiplied by.
@@ -131,52 +140,28 @@ void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t 
     const int64_t first = table.starts[r], count = table.starts[r + 1] - first;
     if (count > kChunk) continue;
     if (!table.other) runs.sum_run(r, end, table.sums + r * D);
-    else sum_terms(SortedProducts(a, table, table.starts[end]), first, count, D, table.sums + r * D);
+    else sum_sorted(a, table, table.starts[end], first, count, table.sums + r * D);
   }
 }
 
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     const ChunkSum& c = chunks[i];
-    const int64_t D = c.table->part->embedding_dim, last = c.first + c.count;
+    const int64_t last = c.first + c.count;
     const bool goes_on = i + 1 < end && chunks[i + 1].table == c.table && !chunks[i + 1].partials;
     const int64_t seen = goes_on ? chunks[i + 1].first + chunks[i + 1].count : last;  // gradients to come are fetched
-    if (c.partials) sum_terms(RowsInMemory{c.partials, D}, 0, c.count, D, c.out);
-    else if (c.table->other) sum_terms(SortedProducts(a, *c.table, seen), c.first, c.count, D, c.out);
-    else if (c.table->multiplied) ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
-    else if (a.bag_of) sum_terms(SortedTerms<true>(a, *c.table, seen), c.first, c.count, D, c.out);
-    else sum_terms(SortedTerms<false>(a, *c.table, seen), c.first, c.count, D, c.out);
+    if (c.partials) sum_partials(c.partials, c.count, c.table->part->embedding_dim, c.out);
+    else if (c.table->multiplied && !c.table->other) ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
+    else sum_sorted(a, *c.table, seen, c.first, c.count, c.out);
   }
 }
 
-// for_blocks of a row's gradient that is in memory: to the target.
-template <class Target, class Row>
-struct PutFrom {
-  const float* gradient;
-  const Row& row;
-
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE void block(int64_t column, int tail) const {
-    Vec g[NV];
-    load_row<NV, kTail>(gradient + column, tail, g);
-    Target::template put<NV, kTail>(row, column, g, tail);
-  }
-};
-
 // Hands over a row's gradient g [D], which may be overwritten.
 template <class Target>
-void finish_summed(Target& target, int64_t row, int64_t run, float inverse_scale, float* g) {
-  const int64_t D = target.D;
+RK_HOST_DEVICE void finish_summed(Target& target, int64_t row, int64_t run, float inverse_scale, float* g) {
   if (inverse_scale != 1.0f)
-    for (int64_t c = 0; c < D; ++c) g[c] *= inverse_scale;
-  if (target.takes_whole_rows()) {
-    target.update(row, g);
-  } else if constexpr (!Target::kElementwise) {
-    const float mean_square = Target::kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
-    const auto opened = target.open(row, run, mean_square);
-    for_blocks(D, PutFrom<Target, decltype(opened)>{g, opened});
-    target.close(row);
-  }
+    for (int64_t c = 0; c < target.D; ++c) g[c] *= inverse_scale;
+  target.finish(row, run, g);
 }
 
 // Takes the target as a copy and returns it, so that a caller's own stays in registers.
@@ -213,7 +198,7 @@ class OtherSums {
   // Run r of `count` occurrences. Runs are asked for in ascending order, and may be written to until the next call.
   float* sum(int64_t r, int64_t count) {
     if (count > kChunk) {
-      sum_terms(RowsInMemory{next_long_->partials, D_}, 0, next_long_->count, D_, out_);
+      sum_partials(next_long_->partials, next_long_->count, D_, out_);
       ++next_long_;
     } else if (table_.sums) {
       return table_.sums + r * D_;
@@ -273,46 +258,40 @@ struct FinishNarrow {
                sum_columns<NV, kTail>(terms, start, count, column, tail, g);
                if (inverse_scale != 1.0f)
                  for (int v = 0; v < NV; ++v) g[v] = g[v] * Vec::broadcast(inverse_scale);
-               // Zero times an infinite coefficient has made the absent lanes NaN.
-               if (kTail && Target::kNeedsMeanSquare) g[NV - 1] = g[NV - 1].first(tail);
-               const float mean_square =
-                   Target::kNeedsMeanSquare ? square_sum<NV>(g, target.D) / static_cast<float>(target.D) : 0.0f;
-               Target::template put<NV, kTail>(target.open(row, run, mean_square), column, g, tail);
-               target.close(row);
+               target.template finish_registers<NV, kTail>(row, run, g, tail);
              });
   }
 };
 
-// True if rows that fit in the registers have code of their own: products have it where rows of floats are updated.
-template <class Terms, class Target>
-constexpr bool kNarrow = !Target::kElementwise;
+// Finishes runs of rows that fit in the registers; false if these do not.
 template <class Target>
-constexpr bool kNarrow<SortedProducts, Target> = false;
-template <class Optimizer>
-constexpr bool kNarrow<SortedProducts, UpdateTarget<Optimizer, FloatRows>> = true;
-
-template <class Terms, class Target>
-void finish_sorted(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
+bool finish_narrow(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
                    int64_t end) {
-  if constexpr (kNarrow<Terms, Target>) {
-    if (target.D <= kBlock && !target.takes_whole_rows())
-      return for_blocks(target.D, FinishNarrow<Target, Terms>{a, target, table, scratch, begin, end});
+  const int64_t D = target.D;
+  if (D > kBlock || target.has_step()) return false;
+  if (table.other && !table.sums) {
+    if constexpr (!Target::kProductsInRegisters) return false;
+    else for_blocks(D, FinishNarrow<Target, SortedProducts>{a, target, table, scratch, begin, end});
+  } else if (a.bag_of) {
+    for_blocks(D, FinishNarrow<Target, SortedTerms<true>>{a, target, table, scratch, begin, end});
+  } else {
+    for_blocks(D, FinishNarrow<Target, SortedTerms<false>>{a, target, table, scratch, begin, end});
   }
-  const Terms terms(a, table, table.starts[end]);
-  for_runs(a, target, table, scratch, begin, end,
-           [&](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
-             sum_terms(terms, start, count, target.D, scratch);
-             finish_summed(target, row, run, a.inverse_scale, scratch);
-           });
+  return true;
 }
 
 template <class Target>
 void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
                  int64_t end) {
   if (begin == end) return;
-  if (table.other && !table.sums) finish_sorted<SortedProducts>(a, target, table, scratch, begin, end);
-  else if (a.bag_of) finish_sorted<SortedTerms<true>>(a, target, table, scratch, begin, end);
-  else finish_sorted<SortedTerms<false>>(a, target, table, scratch, begin, end);
+  if constexpr (Target::kInRegisters)
+    if (finish_narrow(a, target, table, scratch, begin, end)) return;
+  for_runs(a, target, table, scratch, begin, end,
+           [&](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
+             float* const g = target.place(row, run, scratch);
+             sum_sorted(a, table, table.starts[end], start, count, g);
+             finish_summed(target, row, run, a.inverse_scale, g);
+           });
 }
 
 // Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.
@@ -324,11 +303,6 @@ void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* 
     target.rows = t.rows + table.first_run;
   }
   finish_runs(a, target, table, scratch, begin, end);
-}
-
-// State of the table's first row; null stays null.
-float* state_of(const RowTarget& t, const TableRuns& table) {
-  return t.update.state.sum ? t.update.state.sum + table.part->row_offset : nullptr;
 }
 
 // True if rows of the table may be in a cache.
@@ -361,32 +335,23 @@ KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const TableRuns& table,
   return {f, t, &f - a.parts, slots, scratch + scratch_held(f.embedding_dim)};
 }
 
-template <class Optimizer>
-void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
-            int64_t begin, int64_t end) {
-  const Part& f = *table.part;
-  const int64_t D = f.embedding_dim;
-  const float* sum = state_of(t, table);
-  const float shrinkage = t.update.shrinkage(f.shard.table);
-  if (is_plain(a, t, f))
-    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.update, shrinkage, sum, float_rows(t, f)}, table,
-                scratch, begin, end);
-  else
-    finish_runs(a,
-                UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, shrinkage, sum,
-                                                  kept_rows(a, t, table, scratch, begin, end)},
-                table, scratch, begin, end);
+// Finishes runs with make(the table's rows): a target for rows of floats in memory, or for others.
+template <class Make>
+void update(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end,
+            const Make& make) {
+  if (is_plain(a, t, *table.part)) finish_runs(a, make(float_rows(t, *table.part)), table, scratch, begin, end);
+  else finish_runs(a, make(kept_rows(a, t, table, scratch, begin, end)), table, scratch, begin, end);
 }
 
 float lr_of(const RowTarget& t, const TableRuns& table) { return t.update.lr_of(table.part->shard.table); }
 
-void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  update(a, t, Sgd{lr_of(t, table)}, table, scratch, begin, end);
-}
-
-void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
-                     int64_t end) {
-  update(a, t, RowwiseAdagrad{lr_of(t, table), t.update.eps, state_of(t, table)}, table, scratch, begin, end);
+void scaled(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  const Part& f = *table.part;
+  const Update& u = t.update;
+  const float lr = lr_of(t, table), shrinkage = u.shrinkage(f.shard.table);
+  float* const sum = u.state.sum ? u.state.sum + f.row_offset : nullptr;
+  update(a, t, table, scratch, begin, end,
+         [&](auto rows) { return ScaledTarget<decltype(rows)>{f.embedding_dim, u, lr, u.eps, shrinkage, sum, rows}; });
 }
 
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
@@ -401,14 +366,8 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
   const MomentRows moments{D, state, t, f.shard, scratch + scratch_moments(D)};
-  if (is_plain(a, t, f))
-    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, lr, t.update.gradient_step, moments, float_rows(t, f)}, table,
-                scratch, begin, end);
-  else
-    finish_runs(a,
-                ElementwiseTarget<KeptRows>{D, o, lr, t.update.gradient_step, moments,
-                                            kept_rows(a, t, table, scratch, begin, end)},
-                table, scratch, begin, end);
+  update(a, t, table, scratch, begin, end,
+         [&](auto rows) { return ElementwiseTarget<decltype(rows)>{D, o, lr, t.update.gradient_step, moments, rows}; });
 }
 
 }  // namespace
@@ -416,6 +375,6 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
 
 template <>
 const EmbeddingBagBackwardKernels EmbeddingBagBackwardKernels::table<CpuIsa::RK_ISA> = {
-    RK_ISA::sum_chunks, RK_ISA::sum_runs, RK_ISA::store, RK_ISA::sgd, RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
+    RK_ISA::sum_chunks, RK_ISA::sum_runs, RK_ISA::store, RK_ISA::scaled, RK_ISA::elementwise};
 
 }  // namespace rec_kernels

@@ -1,5 +1,5 @@
 // Plain-pointer forward kernels of embedding_bag, one table of them per instruction set (core/cpu/isa.h), and the
-// structs that the driver (embedding_bag.cpp) fills for them.
+// structs that the driver (forward.cpp) fills for them.
 #pragma once
 
 #include "core/cpu/isa.h"

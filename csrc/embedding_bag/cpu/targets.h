@@ -5,6 +5,7 @@
 #include "rows/cpu/blocks.h"
 #include "rows/cpu/row_formats.h"
 #include "rows/cpu/statistics.h"
+#include "rows/optimizers/sgd_rowwise_adagrad.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -14,29 +15,31 @@ constexpr int64_t kAhead = 8, kNarrow = 32;
 RK_HOST_DEVICE int64_t rows_ahead(int64_t D) { return D <= kNarrow ? 2 * kAhead : kAhead; }
 
 // A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run) comes rows_ahead() runs
-// before its turn, and select(run) just before. open(row, run, mean of g^2) starts a row;
-// put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
+// before its turn, and select(run) just before. The gradient is summed at place(row, run, scratch memory), and
+// finish(row, run, g) takes it there or elsewhere, and may overwrite it; flush() ends the last one. kInRegisters: rows
+// of up to kBlock columns are taken by finish_registers(), unless the target has_step() that needs them in memory;
+// kProductsInRegisters: those that are sums of products, too.
 struct StoredGradients {
-  static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
+  static constexpr bool kInRegisters = true, kProductsInRegisters = false;
   int64_t D;
   float* gradients;  // of the table: dense ones by row, sparse ones by run
   int64_t* rows;     // of the table's runs; null for dense gradients
 
   void prefetch(int64_t, int64_t) const {}
   static void select(int64_t) {}
-  float* open(int64_t row, int64_t run, float) const {
-    if (!rows) return gradients + row * D;
-    rows[run] = row;
-    return gradients + run * D;
+  RK_HOST_DEVICE float* place(int64_t row, int64_t run, float*) const { return gradients + (rows ? run : row) * D; }
+  void finish(int64_t row, int64_t run, const float* g) const {
+    float* const out = place(row, run, nullptr);
+    if (g != out) memcpy(out, g, static_cast<size_t>(D) * sizeof(float));
+    if (rows) rows[run] = row;
   }
+  static bool has_step() { return false; }
   template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
-    store_columns<NV, kTail>(g, row + column, tail);
+  RK_HOST_DEVICE void finish_registers(int64_t row, int64_t run, const Vec* g, int tail) const {
+    store_columns<NV, kTail>(g, place(row, run, nullptr), tail);
+    if (rows) rows[run] = row;
   }
-  void close(int64_t) {}
   void flush() {}
-  static bool takes_whole_rows() { return false; }
-  void update(int64_t, float*) const {}
 };
 
 // Clips the gradient g of a row w, and adds the decay that goes through it.
@@ -57,6 +60,7 @@ inline void take_step(const GradientStep& step, const float* w, int64_t D, float
 // Rows to be updated, of a table whose rows are floats and in no cache. open(row) gives the row as floats, which
 // close(row) takes back; flush() when all are done.
 struct FloatRows {
+  static constexpr bool kAreFloats = true;
   int64_t D;
   float* weights;  // of the table
 
@@ -111,6 +115,7 @@ struct EncodedRows {
 // Rows of a table that has a format, or of which some are in a row cache, and are updated there.
 class KeptRows {
  public:
+  static constexpr bool kAreFloats = false;
   // `slots`: of the rows of the table's runs; null where the table is not cached.
   KeptRows(const Part& f, const RowTarget& t, int64_t part, const int64_t* slots, float* held)
       : rows_(f, t, held), slots_(slots), D_(f.embedding_dim) {
@@ -146,52 +151,49 @@ class KeptRows {
   int64_t slot_ = -1;  // of the row at hand
 };
 
-// An optimizer that only scales the gradient, by one factor for the row.
-template <class Optimizer, class Rows>
-struct UpdateTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
-  static constexpr bool kElementwise = false;
+// SGD, or row-wise Adagrad.
+template <class Rows>
+struct ScaledTarget {
+  static constexpr bool kInRegisters = true, kProductsInRegisters = Rows::kAreFloats;
   int64_t D;
-  Optimizer optimizer;
   Update how;
-  float shrinkage;   // of the table's weights
-  const float* sum;  // of the table
+  float lr, eps, shrinkage;  // of the table's weights
+  float* sum;                // row-wise Adagrad's state of the table; null: SGD
   Rows rows;
 
-  struct Row {
-    float* weights;
-    float factor;
-  };
   void prefetch(int64_t row, int64_t run) const {
     rows.prefetch(row, run);
-    if (kNeedsMeanSquare) prefetch_line(sum + row);
+    if (sum) prefetch_line(sum + row);
   }
   void select(int64_t run) { rows.select(run); }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
-    return {rows.open(row), optimizer.prepare(row, mean_square)};
+  RK_HOST_DEVICE static float* place(int64_t, int64_t, float* scratch) { return scratch; }
+  bool has_step() const { return how.gradient_step.is_active(); }
+  // The row's factor of its gradient. Advances its state.
+  RK_HOST_DEVICE float adagrad_factor(int64_t row, float square_sum) const {
+    sum[row] += square_sum / static_cast<float>(D);
+    return rowwise_adagrad_factor(lr, eps, sum[row]);
   }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
-    Vec w[NV];
-    load_row<NV, kTail>(row.weights + column, tail, w);
-    const Vec factor = Vec::broadcast(row.factor);
-    for (int v = 0; v < NV; ++v) w[v] = Optimizer::update(w[v], g[v], factor);
-    store_columns<NV, kTail>(w, row.weights + column, tail);
-  }
-  void close(int64_t row) { rows.close(row); }
-  void flush() { rows.flush(); }
-
-  // A step between the gradient and the optimizer has the row's gradient g [D] in memory, and overwrites it.
-  bool takes_whole_rows() const { return how.gradient_step.is_active(); }
-  void update(int64_t row, float* g) {
+  void finish(int64_t row, int64_t, float* g) {
     float* w = rows.open(row);
-    take_step(how.gradient_step, w, D, g);
-    const float mean_square = kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
-    const float factor = optimizer.prepare(row, mean_square);
+    if (has_step()) take_step(how.gradient_step, w, D, g);
+    const float factor = sum ? adagrad_factor(row, row_dot(g, g, D)) : sgd_factor(lr);
     if (how.shrinks_weights) add_scaled(shrinkage, w, D, w);
     add_scaled(factor, g, D, w);
     rows.close(row);
   }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void finish_registers(int64_t row, int64_t, Vec* g, int tail) {
+    // Zero times an infinite coefficient has made the absent lanes NaN.
+    if (kTail) g[NV - 1] = g[NV - 1].first(tail);
+    const Vec factor = Vec::broadcast(sum ? adagrad_factor(row, square_sum<NV>(g, D)) : sgd_factor(lr));
+    float* weights = rows.open(row);
+    Vec w[NV];
+    load_row<NV, kTail>(weights, tail, w);
+    for (int v = 0; v < NV; ++v) w[v] = moved(w[v], g[v], factor);
+    store_columns<NV, kTail>(w, weights, tail);
+    rows.close(row);
+  }
+  void flush() { rows.flush(); }
 };
 
 // State for every element of a table's rows. open() gives a row's as floats, which close() takes back.
@@ -240,7 +242,7 @@ struct MomentRows {
 // An optimizer with state for every element: from the row's gradient in memory.
 template <class Rows>
 struct ElementwiseTarget {
-  static constexpr bool kElementwise = true;
+  static constexpr bool kInRegisters = false, kProductsInRegisters = false;
   int64_t D;
   Elementwise optimizer;
   float lr;
@@ -254,9 +256,8 @@ struct ElementwiseTarget {
   }
   void select(int64_t run) { rows.select(run); }
 
-  static bool takes_whole_rows() { return true; }
-  // g [D] is overwritten.
-  void update(int64_t row, float* g) {
+  RK_HOST_DEVICE static float* place(int64_t, int64_t, float* scratch) { return scratch; }
+  void finish(int64_t row, int64_t, float* g) {
     float* w = rows.open(row);
     if (step.is_active()) take_step(step, w, D, g);
     const ElementwiseRegisters<Vec> in_registers(optimizer, row_divisor(row, g),

@@ -9,35 +9,23 @@
 namespace rec_kernels {
 namespace {
 
-struct DenseTarget {
+// Gradients that are returned: dense ones by row, or sparse ones by run, where `rows` are theirs.
+struct StoredTarget {
   static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
-  float* gradient;
+  float* gradients;
+  int64_t* rows;               // of each run; null: dense
+  const int64_t* first_float;  // of each run
 
   __device__ static bool needs_mean_square() { return false; }
   __device__ static float state_before(int64_t) { return 0.0f; }
   __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
-  __device__ float open(const Part&, int64_t, int64_t, float, float, bool) const { return 0.0f; }
-  __device__ float* place(const Part& f, int64_t row, int64_t) const {
-    return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
-  }
-  __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
-  __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
-};
-
-struct SparseTarget {
-  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
-  int64_t* rows;               // of each run
-  const int64_t* first_float;  // of each run
-  float* gradients;
-
   __device__ float open(const Part& f, int64_t row, int64_t run, float, float, bool stores) const {
-    if (stores) rows[run] = row - f.row_offset;
+    if (rows && stores) rows[run] = row - f.row_offset;
     return 0.0f;
   }
-  __device__ static bool needs_mean_square() { return false; }
-  __device__ static float state_before(int64_t) { return 0.0f; }
-  __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
-  __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
+  __device__ float* place(const Part& f, int64_t row, int64_t run) const {
+    return gradients + (rows ? first_float[run] : f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim);
+  }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
 };
@@ -65,7 +53,7 @@ struct UpdateTarget {
   }
   __device__ Vec4 updated(const Part& f, Vec4 w, const Vec4& g, float factor) const {
     if (u.shrinks_weights) w = u.shrunk(w, f);
-    for (int j = 0; j < 4; ++j) w.v[j] = Sgd::update(w.v[j], g.v[j], factor);
+    for (int j = 0; j < 4; ++j) w.v[j] = moved(w.v[j], g.v[j], factor);
     return w;
   }
 };
@@ -113,9 +101,7 @@ void finish_floats(const SumArgs& args, const Target& target, cudaStream_t strea
   });
 }
 
-// Finishes all rows of calls whose tables are floats.
-template <class Target>
-void finish_all(const BagInput& in, SumArgs args, const Target& target, const Tensor& like, cudaStream_t stream) {
+void store_all(const BagInput& in, SumArgs args, const StoredTarget& target, const Tensor& like, cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
   const Tensor sums = sum_chunks(in, &args, like, stream);
   finish_floats(args, target, stream);
@@ -204,8 +190,8 @@ Tensor dense(const Tensor& grad_in, Sizes shape, GradientInput of, cudaStream_t 
   const SortedOccurrences o = sort_occurrences(of.in, status.mutable_data_ptr<int64_t>(), grad, stream);
   Tensor out = new_zeros(grad, shape, ScalarType::Float);
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
-  finish_all(of.in, sum_args(of.in, o, grad, of.weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()},
-             grad, stream);
+  const StoredTarget target{out.mutable_data_ptr<float>(), nullptr, nullptr};
+  store_all(of.in, sum_args(of.in, o, grad, of.weights, nullptr, skip), target, grad, stream);
   return out;
 }
 
@@ -275,9 +261,9 @@ std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, GradientInput o
   check_value(sizes.status >= 0, "the layout, the offsets or inverse are not valid");
   Tensor rows = new_tensor(grad, {sizes.runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {sizes.floats}, ScalarType::Float);
-  const SparseTarget target{rows.mutable_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(),
-                            row_grads.mutable_data_ptr<float>()};
-  finish_all(in, args, target, grad, stream);
+  const StoredTarget target{row_grads.mutable_data_ptr<float>(), rows.mutable_data_ptr<int64_t>(),
+                            first.const_data_ptr<int64_t>()};
+  store_all(in, args, target, grad, stream);
   return {rows, row_grads, row_counts};
 }
 

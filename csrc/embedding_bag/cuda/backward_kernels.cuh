@@ -7,8 +7,7 @@
 
 #include "embedding_bag/cuda/sort.cuh"
 #include "embedding_bag/update.h"
-#include "rows/optimizers/rowwise_adagrad.h"
-#include "rows/optimizers/sgd.h"
+#include "rows/optimizers/sgd_rowwise_adagrad.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -415,17 +414,17 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
 struct RowUpdate : Update {
   uint8_t* weights;
 
-  // Optimizers without state for every element: row-wise Adagrad, or SGD, whose update() of a weight is the same.
+  // Optimizers without state for every element: row-wise Adagrad, or SGD.
   __device__ __forceinline__ bool is_adagrad() const { return optimizer == Optimizer::kRowwiseAdagrad; }
   __device__ __forceinline__ float state_before(int64_t row) const { return is_adagrad() ? state.sum[row] : 0.0f; }
   // The factor of a row's gradient. Advances the row's state, which one lane `stores`.
   __device__ __forceinline__ float factor(const Part& f, int64_t row, float before, float mean_square,
                                           bool stores) const {
     const float rate = lr_of(f.shard.table);
-    if (!is_adagrad()) return Sgd{rate}.prepare(row, mean_square);
+    if (!is_adagrad()) return sgd_factor(rate);
     const float sum = before + mean_square;
     if (stores) state.sum[row] = sum;
-    return RowwiseAdagrad{rate, eps, state.sum}.factor(sum);
+    return rowwise_adagrad_factor(rate, eps, sum);
   }
   // Weights that have shrunk by themselves.
   __device__ __forceinline__ Vec4 shrunk(Vec4 w, const Part& f) const {

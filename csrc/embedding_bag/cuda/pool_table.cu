@@ -25,6 +25,12 @@ constexpr bool kHalfTheLanes = kIntegers<Format> || kShares<Format>;
 template <class Format, int kBlocks>
 constexpr bool kEightColumns = kShares<Format> && kBlocks == 2;
 
+// Formats and widths whose rows always have factors, of 1 where bags have no weights, which changes no bit: they come
+// to a few of hundreds of instructions there, and keep no block out.
+template <class Format, int kBlocks>
+constexpr bool kAlwaysWeighted =
+    kEightColumns<Format, kBlocks> || (kBlocks == kMaxBlocks && !std::is_same<Format, Fp32>::value);
+
 // Formats and widths whose rows are decoded whether they count or not. For a condition on their sums alone nvcc makes a
 // branch, and moves all that a row's numbers come from, its loads among it, behind that: a lane would wait for one row
 // before it asks for another. Rows of floats are not decoded; planes of four columns and wider rows would take too many
@@ -296,7 +302,8 @@ void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
         return;
       }
     }
-    launch(pool_kernel<Format, G, kBlocks, kWeighted>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream,
+    constexpr bool kFactors = kWeighted || kAlwaysWeighted<Format, kBlocks>;
+    launch(pool_kernel<Format, G, kBlocks, kFactors>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream,
            a);
   });
 }

@@ -46,7 +46,7 @@ struct EncodedTarget {
         const int64_t c = column + (k * G + group.lane) * 4;
         Vec4 w = c < D ? reader.read(c) : Vec4{};
         if (u.shrinks_weights) w = u.shrunk(w, f);
-        for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Sgd::update(w.v[j], x[k].v[j], factor) : 0.0f;
+        for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? moved(w.v[j], x[k].v[j], factor) : 0.0f;
       }
     };
     // A loop over both passes, so that what they have in common is compiled once.

@@ -194,8 +194,9 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const BagInput in = read_bags({values, offsets, records, layout_sizes, none, "none"}, layout, stream);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
-  Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
+  if (in.num_parts == 0) return;  // no slot has a row of theirs
+  Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   FlushArgs args{{on_gpu(weights, values), how.seed, cache_clock.const_data_ptr<int64_t>(), how.stochastic},
                  cache,

@@ -98,12 +98,25 @@ RK_HOST_DEVICE void store_vector(Vec v, float* p, int n) {
   else v.store_partial(p, n);
 }
 
-// x = fmaf(factor, y, x)
-inline void add_scaled(float factor, const float* y, int64_t D, float* x) {
-  const Vec f = Vec::broadcast(factor);
-  for_vectors(D, [&](int64_t c, int n) {
-    store_vector(fused_multiply_add(f, load_vector(y + c, n), load_vector(x + c, n)), x + c, n);
-  });
+// for_blocks: x = fmaf(factor, y, x).
+struct AddScaled {
+  Vec factor;
+  const float* y;
+  float* x;
+
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void block(int64_t column, int tail) const {
+    Vec sum[NV], other[NV];
+    load_row<NV, kTail>(x + column, tail, sum);
+    load_row<NV, kTail>(y + column, tail, other);
+    for (int v = 0; v < NV; ++v) sum[v] = fused_multiply_add(factor, other[v], sum[v]);
+    store_columns<NV, kTail>(sum, x + column, tail);
+  }
+};
+
+// x = fmaf(factor, y, x); y may be x.
+__attribute__((noinline)) inline void add_scaled(float factor, const float* y, int64_t D, float* x) {
+  for_blocks(D, AddScaled{Vec::broadcast(factor), y, x});
 }
 
 }  // namespace RK_ISA

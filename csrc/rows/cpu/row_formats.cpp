@@ -2,10 +2,10 @@
 #include "rows/cpu/row_formats.h"
 
 #include <atomic>
-#include <memory>
 
 #include "core/boxing.h"
 #include "core/cpu/parallel.h"
+#include "core/cpu/scratch.h"
 #include "rows/row_formats.h"
 
 namespace rec_kernels {
@@ -92,10 +92,6 @@ RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {
   return (options.stochastic ? k.stochastic : k.nearest)[static_cast<int>(options.format)];
 }
 
-std::unique_ptr<float[]> new_scratch(int64_t size) {
-  return std::unique_ptr<float[]>(new float[static_cast<size_t>(size)]);
-}
-
 std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
                                              const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
                                              int64_t first_row, const std::optional<std::string>& scale_rule) {
@@ -110,7 +106,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
   std::atomic<int64_t> first_bad{N};
   const int64_t at_once = x.element_size() == 4 ? few : rows_in_scratch(D);
   parallel_shares(N, workers_for(N, few), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(x.element_size() == 4 ? 0 : at_once * D);
+    const Scratch<float> scratch(x.element_size() == 4 ? 0 : at_once * D);
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
       const RowPlaces places{to + n * bytes, options.first_row + n, nullptr};
@@ -123,7 +119,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
   });
   const int64_t bad = first_bad.load();
   if (bad < N) {
-    const std::unique_ptr<float[]> scratch = new_scratch(D);
+    const Scratch<float> scratch(D);
     const int64_t column = from.not_finite(bad, scratch.get());
     throw_not_finite(options.format, bad * D + column, D, from.row(bad, scratch.get())[column]);
   }
@@ -140,7 +136,7 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
   const RowDecoder decoder(f, D, out);
   const uint8_t* from = rows.const_data_ptr<uint8_t>();
   parallel_shares(N, workers_for(N, few), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(dtype == ScalarType::Float ? 0 : rows_in_scratch(D) * D);
+    const Scratch<float> scratch(dtype == ScalarType::Float ? 0 : rows_in_scratch(D) * D);
     decoder.decode(from + begin * bytes, begin, end - begin, scratch.get());
   });
   return out;
@@ -159,8 +155,8 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
   const RowDecoder decoder(options.format, D, out);
   const int64_t bytes = row_bytes(options.format, D), at_once = rows_in_scratch(D);
   parallel_shares(N, workers_for(N, few), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
-    const std::unique_ptr<uint8_t[]> rows(new uint8_t[static_cast<size_t>(at_once * bytes)]);
+    const Scratch<float> scratch(at_once * D);
+    const Scratch<uint8_t> rows(at_once * bytes);
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
       // A row that the format cannot hold reads as NaN.

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rec_kernels.nn.jagged import checks
 from rec_kernels.nn.jagged.bounds import read_at
@@ -66,6 +67,10 @@ class BatchFacts(OffsetsContainer):
         if torch.compiler.is_compiling():
             return
         count = self._values.shape[0]
+        if isinstance(self._offsets, FakeTensor):  # numbers that nobody knows yet
+            for before, start in itertools.pairwise([0, *starts, count]):
+                torch._check(before <= start)
+            return
         for f, (before, start) in enumerate(itertools.pairwise([0, *starts])):
             if not before <= start <= count:
                 where = f"feature {self._keys[f]!r} begins" if f < len(self._keys) else "the last feature ends"

@@ -141,12 +141,19 @@ def _feature(name: str, x: Any, padding_value: int | None) -> _Feature:
 
 
 def _of_jagged(x: Any) -> _Feature:
-    """Ids of a jagged tensor that are in its bags: others would move the ids of the features behind."""
+    """Ids of a jagged tensor that are in its bags: others would move the ids of the features behind.
+
+    Compiled code cannot leave them out, and says so by a length below 0, which a lookup refuses.
+    """
     values, offsets, weights = x.values(), x.offsets(), x.weights_or_none()
-    if not offsets.is_meta and not torch.compiler.is_compiling():
+    lengths = offsets.diff()
+    if torch.compiler.is_compiling():
+        has_others = (offsets[:1] != 0) | (offsets[-1:] != values.shape[0])
+        lengths = torch.cat([lengths[:1].masked_fill(has_others, -1), lengths[1:]])
+    elif not offsets.is_meta:
         first, last = int(offsets[0]), int(offsets[-1])
         values, weights = values[first:last], None if weights is None else weights[first:last]
-    return _Feature(values, offsets.diff(), weights)
+    return _Feature(values, lengths, weights)
 
 
 def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
@@ -192,4 +199,6 @@ def _joined(features: dict[str, _Feature]) -> Parts:
     sizes = [x.lengths.shape[0] for x in found]
     weights = None if without else torch.cat([x.weights for x in found])
     values, lengths = torch.cat([x.values for x in found]), torch.cat([x.lengths for x in found])
-    return Parts(keys, values, lengths, weights, None if len(set(sizes)) == 1 else sizes)
+    # Compared one with another: a set of them would tie compiled code to these numbers.
+    alike = all(size == sizes[0] for size in sizes)
+    return Parts(keys, values, lengths, weights, None if alike else sizes)

@@ -154,7 +154,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             ValueError: they have not a bag for each sample, or as ``rk.KeyedJaggedTensor.concat``.
         """
         check_batch("features", features)
-        if features.keys() and set(features.stride_per_key()) != {self.stride()}:
+        if any(size != self.stride() for size in features.stride_per_key()):
             raise ValueError(
                 f"features must have {self.stride()} bags each, one for each sample, got {features.stride_per_key()}"
             )

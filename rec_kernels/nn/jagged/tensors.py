@@ -608,7 +608,7 @@ class KeyedJaggedTensor(BatchFacts):
 
 def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Features of batches, one after the other, whose names may be the same. One batch or more."""
-    own = any(kjt.variable_stride_per_key() for kjt in parts) or len({kjt.stride() for kjt in parts}) > 1
+    own = any(kjt.variable_stride_per_key() or kjt.stride() != parts[0].stride() for kjt in parts)
     values, offsets, factors = zip(*map(_from_zero, parts), strict=True)
     ends = list(itertools.accumulate(each.shape[0] for each in values))
     if ends[-1] >= 2**31:

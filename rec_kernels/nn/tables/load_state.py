@@ -171,6 +171,8 @@ def format_of_state(rows: object, name: object, table: StoredTable) -> str | Non
             return format
     if rows.dtype != torch.uint8:
         return None if table.format in FLOAT_DTYPES else "fp32"
+    if isinstance(name, FakeTensor):
+        return None
     if not isinstance(name, Tensor) or name.dtype != torch.uint8 or name.dim() != 1:
         return ""  # two formats may have rows of one width
     return bytes(name.tolist()).decode(errors="replace")

@@ -73,7 +73,7 @@ def tie_tables(
             if view.dtype == torch.uint8:
                 holder.weight.__dict__["requires_grad_"] = RequiresGrad(RequiresGrad.of(before).requires_grad)
         if grad is not None and grad.device != view.device:
-            holder.weight.grad = grad.to(view.device)
+            holder.weight.grad = torch.empty_like(grad, device=view.device) if grad.is_meta else grad.to(view.device)
         if view.dtype == torch.uint8:
             holder.register_buffer("format", format_tensor(table.format, view.device))
             holder.weight.__dict__.setdefault("requires_grad_", RequiresGrad())
@@ -137,12 +137,18 @@ def refuse_replaced(tied: Tied) -> None:
     tied.addresses[:] = [base + offset for offset in tied.offsets]
     for name, parameters, address in zip(tied.names, tied.parameters, tied.addresses, strict=True):
         weight = parameters.get("weight")
-        if weight is None or _address(weight) not in (address, 0):
+        if weight is None or _is_transformed(weight) or _address(weight) not in (address, 0):
             raise RuntimeError(
                 f"the weight of table {name!r} has been replaced, and lookups read the memory that it was a view of: "
                 "write it in place, with load_state_dict(), or with copy_() or torch.nn.init under torch.no_grad(); "
-                "assignments, .data, torch.func.functional_call, vector_to_parameters and parametrizations do not"
+                "assignments, .data, torch.func.functional_call, vector_to_parameters, parametrizations and "
+                "fully_shard without ignored_params= do not"
             )
+
+
+def _is_transformed(t: Tensor) -> bool:
+    """True of a tensor that vmap or grad of torch.func has put in the place of another one."""
+    return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_gradtrackingtensor(t)
 
 
 def _address(t: Tensor) -> int:

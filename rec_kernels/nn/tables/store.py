@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -62,9 +63,24 @@ class TableStore:
     # Memory.
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
-        """The flat tensor of the tables."""
+        """The flat tensor of the tables.
+
+        Raises:
+            RuntimeError: there is not so much memory; the message has the largest table.
+        """
         storage = self._features.storage
-        return zeros(storage.starts[-1], storage.dtype, device)
+        try:
+            return zeros(storage.starts[-1], storage.dtype, device)
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            sizes = [(stop - start) * storage.dtype.itemsize for start, stop in itertools.pairwise(storage.starts)]
+            name, largest = max(zip((t.name for t in self._features.stored), sizes, strict=True), key=lambda x: x[1])
+            raise type(error)(
+                f"no memory for {len(sizes)} tables of {sum(sizes):,} bytes, of which {name!r} has {largest:,}; on "
+                "device='meta', memory_report() has the bytes of each. Rows of other formats (format='int8') take "
+                f"fewer, and rk.RowCache keeps tables in host memory or on disk: {error}"
+            ) from error
 
     @torch.no_grad()
     def initialize(self, weights: Sequence[Tensor]) -> None:

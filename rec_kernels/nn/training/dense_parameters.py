@@ -23,7 +23,7 @@ class _Mark:
         return bool, ()
 
 
-_FUSED, _UNTRAINED = _Mark(), _Mark()
+_FUSED, _UNTRAINED, _REPLACED = _Mark(), _Mark(), _Mark()
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -51,6 +51,18 @@ def mark_untrained(weights: Iterable[nn.Parameter]) -> None:
         weight.__dict__[_MARK] = _UNTRAINED
 
 
+def mark_replaced(weights: Iterable[nn.Parameter]) -> None:
+    """Says of parameters that a model has had others in their place since an optimizer may have been made."""
+    for weight in weights:
+        weight.__dict__[_MARK] = _REPLACED
+
+
+def in_backward(weights: Iterable[nn.Parameter]) -> str:
+    """The class of the first optimizer that torch would run in the backward for one of some tables; "" without any."""
+    found = (optimizer for weight in weights for optimizer in getattr(weight, "_in_backward_optimizers", ()))
+    return next((type(optimizer).__name__ for optimizer in found), "")
+
+
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step of any torch optimizer: says once what it does not do."""
     if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
@@ -62,6 +74,13 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in a format other "
             "than fp32 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or leave the tables "
             "out by rk.dense_parameters(model), if they are to stay as they are",
+            stacklevel=3,
+        )
+    if _REPLACED in marks:
+        warnings.warn(
+            f"{type(optimizer).__name__} was given tables that rk.replace_embeddings has replaced since, and does not "
+            "train those that the model has now: make it from model.parameters() after the replacement, or name it in "
+            "trained_by=",
             stacklevel=3,
         )
     if _FUSED in marks:

@@ -111,9 +111,9 @@ class _Group(dict):
 
 def _checked_rate(value: Any) -> float:
     rate = number_of(value)
-    if not abs(rate) <= LARGEST_FLOAT:
+    if not 0 <= rate <= LARGEST_FLOAT:
         shown = repr(value) if isinstance(value, str | None) else value
-        raise ValueError(f"lr = {shown} must be finite as float32")
+        raise ValueError(f"lr = {shown} must be at least 0, and finite as float32")
     return rate
 
 

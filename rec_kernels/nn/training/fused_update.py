@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
@@ -61,7 +62,7 @@ def fit_powers(state_dict: dict, prefix: str, optimizers: Sequence[Optimizer]) -
     They are exact where the state has them under whatever name, else those of ``step``, as after other betas.
     """
     step = state_dict.get(f"{prefix}step")
-    if not isinstance(step, Tensor) or step.is_meta or step.dim() or int(step) < 0:
+    if not isinstance(step, Tensor) or step.is_meta or isinstance(step, FakeTensor) or step.dim() or int(step) < 0:
         return
     powers = [state_dict[name] for name in sorted(state_dict) if name.startswith(f"{prefix}beta_powers")]
     given = [t for t in powers if isinstance(t, Tensor) and t.shape == (2,) and not t.is_meta]

@@ -9,6 +9,7 @@ in 0.1 microseconds a table, the lookup updates at once.
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +24,9 @@ from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.feature_map import FeatureLookup, FeatureMap
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, join
-from rec_kernels.nn.training.dense_parameters import mark_fused
+from rec_kernels.nn.training.dense_parameters import in_backward, mark_fused
 
-_ops = torch.ops.rec_kernels
+_ops, _functorch = torch.ops.rec_kernels, torch._C._functorch
 # Found once: a lookup's backward asks both.
 _current_task, _will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
 
@@ -114,6 +115,7 @@ class DenseGradients:
     def joins(self) -> bool:
         """In a lookup's backward: whether its update is to wait for other gradients of the same backward."""
         if self._accumulators is None:
+            self._warn_of_others()
             leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
             with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
                 self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
@@ -125,6 +127,15 @@ class DenseGradients:
                 return False
             self._begin()
         return True
+
+    def _warn_of_others(self) -> None:
+        """UserWarning: torch was told to run an optimizer in the backward for the tables, which never does."""
+        if name := in_backward(self.weights):
+            warnings.warn(
+                f"{name} was applied in the backward to tables that a fused optimizer updates: it does not train them. "
+                "Tables have the options of their collection's optimizer; apply it to rk.dense_parameters(model)",
+                stacklevel=2,
+            )
 
     def add(self, lookup: Lookup) -> None:
         """Keeps a lookup that ``joins()`` the update of the backward that runs now."""
@@ -158,13 +169,19 @@ class DenseGradients:
             finish(lookups)
 
     def before_lookup(self, *, is_compiling: bool) -> None:
-        """Before a lookup of training: raises RuntimeError inside a backward that has updated the tables already.
+        """Before a lookup of training: raises RuntimeError where its backward would update the tables otherwise.
 
-        A reentrant checkpoint looks up again there, and would find other rows than in the forward. Compiled lookups are
-        noted, and not looked at.
+        Inside a backward that has updated them already: a reentrant checkpoint looks up again there, and would find
+        other rows than in the forward. Inside vmap or grad of torch.func: each slice would be an update, or none.
+        Compiled lookups are noted, and not looked at.
         """
         if is_compiling:
             self.is_compiled = True
+        elif torch._C._are_functorch_transforms_active() and not _is_functionalized():
+            raise RuntimeError(
+                f"{', '.join(self._names)}: tables of a fused optimizer are not trained inside of torch.func's "
+                "transforms, vmap and grad: look them up outside, or under torch.no_grad()"
+            )
         elif (task := _current_task()) >= 0:
             self._refuse_nested(task - 1)
 
@@ -209,6 +226,11 @@ class DenseGradients:
         """Dense gradients by table, in their order; none are kept."""
         found, self._dense = self._dense, {}
         return {i: found[i] for i in sorted(found)}
+
+
+def _is_functionalized() -> bool:
+    """True inside torch.func.functionalize, by which torch traces, and no transform within."""
+    return _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Functionalize
 
 
 class _Arrival:

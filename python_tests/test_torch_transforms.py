@@ -1,0 +1,127 @@
+"""Modules under what torch does to modules and functions: compile() and copies, torch.func, fake and meta tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, stack_module_state
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import rec_kernels as rk
+
+KEYS = ["x", "y", "z"]
+
+
+def pooled(optimizer: Any = None, **options: Any) -> rk.EmbeddingBagCollection:
+    """Two features of a table, and one of another."""
+    tables = [
+        rk.EmbeddingBagConfig(20, 8, name="a", feature_names=["x", "y"], **options),
+        rk.EmbeddingBagConfig(10, 8, name="b", feature_names=["z"], **options),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+
+
+def batch() -> rk.KeyedJaggedTensor:
+    """Two samples."""
+    return rk.KeyedJaggedTensor(KEYS, torch.arange(8), lengths=torch.tensor([2, 1, 0, 2, 1, 2]))
+
+
+def layer(optimizer: Any = None) -> rk.Embedding:
+    return rk.Embedding(10, 8, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)])
+@pytest.mark.parametrize(("make", "given"), [(pooled, batch()), (layer, torch.tensor([1, 2]))])
+def test_compiled_in_place_and_copied(make: Any, given: Any, optimizer: Any) -> None:
+    """The copy looks up its own rows and trains them, and so does one that was pickled; torch compiles them anew."""
+    module = make(optimizer)
+    module.compile(backend="eager")
+    before = copy.deepcopy(module.state_dict())
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for weight in other.parameters():
+            nn.init.zeros_(weight)
+        found = other(given)
+        found = found.values() if isinstance(found, rk.KeyedTensor) else found
+        assert found.count_nonzero() == 0
+        (found + 1).square().sum().backward()
+        trained = [weight if optimizer else weight.grad for weight in other.parameters()]
+        assert all(t.count_nonzero() > 0 for t in trained)
+        assert all(weight.grad is None for weight in module.parameters())
+        assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)])
+def test_stacked_weights_are_refused(optimizer: Any) -> None:
+    """vmap over the weights of several collections would read those of the first."""
+    parameters, buffers = stack_module_state([pooled(optimizer) for _ in range(2)])
+    base = pooled(optimizer)
+
+    def look_up(own: Any) -> Any:
+        return functional_call(base, own, (batch(),)).values()
+
+    for given in (parameters, parameters | buffers):
+        with pytest.raises(RuntimeError, match="weight of table 'a' has been replaced"):
+            torch.vmap(look_up)(given)
+
+
+def test_fused_updates_are_not_transformed() -> None:
+    """vmap would update once for each slice, and grad not at all; without a gradient, both look up."""
+    module, ids = layer(rk.Adam(lr=0.1)), torch.tensor([[1, 2], [1, 4]])
+    before = module.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"not trained inside of torch\.func's transforms"):
+        torch.vmap(module)(ids)
+    with pytest.raises(RuntimeError, match=r"not trained inside of torch\.func's transforms"):
+        torch.func.grad(lambda scale: (module(ids) * scale).sum())(torch.ones(()))
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(module)(ids), module(ids))
+    assert torch.equal(module.weight, before)
+    assert module.collection.step == 0
+
+
+def test_compiled_dicts() -> None:
+    """Graphs do not depend on the number of samples; ids in no bag, which they cannot leave out, raise."""
+    module, graphs = pooled(), 0
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(lambda given: module(given).values(), backend=count, fullgraph=True)
+    for samples in range(3, 9):
+        given = {key: torch.arange(2 * samples).view(samples, 2) % 10 for key in KEYS}
+        assert torch.equal(compiled(given), module(given).values())
+    assert graphs == 2
+    bags = {key: rk.JaggedTensor(torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 2])) for key in KEYS}
+    assert torch.equal(compiled(bags), module(bags).values())
+    spare = {key: rk.JaggedTensor(torch.tensor([1, 2, 3, 4, 9]), lengths=torch.tensor([2, 2])) for key in KEYS}
+    assert torch.equal(module(spare).values(), module(bags).values())
+    with pytest.raises(ValueError, match=r"offsets\[1\] = -1 "):
+        compiled(spare)
+
+
+def test_fake_tensors() -> None:
+    """Sequences have sizes that nobody knows yet; states of fake tensors load."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        tables = [rk.EmbeddingConfig(20, 8, name="a", feature_names=KEYS)]
+        found = rk.EmbeddingCollection(tables, optimizer=rk.SGD(lr=0.1))(batch())
+        assert [x.values().shape[1] for x in found.values()] == [8, 8, 8]
+        sum(x.values().sum() for x in found.values()).backward()
+        for format, optimizer in (("int8", None), ("fp32", rk.Adam(lr=0.1)), ("int8", rk.SGD(lr=0.1))):
+            module = pooled(optimizer, format=format)
+            module.load_state_dict(pooled(optimizer, format=format).state_dict())
+
+
+def test_gradients_on_the_meta_device() -> None:
+    """Memory is taken for them with that of the tables."""
+    with torch.device("meta"):
+        module = pooled()
+        module(batch().to("meta")).values().sum().backward()
+    module.to_empty(device="cpu")
+    assert {weight.grad.device.type for weight in module.parameters()} == {"cpu"}
