@@ -133,7 +133,7 @@ def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPa
     CHOSEN.clear()
     CHOSEN.add("cuda")
     assert [left_out(HERE / name) for name in names] == [True, True, False, False, False, True, True, False]
-    # Of one that asks in a single test, only that one stays.
+    # A file that asks in a single test keeps that one alone.
     assert not left_out(HERE / names[-1], "test_traced_ops_compile_for_a_gpu")
     assert left_out(HERE / names[-1], "test_traced_ops_compile")
 

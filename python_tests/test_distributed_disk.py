@@ -14,6 +14,7 @@ from distributed_disk_cases import BUDGET, on_disk, one_process
 from distributed_pool import pool
 from row_cache_disk_cases import skip_without_host
 from tiers import full
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import rec_kernels as rk
 
@@ -114,3 +115,11 @@ def test_collections(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"tables on disk .* on the meta device have no file"):
         whole.to_empty(device="cpu")
     assert set(rk.distributed.EmbeddingBagCollectionSharder().constraints(whole)) == {"t0", "t1", "t2"}
+
+
+def test_optimizers_applied_in_the_backward() -> None:
+    """torch runs them for parameters that shards do not have: they are refused, with what trains tables instead."""
+    tables = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(10, 4, name="a", feature_names=["x"])])
+    _apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"SGD was applied in the backward.*optimizer=rk\.SGD\(lr=0\.1\)"):
+        rk.distributed.EmbeddingBagCollectionSharder().constraints(tables)

@@ -172,7 +172,7 @@ def save_shards(folder: Path, shards: dict[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the first process that failed has said: a CheckpointException's text has the tracebacks of all."""
+    """The error of the first process that failed: a CheckpointException's own text has the tracebacks of all."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank, (first, _) = min(error.failures.items())
         return f"process {rank}: {type(first).__name__}: {first}"

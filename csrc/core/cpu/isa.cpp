@@ -33,7 +33,7 @@ CpuIsa best_isa() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
       !__builtin_cpu_supports("bmi2") || !has_rest_of_v3())
     return CpuIsa::baseline;
-  // What x86-64-v4 adds.
+  // x86-64-v4 adds these to v3.
   const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
