@@ -88,7 +88,7 @@ def test_learning_rate_is_finite(rate: float) -> None:
     assert torch.equal(given["weights"], before)
     table = rk.EmbeddingBagConfig(4, 2, name="t", feature_names=["f"])
     collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.5))
-    with pytest.raises(ValueError, match=f"^lr = {rate} must be finite as float32"):
+    with pytest.raises(ValueError, match=f"^lr = {rate} must be at least 0, and finite as float32"):
         collection.fused_optimizer.param_groups[0]["lr"] = rate
     assert collection.fused_optimizer.param_groups[0]["lr"] == 0.5
 

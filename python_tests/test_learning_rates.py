@@ -186,10 +186,10 @@ def test_refused_rates() -> None:
     optimizer = _make().fused_optimizer
     before, state = [group["lr"] for group in optimizer.param_groups], optimizer.state_dict()
     state["param_groups"][0]["lr"], state["param_groups"][1]["lr"] = 0.5, float("inf")
-    with pytest.raises(ValueError, match="lr = inf must be finite as float32"):
+    with pytest.raises(ValueError, match="lr = inf must be at least 0, and finite as float32"):
         optimizer.load_state_dict(state)
     assert [group["lr"] for group in optimizer.param_groups] == before
-    with pytest.raises(ValueError, match="lr = inf must be finite as float32"):
+    with pytest.raises(ValueError, match="lr = inf must be at least 0, and finite as float32"):
         optimizer.param_groups[1]["lr"] = float("inf")
 
 

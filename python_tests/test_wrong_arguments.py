@@ -42,7 +42,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: rk.Adam(lr=0.1, eps=None), f"eps = None {NUMBER}"),
     (lambda: rk.Adam(lr=0.1, weight_decay="x"), f"weight_decay = 'x' {NUMBER}"),
     (lambda: rk.SGD(lr=0.1, clip_grad_norm="x"), "clip_grad_norm = 'x' must be a number above 0, or None"),
-    (lambda: _rate("x"), "lr = 'x' must be finite as float32"),
+    (lambda: _rate("x"), "lr = 'x' must be at least 0, and finite as float32"),
     (lambda: rk.EmbeddingBagCollection([_table()], seed=True), "seed must be an int in [-2^63, 2^63), got True"),
     (
         lambda: rk.RowCache(0.5, backing="disk", path=7, memory_budget=10**6),

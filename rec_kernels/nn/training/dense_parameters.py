@@ -79,8 +79,8 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _REPLACED in marks:
         warnings.warn(
             f"{type(optimizer).__name__} was given tables that rk.replace_embeddings has replaced since, and does not "
-            "train those that the model has now: make it from model.parameters() after the replacement, or name it in "
-            "trained_by=",
+            "train those that the model has now: make it from rk.dense_parameters(model) after the replacement, or "
+            "name it in trained_by=",
             stacklevel=3,
         )
     if _FUSED in marks:
