@@ -256,6 +256,21 @@ def test_statistics_of_too_few_tables() -> None:
     check_refused(INSERT, arguments() | {"cache_stats": memory[:5]}, "cache_stats must have .* rows")
 
 
+def test_a_layout_without_tables() -> None:
+    """No slot has a row of theirs: a flush writes nothing, and looks up no table's number."""
+    emulated()
+    given = {Size.max_embedding_dim: 1, Size.most_parts: 1, Size.cache_ways: 4, Size.formats: 1}
+    layout, sizes = torch.zeros(0, len(Column), dtype=torch.int64), [given.get(size, 0) for size in Size]
+    for namespace in (ops, torch.ops.rec_kernels_emulated):
+        tags, dirty, weights = torch.tensor([5, -1, -1, 7]), torch.ones(4, dtype=torch.uint8), torch.zeros(0)
+        garbage = [torch.full((1,), 0x7F00000000) for _ in range(1000)]
+        del garbage
+        namespace.row_cache_flush_(
+            weights, torch.zeros(16), tags, dirty, torch.tensor(3), layout, sizes, "nearest", None
+        )
+        assert tags.tolist() == [5, -1, -1, 7]
+
+
 LOOKUPS = ["embedding_bag", "embedding_bag_fused", "embedding_bag_backward_per_sample_weights"]
 UPDATE = "embedding_bag_backward_fused_"
 
