@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, check_state, check_weight, refuse_options
 from rec_kernels.nn.tables.optimizers import Optimizer
+from rec_kernels.nn.training.dense_parameters import in_backward
 
 #: Tables may be trained by optimizers of torch, or by TorchRec's wrappers of them.
 TrainedBy = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -58,7 +59,7 @@ class TorchPeer(Peer):
         self.is_trained = any(weight.requires_grad for weight in self._weights.values())
         given = flat(trained_by)
         for name, weight in self._weights.items():
-            found = _having(weight, getattr(weight, "_in_backward_optimizers", []) if trained_by is None else given)
+            found = _having(weight, in_backward([weight]) if trained_by is None else given)
             if len(found) > 1:
                 raise ValueError(f"table {name!r} has {len(found)} optimizers: it must have one, or none")
             self._trainers += found

@@ -138,10 +138,10 @@ class CollectionSharder(ModuleSharder):
 
 
 def _check(module: TableCollection) -> None:
-    if name := in_backward(module._held.weights()):
+    if found := in_backward(module._held.weights()):
         raise ValueError(
-            f"{name} was applied in the backward to the tables of a collection, and shards would not be trained by it: "
-            "give the collection an optimizer of this package, as optimizer=rk.SGD(lr=0.1)"
+            f"{type(found[0]).__name__} was applied in the backward to the tables of a collection, and shards would "
+            "not be trained by it: give the collection an optimizer of this package, as optimizer=rk.SGD(lr=0.1)"
         )
     if isinstance(module._store, FileStore):
         raise ValueError(

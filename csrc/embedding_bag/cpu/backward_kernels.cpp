@@ -351,7 +351,7 @@ void scaled(const RunArgs& a, const RowTarget& t, const TableRuns& table, float*
   const float lr = lr_of(t, table), shrinkage = u.shrinkage(f.shard.table);
   float* const sum = u.state.sum ? u.state.sum + f.row_offset : nullptr;
   update(a, t, table, scratch, begin, end,
-         [&](auto rows) { return ScaledTarget<decltype(rows)>{f.embedding_dim, u, lr, u.eps, shrinkage, sum, rows}; });
+         [&](auto rows) { return ScaledTarget<decltype(rows)>{f.embedding_dim, u, lr, shrinkage, sum, rows}; });
 }
 
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,

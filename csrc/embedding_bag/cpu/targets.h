@@ -17,8 +17,8 @@ RK_HOST_DEVICE int64_t rows_ahead(int64_t D) { return D <= kNarrow ? 2 * kAhead 
 // A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run) comes rows_ahead() runs
 // before its turn, and select(run) just before. The gradient is summed at place(row, run, scratch memory), and
 // finish(row, run, g) takes it there or elsewhere, and may overwrite it; flush() ends the last one. kInRegisters: rows
-// of up to kBlock columns are taken by finish_registers(), unless the target has_step() that needs them in memory;
-// kProductsInRegisters: those that are sums of products, too.
+// of up to kBlock columns are taken by finish_registers(), unless the target has_step() that needs them in memory:
+// of these, sums of products only with kProductsInRegisters.
 struct StoredGradients {
   static constexpr bool kInRegisters = true, kProductsInRegisters = false;
   int64_t D;
@@ -157,8 +157,8 @@ struct ScaledTarget {
   static constexpr bool kInRegisters = true, kProductsInRegisters = Rows::kAreFloats;
   int64_t D;
   Update how;
-  float lr, eps, shrinkage;  // of the table's weights
-  float* sum;                // row-wise Adagrad's state of the table; null: SGD
+  float lr, shrinkage;  // of the table's weights
+  float* sum;           // row-wise Adagrad's state of the table; null: SGD
   Rows rows;
 
   void prefetch(int64_t row, int64_t run) const {
@@ -171,7 +171,7 @@ struct ScaledTarget {
   // The row's factor of its gradient. Advances its state.
   RK_HOST_DEVICE float adagrad_factor(int64_t row, float square_sum) const {
     sum[row] += square_sum / static_cast<float>(D);
-    return rowwise_adagrad_factor(lr, eps, sum[row]);
+    return rowwise_adagrad_factor(lr, how.eps, sum[row]);
   }
   void finish(int64_t row, int64_t, float* g) {
     float* w = rows.open(row);
@@ -242,7 +242,7 @@ struct MomentRows {
 // An optimizer with state for every element: from the row's gradient in memory.
 template <class Rows>
 struct ElementwiseTarget {
-  static constexpr bool kInRegisters = false, kProductsInRegisters = false;
+  static constexpr bool kInRegisters = false;
   int64_t D;
   Elementwise optimizer;
   float lr;

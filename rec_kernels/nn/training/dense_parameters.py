@@ -57,10 +57,9 @@ def mark_replaced(weights: Iterable[nn.Parameter]) -> None:
         weight.__dict__[_MARK] = _REPLACED
 
 
-def in_backward(weights: Iterable[nn.Parameter]) -> str:
-    """The class of the first optimizer that torch would run in the backward for one of some tables; "" without any."""
-    found = (optimizer for weight in weights for optimizer in getattr(weight, "_in_backward_optimizers", ()))
-    return next((type(optimizer).__name__ for optimizer in found), "")
+def in_backward(weights: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """The optimizers that torch was told to run in the backward for some parameters, in their order."""
+    return [optimizer for weight in weights for optimizer in getattr(weight, "_in_backward_optimizers", ())]
 
 
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

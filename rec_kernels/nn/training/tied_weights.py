@@ -130,10 +130,11 @@ class DenseGradients:
 
     def _warn_of_others(self) -> None:
         """UserWarning: torch was told to run an optimizer in the backward for the tables, which never does."""
-        if name := in_backward(self.weights):
+        if found := in_backward(self.weights):
             warnings.warn(
-                f"{name} was applied in the backward to tables that a fused optimizer updates: it does not train them. "
-                "Tables have the options of their collection's optimizer; apply it to rk.dense_parameters(model)",
+                f"{type(found[0]).__name__} was applied in the backward to tables that a fused optimizer updates: it "
+                "does not train them. Tables have the options of their collection's optimizer; apply it to "
+                "rk.dense_parameters(model)",
                 stacklevel=2,
             )
 
