@@ -10,7 +10,7 @@
 namespace {
 
 typedef float Line __attribute__((vector_size(64), aligned(4)));
-constexpr int64_t kAhead = 16;  // entries between a prefetch and its use
+constexpr int64_t kAhead = 24;  // entries between a prefetch and its use
 
 int bits_of(int64_t numbers) {
   int bits = 0;

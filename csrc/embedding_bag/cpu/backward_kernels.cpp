@@ -33,6 +33,8 @@ __attribute__((noinline)) void sum_sorted(const RunArgs& a, const TableRuns& tab
 
 // Up to kChunk terms of a multiplied table: gradients, and what they are multiplied by.
 struct Products {
+  static constexpr int64_t kAhead = 8;  // terms between the prefetch of a gradient and its use
+
   const float* rows[kChunk];
   const float* factors[kChunk];
   float coefficients[kChunk];
@@ -50,7 +52,7 @@ struct SumProducts {
   RK_HOST_DEVICE void block(int64_t column, int tail) const {
     Vec sum[NV];
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < t.count) prefetch_bytes(t.rows[i + kAhead] + column, NV * W * 4);
+      if (i + Products::kAhead < t.count) prefetch_bytes(t.rows[i + Products::kAhead] + column, NV * W * 4);
       Vec g[NV], factor[NV];
       load_row<NV, kTail>(t.rows[i] + column, tail, g);
       load_row<NV, kTail>(t.factors[i] + column, tail, factor);
@@ -107,7 +109,7 @@ class ProductRuns {
       if (place.part->combine == Combine::kMult) multiply(*place.part, a_.bags.id(a_.first_id + payload), i);
     }
     for (int64_t i = 0; t_.far && i < count; ++i) prefetch_bytes(t_.factors[i], D_ * 4);
-    for (int64_t i = 0; i < count && i < kAhead; ++i) prefetch_bytes(t_.rows[i], D_ * 4);
+    for (int64_t i = 0; i < count && i < Products::kAhead; ++i) prefetch_bytes(t_.rows[i], D_ * 4);
   }
   // Multiplies by the rows of the id's other parts. A second one needs the product with the first in memory.
   void multiply(const Part& own, int64_t id, int64_t i) {
@@ -217,19 +219,20 @@ class OtherSums {
 };
 
 // Runs [begin, end) of a table in order: in_order(target, row, run, first occurrence, count) for each that is a sum of
-// the table's occurrences. The memory of rows to come is fetched rows_ahead() runs before their turn.
+// the table's occurrences. The memory of rows to come is fetched rows_ahead() runs before their turn, for which
+// `columns` are as targets want them.
 template <class Target, class InOrder>
 RK_HOST_DEVICE void for_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin,
-                             int64_t end, const InOrder& in_order) {
+                             int64_t end, int64_t columns, const InOrder& in_order) {
   const int64_t* const starts = table.starts;
   const uint64_t* const sorted = a.sorted;
   const int payload_bits = a.payload_bits;
   const int64_t ahead = rows_ahead(target.D);
   const auto row_of = [=](int64_t run) { return static_cast<int64_t>(sorted[starts[run]] >> payload_bits); };
-  for (int64_t r = begin; r < end && r < begin + ahead; ++r) target.prefetch(row_of(r), r);
+  for (int64_t r = begin; r < end && r < begin + ahead; ++r) target.prefetch(row_of(r), r, columns);
   OtherSums others(a, table, scratch, begin, end);
   for (int64_t r = begin; r < end; ++r) {
-    if (r + ahead < end) target.prefetch(row_of(r + ahead), r + ahead);
+    if (r + ahead < end) target.prefetch(row_of(r + ahead), r + ahead, columns);
     const int64_t start = starts[r], count = starts[r + 1] - start, row = row_of(r);
     target.select(r);
     if (__builtin_expect(others.has(count), 0))
@@ -252,7 +255,7 @@ struct FinishNarrow {
   void block(int64_t column, int tail) const {
     const Terms terms(a, table, table.starts[end]);
     const float inverse_scale = a.inverse_scale;
-    for_runs(a, target, table, scratch, begin, end,
+    for_runs(a, target, table, scratch, begin, end, NV * W,
              [=](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
                Vec g[NV];
                sum_columns<NV, kTail>(terms, start, count, column, tail, g);
@@ -286,7 +289,7 @@ void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table,
   if (begin == end) return;
   if constexpr (Target::kInRegisters)
     if (finish_narrow(a, target, table, scratch, begin, end)) return;
-  for_runs(a, target, table, scratch, begin, end,
+  for_runs(a, target, table, scratch, begin, end, target.D,
            [&](Target& target, int64_t row, int64_t run, int64_t start, int64_t count) {
              float* const g = target.place(row, run, scratch);
              sum_sorted(a, table, table.starts[end], start, count, g);

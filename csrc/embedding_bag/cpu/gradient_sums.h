@@ -72,7 +72,7 @@ RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint3
 }
 
 // Terms between the prefetch of a gradient and its use: sorted by row, bags come in no order.
-constexpr int64_t kTermsAhead = 16;
+constexpr int64_t kTermsAhead = 24;
 
 // The gradients of a table's sorted occurrences up to `end`: copies of what finds them, which no store can change.
 template <bool kIsWeighted>

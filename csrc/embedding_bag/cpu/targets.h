@@ -10,12 +10,17 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Runs between a row's prefetch and its update: those of narrow rows are short.
-constexpr int64_t kAhead = 8, kNarrow = 32;
-RK_HOST_DEVICE int64_t rows_ahead(int64_t D) { return D <= kNarrow ? 2 * kAhead : kAhead; }
+// Runs between a row's prefetch and its update: as many as hide the memory's latency, fewer of rows that would fill the
+// first-level cache.
+RK_HOST_DEVICE int64_t rows_ahead(int64_t D) {
+  constexpr int64_t kMost = 24, kFewest = 4, kFloats = 3072;
+  const int64_t rows = kFloats / D;
+  return rows < kFewest ? kFewest : rows < kMost ? rows : kMost;
+}
 
-// A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run) comes rows_ahead() runs
-// before its turn, and select(run) just before. The gradient is summed at place(row, run, scratch memory), and
+// A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run, columns) comes rows_ahead()
+// runs before its turn, and select(run) just before. `columns` is D, or as many registers as D needs where the compiler
+// knows them: it then asks for a row's cache lines without a loop, whose end the processor would have to guess. The gradient is summed at place(row, run, scratch memory), and
 // finish(row, run, g) takes it there or elsewhere, and may overwrite it; flush() ends the last one. kInRegisters: rows
 // of up to kBlock columns are taken by finish_registers(), unless the target has_step() that needs them in memory:
 // of these, sums of products only with kProductsInRegisters.
@@ -25,7 +30,7 @@ struct StoredGradients {
   float* gradients;  // of the table: dense ones by row, sparse ones by run
   int64_t* rows;     // of the table's runs; null for dense gradients
 
-  void prefetch(int64_t, int64_t) const {}
+  void prefetch(int64_t, int64_t, int64_t) const {}
   static void select(int64_t) {}
   RK_HOST_DEVICE float* place(int64_t row, int64_t run, float*) const { return gradients + (rows ? run : row) * D; }
   void finish(int64_t row, int64_t run, const float* g) const {
@@ -65,7 +70,9 @@ struct FloatRows {
   float* weights;  // of the table
 
   static void select(int64_t) {}
-  void prefetch(int64_t row, int64_t) const { prefetch_bytes(weights + row * D, D * 4); }
+  RK_HOST_DEVICE void prefetch(int64_t row, int64_t, int64_t columns) const {
+    prefetch_bytes(weights + row * D, columns * 4);
+  }
   RK_HOST_DEVICE float* open(int64_t row) const { return weights + row * D; }
   void close(int64_t) {}
   void flush() {}
@@ -125,7 +132,7 @@ class KeptRows {
     dirty_ = t.cache.dirty;
   }
 
-  void prefetch(int64_t row, int64_t run) const {
+  void prefetch(int64_t row, int64_t run, int64_t) const {
     const int64_t slot = slot_of(run);
     if (slot < 0) return rows_.prefetch(row);
     prefetch_bytes(in_slot(slot), D_ * 4);
@@ -161,8 +168,8 @@ struct ScaledTarget {
   float* sum;           // row-wise Adagrad's state of the table; null: SGD
   Rows rows;
 
-  void prefetch(int64_t row, int64_t run) const {
-    rows.prefetch(row, run);
+  RK_HOST_DEVICE void prefetch(int64_t row, int64_t run, int64_t columns) const {
+    rows.prefetch(row, run, columns);
     if (sum) prefetch_line(sum + row);
   }
   void select(int64_t run) { rows.select(run); }
@@ -250,8 +257,8 @@ struct ElementwiseTarget {
   MomentRows moments;
   Rows rows;
 
-  void prefetch(int64_t row, int64_t run) const {
-    rows.prefetch(row, run);
+  void prefetch(int64_t row, int64_t run, int64_t columns) const {
+    rows.prefetch(row, run, columns);
     moments.prefetch(row, optimizer.needs_mean_square());
   }
   void select(int64_t run) { rows.select(run); }
