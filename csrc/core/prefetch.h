@@ -13,13 +13,23 @@ RK_HOST_DEVICE void prefetch_line(const void* p) {
   asm volatile("");
 }
 
-// Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is. Where p lies in its line decides nothing
-// here: rows that begin anywhere would make the processor guess wrong.
+// Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is. Neither where p lies in its line nor a
+// loop over few lines decides anything here: the processor would guess wrong, and what it did since would be lost.
 RK_HOST_DEVICE void prefetch_bytes(const void* p, int64_t bytes) {
+  constexpr int64_t kLine = 64, kFewLines = 4;
   const auto first = reinterpret_cast<uintptr_t>(p);
-  for (int64_t i = 0; i < bytes; i += 64)
-    prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(i)));
-  prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(bytes - 1)));
+  const int64_t last = bytes - 1;
+  const auto ask = [=](int64_t at) {
+    prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(at < last ? at : last)));
+  };
+  if (bytes <= kLine) {
+    ask(0);
+  } else if (bytes <= kFewLines * kLine) {
+    for (int64_t k = 0; k < kFewLines; ++k) ask(k * kLine);
+  } else {
+    for (int64_t at = 0; at < bytes; at += kLine) ask(at);
+  }
+  ask(last);
 }
 
 }  // namespace rec_kernels

@@ -219,7 +219,7 @@ class OtherSums {
 };
 
 // Runs [begin, end) of a table in order: in_order(target, row, run, first occurrence, count) for each that is a sum of
-// the table's occurrences. The memory of rows to come is fetched rows_ahead() runs before their turn, for which
+// the table's occurrences. The memory of rows to come is fetched ahead() runs before their turn, for which
 // `columns` are as targets want them.
 template <class Target, class InOrder>
 RK_HOST_DEVICE void for_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin,
@@ -227,7 +227,7 @@ RK_HOST_DEVICE void for_runs(const RunArgs& a, Target target, const TableRuns& t
   const int64_t* const starts = table.starts;
   const uint64_t* const sorted = a.sorted;
   const int payload_bits = a.payload_bits;
-  const int64_t ahead = rows_ahead(target.D);
+  const int64_t ahead = target.ahead();
   const auto row_of = [=](int64_t run) { return static_cast<int64_t>(sorted[starts[run]] >> payload_bits); };
   for (int64_t r = begin; r < end && r < begin + ahead; ++r) target.prefetch(row_of(r), r, columns);
   OtherSums others(a, table, scratch, begin, end);

@@ -10,26 +10,19 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Runs between a row's prefetch and its update: as many as hide the memory's latency, fewer of rows that would fill the
-// first-level cache.
-RK_HOST_DEVICE int64_t rows_ahead(int64_t D) {
-  constexpr int64_t kMost = 24, kFewest = 4, kFloats = 3072;
-  const int64_t rows = kFloats / D;
-  return rows < kFewest ? kFewest : rows < kMost ? rows : kMost;
-}
-
-// A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run, columns) comes rows_ahead()
+// A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run, columns) comes ahead()
 // runs before its turn, and select(run) just before. `columns` is D, or as many registers as D needs where the compiler
-// knows them: it then asks for a row's cache lines without a loop, whose end the processor would have to guess. The gradient is summed at place(row, run, scratch memory), and
-// finish(row, run, g) takes it there or elsewhere, and may overwrite it; flush() ends the last one. kInRegisters: rows
-// of up to kBlock columns are taken by finish_registers(), unless the target has_step() that needs them in memory:
-// of these, sums of products only with kProductsInRegisters.
+// knows them: it then asks for a row's cache lines without a loop, whose end the processor would have to guess. The
+// gradient is summed at place(row, run, scratch memory), and finish(row, run, g) takes it there or elsewhere, and may
+// overwrite it; flush() ends the last one. kInRegisters: rows of up to kBlock columns are taken by finish_registers(),
+// unless the target has_step() that needs them in memory: of these, sums of products only with kProductsInRegisters.
 struct StoredGradients {
   static constexpr bool kInRegisters = true, kProductsInRegisters = false;
   int64_t D;
   float* gradients;  // of the table: dense ones by row, sparse ones by run
   int64_t* rows;     // of the table's runs; null for dense gradients
 
+  static int64_t ahead() { return 0; }
   void prefetch(int64_t, int64_t, int64_t) const {}
   static void select(int64_t) {}
   RK_HOST_DEVICE float* place(int64_t row, int64_t run, float*) const { return gradients + (rows ? run : row) * D; }
@@ -168,6 +161,12 @@ struct ScaledTarget {
   float* sum;           // row-wise Adagrad's state of the table; null: SGD
   Rows rows;
 
+  // As many rows as hide the memory's latency, fewer of those that would fill the first-level cache.
+  int64_t ahead() const {
+    constexpr int64_t kMost = 24, kFewest = 4, kFloats = 3072;
+    const int64_t fit = kFloats / D;
+    return fit < kFewest ? kFewest : fit < kMost ? fit : kMost;
+  }
   RK_HOST_DEVICE void prefetch(int64_t row, int64_t run, int64_t columns) const {
     rows.prefetch(row, run, columns);
     if (sum) prefetch_line(sum + row);
@@ -257,6 +256,7 @@ struct ElementwiseTarget {
   MomentRows moments;
   Rows rows;
 
+  int64_t ahead() const { return D <= 32 ? 16 : 8; }  // rows, and as many of moments
   void prefetch(int64_t row, int64_t run, int64_t columns) const {
     rows.prefetch(row, run, columns);
     moments.prefetch(row, optimizer.needs_mean_square());
