@@ -32,7 +32,7 @@ from bench.workloads import NAMED
 #: Parts of a step in order, and the functions of our library that are theirs; the first that fits counts.
 PARTS = {
     "lookup": r"pool|look_up|lookup",
-    "keys, sort, runs": r"[Ss]ort|entries|find_runs|read_bags|keys|radix",
+    "keys, sort, runs": r"[Ss]ort(?!ed)|entries|find_runs|read_bags|keys|radix",
     "sums of gradients, update": r"[Ff]inish|Update|sum_|Sum|update|Terms",
     "other kernels": r"",
 }

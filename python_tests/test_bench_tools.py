@@ -315,7 +315,8 @@ def test_parts_of_a_step() -> None:
         [
             "# Overhead;Shared Object;Symbol",
             f" 40.00% ;librec_kernels_cpu.so ;{space}FinishNarrow<rec_kernels::UpdateTarget<rec_kernels::Sorted>>",
-            f" 30.00% ;librec_kernels_cpu.so ;{space}pool_block<(rec_kernels::v4::BagKind)0>",
+            f"  6.00% ;librec_kernels_cpu.so ;{space}sum_sorted",
+            f" 24.00% ;librec_kernels_cpu.so ;{space}pool_block<(rec_kernels::v4::BagKind)0>",
             f" 10.00% ;librec_kernels_cpu.so ;{space}TableSorter::write_entries<long>",
             f"  5.00% ;librec_kernels_cpu.so ;{space}copy_somewhere<Update>",
             " 10.00% ;libpython3.11.so.1.0  ;[.] _PyEval_EvalFrameDefault",
@@ -324,9 +325,9 @@ def test_parts_of_a_step() -> None:
     )
     assert step_parts.shares(report) == pytest.approx(
         {
-            "lookup": 0.3,
+            "lookup": 0.24,
             "keys, sort, runs": 0.1,
-            "sums of gradients, update": 0.4,
+            "sums of gradients, update": 0.46,
             "other kernels": 0.05,
             step_parts.OUTSIDE: 0.15,
         }
