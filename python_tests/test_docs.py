@@ -165,10 +165,12 @@ def test_readme_has_the_pictures_numbers() -> None:
     pytest.importorskip("matplotlib")
     from bench.pictures import times_over_ours
 
-    torch_, fbgemm = (times_over_ours("train", peer).values() for peer in ("torch", "fbgemm"))
+    peers = ("torch", "fbgemm", "fbgemm, huge pages")
+    torch_, fbgemm, huge = (times_over_ours("train", peer).values() for peer in peers)
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"{min(torch_):.1f} to {max(torch_):.0f} times as fast as that of `nn.EmbeddingBag`" in text
     assert f"and {min(fbgemm):.2f} to {max(fbgemm):.1f} times as fast as FBGEMM's" in text
+    assert f"its steps take {min(huge):.2f} to {max(huge):.1f} times as long" in text
 
 
 def test_generator_mends_what_is_stale() -> None:
