@@ -329,7 +329,7 @@ class TableCollection(nn.Module):
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
         layout: Any = self._modules["_layout"]
-        if not (is_compiling := is_traced(self._held)):
+        if not (is_compiling := is_traced(self._held, self._update)):
             refuse_replaced(self._tied)
             self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
         weights, bags, is_cached = self._buffers["_weights"], (given.values, given.offsets), self.row_cache is not None

@@ -11,6 +11,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.training.fused_update import FusedUpdate
 from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -24,18 +25,19 @@ def read_only(name: str, count: int) -> Iterator[Any]:
     return map(of_item, range(count))
 
 
-def is_traced(trained: Tables) -> bool:
+def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
     """True of a lookup inside ``torch.compile`` or ``torch.export``.
 
     Args:
-        trained: what the collection holds.
+        tables: what the collection holds. update: its fused optimizer, which trains rows of every format.
 
     Raises:
         RuntimeError: tables that train are exported. Rows and their parameters are one memory here and two in a
             program, which would train neither.
     """
     exports = is_exporting() and torch.is_grad_enabled()
-    if exports and any(parameter.requires_grad for parameter in trained.parameters()):
+    wanted: list[Any] = update.dense.wanted if update is not None else []
+    if exports and any(given.requires_grad for given in (*tables.parameters(), *wanted)):
         raise RuntimeError(
             "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or lookups "
             "under torch.no_grad()"
