@@ -124,6 +124,18 @@ RK_HOST_DEVICE DoubleWords double_word_ramp(uint64_t step) {
   for (int i = 0; i < kLanes / 2; ++i) ramp[i] = step * static_cast<uint64_t>(i);
   return ramp;
 }
+// The first `count` numbers at p, at least one and at most as many as there are lanes; the last of them in lanes
+// beyond. One load: numbers that are stored one by one, and read together soon after, are waited for.
+RK_HOST_DEVICE DoubleWords load_first(const int64_t* p, int count) {
+#if defined(__AVX512F__)
+  const auto x = (DoubleWords)_mm512_maskz_loadu_epi64(static_cast<__mmask8>((1u << count) - 1u), p);
+#else
+  DoubleWords x = {};
+  for (int i = 0; i < kLanes / 2; ++i) x[i] = static_cast<uint64_t>(p[i < count ? i : 0]);
+#endif
+  const DoubleWords last = DoubleWords{} + static_cast<uint64_t>(count - 1), ramp = double_word_ramp(1);
+  return __builtin_shuffle(x, ramp < last ? ramp : last);
+}
 RK_HOST_DEVICE WordLanes word_ramp() {
   WordLanes ramp;
   for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<uint32_t>(i);

@@ -87,12 +87,12 @@ class RowWords {
     draw<kStreams>(c / kDrawn, DoubleWords{} + uint64_t{counters.word[1]}, out, [](DoubleWords x, int) { return x; });
   }
 
-  // Those of the first `columns` columns of kStreams * kDrawn / columns rows, one after the other; `rows` has as many
-  // numbers as a register.
+  // Those of the first `columns` columns of kStreams * kDrawn / columns rows, one after the other, which the first
+  // lanes of `rows` number.
   template <int kStreams>
-  RK_HOST_DEVICE void draw_rows(const int64_t* rows, uint32_t* out) {
-    keep(noise_counters(noise_, rows[0], 0).word[2]);
-    const DoubleWords whole = load_as<DoubleWords>(rows) + static_cast<uint64_t>(noise_.shard.first_row);
+  RK_HOST_DEVICE void draw_rows(DoubleWords rows, uint32_t* out) {
+    keep(noise_counters(noise_, static_cast<int64_t>(rows[0]), 0).word[2]);
+    const DoubleWords whole = rows + static_cast<uint64_t>(noise_.shard.first_row);
     const DoubleWords apart = (whole ^ whole[0]) >> 32;
     if (__builtin_expect(any_lane((IntLanes)(apart != 0)), 0)) return draw_one_by_one(rows, kStreams * kDrawn, out);
     draw<kStreams>(0, whole, out, [this](DoubleWords x, int i) {
@@ -107,14 +107,16 @@ class RowWords {
   template <int kStreams, class Lanes>
   RK_HOST_DEVICE void draw(int64_t first, DoubleWords rows, uint32_t* out, const Lanes& lanes) const {
     WidePhilox streams[kStreams];
+    // A power of two.
     const int period = columns_ > kDrawn ? columns_ / kDrawn : (columns_ ? 1 : kStreams);
     if (first + period <= kept_) {
       const DoubleWords products = FirstRounds::products(noise_, place_, rows);
-      for (int i = 0; i < kStreams; ++i) streams[i] = kept_rounds_[first + i % period].after(lanes(products, i));
+      for (int i = 0; i < kStreams; ++i)
+        streams[i] = kept_rounds_[first + (i & (period - 1))].after(lanes(products, i));
       finish<kStreams, 3>(streams, out);
     } else {
       for (int i = 0; i < kStreams; ++i)
-        streams[i] = {{blocks(first + i % period), lanes(rows, i), DoubleWords{} + uint64_t{place_},
+        streams[i] = {{blocks(first + (i & (period - 1))), lanes(rows, i), DoubleWords{} + uint64_t{place_},
                        DoubleWords{} + uint64_t{noise_.step}}};
       finish<kStreams, 0>(streams, out);
     }
@@ -144,9 +146,11 @@ class RowWords {
     for (kept_ = 0; kept_ < wanted_; ++kept_) kept_rounds_[kept_] = FirstRounds::of(noise_, place, blocks(kept_));
   }
   // Rows on both sides of a multiple of 2^32.
-  __attribute__((noinline)) void draw_one_by_one(const int64_t* rows, int count, uint32_t* out) const {
-    for (int c = 0; c < count; c += 4)
-      store_as(out + c, noise_words(noise_, rows[c / columns_], static_cast<uint32_t>(c % columns_ / 4)));
+  __attribute__((noinline)) void draw_one_by_one(DoubleWords rows, int count, uint32_t* out) const {
+    for (int c = 0; c < count; c += 4) {
+      const auto row = static_cast<int64_t>(rows[c / columns_]);
+      store_as(out + c, noise_words(noise_, row, static_cast<uint32_t>(c % columns_ / 4)));
+    }
   }
 
   const Noise& noise_;

@@ -32,7 +32,7 @@ class RowNoise {
         random_(noise, columns_ < kWords ? columns_ : 0, streams_to_keep()) {}
   RK_HOST_DEVICE void start(int64_t n) {
     row_ = n;
-    const int64_t within = n % (kWords / columns_);
+    const int64_t within = n & (rows_a_draw() - 1);
     first_ = words_ + within * columns_;
     drawn_ = n - within == shared_ ? columns_ : 0;
   }
@@ -53,6 +53,7 @@ class RowNoise {
     while (columns < D && columns < kWords) columns *= 2;
     return columns;
   }
+  int64_t rows_a_draw() const { return kWords / columns_; }  // a power of two, as columns_ is
   // Streams of a row; none where too few rows draw them.
   int64_t streams_to_keep() const {
     const bool narrow = columns_ < kWords;
@@ -69,11 +70,11 @@ class RowNoise {
   }
   // Rows of at most half as many columns as are drawn at once share a draw.
   void draw_narrow() {
-    const int64_t most = kWords / columns_;
-    shared_ = row_ - row_ % most;
+    const int64_t most = rows_a_draw();
+    shared_ = row_ & -most;
     const int64_t rows = N_ - shared_ < most ? N_ - shared_ : most;
-    alignas(64) int64_t numbers[kLanes / 2];
-    for (int64_t i = 0; i < kLanes / 2; ++i) numbers[i] = places_.number(shared_ + (i < rows ? i : 0));
+    const DoubleWords numbers = places_.numbers ? load_first(places_.numbers + shared_, static_cast<int>(rows))
+                                                : double_word_ramp(1) + static_cast<uint64_t>(places_.number(shared_));
     if (rows * columns_ <= kWords / 2 && kStreams > 2) random_.template draw_rows<2>(numbers, words_);
     else random_.template draw_rows<kStreams>(numbers, words_);
     drawn_ = columns_;

@@ -25,20 +25,15 @@ struct Bf16 {
   static constexpr int kBytes = 2;
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return D * kBytes; }
 
-  // Nearest: ties to even, as IEEE. Stochastic: the high half of `word` is added below the kept bits; what is finite
-  // stays finite.
+  // Nearest: ties to even, as IEEE. Stochastic: the high half of `word` is added below the kept bits, but to no number
+  // of the largest one's kept bits: what is finite stays finite.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, U word) {
     const U bits = bits_of(x), magnitude = bits & kMagnitudeBits;
-    const U nan = U{} + 0x7FC0u, kept = bits >> 16, largest = (kept & 0x8000u) | 0x7F7Fu;
-    if constexpr (!kStochastic) {
-      const U rounded = (bits + 0x7FFFu + (kept & 1)) >> 16;
-      return magnitude > kInfinityBits ? nan : rounded;
-    }
-    const U rounded = (bits + (word >> 16)) >> 16;
-    const U finite = (rounded & 0x7FFFu) >= 0x7F80u ? largest : rounded;
-    const U special = magnitude > kInfinityBits ? nan : kept;
-    return magnitude >= kInfinityBits ? special : finite;
+    const U nan = U{} + 0x7FC0u;
+    U added = 0x7FFFu + ((bits >> 16) & 1);
+    if constexpr (kStochastic) added = magnitude < 0x7F7F0000u ? word >> 16 : U{};
+    return magnitude > kInfinityBits ? nan : (bits + added) >> 16;
   }
   template <class U>
   RK_HOST_DEVICE static auto decode(U code) {
