@@ -20,6 +20,30 @@ typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
 typedef uint8_t HalfByteLanes __attribute__((vector_size(kLanes / 2)));
 typedef uint16_t ShortLanes __attribute__((vector_size(2 * kLanes)));
 
+// Lane i is lane from[i] of x; of x and y one after the other where there are two. Clang makes instructions of loops
+// that end when the compiler knows, and has no function for lanes that are chosen at run time.
+template <class V, class U>
+RK_HOST_DEVICE V shuffle(V x, U from) {
+#if defined(__clang__)
+  V out;
+  for (int i = 0; i < static_cast<int>(sizeof(V) / sizeof x[0]); ++i) out[i] = x[from[i]];
+  return out;
+#else
+  return __builtin_shuffle(x, from);
+#endif
+}
+template <class V, class U>
+RK_HOST_DEVICE V shuffle(V x, V y, U from) {
+#if defined(__clang__)
+  constexpr int kCount = static_cast<int>(sizeof(V) / sizeof x[0]);
+  V out;
+  for (int i = 0; i < kCount; ++i) out[i] = from[i] < kCount ? x[from[i] % kCount] : y[from[i] % kCount];
+  return out;
+#else
+  return __builtin_shuffle(x, y, from);
+#endif
+}
+
 template <>
 struct LanesOf<FloatLanes> {
   using Word = WordLanes;
@@ -134,7 +158,7 @@ RK_HOST_DEVICE DoubleWords load_first(const int64_t* p, int count) {
   for (int i = 0; i < kLanes / 2; ++i) x[i] = static_cast<uint64_t>(p[i < count ? i : 0]);
 #endif
   const DoubleWords last = DoubleWords{} + static_cast<uint64_t>(count - 1), ramp = double_word_ramp(1);
-  return __builtin_shuffle(x, ramp < last ? ramp : last);
+  return shuffle(x, ramp < last ? ramp : last);
 }
 RK_HOST_DEVICE WordLanes word_ramp() {
   WordLanes ramp;
@@ -263,7 +287,7 @@ template <int kWidth, class V>
 RK_HOST_DEVICE V swap_lanes(V x) {
   WordLanes from;
   for (int i = 0; i < kLanes; ++i) from[i] = static_cast<uint32_t>(i ^ kWidth);
-  return __builtin_shuffle(x, from);
+  return shuffle(x, from);
 }
 
 // choose(a, b), which does not depend on their order, over all lanes: in every lane of the result.
@@ -307,8 +331,8 @@ RK_HOST_DEVICE void weave(DoubleWords a, DoubleWords b, DoubleWords* lower, Doub
     low[i] = static_cast<uint64_t>(i / 2 + i % 2 * kAll);
     high[i] = static_cast<uint64_t>(kHalf + i / 2 + i % 2 * kAll);
   }
-  *lower = __builtin_shuffle(a, b, low);
-  *upper = __builtin_shuffle(a, b, high);
+  *lower = shuffle(a, b, low);
+  *upper = shuffle(a, b, high);
 }
 
 }  // namespace RK_ISA

@@ -16,8 +16,8 @@ RK_HOST_DEVICE void swap_blocks(FloatLanes* a, FloatLanes* b) {
     lower[lane] = static_cast<uint32_t>(second ? kLanes + lane : lane + kDistance);
   }
   const FloatLanes x = *a, y = *b;
-  *a = __builtin_shuffle(x, y, upper);
-  *b = __builtin_shuffle(x, y, lower);
+  *a = shuffle(x, y, upper);
+  *b = shuffle(x, y, lower);
 }
 
 // Lane l of register r becomes lane r of register l, in kLanes registers.

@@ -96,7 +96,7 @@ class RowWords {
     const DoubleWords apart = (whole ^ whole[0]) >> 32;
     if (__builtin_expect(any_lane((IntLanes)(apart != 0)), 0)) return draw_one_by_one(rows, kStreams * kDrawn, out);
     draw<kStreams>(0, whole, out, [this](DoubleWords x, int i) {
-      return __builtin_shuffle(x, (double_word_ramp(1) + static_cast<uint64_t>(i * kDrawn / 4)) >> shift_);
+      return shuffle(x, (double_word_ramp(1) + static_cast<uint64_t>(i * kDrawn / 4)) >> shift_);
     });
   }
 

@@ -78,16 +78,25 @@ float dot_with_parts(const PoolArgs& a, const Part* parts, int64_t count, const 
   return sum;
 }
 
+// Asks for the rows of an id's parts.
+void prefetch_parts(const PoolArgs& a, const Part* parts, int64_t count, int64_t id) {
+  if (!a.bags.in_range(id, *parts)) return;
+  for (const Part* f = parts; f < parts + count; ++f)
+    prefetch_bytes(a.weights + f->weight_offset + f->row(id) * f->row_bytes, f->row_bytes);
+}
+
 void weight_gradient_feature(const PoolArgs& a, const Part* parts, int64_t count, int64_t begin, int64_t end,
                              const float* grad, float* out, Bounds* bounds) {
   const bool composes = count > 1 && parts->combine != Combine::kConcat;
   const ComposedRow composed{parts, count,
                              composes ? new float[static_cast<uint64_t>(2 * parts->embedding_dim)] : nullptr};
-  const int64_t padding = a.bags.padding_of(*parts);
+  const int64_t padding = a.bags.padding_of(*parts), last = a.bags.offset(end);
+  const int64_t ahead = prefetch_distance(parts->row_bytes);
   for (int64_t bag = begin; bag < end; ++bag, grad += a.output_dim) {
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
     int64_t counted = 0;
     for (int64_t i = start; i < stop; ++i) {
+      if (i + ahead < last) prefetch_parts(a, parts, count, a.bags.id(i + ahead));
       const int64_t id = a.bags.id(i);
       const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != padding;
       if (!in_range && i < bounds->position) bounds->position = i;

@@ -336,12 +336,12 @@ class Insertion {
     return memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;
   }
 
-  // Order in which slots are given up: empty ones first, locked ones last. Stamps count steps, fewer than 2^56.
-  static constexpr uint64_t kLocked = ~uint64_t{0};
+  // Order in which slots are given up: empty ones first, locked ones last. Stamps are of steps between -2^55 and 2^55.
+  static constexpr uint64_t kLocked = ~uint64_t{0}, kMiddle = uint64_t{1} << 55;
   uint64_t priority_of(int64_t slot) const {
     const int64_t stamp = memory_.stamps[slot];
     const uint64_t count = memory_.counts ? memory_.counts[slot] : uint8_t{0};
-    const uint64_t used = count << 56 | ((static_cast<uint64_t>(stamp) + 1) & (kLocked >> 8));
+    const uint64_t used = count << 56 | ((static_cast<uint64_t>(stamp) + kMiddle) & (kLocked >> 8));
     return memory_.tags[slot] < 0 ? 0 : (stamp == clock_ ? kLocked : used);
   }
 

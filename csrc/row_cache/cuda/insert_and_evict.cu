@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
 // A candidate slot. Preference: an empty one, then the fewest uses, the oldest use, the lowest way.
 struct Choice {
   uint64_t uses;  // 0: empty; else the count and 1; UINT64_MAX: no slot
-  uint64_t stamp;
-  int64_t slot;
+  int64_t stamp, slot;
 };
 
 __device__ Choice better(const Choice& a, const Choice& b) {
@@ -148,7 +147,7 @@ __device__ Choice choice_of_lane(const InsertArgs& a, int64_t set, int lane) {
     const int64_t tag = a.cache.tags[slot];
     if (tag < 0) best = better(best, {0, 0, slot});
     else if (a.stamps[slot] != *a.clock && part_at(a.cache, a.parts, slot, tag) >= 0)
-      best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, static_cast<uint64_t>(a.stamps[slot]), slot});
+      best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, a.stamps[slot], slot});
   }
   return best;
 }

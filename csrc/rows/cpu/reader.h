@@ -53,13 +53,13 @@ RK_HOST_DEVICE WordLanes unpack_register(uint64_t packed, int v) {
 
 // True of rows of plain numbers, between which nothing lies.
 template <class Format>
-constexpr bool kIsFloats = false;
+inline constexpr bool kIsFloats = false;
 template <>
-constexpr bool kIsFloats<Fp32> = true;
+inline constexpr bool kIsFloats<Fp32> = true;
 template <>
-constexpr bool kIsFloats<Fp16> = true;
+inline constexpr bool kIsFloats<Fp16> = true;
 template <>
-constexpr bool kIsFloats<Bf16> = true;
+inline constexpr bool kIsFloats<Bf16> = true;
 
 template <class Format>
 struct RowReader {  // floats

@@ -28,11 +28,18 @@ void decode_rows(const uint8_t* rows, int64_t N, int64_t D, float* out) {
   }
 }
 
+// True of formats that round: others take no noise.
+template <class Format>
+inline constexpr bool kRounds = true;
+template <>
+inline constexpr bool kRounds<Fp32> = false;
+
 // Constant, so that nothing of this instruction set runs when the library loads.
 template <class... Formats>
 struct Table {
-  static constexpr RowFormatKernels kernels = {
-      {RowsWriter<Formats, false>::write...}, {RowsWriter<Formats, true>::write...}, {decode_rows<Formats>...}};
+  static constexpr RowFormatKernels kernels = {{RowsWriter<Formats, false>::write...},
+                                               {RowsWriter<Formats, kRounds<Formats>>::write...},
+                                               {decode_rows<Formats>...}};
 };
 
 }  // namespace

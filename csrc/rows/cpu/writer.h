@@ -70,9 +70,8 @@ class RowNoise {
   }
   // Rows of at most half as many columns as are drawn at once share a draw.
   void draw_narrow() {
-    const int64_t most = rows_a_draw();
-    shared_ = row_ & -most;
-    const int64_t rows = N_ - shared_ < most ? N_ - shared_ : most;
+    shared_ = row_ & -rows_a_draw();
+    const int64_t rows = N_ - shared_ < rows_a_draw() ? N_ - shared_ : rows_a_draw();
     const DoubleWords numbers = places_.numbers ? load_first(places_.numbers + shared_, static_cast<int>(rows))
                                                 : double_word_ramp(1) + static_cast<uint64_t>(places_.number(shared_));
     if (rows * columns_ <= kWords / 2 && kStreams > 2) random_.template draw_rows<2>(numbers, words_);

@@ -90,7 +90,7 @@ struct Fp16 {
     const U largest = U{} + kLargest, infinity = U{} + kInfinity;
     const U normal = (magnitude - kRebias + (word >> 19)) >> 13;
     const U too_large = magnitude >= kInfinityBits ? infinity : largest;
-    const U bounded = (magnitude >= (143u << 23)) | (normal > kLargest) ? too_large : normal;
+    const U bounded = ((magnitude >= (143u << 23)) | (normal > kLargest)) ? too_large : normal;
     // Denormal halves: 2^-14 and below by 13 + (113 - field) bits, which is 14 and more; beyond 56 nothing is left.
     const U field = exponent_field(magnitude), significand = (magnitude & 0x007FFFFFu) | 0x00800000u;
     const U drop = 126u - (field < 113u ? field : U{} + 112u);

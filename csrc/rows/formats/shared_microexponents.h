@@ -43,7 +43,7 @@ struct SharedMicroexponents {
   RK_HOST_DEVICE static U pair_bit(U block, U pair) {
     const U one = U{} + 1u;
     const U lower = pair < block ? one : U{};
-    return (block < static_cast<uint32_t>(m + 1)) | (block == 255u) ? U{} : lower;
+    return ((block < static_cast<uint32_t>(m + 1)) | (block == 255u)) ? U{} : lower;
   }
 
   // Exponent field of the step, at least 1.
