@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import convert_cases
 import pytest
 import torch
 from convert_cases import BATCH, FEATURES, SIZES, fbgemm, ids_of, same_bits, train, trained_copy
@@ -74,6 +75,19 @@ def test_there_and_back(name: str, pooling: str) -> None:
             state[0].zero_()
         lost = train(of_theirs(fresh), range(9, 12))
         assert abs(lost[-1] - train(of_ours(ours), range(9, 12))[-1]) > 1e-3 * lost[-1]
+
+
+def test_features_that_are_not_in_the_order_of_tables(monkeypatch) -> None:
+    """Columns come table by table, by name; put in the order of the features, they are FBGEMM's."""
+    monkeypatch.setattr(convert_cases, "FEATURES", [0, 1, 0, 2])
+    theirs = fbgemm("EXACT_SGD")
+    ours: Any = rk.convert_embeddings(theirs)
+    ids, offsets = torch.tensor([1, 2, 3, 4, 4, 0, 2, 1]), torch.arange(9)
+    keys = ["f0", "f1", "f2", "f3"]
+    found, expected = ours(rk.KeyedJaggedTensor(keys, ids, offsets=offsets)), theirs(ids, offsets)
+    assert found.keys() == ["f0", "f2", "f1", "f3"]
+    assert not torch.equal(found.values(), expected)
+    assert torch.equal(rk.KeyedTensor.regroup([found], [keys])[0], expected)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MOMENTS])

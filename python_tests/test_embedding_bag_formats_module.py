@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 import torch
-from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same, batch, is_tied, make, numbers, train
+from collection_cases import assert_same, is_tied
+from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, batch, make, numbers, train
 from tiers import full
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -280,3 +281,18 @@ def test_compiled_noise_advances() -> None:
 
 def _with(kjt: rk.KeyedJaggedTensor, values: Tensor) -> rk.KeyedJaggedTensor:
     return rk.KeyedJaggedTensor(kjt.keys(), values, lengths=kjt.lengths())
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16", "int8"])
+def test_init_that_writes_a_part(format: str) -> None:
+    """Rows that it leaves are zeros, and what it returns is not taken for the weight."""
+
+    def made(init) -> rk.EmbeddingBagCollection:
+        table = rk.EmbeddingBagConfig(20, 8, name="t", feature_names=["f"], format=format, init=init)
+        return rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.1))
+
+    every = rk.KeyedJaggedTensor(["f"], torch.arange(20), lengths=torch.ones(20, dtype=torch.int64))
+    expected = torch.cat([torch.ones(10, 8), torch.zeros(10, 8)])
+    assert torch.equal(made(lambda weight: weight[:10].fill_(1.0))(every).values(), expected)
+    with pytest.raises(ValueError, match=r"table 't': init returned another tensor than the weight .* in place"):
+        made(torch.ones_like)

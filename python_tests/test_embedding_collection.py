@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from collection_cases import OPTIMIZERS, deduplicated, sequences
+from collection_cases import OPTIMIZERS, assert_same, deduplicated, sequences
 from jagged_cases import unchecked
 from test_embedding_bag_bounds import late, message
-from test_embedding_bag_module import assert_same, batch, make
+from test_embedding_bag_module import batch, make
 from torch import Tensor
 
 import rec_kernels as rk
@@ -32,6 +32,41 @@ def test_rows_are_the_tables(optimizer, keys: str) -> None:
         assert torch.equal(jagged.values(), weight[ids.values()])
         assert torch.equal(jagged.offsets(), ids.offsets())
         assert torch.equal(jagged.lengths(), ids.lengths())
+
+
+def test_torchrecs_names() -> None:
+    """Ours say of themselves what TorchRec's do, by the same names; of dimensions that differ there is no number."""
+    modules = pytest.importorskip("torchrec.modules.embedding_modules")
+    configs = pytest.importorskip("torchrec.modules.embedding_configs")
+    sizes = {"num_embeddings": 5, "embedding_dim": 8}
+    tables = [
+        configs.EmbeddingConfig(name="a", feature_names=["f", "g"], **sizes),
+        configs.EmbeddingConfig(name="b", feature_names=["g", "h"], **sizes),
+    ]
+    theirs, ours = modules.EmbeddingCollection(tables=tables), rk.EmbeddingCollection(tables)
+    for name in ("embedding_dim", "embedding_names_by_table", "need_indices"):
+        assert getattr(ours, name)() == getattr(theirs, name)()
+    assert list(ours.embeddings.keys()) == list(theirs.embeddings.keys()) == list(ours.embeddings)
+    assert [t.weight.shape for t in ours.embeddings.values()] == [t.weight.shape for t in theirs.embeddings.values()]
+    assert dict(ours.embeddings.items()) == {name: ours.embeddings[name] for name in ("a", "b")}
+    assert len(ours.embeddings) == 2
+    assert ["b" in ours.embeddings, "c" in ours.embeddings] == [True, False]
+    with pytest.raises(ValueError, match=r"embedding_dim\(\) is of tables of one dimension, and these have \[6, 20\]"):
+        sequences(None).embedding_dim()
+
+
+def test_tables_by_any_name() -> None:
+    """A table may have the name of a method: it is found by its name, in states too."""
+    tables = [rk.EmbeddingBagConfig(5, 4, name=n, feature_names=[n]) for n in ("keys", "values", "items")]
+    collection = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5))
+    assert list(collection.embedding_bags.keys()) == ["keys", "values", "items"]
+    weights = {f"embedding_bags.{name}.weight": t.weight for name, t in collection.embedding_bags.items()}
+    assert dict(collection.named_parameters()).keys() == weights.keys() <= collection.state_dict().keys()
+    other = copy.deepcopy(collection)
+    other.load_state_dict(collection.state_dict())
+    collection({n: torch.tensor([1]) for n in ("keys", "values", "items")}).values().sum().backward()
+    for name, held in other.embedding_bags.items():
+        assert not torch.equal(held.weight, collection.embedding_bags[name].weight)
 
 
 def test_weights_multiply() -> None:

@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,32 @@ def test_rows_are_torchs(shape: tuple[int, ...], options: dict) -> None:
     assert torch.equal(ours(ids.int()), theirs(ids))
     torch.testing.assert_close(trained(ours, (ids,)), trained(theirs, (ids,)))
     torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+@pytest.mark.filterwarnings("ignore:table 'weight'. its init is given all rows at once")
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+@pytest.mark.parametrize("backing", ["device", "host", "disk"])
+def test_rows_of_padding_behind_a_cache(backing: str, format: str, tmp_path: Path) -> None:
+    """A padding's row that is not zeros, of any backing: in a file it is read as others are; it is never trained."""
+    given = torch.randn(5000, 16)
+    where = {"path": tmp_path / "rows", "memory_budget": 300_000} if backing == "disk" else {}
+    options = {"cache": rk.RowCache(0.01, backing=backing, **where), "format": format, **SGD}
+    layer = rk.Embedding.from_pretrained(given, freeze=False, padding_idx=3333, **options)
+    ids = torch.tensor([[1, 3333], [3333, 4000]])
+    for step in range(2):
+        rows = layer(ids)
+        padding = rk.dequantize_rows(rk.quantize_rows(given[3333:3334], format), format, 16)
+        assert torch.equal(rows[ids == 3333], padding.expand(2, -1))
+        assert torch.equal(rows[0, 0], given[1]) == (step == 0 and format == "fp32")
+        rows.square().sum().backward()
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_rows_of_padding_beside_a_gpu(format: str) -> None:
+    """The padding's row of a table in host memory goes to where the ids are, as it goes to a GPU."""
+    layer = rk.Embedding(ROWS, DIM, padding_idx=3, cache=rk.RowCache(0.5, backing="host"), format=format, **SGD)
+    row = layer._padding_row(torch.device("meta"))
+    assert (row.device.type, row.dtype, list(row.shape)) == ("meta", torch.float32, [1, DIM])
 
 
 def test_factors_and_last_offsets() -> None:

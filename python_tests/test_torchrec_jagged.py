@@ -88,6 +88,7 @@ CALLS: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         "concat": lambda cls, x: cls.concat(x.split([1] * len(x.keys())) or [x]),
         "empty": lambda cls, x: cls.empty(x.weights_or_none() is not None, values_dtype=torch.int64),
         "empty_like": lambda cls, x: cls.empty_like(x),
+        "flatten_lengths": lambda _, x: [x.flatten_lengths(), x.flatten_lengths().offset_per_key()],
         "from_jt_dict": lambda cls, x: cls.from_jt_dict(x.to_dict()),
         "from_lengths_sync": lambda cls, x: cls.from_lengths_sync(
             *(x.keys(), x.values(), x.lengths(), x.weights_or_none(), x.stride()),
@@ -108,6 +109,7 @@ CALLS: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
     },
     "JaggedTensor": {
         "empty": lambda cls, x: cls.empty(x.weights_or_none() is not None, values_dtype=torch.float64).values(),
+        "empty_like": lambda cls, x: cls.empty_like(x),
         "from_dense": lambda cls, x: cls.from_dense(x.to_dense(), x.to_dense_weights()),
         "from_dense_lengths": lambda cls, _: [
             cls.from_dense_lengths(torch.arange(6).view(2, 3), torch.tensor([1, 3]), torch.rand(2, 3).fill_(0.5)),
@@ -150,13 +152,14 @@ DIFFERENT: dict[tuple[str, str], tuple[set[str], str]] = {
         {"own sizes", "inverse"},
         "ours keep the batch size, where TorchRec's have 0 and the sizes of features that they do not have",
     ),
+    ("KeyedJaggedTensor", "flatten_lengths"): ({"inverse"}, "ours keep inverse indices, which TorchRec's drop"),
     ("KeyedJaggedTensor", "from_jt_dict"): ({"no key"}, "TorchRec's make no batch without features"),
 }
 #: Methods of TorchRec's that ours lack, and why.
 _TRAINERS = "of TorchRec's distributed trainer, which moves batches by its own collectives"
 _BUFFERS = "of TorchRec's pipelines, which copy into buffers that are kept; a batch is copied by to()"
 LACKING = {
-    "JaggedTensor": {"copy_": _BUFFERS, "empty_like": _BUFFERS},
+    "JaggedTensor": {"copy_": _BUFFERS},
     "KeyedJaggedTensor": {
         "clear_storage": _TRAINERS,
         "copy_": _BUFFERS,
@@ -164,7 +167,6 @@ LACKING = {
         "dist_labels": _TRAINERS,
         "dist_splits": _TRAINERS,
         "dist_tensors": _TRAINERS,
-        "flatten_lengths": "ours have no lengths of two dimensions",
     },
     "KeyedTensor": {},
 }

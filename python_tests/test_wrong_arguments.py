@@ -24,6 +24,15 @@ def _rate(value: object) -> None:
     collection.fused_optimizer.param_groups[0]["lr"] = value
 
 
+def _placed(**given: object) -> dict[str, rk.Placement]:
+    return rk.place_tables([_table()], {"t": torch.ones(100)}, **given)
+
+
+def _padded(**given: object) -> rk.KeyedJaggedTensor:
+    return rk.KeyedJaggedTensor.from_dict({"a": torch.tensor([[1, 0]])}, **given)
+
+
+BAGS = [rk.EmbeddingBag(20, 4), rk.EmbeddingBag(20, 4, format="int8"), rk.EmbeddingBag(20, 4, mode="max")]
 NUMBER = "must be a number, at least 0, and finite as float32"
 NAMES = "must be a non-empty list of names, which are non-empty strings"
 RADIX = rk.Partitions.mixed_radix
@@ -83,6 +92,48 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: rk.deduplicated(torch.nn.Linear(1, 1), None), "group must be a group's number, or the name of one of its"),
     (lambda: rk.LowRankCrossNet(4, num_layers=1, low_rank=1)(None), "input must be a tensor, got NoneType"),
     (lambda: rk.Embedding(10, 4)(torch.tensor([1.0])), "input must be int32 or int64 ids, got torch.float32 [1]"),
+    *[
+        (lambda layer=layer: layer(torch.tensor([1, 2]), [0, 1]), "offsets must be a tensor, got list")
+        for layer in BAGS
+    ],
+    *[
+        (lambda layer=layer: layer(torch.tensor([[1, 2]]), None, [[1.0, 1.0]]), "per_sample_weights must be a tensor")
+        for layer in BAGS
+    ],
+    (
+        lambda: BAGS[1](torch.tensor([1, 2]), torch.tensor([0]), [1.0, 1.0]),
+        "per_sample_weights must be a tensor, got list",
+    ),
+    (lambda: rk.embedding_bag(torch.tensor([[1]]), [[1.0]]), "weight must be a tensor, got list"),
+    (lambda: rk.Embedding.from_pretrained([[1.0, 2.0]]), "embeddings must be a tensor, got list"),
+    (lambda: rk.EmbeddingBag.from_pretrained([[1.0, 2.0]]), "embeddings must be a tensor, got list"),
+    (lambda: rk.Embedding(1, 2, _weight=[[1.0, 2.0]]), "_weight must be a tensor, got list"),
+    (lambda: rk.EmbeddingBag(1, 2, _weight=[[1.0, 2.0]], format="int8"), "_weight must be a tensor, got list"),
+    (lambda: _placed(cache_bytes="1GB"), "cache_bytes = '1GB' must be a number, and not negative"),
+    (lambda: _placed(cache_bytes=None), "cache_bytes = None must be a number, and not negative"),
+    (lambda: _placed(cache_bytes=0, host_bytes="1GB"), "host_bytes = '1GB' must be a number, and not negative"),
+    (lambda: rk.mixed_dimensions([10, "a"], 8, 0.3), "num_embeddings[1] = 'a' must be at least 1 and finite"),
+    (lambda: rk.mixed_dimensions(10, 8, 0.3), "num_embeddings must be a list of numbers, got 10"),
+    (lambda: rk.mixed_dimensions([10], "8", 0.3), "base_dim = '8' must be at least 1 and finite"),
+    (lambda: rk.mixed_dimensions([10], 8, "0.3"), "temperature = '0.3' must be at least 0 and finite"),
+    (lambda: rk.mixed_dimensions([10], 8, 0.3, threshold="5"), "threshold = '5' must be at least 0"),
+    (lambda: rk.mixed_dimensions([10], 8, 0.3, budget="5"), "budget = '5' must be above 0 and finite"),
+    (lambda: _batch(stride_per_key=1), "stride_per_key = 1 must be a list"),
+    (lambda: _batch(stride_per_key="1"), "stride_per_key[0] = '1' must be an integer"),
+    (lambda: _batch(stride_per_key=[1.0]), "stride_per_key[0] = 1.0 must be an integer"),
+    (lambda: _batch(stride="1"), "stride = '1' must be an integer"),
+    (lambda: _batch(stride=2), "stride must be 1, the bags of each of 1 keys, got 2"),
+    (lambda: _batch(stride_per_key_per_rank=[1]), "stride_per_key_per_rank[0] = 1 must be a list"),
+    (lambda: _batch(stride_per_key_per_rank=[["1"]]), "stride_per_key_per_rank[0][0] = '1' must be an integer"),
+    (lambda: _batch(length_per_key=1), "length_per_key = 1 must be a list"),
+    (lambda: _batch(offset_per_key=[0, "1"]), "offset_per_key[1] = '1' must be an integer"),
+    (lambda: _padded(padding_value="-1"), "padding_value = '-1' must be an integer"),
+    (lambda: _padded(padding_value=0.5), "padding_value = 0.5 must be an integer"),
+    (lambda: _padded(padding_value=2**70), f"padding_value = {2**70} must be below 2^63"),
+    (
+        lambda: rk.KeyedJaggedTensor.from_padded(["a"], torch.tensor([[[1, 0]]]), 0.5),
+        "padding_value = 0.5 must be an integer",
+    ),
     (
         lambda: rk.replace_embeddings(torch.nn.Sequential(torch.nn.Embedding(10, 4)), format="x"),
         "0: format must be 'fp32', 'fp16', 'bf16', 'int8', 'int4', 'mx9', 'mx6' or 'mx4', got 'x'",
@@ -95,3 +146,13 @@ def test_errors_say_what_is_wrong(call: Callable[[], object], message: str) -> N
     """TypeError or ValueError of this package, not of what a wrong value meets first."""
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+def test_tensors_as_numbers() -> None:
+    """An option keeps the number that a tensor had, whatever becomes of the tensor."""
+    number = torch.tensor(0.5)
+    optimizer = rk.SGD(lr=number, clip_grad_norm=number, clip_grad_value=number, weight_decay=number)
+    table = rk.EmbeddingBagConfig(4, 2, name="t", feature_names=["f"], lr=number)
+    number.fill_(7)
+    assert (optimizer.lr, optimizer.clip_grad_norm, optimizer.clip_grad_value, optimizer.weight_decay) == (0.5,) * 4
+    assert table.lr == 0.5

@@ -48,7 +48,8 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
         theirs: ``torch.nn.Embedding`` -> ``rk.Embedding``; ``torch.nn.EmbeddingBag`` -> ``rk.EmbeddingBag``; TorchRec's
             ``EmbeddingBagCollection`` and ``EmbeddingCollection`` -> those of the same name, which take TorchRec's
             batches; FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` -> ``rk.EmbeddingBagCollection`` or, unpooled,
-            ``rk.EmbeddingCollection``, whose features are named f0, f1 ... in the order of FBGEMM's input.
+            ``rk.EmbeddingCollection``, whose features are named f0, f1 ... in the order of FBGEMM's input. Its output
+            has them table by table: another order than FBGEMM's where ``feature_table_map`` does not ascend.
         trained_by: ``rk.import_tables``'s: optimizers of torch whose state is taken along.
         options: ``optimizer`` of this package: its default has the formula and numbers of what trained theirs, of
             FBGEMM's own, of each table; where nothing is known to have, tables are ordinary parameters. The others are

@@ -77,6 +77,8 @@ class Backwards:
         self._version, self._first = -1, 0  # of the tables' step, and the first lookup since
         #: Features of the whole collection that are frozen by ``freeze()``.
         self.frozen: set[str] = set()
+        #: False: no table is trained, as ``requires_grad_(False)`` says.
+        self.trains = True
 
     def begin(self, *, needs_rows: bool = False) -> Begun:
         """Takes note of a lookup, before its output is there.
@@ -143,7 +145,8 @@ class Backwards:
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
-        choices = zlib.crc32(",".join(sorted(self.frozen)).encode(), zlib.crc32(array("f", rates)))
+        fixed = ",".join([str(self.trains), *sorted(self.frozen)])
+        choices = zlib.crc32(fixed.encode(), zlib.crc32(array("f", rates)))
         told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), 0]
         facts = torch.tensor(told, dtype=torch.float32).to(grad.device)
         if update is not None and (scaling := update.scaling()):

@@ -50,7 +50,7 @@ class ShardedRates(FusedOptimizer):
         Raises:
             ValueError: the state has other groups of tables; nothing was changed.
         """
-        groups, own = state_dict["param_groups"], super().state_dict()
+        groups, own = self._in_order(state_dict), super().state_dict()
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
             raise ValueError(

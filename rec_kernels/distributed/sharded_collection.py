@@ -329,6 +329,15 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.shards.unfreeze(*self._own_names(features))
         self.backwards.frozen.difference_update(features)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Sets ``requires_grad`` of all that it has: False freezes tables that a fused optimizer trains.
+
+        To be called on every rank, of this module itself: those that it is in do not find its shards.
+        """
+        self.shards.requires_grad_(requires_grad)
+        self.backwards.trains = requires_grad
+        return super().requires_grad_(requires_grad)
+
     def _own_names(self, features: tuple[str, ...]) -> list[str]:
         names = self.feature_names
         if unknown := [f for f in features if f not in names]:

@@ -101,7 +101,7 @@ class TableCollection(nn.Module):
             self.close()  # the exception's traceback keeps the collection alive, which would keep a file locked
             raise
         rows = [(f, t.num_embeddings) for t in tables for f in t.feature_names]
-        self._reports = late_errors.Reports(rows, bounds_check == "error")
+        self._reports = late_errors.Reports(rows, bounds_check)
 
     def _make_tables(self, device: torch.device | str | None) -> None:
         features = self._features
@@ -163,7 +163,7 @@ class TableCollection(nn.Module):
     @bounds_check.setter
     def bounds_check(self, value: str) -> None:
         check_choice("bounds_check", value, ("error", "ignore", "none"))
-        self._layout.bounds_check = value
+        self._layout.bounds_check = self._reports.bounds_check = value
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         """The matrix [D, dim] of a table that has one."""
@@ -307,6 +307,7 @@ class TableCollection(nn.Module):
         """Sets ``requires_grad`` as ``torch.nn.Module`` does; False freezes tables that a fused optimizer trains.
 
         Tables of a collection without one that has a format other than fp32 are left as they are: nothing trains them.
+        Inside ``accumulate()``, the next lookup raises RuntimeError: the block's one update has one set of tables.
         """
         self._held.set_requires_grad(requires_grad, trains=self._is_trained)
         with only_added(self, modules=(self._holder,)):
@@ -345,8 +346,8 @@ class TableCollection(nn.Module):
             output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
         else:
             refuse_data_parallel(self)
+            self._follow_requires_grad(layout)
             if self._update.pending is None:
-                self._follow_requires_grad(layout)
                 self._update.dense.before_lookup(is_compiling=is_compiling)
                 options |= self._update_options() | self._update.scaling()
                 if is_cached:
@@ -428,6 +429,7 @@ class TableCollection(nn.Module):
         """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
         trained = [wanted.requires_grad for wanted in self._update.dense.wanted]
         if trained != layout.trained:
+            self._update.refuse_in_block("requires_grad of tables was changed")
             layout.set_trained(trained)
             self._update.dense.forget_nodes()
 
@@ -516,8 +518,8 @@ class TableCollection(nn.Module):
     def _set_frozen(self, changed: Callable, features: tuple[str, ...]) -> None:
         if unknown := [f for f in features if f not in self.feature_names]:
             raise KeyError(f"features {unknown} are not among the collection's, {self.feature_names}")
-        if self._update is not None and self._update.pending is not None:
-            raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
+        if self._update is not None:
+            self._update.refuse_in_block("freeze() or unfreeze()")
         self._layout.freeze(changed(self._layout.frozen, features))
 
     def check(self) -> None:

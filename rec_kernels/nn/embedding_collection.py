@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,26 @@ class EmbeddingCollection(TableCollection):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs, by TorchRec's name for ``tables``."""
         return list(self.tables)
+
+    def embedding_dim(self) -> int:
+        """The tables' embedding dimension, by TorchRec's name.
+
+        Raises:
+            ValueError: tables have different ones, which TorchRec's cannot.
+        """
+        dims = sorted(set(self._features.output_dims))
+        if len(dims) != 1:
+            raise ValueError(f"embedding_dim() is of tables of one dimension, and these have {dims}")
+        return dims[0]
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The names that the features of each table have in the output, as TorchRec's."""
+        names = iter(self._features.output_keys)
+        return [list(itertools.islice(names, len(table.feature_names))) for table in self.tables]
+
+    def need_indices(self) -> bool:
+        """False: rows come without their ids, unlike those of TorchRec's collections of ``need_indices=True``."""
+        return False
 
     def rows(self, features) -> Tensor:
         """[N, largest D]: what ``forward`` returns, before it is cut into features; columns behind a D are zeros.

@@ -14,7 +14,7 @@ from rec_kernels.nn import pooled_lookups
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
-from rec_kernels.nn.jagged.checks import check_bounds
+from rec_kernels.nn.jagged.checks import check_bounds, check_tensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
@@ -292,7 +292,14 @@ def _format_of(dtype: torch.dtype | None) -> str:
     return names[dtype]
 
 
+def _check_rows(embeddings: Tensor) -> None:
+    check_tensor("embeddings", embeddings)
+    if embeddings.dim() != 2:
+        raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
+
+
 def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any]) -> None:
+    check_tensor("_weight", weight)
     if table.compression is not None or "init" in own:
         raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
     size = [table.num_embeddings, table.embedding_dim]
@@ -313,7 +320,8 @@ class Embedding(EmbeddingLayer):
         max_norm, norm_type, scale_grad_by_freq: only the defaults.
         options: of the table: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
             as of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows begin as torch's, normal
-            with variance 1. Without options, ``weight`` is a parameter with torch's gradients.
+            with variance 1. Without options, ``weight`` is a parameter with torch's gradients. Rows of another format
+            or dtype than float32 are trained by a fused ``optimizer`` only: without one they have no gradient.
 
     Attributes:
         weight: [E, D], or rows of bytes [E, row_bytes] of a format that is no dtype; ``weight_0``, ``weight_1`` ... of
@@ -322,7 +330,7 @@ class Embedding(EmbeddingLayer):
 
     Raises:
         NotImplementedError: max_norm, norm_type or scale_grad_by_freq. ValueError: as the collection;
-        ``sparse`` beside options. TypeError: an unknown option.
+        ``sparse`` beside options. TypeError: an unknown option; a ``_weight`` that is no tensor.
     """
 
     def __init__(
@@ -351,9 +359,12 @@ class Embedding(EmbeddingLayer):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Embedding:
-        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them."""
-        if embeddings.dim() != 2:
-            raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
+        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them.
+
+        Raises:
+            TypeError: ``embeddings`` are no tensor. ValueError: they have not two dimensions.
+        """
+        _check_rows(embeddings)
         given: Any = {"padding_idx": padding_idx, "_weight": embeddings, "_freeze": freeze, **options}
         return cls(*embeddings.shape, **given)
 
@@ -379,22 +390,26 @@ class Embedding(EmbeddingLayer):
         if input.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
         ids = input.reshape(-1)
+        is_compressed = self.collection is not None and self.collection.tables[0].compression is not None
+        # It is read before the others: a file has only the rows of the last load, which a backward needs again.
+        padding = None if self.padding_idx is None or is_compressed else self._padding_row(ids.device)
         try:
             rows = self._rows(ids, sparse=self.sparse)
         except (IndexError, ValueError) as error:
             explain_input(error, input.shape, pools=False)
             raise
-        is_compressed = self.collection is not None and self.collection.tables[0].compression is not None
-        if self.padding_idx is not None and not is_compressed:
-            rows = torch.where((ids == self.padding_idx)[:, None], self._padding_row().to(rows.dtype), rows)
+        if padding is not None:
+            rows = torch.where((ids == self.padding_idx)[:, None], padding.to(rows.dtype), rows)
         return rows.view(*input.shape, self.embedding_dim)
 
-    def _padding_row(self) -> Tensor:
+    def _padding_row(self, device: torch.device) -> Tensor:
         """[1, D]: the row of the padding, which other uses of the weight than lookups may train."""
-        row = self.weight.detach()[self.padding_idx : self.padding_idx + 1]
-        if row.dtype != torch.uint8:
-            return row
-        return dequantize_rows(row, self.collection.tables[0].format, self.embedding_dim)
+        if self.collection is None:
+            return self.weight.detach()[self.padding_idx : self.padding_idx + 1]
+        weight = self.collection.embedding_bags[_NAME].weight  # it may be in page-locked host memory, or in a file
+        row = self.collection._store.row(weight, self.padding_idx).to(device, non_blocking=True)
+        format = self.collection.tables[0].format
+        return dequantize_rows(row, format, self.embedding_dim) if row.dtype == torch.uint8 else row
 
     def extra_repr(self) -> str:
         """Sizes and options, for printing."""
@@ -445,9 +460,12 @@ class EmbeddingBag(EmbeddingLayer):
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> EmbeddingBag:
-        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them."""
-        if embeddings.dim() != 2:
-            raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
+        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them.
+
+        Raises:
+            TypeError: ``embeddings`` are no tensor. ValueError: they have not two dimensions.
+        """
+        _check_rows(embeddings)
         given: Any = {"_weight": embeddings, **options}
         return cls(*embeddings.shape, **given).requires_grad_(not freeze)
 
@@ -471,7 +489,7 @@ class EmbeddingBag(EmbeddingLayer):
 
         Raises:
             IndexError: an id out of range; on a GPU ``collection.check()`` tells. ValueError: wrong shapes, dtypes or
-            devices; offsets that fall. NotImplementedError: factors with "max".
+            devices; offsets that fall. TypeError: an argument is no tensor. NotImplementedError: factors with "max".
         """
         if self.collection is None and self.mode != "max":
             return embedding_bag(

@@ -51,17 +51,17 @@ class Reports:
 
     Args:
         features: the name of each, and rows of its table; None: every integer is an id.
-        check_ids: whether ids out of range are errors (``bounds_check="error"``); bad offsets always are.
+        bounds_check: whether ids out of range are errors ("error"), which may be set; bad offsets always are.
     """
 
-    def __init__(self, features: list[tuple[str, int | None]], check_ids: bool) -> None:
-        self._features, self._check_ids = features, check_ids
+    def __init__(self, features: list[tuple[str, int | None]], bounds_check: str) -> None:
+        self._features, self.bounds_check = features, bounds_check
         self._lookups: deque[_Lookup] = deque()
         self._lock = threading.Lock()  # inference may use a collection on several threads
 
     def __reduce__(self) -> tuple:
         # A copy has made no lookups, and those of the original are told by the original.
-        return Reports, (self._features, self._check_ids)
+        return Reports, (self._features, self.bounds_check)
 
     def add(
         self,
@@ -130,7 +130,7 @@ class Reports:
             return self._lookups.popleft() if arrived else None
 
     def _is_error(self, position: int) -> bool:
-        return position < 0 or (self._check_ids and position != NOTHING_BAD)
+        return position < 0 or (self.bounds_check == "error" and position != NOTHING_BAD)
 
 
 def _error(position: int, lookup: _Lookup, features: list[tuple[str, int | None]]) -> Exception:

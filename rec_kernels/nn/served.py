@@ -84,7 +84,7 @@ class ServedTables(nn.Module):
 
     @property
     def bounds_check(self) -> str:
-        """The rule for ids outside their table, which may be set in the collection."""
+        """The rule for ids outside their table: the collection's when ``for_serving()`` was called."""
         return self._layout.bounds_check
 
     @property

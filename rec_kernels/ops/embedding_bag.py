@@ -67,7 +67,8 @@ def embedding_bag(
 
     Raises:
         IndexError: an id outside [0, E), with its place in ``input``, bag and range. ValueError: wrong shapes, dtypes
-        or devices; offsets that decrease or lie outside [0, N]. NotImplementedError: a forward-mode tangent.
+        or devices; offsets that decrease or lie outside [0, N]. TypeError: an argument is no tensor.
+        NotImplementedError: a forward-mode tangent.
 
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
     offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag.table`` also returns ``status``, which tells.
@@ -105,9 +106,11 @@ def read_bags(
     """Ids [N], where bags begin and end [B + 1], and factors [N], of the arguments of ``torch.nn.EmbeddingBag``.
 
     Raises:
-        TypeError: ``input`` is no tensor. ValueError: wrong dtypes or shapes.
+        TypeError: an argument is no tensor. ValueError: wrong dtypes or shapes.
     """
     check_ids(input)
+    if not (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
+        raise _no_tensor("per_sample_weights", per_sample_weights)
     if input.dim() == 2:
         return _flatten_bags(input, offsets, per_sample_weights)
     offsets = _checked_offsets(input, offsets)
@@ -121,6 +124,8 @@ def _checked_offsets(input: Tensor, offsets: Tensor | None) -> Tensor:
         raise ValueError(f"input must have one or two dimensions, got shape {list(input.shape)}")
     if offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
+    if not isinstance(offsets, Tensor):
+        raise _no_tensor("offsets", offsets)
     if offsets.dim() != 1:
         raise ValueError(f"offsets must have one dimension, got shape {list(offsets.shape)}")
     return offsets
@@ -134,10 +139,16 @@ def check_ids(input: Tensor) -> None:
         raise ValueError(f"input must be int32 or int64, got {input.dtype}")
 
 
+def _no_tensor(name: str, given: object) -> TypeError:
+    return TypeError(f"{name} must be a tensor, got {type(given).__name__}")
+
+
 def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     check_ids(input)
+    if not isinstance(weight, Tensor):
+        raise _no_tensor("weight", weight)
     # The op would call it "weights".
     if weight.dim() != 2 or not weight.is_contiguous():
         raise ValueError(
@@ -180,6 +191,8 @@ def _flatten_bags(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if offsets is not None:
         raise ValueError("offsets must be None when input has two dimensions: every row is a bag")
+    if not (weights is None or isinstance(weights, Tensor)):
+        raise _no_tensor("per_sample_weights", weights)
     if weights is not None and weights.shape != input.shape:
         raise ValueError(f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}")
     bags, length = input.shape

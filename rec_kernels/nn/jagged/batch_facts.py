@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import abstractmethod
 from typing import TypeVar
@@ -130,6 +131,10 @@ class BatchFacts(OffsetsContainer):
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """F lists of one batch size, where features have their own; else none. TorchRec's have one for each rank."""
         return [[size] for size in self.stride_per_key()] if self.variable_stride_per_key() else []
+
+    def flatten_lengths(self: _Batch) -> _Batch:
+        """A batch of the same tensors, by TorchRec's name: lengths have one dimension here always."""
+        return copy.copy(self)
 
     def sync(self: _Batch) -> _Batch:
         """Reads ``offset_per_key()``, so that later calls do not wait for a GPU, and returns the batch.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rec_kernels.nn.jagged.checks import check_integers, has_data
 from rec_kernels.ops.exporting import is_exporting
+from rec_kernels.ops.layout_records import integer, integers, listed
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -80,36 +81,58 @@ def given_strides(
             sizes, or None. If all are ``stride``, none is a feature's own.
 
     Raises:
-        ValueError: two of them contradict each other.
+        ValueError: two of them contradict each other, or one is not of integers.
     """
+    if stride is not None and not isinstance(stride, (int, torch.SymInt)):
+        stride = integer(stride, "stride")
+    strides = None if strides is None else _integers_of(strides, "stride_per_key")
     if per_rank is not None:
-        rows = per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank
-        own = [sum(row) for row in rows]
-        if strides is not None and list(strides) != own:
-            raise ValueError(f"stride_per_key must be the sums of stride_per_key_per_rank, {own}, got {list(strides)}")
+        own = _sums(per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)
+        if strides is not None and strides != own:
+            raise ValueError(f"stride_per_key must be the sums of stride_per_key_per_rank, {own}, got {strides}")
         return own
     if strides is None or (stride is not None and all(size == stride for size in strides)):
         return None
-    return list(strides)
+    return strides
+
+
+def _integers_of(given: Sequence[int], name: str) -> list[int]:
+    """Integers as a list. Compiled code has symbols among them, which stay what they are."""
+    try:
+        numbers = list(given)
+        total: object = sum(numbers)
+    except TypeError:
+        return integers(given, name)
+    return numbers if isinstance(total, (int, torch.SymInt)) else integers(given, name)
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    name = "stride_per_key_per_rank"
+    return [sum(_integers_of(row, f"{name}[{f}]")) for f, row in enumerate(listed(rows, name))]
 
 
 def check_stride(stride: int | None, keys: list[str], bags: int) -> None:
     """Raises ValueError unless ``bags`` bags are ``stride`` of each key."""
     if stride is not None and keys and bags != stride * len(keys):
-        raise ValueError(f"stride must be {bags // len(keys)}, the bags of each of {len(keys)} keys, got {stride}")
+        raise ValueError(f"stride must be {bags // len(keys)}, the bags of each of {len(keys)} keys, got {stride!r}")
 
 
 def given_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[int] | None) -> list[int] | None:
     """[F + 1]: where ids of features start, as they are given; None: they are not.
 
     Raises:
-        ValueError: the two contradict each other.
+        ValueError: the two contradict each other, or one is not of integers.
     """
+    lengths = None if length_per_key is None else _integers_of(length_per_key, "length_per_key")
     if offset_per_key is None:
-        if length_per_key is None:
-            return None
-        return list(itertools.accumulate(length_per_key, initial=0))
-    starts = list(offset_per_key)
-    if length_per_key is not None and [b - a for a, b in itertools.pairwise(starts)] != list(length_per_key):
-        raise ValueError(f"length_per_key must be {offset_per_key}'s steps, got {list(length_per_key)}")
+        return None if lengths is None else list(itertools.accumulate(lengths, initial=0))
+    starts = _integers_of(offset_per_key, "offset_per_key")
+    if lengths is not None and [b - a for a, b in itertools.pairwise(starts)] != lengths:
+        raise ValueError(f"length_per_key must be {offset_per_key}'s steps, got {lengths}")
     return starts
+
+
+def have_gaps(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+    """[1] bool: whether values of a batch that are in no bag would come between its bags and those of another."""
+    ends = [each[-1:] != ids.shape[0] for ids, each in zip(values[:-1], offsets, strict=False)]
+    return torch.cat([*ends, *(each[:1] != 0 for each in offsets[1:])]).any(0, keepdim=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_integers, check_tensor, has_data
+from rec_kernels.ops.layout_records import integer
 
 
 class Parts(NamedTuple):
@@ -34,6 +35,7 @@ class _Feature(NamedTuple):
 def from_dict(features: Mapping[str, Any], padding_value: int | None) -> Parts:
     """``rk.KeyedJaggedTensor.from_dict``."""
     _check_dict("features", features)
+    _check_padding(padding_value)
     return _joined({name: _feature(f"features[{name!r}]", x, padding_value) for name, x in features.items()})
 
 
@@ -56,6 +58,7 @@ def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -
 def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Parts:
     """``rk.KeyedJaggedTensor.from_padded``."""
     check_tensor("padded", padded)
+    _check_padding(padding_value)
     if padded.dim() != 3 or padded.shape[0] != len(keys):
         raise ValueError(f"padded must be [F, B, L] of {len(keys)} keys, got {list(padded.shape)}")
     found = {key: _of_tensor(f"padded[{f}]", padded[f], padding_value) for f, key in enumerate(keys)}
@@ -116,6 +119,11 @@ def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tu
 def _check_dict(name: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict with the names of features, got {type(given).__name__}")
+
+
+def _check_padding(padding_value: int | None) -> None:
+    if padding_value is not None:
+        integer(padding_value, "padding_value")
 
 
 def _check_offsets(f: int, ends: Tensor) -> None:

@@ -187,6 +187,12 @@ class JaggedTensor(JaggedContainer):
             weights=weights,
         )
 
+    @staticmethod
+    def empty_like(jt: JaggedTensor) -> JaggedTensor:
+        """A tensor without rows, of the dtypes and the device of another. As in TorchRec, without its ``device``."""
+        weights = None if jt.weights_or_none() is None else jt.weights().new_zeros(0)
+        return JaggedTensor(jt.values().new_zeros(0), weights, jt.lengths().new_zeros(0))
+
     def _read_offsets(self) -> Tensor:
         """Checks the offsets and returns them on the CPU; those of a tracer stay as they are."""
         if self._offsets.is_meta or type(self._offsets) is not Tensor:
@@ -493,7 +499,8 @@ class KeyedJaggedTensor(BatchFacts):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """A batch without features, of the dtypes, the device and the batch size of another. As in TorchRec."""
+        """A batch without features, of the dtypes, the device and the batch size of another. As in TorchRec, without
+        its ``device``."""
         values, weights, offsets = kjt.values(), kjt.weights_or_none(), kjt.offsets()
         none = None if weights is None else weights.new_zeros(0)
         return KeyedJaggedTensor([], values.new_zeros(0), none, offsets.new_zeros(0), stride=kjt.stride())
@@ -509,8 +516,8 @@ class KeyedJaggedTensor(BatchFacts):
             padding_value: the number that is no id in tensors, but fills rows; None: all are ids.
 
         Raises:
-            ValueError: shapes or dtypes that are not as above; weights of some features and not of others. TypeError: a
-            list has something else than lists of ids.
+            ValueError: shapes or dtypes that are not as above; weights of some features and not of others; a
+            ``padding_value`` that is no integer. TypeError: a list has something else than lists of ids.
         """
         return KeyedJaggedTensor._from(build.from_dict(features, padding_value))
 
@@ -541,7 +548,7 @@ class KeyedJaggedTensor(BatchFacts):
             keys: F names. padded: [F, B, L] int32 or int64. padding_value: the number that is no id.
 
         Raises:
-            ValueError: shape or dtype are not as above. TypeError: no tensor.
+            ValueError: shape, dtype or ``padding_value`` are not as above. TypeError: no tensor.
         """
         return KeyedJaggedTensor._from(build.from_padded(keys, padded, padding_value))
 
@@ -616,7 +623,7 @@ def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     known = [kjt.known_offset_per_key() for kjt in parts]
     first = offsets[0][:1]
     if None in known and not has_data(first):
-        first = first.masked_fill(_have_gaps(values, offsets), -1)
+        first = first.masked_fill(bounds.have_gaps(values, offsets), -1)
     moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
     joined = KeyedJaggedTensor._of(
         list(itertools.chain.from_iterable(kjt.keys() for kjt in parts)),
@@ -629,12 +636,6 @@ def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         starts = [p - places[0] + s for places, s in zip(known, [0, *ends], strict=False) for p in places[:-1]]
         joined.keep_offset_per_key([*starts, ends[-1]])
     return joined
-
-
-def _have_gaps(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
-    """[1] bool: whether values of a batch that are in no bag would come between its bags and those of another."""
-    ends = [each[-1:] != ids.shape[0] for ids, each in zip(values[:-1], offsets, strict=False)]
-    return torch.cat([*ends, *(each[:1] != 0 for each in offsets[1:])]).any(0, keepdim=True)
 
 
 def _from_zero(kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:

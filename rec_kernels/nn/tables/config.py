@@ -10,7 +10,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from rec_kernels.nn.arguments import check_choice, check_rate, is_list, positive_integer
+from rec_kernels.nn.arguments import check_choice, check_rate, is_list, number_of, positive_integer
 from rec_kernels.nn.tables.compression import Compression, Hash, MixedDimension, Part
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.layout_records import integer
@@ -131,6 +131,8 @@ class EmbeddingConfig:
         self._check_padding()
         if self.lr is not None:
             check_rate(f"table {name!r}: lr", self.lr)
+            if isinstance(self.lr, Tensor):  # whose number may change later
+                object.__setattr__(self, "lr", number_of(self.lr))
         check_optimizer(f"table {name!r}: optimizer", self.optimizer)
         if not isinstance(self.compression, Compression | None):
             raise ValueError(

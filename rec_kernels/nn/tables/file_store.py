@@ -87,6 +87,12 @@ class FileStore(TableStore):
         self.file.forget_prefetched()
         return super()._slots(call, inserts=inserts)
 
+    def row(self, weight: Tensor, number: int) -> Tensor:
+        with self.held():
+            rows = torch.tensor([number], device="cpu")
+            self.file.load(rows, rows[:0])
+            return super().row(weight, number).clone()  # the next load may let go of it
+
     def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
         self._load_for_update(call)
         return super().update_arguments(call)

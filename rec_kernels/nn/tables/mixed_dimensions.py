@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rec_kernels.nn.arguments import number_of
+
 
 def mixed_dimensions(
     num_embeddings: Sequence[int],
@@ -35,7 +37,7 @@ def mixed_dimensions(
         stays what it is.
 
     Raises:
-        ValueError: no tables, or a number out of range; the message names it.
+        ValueError: no tables, a number out of range, or something else than a number; the message names it.
     """
     _check(num_embeddings, base_dim, temperature, threshold, budget)
     # Relative to the smallest table, so that no power is too large for a float.
@@ -55,16 +57,18 @@ def mixed_dimensions(
 def _check(
     num_embeddings: Sequence[int], base_dim: int, temperature: float, threshold: int, budget: float | None
 ) -> None:
+    if not hasattr(num_embeddings, "__len__") or isinstance(num_embeddings, str):
+        raise ValueError(f"num_embeddings must be a list of numbers, got {num_embeddings!r}")
     if not len(num_embeddings):
         raise ValueError("num_embeddings must name at least one table, got none")
     for i, n in enumerate(num_embeddings):
-        if not 1 <= n < math.inf:
-            raise ValueError(f"num_embeddings[{i}] = {n} must be at least 1 and finite")
-    if not 1 <= base_dim < math.inf:
-        raise ValueError(f"base_dim = {base_dim} must be at least 1 and finite")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature = {temperature} must be at least 0 and finite")
-    if not threshold >= 0:
-        raise ValueError(f"threshold = {threshold} must be at least 0")
-    if budget is not None and not 0 < budget < math.inf:
-        raise ValueError(f"budget = {budget} must be above 0 and finite")
+        if not 1 <= number_of(n) < math.inf:
+            raise ValueError(f"num_embeddings[{i}] = {n!r} must be at least 1 and finite")
+    if not 1 <= number_of(base_dim) < math.inf:
+        raise ValueError(f"base_dim = {base_dim!r} must be at least 1 and finite")
+    if not 0 <= number_of(temperature) < math.inf:
+        raise ValueError(f"temperature = {temperature!r} must be at least 0 and finite")
+    if not number_of(threshold) >= 0:
+        raise ValueError(f"threshold = {threshold!r} must be at least 0")
+    if budget is not None and not 0 < number_of(budget) < math.inf:
+        raise ValueError(f"budget = {budget!r} must be above 0 and finite")

@@ -51,6 +51,8 @@ class _Common:
             value = getattr(self, name)
             if value is not None and not number_of(value) > 0:
                 raise ValueError(f"{name} = {value!r} must be a number above 0, or None")
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(self, name, number_of(value))
 
     def __repr__(self) -> str:
         """The learning rate, and what is not the default."""

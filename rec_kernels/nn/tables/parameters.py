@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class Table(nn.Module):
 
 
 class Tables(nn.Module):
-    """name -> Table. Unlike nn.ModuleDict, any name is allowed, "type" and "keys" too.
+    """name -> Table. Unlike nn.ModuleDict, any name is allowed, "type" and "keys" too: ``tables["keys"]`` is a table.
 
     Args:
         features: of which tables. weights: the flat tensor that they are views of.
@@ -141,11 +141,28 @@ class Tables(nn.Module):
         table: Any = self._modules[name]
         return table
 
+    def keys(self) -> KeysView[str]:
+        """The tables' names, in their order."""
+        return self._modules.keys()
+
+    def values(self) -> ValuesView[Table]:
+        """The modules that have the tables' parameters."""
+        return self._by_name.values()
+
+    def items(self) -> ItemsView[str, Table]:
+        """Names and modules."""
+        return self._by_name.items()
+
+    @property
+    def _by_name(self) -> dict[str, Table]:
+        modules: Any = self._modules
+        return modules
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
 
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._modules

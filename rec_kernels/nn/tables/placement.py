@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.arguments import check_choice, number_of
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
 
@@ -68,7 +68,7 @@ def place_tables(
 
     Raises:
         ValueError: counts of a table are missing, negative, not finite or not [E]; two tables of one name; a budget is
-            negative; a bad ``ways``.
+            negative or no number; a bad ``ways``.
     """
     RowCache(ways=ways)  # refuses what a cache would
     check_choice("policy", policy, POLICIES)
@@ -101,8 +101,8 @@ def place_tables(
 
 def _refuse_negative(**budgets: int | None) -> None:
     for name, budget in budgets.items():
-        if budget is not None and not budget >= 0:
-            raise ValueError(f"{name} = {budget} must be a number, and not negative")
+        if (budget is not None or name == "cache_bytes") and not number_of(budget) >= 0:
+            raise ValueError(f"{name} = {budget!r} must be a number, and not negative")
 
 
 def _refuse_repeated(names: list[str]) -> None:

@@ -50,11 +50,20 @@ def takes_chunks(init: Callable[[Tensor], object] | None) -> bool:
 def fill(floats: Tensor, table: StoredTable, first: int) -> None:
     """Fills float32 rows of a table, those from ``first`` on, as its ``init`` says."""
     if table.init is not None:
-        table.init(floats)
+        returned = table.init(floats.zero_())
+        if type(returned) is Tensor and type(floats) in (Tensor, nn.Parameter) and _memory(returned) != _memory(floats):
+            raise ValueError(
+                f"table {table.name!r}: init returned another tensor than the weight that it was given: it must fill "
+                "the weight in place, which has zeros otherwise"
+            )
         return
     floats.uniform_(-table.bound, table.bound)
     if table.padding_row is not None and 0 <= table.padding_row - first < len(floats):
         floats[table.padding_row - first] = 0
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def write(

@@ -150,6 +150,10 @@ class TableStore:
     def updated(self) -> None:
         """Takes note that an update that was put off has been made."""
 
+    def row(self, weight: Tensor, number: int) -> Tensor:
+        """[1, ...]: an encoded row of the first table, of which ``weight`` is the view; never one that is cached."""
+        return weight.detach()[number : number + 1]
+
     def keep(self, output: Tensor, call: TableCall) -> None:
         """Makes sure that the rows of a lookup are in memory when its backward runs."""
 

@@ -21,13 +21,19 @@ class FusedTables(Protocol):
 
 
 def refuse_data_parallel(tables: FusedTables) -> None:
-    """Raises RuntimeError inside DistributedDataParallel; warns, once, where there are other processes."""
+    """Raises RuntimeError inside (Distributed)DataParallel; warns, once, where there are other processes."""
     # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise RuntimeError(
             "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
             "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
             "in the backward, and the replicas would differ silently; build the collection with optimizer=None, or "
+            "have TorchRec shard it (rk.distributed)"
+        )
+    if getattr(tables, "_is_replica", False):
+        raise RuntimeError(
+            "a collection with a fused optimizer cannot be trained inside torch.nn.DataParallel: each replica would "
+            "update tables of its own, which are dropped after the step; build the collection with optimizer=None, or "
             "have TorchRec shard it (rk.distributed)"
         )
     if tables.process_local or tables._told_of_processes:

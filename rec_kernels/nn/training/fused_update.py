@@ -228,10 +228,14 @@ class FusedUpdate:
         states = [options | {name: buffers[own] for name, own in state.items()} for options, state in each]
         return [state | layout for state, layout in zip(states, layouts, strict=True)]
 
+    def refuse_in_block(self, what: str) -> None:
+        """Raises RuntimeError inside ``accumulate()``, whose one update has one set of options."""
+        if self.pending is not None:
+            raise RuntimeError(f"{what} inside accumulate(): do it before the block or after it")
+
     def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """``set_grad_scaler()`` of a collection with these tensors."""
-        if self.pending is not None:
-            raise RuntimeError("set_grad_scaler() inside accumulate(): call it before the block or after it")
+        self.refuse_in_block("set_grad_scaler()")
         enabled = getattr(scaler, "is_enabled", None)
         scaler = scaler if enabled is None or enabled() else None
         self.token.has_other_scaler = scaler is not self._scaler  # told to backwards of lookups that were made with it
