@@ -80,7 +80,7 @@ SCRIPTS = PATH="$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scr
 
 test-gpu: check-gpu
 	$(BUILD_HERE)
-	$(SCRIPTS) $(PYTHON) -m pytest $(WITHOUT_TRAINER) $(ARGS)
+	$(SCRIPTS) $(PYTHON) -m pytest $(ARGS)
 	$(SCRIPTS) $(PYTHON) python_tests/sanitize_cuda.py --sanitizer
 
 bench-gpu: check-gpu
@@ -95,12 +95,6 @@ first-light: check-gpu
 # What a machine with a GPU may lack, packed here into carry/: ARGS="--python 3.12 --architectures 9.0" are the defaults.
 carry: $(VENV)/.env
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m first_light.pack $(ARGS)
-
-# The trainer's tests need its packages; a machine for GPU tests may do without.
-WITHOUT_TRAINER = $(shell $(PYTHON) -c 'import importlib.util as u, sys; \
-  m = [n for n in "matplotlib pandas pyarrow scipy sklearn tqdm".split() if u.find_spec(n) is None]; \
-  m and sys.stderr.write("the tests of the trainer are left out: no " + ", ".join(m) + "\n"); \
-  print("--ignore-glob=*/test_dlrm_* --ignore-glob=*/test_studies_*" if m else "")')
 
 check-gpu:
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 import torch
 
 import rec_kernels as rk
@@ -17,7 +16,7 @@ from bench import peers
 from bench.limits import ProductLimit
 from bench.shapes import BATCHES
 from bench.subject import Subject, subject_fixture
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 
 COLLISIONS = 4
 IMPLEMENTATIONS = ["ours", "plain table", "hash", "torch", "limit"]
@@ -66,11 +65,6 @@ class Lookups(Subject):
         if name == "limit":
             return lambda i: tables(batches[i], self.grad)
         return lambda i: tables.train(batches[i], self.grad)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
 
 
 subject = subject_fixture(Lookups)

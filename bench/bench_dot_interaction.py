@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 
 import rec_kernels as rk
 from bench.dense_side import NAMES, TUNED, DenseSubject
-from bench.timing import turned
 
 BATCH = 2048
 SHAPES = list(itertools.product((13, 27), (16, 32, 64, 128)))  # F, D
+IMPLEMENTATIONS = [*NAMES, TUNED]
 
 
 @functools.cache
@@ -81,11 +81,6 @@ def subject(request: pytest.FixtureRequest) -> DenseSubject:
         (products, 3 * products),
         tuned,
     )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned([*NAMES, TUNED], metafunc.config))
 
 
 def test_forward(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:

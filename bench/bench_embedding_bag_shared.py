@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rec_kernels as rk
 from bench.peers import EPS, LR, fbgemm_ops, fill
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 
 #: Batches that the calls take in turn.
 INPUTS = 4
@@ -40,7 +40,8 @@ MIXTURES = [
         Mixture(f"26 x 64, one in a group, B = {batch}", batch, (64,) * 26, 1, 50),
     )
 ]
-NAMES = ["ours", "two collections", "whole batch", "torch, whole batch", "fbgemm, whole batch"]
+IMPLEMENTATIONS = ["ours", "two collections", "whole batch", "torch, whole batch"]
+IMPLEMENTATIONS += ["fbgemm, whole batch"] * (fbgemm_ops() is not None)
 
 
 def _batch(m: Mixture, seed: int) -> rk.KeyedJaggedTensor:
@@ -129,12 +130,6 @@ class Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     """The mixture under test."""
     return Subject(request.param)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    names = NAMES if fbgemm_ops() is not None else NAMES[:-1]
-    metafunc.parametrize("name", turned(names, metafunc.config))
 
 
 def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:

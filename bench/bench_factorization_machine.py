@@ -9,11 +9,11 @@ import torch
 
 import rec_kernels as rk
 from bench.dense_side import NAMES, DenseSubject
-from bench.timing import turned
 from rec_kernels.reference.factorization_machine import formula
 
 BATCH, FACTORS = 2048, 16
 SHAPES = list(itertools.product((13, 27), (16, 32, 64, 128)))  # F, D
+IMPLEMENTATIONS = NAMES
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"F={s[0]} D={s[1]}")
@@ -30,11 +30,6 @@ def subject(request: pytest.FixtureRequest) -> DenseSubject:
         # does two more: it keeps nothing of the forward, and has x^T times the gradient both ways.
         (2 * products, 6 * products),
     )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(NAMES, metafunc.config))
 
 
 def test_forward(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:

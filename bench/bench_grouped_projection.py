@@ -13,10 +13,11 @@ from torch import Tensor
 
 import rec_kernels as rk
 from bench.limits import limits
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 
 #: Inputs that the calls take in turn.
 INPUTS = 6
+IMPLEMENTATIONS = ["ours", "torch", "bmm", "bytes", "products"]
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,6 @@ class Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     """The groups under test."""
     return Subject(request.param)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(["ours", "torch", "bmm", "bytes", "products"], metafunc.config))
 
 
 def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from bench.peers import fbgemm_ops
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 from rec_kernels.testing import jagged_batch
 
 #: Inputs that the calls take in turn.
 INPUTS = 6
 FEATURES, BATCH, ROWS = 26, 2048, 100_000
 CASES = [(buckets, length) for buckets in (2, 8, 64) for length in (1.0, 4.0, 20.0)]
+IMPLEMENTATIONS = ["ours", *["fbgemm"] * (fbgemm_ops() is not None), "copy"]
 
 ops = torch.ops.rec_kernels
 
@@ -47,12 +48,6 @@ class Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     """The ids under test."""
     return Subject(*request.param)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    names = ["ours", *["fbgemm"] * (fbgemm_ops() is not None), "copy"]
-    metafunc.parametrize("name", turned(names, metafunc.config))
 
 
 def test_bucketize(benchmark, subject: Subject, name: str, rounds: int) -> None:

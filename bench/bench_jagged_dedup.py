@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import rec_kernels  # noqa: F401 -- registers the ops
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 
 #: Inputs that the calls take in turn.
 INPUTS = 6
+IMPLEMENTATIONS = ["ours", "torch", "read"]
 SESSION = 9.4  # samples that share a bag, as histories of Complete Journey's baskets do
 
 ops = torch.ops.rec_kernels
@@ -70,11 +71,6 @@ class Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     """The bags under test."""
     return Subject(request.param)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(["ours", "torch", "read"], metafunc.config))
 
 
 def test_dedup(benchmark, subject: Subject, name: str, rounds: int) -> None:

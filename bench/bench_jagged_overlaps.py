@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import rec_kernels  # noqa: F401 -- registers the ops
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 
 #: Inputs that the calls take in turn.
 INPUTS = 6
+IMPLEMENTATIONS = ["ours", "read"]
 SAMPLES, LENGTH = 6, 50  # of a user: windows of so many ids
 
 ops = torch.ops.rec_kernels
@@ -60,11 +61,6 @@ class Subject:
 def subject(request: pytest.FixtureRequest) -> Subject:
     """The histories under test."""
     return Subject(request.param)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(["ours", "read"], metafunc.config))
 
 
 def test_overlaps(benchmark, subject: Subject, name: str, rounds: int) -> None:

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import rec_kernels as rk
 from bench.dense_side import NAMES, TUNED, DenseSubject
-from bench.timing import turned
 
 VECTORS, LAYERS = 27, 3
 SHAPES = [*itertools.product((2048,), (16, 64, 128), (64, 256, 512)), (8192, 64, 64)]  # B, D, low_rank
+IMPLEMENTATIONS = [*NAMES, TUNED]
 
 
 def formula(x0: Tensor, *parameters: Tensor) -> Tensor:
@@ -73,11 +73,6 @@ def subject(request: pytest.FixtureRequest) -> DenseSubject:
     products = 2 * LAYERS * batch * columns * rank
     name = f"B={batch} N={columns} r={rank}"
     return DenseSubject(name, ours, formula, make, (products, 3 * products), tuned=ByHand.apply)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned([*NAMES, TUNED], metafunc.config))
 
 
 def test_forward(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:

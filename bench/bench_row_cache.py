@@ -11,14 +11,13 @@ import functools
 import itertools
 from collections.abc import Callable
 
-import pytest
 from torch import Tensor
 
 import rec_kernels as rk
 from bench import peers
 from bench.shapes import BATCHES, Workload
 from bench.subject import Subject, subject_fixture
-from bench.timing import time_calls, turned
+from bench.timing import time_calls
 
 FRACTION = 0.05
 CACHES = {"ours": "lfu", "ours lru": "lru"}
@@ -29,11 +28,7 @@ WORKLOADS = [
 ]
 WARM_UP = 60  # steps
 FRESH = 240  # batches of "zipf" workloads, before the first of them is seen again
-
-
-def implementations() -> list[str]:
-    """Names of the implementations to time."""
-    return [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
+IMPLEMENTATIONS = [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
 
 
 class Steps(Subject):
@@ -71,11 +66,6 @@ class Steps(Subject):
             return None
         lookups, hits = self._built[name].module.row_cache.stats.sum(0)[:2].tolist()
         return hits / lookups
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(implementations(), metafunc.config))
 
 
 subject = subject_fixture(Steps, WORKLOADS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.shapes import Shape
+from bench.timing import turned
 from bench.workloads import NAMED
 
 
@@ -14,6 +15,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--turn", type=int, default=0, help="which implementation goes first (default 0: ours)")
     parser.addoption("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     parser.addoption("--workload", action="append", default=[], help="only these named workloads (default: none)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The ``IMPLEMENTATIONS`` of a benchmark take turns at who goes first; one with a hook of its own chooses there."""
+    names, own = (getattr(metafunc.module, name, None) for name in ("IMPLEMENTATIONS", "pytest_generate_tests"))
+    if names is not None and own is None:
+        metafunc.parametrize("name", turned(names, metafunc.config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """Runs the CPU benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`.
 
-docs/benchmarks.md says what the columns and the JSON file hold.
+The table is bench.report's. docs/benchmarks.md says what its columns and the JSON file hold.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 
 import rec_kernels
-from bench import RESULTS, ROOT
+from bench import RESULTS, ROOT, commit
+from bench.figures import where
 from bench.peers import fbgemm_version
+from bench.report import table
 from bench.script import positive
 from bench.workloads import NAMED, OPS
 from rec_kernels.dlrm.devices import cpu_model
@@ -103,26 +105,6 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
     return merged
 
 
-def table(groups: dict[str, dict[str, dict]]) -> str:
-    """A markdown table: time, rate and ratio of every implementation."""
-    lines = ["| benchmark | implementation | ms | GB/s | time over ours |", "|---|---|---:|---:|---:|"]
-    for group, members in groups.items():
-        for name, row in members.items():
-            rate = f"{row['gb_per_s']:.1f}" if row["gb_per_s"] else ""
-            lines.append(f"| {group} | {name} | {row['ms']:.4f} | {rate} | {row['over_ours']:.2f} |")
-    return "\n".join(lines)
-
-
-def commit() -> dict[str, object]:
-    """The commit checked out: "commit" by `git describe`, "dirty" if tracked files differ."""
-    described = ["git", "describe", "--always", "--tags", "--dirty"]
-    try:
-        name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # no git: nobody knows
-        name = ""
-    return {"commit": name.removesuffix("-dirty"), "dirty": name.endswith("-dirty")}
-
-
 def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
     """Describes machine and versions of the figures; ``threads``: 0 for torch's choice."""
     about = rec_kernels.build_info()
@@ -148,13 +130,12 @@ def main() -> None:
     # Before the passes: of the files that are measured.
     about = machine(args.threads) | {"passes": args.passes, "rounds": args.rounds}
     groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
-    checked_out = about["commit"] + " and changes" * about["dirty"]
-    print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {checked_out}\n")
-    print(table(groups))
+    document = {"machine": about, "results": groups}
+    print(f"\n{where(document)}\n\n{table(document)}")
     what = "-".join([*(args.op or ["cpu"]), *args.workload])
     output = args.output or RESULTS / f"{what}-{about['threads']}threads.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"machine": about, "results": groups}, indent=1) + "\n")
+    output.write_text(json.dumps(document, indent=1) + "\n")
     print(f"\nsaved to {output}")
 
 

@@ -1,10 +1,17 @@
-"""Collections and batches of the tests of sequences, batch sizes per feature, freezing and output dtypes."""
+"""Collections and batches that tests of several files share, and comparisons and copies of collections."""
 
 from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
 
 import torch
 
 import rec_kernels as rk
+from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
 
@@ -45,6 +52,53 @@ def deduplicated(keys="fgh", seed: int = 1) -> tuple[rk.KeyedJaggedTensor, rk.Ke
         parts[key] = [dense[i] for i in row]
     whole = [bag for key in keys for bag in parts[key]]
     return few, rk.KeyedJaggedTensor(list(keys), torch.cat(whole), lengths=torch.tensor([len(bag) for bag in whole]))
+
+
+def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of parameters and buffers."""
+    return copy.deepcopy(module.state_dict())
+
+
+def assert_same(
+    found: torch.nn.Module | Mapping[str, torch.Tensor], expected: torch.nn.Module | Mapping[str, torch.Tensor]
+) -> None:
+    """Two modules, or their states, have the same names and the same bits: weights, formats, optimizer state, step."""
+    one, other = (x.state_dict() if isinstance(x, torch.nn.Module) else x for x in (found, expected))
+    assert list(one) == list(other)
+    for name, tensor in other.items():
+        assert same_bits(one[name], tensor), name
+
+
+def is_tied(collection: rk.EmbeddingBagCollection) -> bool:
+    """Every table's weight is a view of the flat tensor."""
+    storage = collection._weights.untyped_storage().data_ptr()
+    return all(p.untyped_storage().data_ptr() == storage for p in collection.parameters())
+
+
+def copied(
+    original: rk.EmbeddingBagCollection, new: Callable[..., rk.EmbeddingBagCollection], way: str
+) -> rk.EmbeddingBagCollection:
+    """A copy, made in a ``way``: "deepcopy" or "pickle", or a ``new`` collection that loads the state.
+
+    The ways to load are "state_dict", "assign" and "file". "meta" makes the collection on the meta device, as ``new``
+    takes ``device``, and "meta context" inside a context of that device.
+    """
+    if way == "deepcopy":
+        return copy.deepcopy(original)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(original))
+    state = snapshot(original)
+    if way == "file":
+        file = io.BytesIO()
+        torch.save(original.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    with torch.device("meta") if way == "meta context" else contextlib.nullcontext():
+        other = new(device="meta") if way == "meta" else new()
+    if other._weights.is_meta:
+        other.to_empty(device="cpu")
+    other.load_state_dict(state, assign=way == "assign")
+    return other
 
 
 class OtherJagged:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels.nn.tables.config import BAG_FORMATS
-from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,16 +51,3 @@ def numbers(collection: rk.EmbeddingBagCollection, name: str) -> Tensor:
     table = next(t for t in collection.tables if t.name == name)
     rows = collection.embedding_bags[name].weight.detach()
     return rows.float() if table.format in DTYPES else rk.dequantize_rows(rows, table.format, table.embedding_dim)
-
-
-def assert_same(a: rk.EmbeddingBagCollection, b: rk.EmbeddingBagCollection) -> None:
-    """Same weights, formats and state, bit for bit."""
-    for (name, x), (other, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
-        assert name == other
-        assert same_bits(x, y), name
-
-
-def is_tied(collection: rk.EmbeddingBagCollection) -> bool:
-    """Every table's weight is a view of the flat tensor."""
-    storage = collection._weights.untyped_storage().data_ptr()
-    return all(p.untyped_storage().data_ptr() == storage for p in collection.parameters())

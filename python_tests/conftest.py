@@ -1,11 +1,14 @@
-"""Settings of every test: uninitialised memory is poisoned, hypothesis is reproducible; `--backends` chooses."""
+"""Settings of every test: uninitialised memory is poisoned, hypothesis is reproducible; which files are left out."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
+import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +33,8 @@ from hypothesis import settings
 _HERE = Path(__file__).resolve().parent
 _SCHEMAS = hashlib.sha256((_HERE / "schemas.json").read_bytes()).hexdigest()[:16]
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_HERE.parent / "build" / f"inductor-{_SCHEMAS}")
+# `pytest` finds bench and wheels here, as `python -m pytest` does. An installed rec_kernels is found before this one.
+sys.path.append(str(_HERE.parent))
 
 # Every run has the same examples and no time limit per example: a test fails because of the code or not at all.
 settings.register_profile("rec_kernels", derandomize=True, deadline=None, database=None, print_blob=True)
@@ -43,6 +48,18 @@ SLOWEST = (
     *("test_embedding_bag_triton.py", "test_row_formats.py", "test_types.py", "test_aarch64.py"),
     *("test_cuda_code.py", "test_dlrm_sharded.py", "test_sanitize_cuda.py", "test_bench_workloads.py"),
 )
+#: How the names of test files begin that import the trainer, and the packages that it needs; other tests do without.
+TRAINER_FILES = (
+    *("test_dlrm_", "test_studies_", "test_recorded_programs."),
+    *("test_bench_tools.", "test_cost_model.", "test_tuning."),  # bench.run asks the trainer for the processor's name
+)
+TRAINER_PACKAGES = ("matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "tqdm")
+
+
+@functools.cache
+def _missing() -> list[str]:
+    """Packages of the trainer that are not installed."""
+    return [name for name in TRAINER_PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,10 +81,20 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from None
 
 
+def pytest_report_header() -> str | None:
+    """Says which files are left out for want of packages."""
+    return f"tests that need the trainer are left out: no {', '.join(_missing())}" if _missing() else None
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Files of which ``--backends`` leaves nothing; one that the command names is collected."""
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if is_test and backends.left_out(collection_path) else None
+    """Leaves out files of which ``--backends`` leaves nothing, and those that need the trainer without its packages.
+
+    A file that the command names is collected.
+    """
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    of_trainer = collection_path.name.startswith(TRAINER_FILES)
+    return True if (of_trainer and _missing()) or backends.left_out(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

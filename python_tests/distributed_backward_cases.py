@@ -63,7 +63,7 @@ def train_scaled(
     return scales
 
 
-def scaled(case: Case, *, by_all: bool = False) -> tuple[list[float], dict[str, Any]]:
+def scaled(case: Case, by_all: bool = False) -> tuple[list[float], dict[str, Any]]:
     """Scales and blocks of this rank; ``by_all``: with the scaler of FSDP, which asks all ranks."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -242,11 +242,6 @@ def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
     model = sequences.sharded(case, sequences.collection(case))
     step_by_torch(case, model, [dist.get_rank()])
     return blocks(model.module.sequences.state_dict())
-
-
-def scaled_by_all(case: Case) -> tuple[list[float], dict[str, Any]]:
-    """Scales and blocks of this rank, with the scaler of FSDP."""
-    return scaled(case, by_all=True)
 
 
 def read_first(case: Case | sequences.Sequences, reader: int | None, mode: str = "enable_grad") -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_backward_cases import train_together, train_weighted
-from distributed_cases import Case, batch, blocks, collection, sharded, train
+from distributed_cases import Case, batch, blocks, collection, restore, sharded, train
 from torch import Tensor, nn
 
 
@@ -51,9 +51,7 @@ def reshard(case: Case, other: Case, folder: str) -> tuple[dict[str, Any], dict[
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(other, collection(other))
     train(replace(other, steps=2), loaded, [rank])
-    state = {"model": loaded.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    loaded.load_state_dict(state["model"])
+    restore(loaded, folder)
     read = blocks(loaded.module.ebc.state_dict())
     train(replace(other, steps=1), loaded, [rank])
     return blocks(model.module.ebc.state_dict()), read, blocks(loaded.module.ebc.state_dict())

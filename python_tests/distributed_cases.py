@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -222,6 +223,13 @@ def blocks(state: dict[str, Any]) -> dict[str, list[tuple[list[int], Tensor]]]:
         else:
             out[name] = [([0] * value.dim(), value.clone())]
     return out
+
+
+def restore(model: nn.Module, folder: str) -> None:
+    """Loads a checkpoint of torch.distributed.checkpoint into a sharded model."""
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
 
 
 def run(case: Case) -> tuple[list[Tensor], dict[str, Any]]:

@@ -17,6 +17,7 @@ from distributed_cases import (
     coefficients,
     collection,
     differences,
+    restore,
     same_bits,
     sharded,
 )
@@ -87,9 +88,7 @@ def run(case: Case, other: str, folder: str) -> dict[str, Any]:
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
     found["begun"] = blocks(loaded.module.ebc.state_dict())
-    state = {"model": loaded.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    loaded.load_state_dict(state["model"])
+    restore(loaded, folder)
     found["loaded"] = blocks(loaded.module.ebc.state_dict())
     return found
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_cache_cases import train_cached
-from distributed_cases import KEYS, Case, Model, batch, blocks, coefficients, collection, sharded, train
+from distributed_cases import KEYS, Case, Model, batch, blocks, coefficients, collection, restore, sharded, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -40,13 +40,6 @@ def save(model: nn.Module, folder: str) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
 
 
-def load(model: nn.Module, folder: str) -> None:
-    """Loads it."""
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-
-
 def train_and_open(case: Case, other: Case, state: dict[str, Tensor], folder: str) -> dict[str, Any]:
     """Trains from one process's state, saves, opens the files again, and loads the checkpoint into another plan.
 
@@ -70,7 +63,7 @@ def train_and_open(case: Case, other: Case, state: dict[str, Tensor], folder: st
     tables.close()
     model, tables = made(on_disk(other, f"{folder}/other"))
     train(replace(other, steps=2), model, [dist.get_rank()])
-    load(model, f"{folder}/checkpoint")
+    restore(model, f"{folder}/checkpoint")
     found["loaded"] = blocks(tables.state_dict())
     train(replace(other, steps=1), model, [dist.get_rank()])
     found["later"] = blocks(tables.state_dict())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_bytes, loop_and_pipeline, plan_of
+from distributed_cases import KEYS, OPTIMIZERS, ROWS, blocks, counted_bytes, loop_and_pipeline, plan_of, restore
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -222,9 +222,7 @@ def save_and_load(case: Sequences, other: str, folder: str) -> tuple[dict[str, A
     train(case, model, [dist.get_rank()])
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
-    state = {"model": loaded.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    loaded.load_state_dict(state["model"])
+    restore(loaded, folder)
     return blocks(model.module.sequences.state_dict()), blocks(loaded.module.sequences.state_dict())
 
 

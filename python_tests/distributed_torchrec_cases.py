@@ -22,6 +22,7 @@ from distributed_cases import (
     collection,
     loop_and_pipeline,
     plan_of,
+    restore,
     run,
     sharded,
     train,
@@ -37,9 +38,7 @@ def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], 
     train(case, model, [dist.get_rank()])
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
-    state = {"model": loaded.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    loaded.load_state_dict(state["model"])
+    restore(loaded, folder)
     return blocks(model.module.ebc.state_dict()), blocks(loaded.module.ebc.state_dict())
 
 
@@ -61,9 +60,7 @@ def reshard(case: Case, ranks: list[list[int]], step: int, folder: str) -> dict[
     """
     model = sharded(case, collection(case, device="meta" if step else None))
     if step:
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=f"{folder}/{step - 1}")
-        model.load_state_dict(state["model"])
+        restore(model, f"{folder}/{step - 1}")
     own = ranks[dist.get_rank()]
     (model(batch(case, step, own)) * coefficients(case, step, own)).sum().backward()
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{step}")
@@ -121,6 +118,9 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
     optimizer.step()
     train(case, model, ranks)
     ebc.unfreeze("f2")
+    ebc.requires_grad_(False)
+    train(case, model, ranks)
+    ebc.requires_grad_()
     return ebc.state_dict()
 
 
@@ -158,9 +158,7 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
     trained = blocks(tables.state_dict())
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(other, collection(other, device="meta"))
-    whole = {"model": loaded.state_dict()}
-    dcp.load(whole, checkpoint_id=folder)
-    loaded.load_state_dict(whole["model"])
+    restore(loaded, folder)
     loaded.module.ebc.optimizer.load_state_dict(state)
     train(other, loaded, [dist.get_rank()])
     return shown, held, own, trained, blocks(loaded.module.ebc.state_dict())

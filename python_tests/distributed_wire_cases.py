@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_backward_cases import train_scaled
 from distributed_cases import (
     DIM,
     KEYS,
@@ -130,13 +129,6 @@ def whole_of(value: Any) -> Tensor:
     return out
 
 
-def scaled(case: Case) -> tuple[list[float], dict[str, Any]]:
-    """Scales and blocks of this rank, whose last rank's gradient overflows in the second step."""
-    model = sharded(case, collection(case))
-    tables = model.module.ebc
-    return train_scaled(case, model, tables, tables.optimizer, [dist.get_rank()]), blocks(tables.state_dict())
-
-
 def too_large(case: Case) -> tuple[float, bool]:
     """The last rank's scaled gradient has 102,400: the scale after the step, and whether tables are as before."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
@@ -217,20 +209,6 @@ def order(case: Case) -> tuple[list[str], bool]:
         return noted[: noted.index("waited", 5) + 1], int(model.module.ebc.shards.step) == step + 1
     finally:
         messages.all_to_all = all_to_all
-
-
-def sequences_alone(case: Sequences) -> list:
-    """Outputs of one process with the samples of all ranks."""
-    return train_sequences(case, _Sequences(sequence_collection(case)), list(range(len(case.sizes))))
-
-
-class _Sequences(nn.Module):
-    def __init__(self, sequences: nn.Module) -> None:
-        super().__init__()
-        self.sequences = sequences
-
-    def forward(self, features: Any) -> Any:
-        return self.sequences(features)
 
 
 def alone(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:

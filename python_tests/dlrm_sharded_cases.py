@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dlrm_stops import StopAfter
+from dlrm_stops import told_to_stop
 from dlrm_tiny import TinyData
 
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, Feature, RunInterruptedError, TrainConfig, evaluate, train
-from rec_kernels.dlrm.train import Run
 
 
 class Bags(TinyData):
@@ -67,18 +67,14 @@ def run(folder: str, data: str = "tiny", stop_after: int = 0, resume: bool = Fal
     Args:
         stop_after: the step after which the last process is told to stop; 0: none.
     """
-    fit = Run.fit
     last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
-    if stop_after and last:
-        Run.fit = lambda self, stop: fit(self, StopAfter(stop_after - 1))
+    directory = Path(folder) / "run" if resume else None
     try:
-        directory = Path(folder) / "run" if resume else None
         config = TrainConfig.read(directory) if directory else options(folder, **dict(more))
-        return train(config, DATA[data](), resume=directory, progress=False)
+        with told_to_stop(stop_after) if stop_after and last else contextlib.nullcontext():
+            return train(config, DATA[data](), resume=directory, progress=False)
     except (RunInterruptedError, RuntimeError, ValueError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        Run.fit = fit
 
 
 def scores(folder: str, data: str = "tiny") -> dict:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 import torch
-from backends import Backend
-from embedding_bag_cases import Case
-from embedding_bag_format_cases import INT64_MAX, STEP, EncodedCase
+from backends import Backend, every_backend
+from embedding_bag_cases import OPTIMIZERS, Case
+from embedding_bag_format_cases import INT64_MAX, ROUNDINGS, STEP, EncodedCase
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from torch import Tensor
 
+from rec_kernels.reference.gradient_step import GradientStep
 from rec_kernels.testing import same_bits
 
 Backends = Callable[[], Iterator[Backend]]
@@ -26,7 +28,7 @@ def expected_status(case: Case) -> list[int]:
     return [int(bad[0]) if len(bad) else INT64_MAX, len(bad)]
 
 
-def check_lookups(encoded: EncodedCase, backends: Backends, **options) -> None:
+def check_lookups(encoded: EncodedCase, backends: Backends = every_backend, **options) -> None:
     """Output, status and the gradient of per_sample_weights."""
     case, layout = encoded.case, encoded.layout | options
     output, factors, status = case.expected_output(), case.expected_factor_gradient(), expected_status(case)
@@ -41,7 +43,7 @@ def check_lookups(encoded: EncodedCase, backends: Backends, **options) -> None:
         assert same_bits(found, factors), ("gradient of per_sample_weights", backend.name)
 
 
-def check_gradients(case: Case, backends: Backends, **options) -> None:
+def check_gradients(case: Case, backends: Backends = every_backend, **options) -> None:
     """Dense and sparse gradients of the tables, which are float32 to them."""
     dense, touched = case.expected_dense_gradient(), sorted(case.row_gradients)
     row_grads = torch.cat([torch.zeros(0), *(case.row_gradients[key] for key in touched)])
@@ -58,23 +60,51 @@ def check_gradients(case: Case, backends: Backends, **options) -> None:
 
 
 def check_update(
-    encoded: EncodedCase, optimizer: str, rounding: str, backends: Backends, grad_scale: float = 1.0, **options
+    encoded: EncodedCase,
+    optimizer: str,
+    rounding: str,
+    backends: Backends = every_backend,
+    grad_scale: float = 1.0,
+    step: GradientStep | None = None,
+    *,
+    half: bool = False,
+    **options,
 ) -> None:
-    """Bytes, state and step after a fused update; what no id names, and what lies between tables, stays."""
+    """Bytes, state and step after a fused update; what no id names, and what lies between tables, stays.
+
+    Args:
+        step: clipping and weight decay between a row's gradient and the optimizer.
+        half: whether state for every element is bfloat16.
+    """
     scale = (1 / torch.tensor(grad_scale)).item()
     if grad_scale != 1:
         options["grad_scale"] = torch.tensor(grad_scale)
+    if step is not None:
+        options |= asdict(step)
     if optimizer in ELEMENTWISE:
-        moments = MomentCase(encoded, optimizer)
-        update, (flat, state) = functools.partial(moments.update, rounding), moments.expected(rounding, scale)
+        moments = MomentCase(encoded, optimizer, half=half)
+        update, (flat, state) = functools.partial(moments.update, rounding), moments.expected(rounding, scale, step)
     else:
-        flat, state = encoded.expected_update(optimizer, rounding, scale)
+        flat, state = encoded.expected_update(optimizer, rounding, scale, step)
         update = functools.partial(encoded.update, optimizer, rounding)
     for backend in backends():
-        found, found_state, step = update(backend.ops, **options)
+        found, found_state, count = update(backend.ops, **options)
         assert encoded.same_tables(found, flat), ("rows", changed_tables(encoded, found, flat), backend.name)
         assert not differing(found_state, state), ("state", differing(found_state, state), backend.name)
-        assert step.item() == STEP + 1, backend.name
+        assert count.item() == STEP + 1, backend.name
+
+
+def check_updates(
+    encoded: EncodedCase,
+    optimizers: Sequence[str] = OPTIMIZERS,
+    roundings: Sequence[str] = ROUNDINGS,
+    backends: Backends = every_backend,
+    **options,
+) -> None:
+    """Each optimizer with each rounding; ``options`` are those of ``check_update``."""
+    for optimizer in optimizers:
+        for rounding in roundings:
+            check_update(encoded, optimizer, rounding, backends, **options)
 
 
 def changed_tables(encoded: EncodedCase, found: Tensor, expected: Tensor) -> list[tuple]:

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from backends import every_backend
-from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases
+from embedding_bag_cases import EPS, LR, Case, cases
 from hypothesis import strategies as st
 from layout_calls import OPS
 from torch import Tensor
@@ -74,7 +73,7 @@ class EncodedCase:
             "weight_offsets": [self.starts[t] for t in parts],
             "format_of": [used.index(self.formats[t]) for t in parts],
         }
-        sizes = {"num_rows": len(self.case.sum), "max_embedding_dim": max(self.dims), "formats": used}
+        sizes = {"num_rows": len(self.case.sum), "formats": used}
         return self.case.layout | {name: torch.tensor(n) for name, n in numbers.items()} | sizes
 
     def table_id(self, table: int) -> int:
@@ -152,39 +151,3 @@ def every_format_once(case: Case, shift: int = 0, **options) -> EncodedCase:
     """The tables of a case in all formats in turn, the first one that number ``shift`` of ``BAG_FORMATS``."""
     formats = [BAG_FORMATS[(shift + t) % len(BAG_FORMATS)] for t in range(len(case.tables))]
     return EncodedCase(case, formats, **options)
-
-
-def check_lookups(encoded: EncodedCase, backends=every_backend) -> None:
-    """Output and the gradient of per_sample_weights, on each of the backends."""
-    case = encoded.case
-    expected, factors = case.expected_output(), case.expected_factor_gradient()
-    values, offsets, _ = case.jagged
-    for backend in backends():
-        output, status = backend.ops.embedding_bag(encoded.flat, *case.jagged, **encoded.layout)
-        where = (backend.name, encoded.formats)
-        assert same_bits(output, expected), where
-        assert status.tolist() == [INT64_MAX, 0], where
-        found = backend.ops.embedding_bag_backward_per_sample_weights(
-            case.grad, encoded.flat, values, offsets, **encoded.layout
-        )
-        assert same_bits(found, factors), where
-
-
-def check_updates(
-    encoded: EncodedCase,
-    optimizers: Sequence[str] = OPTIMIZERS,
-    roundings: Sequence[str] = ROUNDINGS,
-    backends=every_backend,
-    scale: float = 1.0,
-    **options,
-) -> None:
-    """Bytes, state and step after a fused update, on each of the backends."""
-    for optimizer in optimizers:
-        for rounding in roundings:
-            flat, state = encoded.expected_update(optimizer, rounding, scale)
-            for backend in backends():
-                found, found_state, step = encoded.update(optimizer, rounding, backend.ops, **options)
-                where = (backend.name, encoded.formats, optimizer, rounding)
-                assert encoded.same_tables(found, flat), where
-                assert same_bits(found_state, state), where
-                assert step.item() == STEP + 1, where

@@ -34,6 +34,7 @@ class Sample:
     padding_idx: int | list[int] = -1
     bounds_check: str = "error"
     bad_ids: list[int] = field(default_factory=list)  # the last ids of all; for "ignore"
+    unused: tuple[int, int] = (0, 0)  # ids before and after all bags; not beside bad_ids
     ids: int = 64
     offsets: int = 64
     gaps: int = 0  # unused bytes before each table
@@ -59,6 +60,7 @@ class Sample:
             ids_dtype=widths[self.ids],
             offsets_dtype=widths[self.offsets],
             padding_idx=self.padding_idx,
+            unused=self.unused,
             seed=self.seed,
         )
         bad = torch.tensor(self.bad_ids, dtype=case.values.dtype)[: len(case.values)]
@@ -85,6 +87,7 @@ def samples(draw) -> Sample:
     bounds_check = draw(st.sampled_from(["error", "ignore", "none"]))
     padding = st.sampled_from([-1, 0, 1, 57])
     bad = st.sampled_from([-1, 57, 200, -(2**31), 2**31 - 1])  # outside of many tables or all, in 32 bits
+    bad_ids = draw(st.lists(bad, max_size=3)) if bounds_check == "ignore" else []
     return Sample(
         tables,
         features,
@@ -92,7 +95,8 @@ def samples(draw) -> Sample:
         weighted=draw(st.booleans()),
         padding_idx=draw(padding | st.lists(padding, min_size=len(features), max_size=len(features))),
         bounds_check=bounds_check,
-        bad_ids=draw(st.lists(bad, max_size=3)) if bounds_check == "ignore" else [],
+        bad_ids=bad_ids,
+        unused=(0, 0) if bad_ids else draw(st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 3)])),
         ids=draw(st.sampled_from([64, 32])),
         offsets=draw(st.sampled_from([64, 32])),
         gaps=draw(st.sampled_from([0, 1, 16])),

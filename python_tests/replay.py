@@ -1,4 +1,4 @@
-"""Calls of ops, once for a recording and ever after in replays: what comes of a call, and how it differs.
+"""Replays of recorded calls of ops: what comes of a call today, and how it differs from what is recorded.
 
 ``adapt`` is the one place that knows how a call of the recording is spelt today. A recording is never edited.
 """

@@ -1,4 +1,4 @@
-"""Runs of modules, once for a recording and ever after in replays: how one is built, what is done to it, what it gives.
+"""Replays of recorded runs of modules: how a module is built, what is done to it, and what differs from the recording.
 
 A run is data: expressions ``{"new": class, "with": arguments}`` of public classes, and steps by name. Only what users
 call is used, so that a recorded run can be made with any later module of the same class.
@@ -107,10 +107,6 @@ class Player:
         names = getattr(self.module, "feature_names", [])
         return re.sub(r"[(]feature '(.+?)', ", lambda found: f"(feature {names.index(found[1])}, ", message)
 
-    def grads(self, step: dict, outputs: list[Tensor]) -> list[Tensor]:
-        """Gradients for the outputs that have one."""
-        return step["grads"]
-
     def _do_lookup(self, step: dict) -> dict[str, object]:
         features = features_of(step["features"])
         output = plain(getattr(self.module, step.get("method", "forward"))(features))
@@ -121,11 +117,10 @@ class Player:
         return {"outputs": output, "gradients": gradients}
 
     def _backward(self, step: dict, outputs: list[Tensor]) -> None:
-        grads = self.grads(step, outputs)
         if self.scaler is None:
-            torch.autograd.backward(outputs, grads)
+            torch.autograd.backward(outputs, step["grads"])
             return
-        products = [(o.float() * g).sum() for o, g in zip(outputs, grads, strict=True)]
+        products = [(o.float() * g).sum() for o, g in zip(outputs, step["grads"], strict=True)]
         self.scaler.scale(sum(products)).backward()
         self.scaler.step(self.module.fused_optimizer)
         self.scaler.update()

@@ -1,4 +1,4 @@
-"""Saved programs that call one op, and stopped runs of the trainer: what they are made of, and how they go on."""
+"""Replays of recorded programs and of stopped runs of the trainer: how a program is called, and a run goes on."""
 
 from __future__ import annotations
 
@@ -9,54 +9,9 @@ from unittest import mock
 import dlrm_tiny
 import torch
 import torch._inductor
-from recording import Reader
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, train
-
-#: Options of the trainer: a plain run, and one with as much state as there is.
-TRAINED = (
-    {"embedding_dim": 4},
-    {"embedding_dim": 6, "format": "int8", "cache": 0.3, "optimizer": "adam", "accumulate": 2, "warmup_steps": 3},
-)
-
-
-def sample_of(op: str) -> dict[str, object]:
-    """The arguments of the first recorded call of an op that has a layout of several tables."""
-    reader = Reader("recorded_calls.zip")
-    for entry in reader.index["calls"]:
-        if entry["op"] == op and entry["arguments"]["of"].get("row_offsets") is not None:
-            return tree_map_only(Tensor, Tensor.detach, reader.decode(entry["arguments"]))
-    raise ValueError(f"no call of {op} with a layout is recorded")
-
-
-class Program(nn.Module):
-    """A call of an op: what is a tensor is an input, all else is fixed.
-
-    The outputs are the op's, and the inputs that it changes.
-    """
-
-    def __init__(self, op: str, arguments: dict[str, object]) -> None:
-        super().__init__()
-        self.op, self.arguments = getattr(torch.ops.rec_kernels, op), arguments
-        self.names = [name for name, a in arguments.items() if isinstance(a, (Tensor, list)) and _is_tensors(a)]
-        self.written = [a.name for a in self.op.default._schema.arguments if a.alias_info and a.alias_info.is_write]
-
-    def inputs(self) -> tuple[object, ...]:
-        """The arguments that are tensors."""
-        return tuple(self.arguments[name] for name in self.names)
-
-    def forward(self, *inputs: object) -> tuple[Tensor, ...]:
-        """Calls the op."""
-        given = dict(zip(self.names, inputs, strict=True))
-        results = self.op(**{**self.arguments, **given})
-        results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
-        return (*results, *(given[name].clone() for name in self.written if given.get(name) is not None))
-
-
-def _is_tensors(argument: object) -> bool:
-    return isinstance(argument, Tensor) or all(isinstance(a, Tensor) for a in argument)
 
 
 def config_of(options: dict[str, object], folder: Path) -> TrainConfig:

@@ -16,6 +16,12 @@ NO_POSITION = torch.iinfo(torch.int64).max
 MOST = torch.finfo(torch.float32).max
 #: Noise of a call, unless a test says otherwise: every part of the counter is in use.
 PLACE = {"seed": 0x123456789ABCDEF, "step": 9, "table": 3, "first_row": 2**33 + 5}
+#: The ops of torch that encode integer rows.
+PREPACK = {
+    "int8": torch.ops.quantized.embedding_bag_byte_prepack,
+    "int4": torch.ops.quantized.embedding_bag_4bit_prepack,
+    "int2": torch.ops.quantized.embedding_bag_2bit_prepack,
+}
 #: Every format, rounding and, for blocks, scale rule.
 WAYS = [(f, r, rule) for f in rk.ROW_FORMATS for r in ROUNDINGS for rule in (RULES if f in BLOCKS else [None])]
 
@@ -53,6 +59,12 @@ def finite_rows(columns: int) -> Tensor:
     return torch.cat(parts)
 
 
+def plain_rows(columns: int, format: str) -> Tensor:
+    """Rows that the format can hold, without -0."""
+    x = finite_rows(columns) + 0.0
+    return x[reference.dequantize_rows(reference.quantize_rows(x, format), format, columns).isfinite().all(1)]
+
+
 def not_finite_rows(columns: int) -> Tensor:
     """[N, D]: a NaN or Inf in the first column, the last and in between, and rows of nothing else."""
     x = torch.randn(8, columns)
@@ -86,6 +98,15 @@ def arguments(format: str, rounding: str, rule: str | None, place: dict[str, int
         place["first_row"],
         rule,
     )
+
+
+def encoded_and_decoded(
+    x: Tensor, format: str, rounding: str = "nearest", rule: str | None = None, **place: int
+) -> Tensor:
+    """The result that the reference has for fake_quantize, of the shape and dtype of x."""
+    how = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False} | place
+    rows = reference.quantize_rows(x.reshape(-1, x.shape[-1]), format, **how)
+    return reference.dequantize_rows(rows, format, x.shape[-1]).to(x.dtype).reshape(x.shape)
 
 
 def compare_everywhere(x: Tensor, format: str, rounding: str, rule: str | None = None, **place: int) -> None:

@@ -73,6 +73,14 @@ def test_strides_stay_on_another_device() -> None:
             assert found.data_ptr() != each.data_ptr() or each.numel() == 0
 
 
+def test_the_trainer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of them the files that need it are left out, which the first lines say, and no others."""
+    monkeypatch.setattr(conftest, "_missing", lambda: ["pandas"])
+    assert conftest.pytest_report_header().endswith("left out: no pandas")
+    names = ("test_dlrm_data.py", "test_studies_compare.py", "test_scale_rows.py")
+    assert [conftest.pytest_ignore_collect(HERE / name) for name in names] == [True, True, None]
+
+
 def test_tests_that_ask_for_no_backend_are_left_out() -> None:
     """In files of others: a name that is imported, a helper's helper, a fixture, an argument all ask."""
     CHOSEN.clear()

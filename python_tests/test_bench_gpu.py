@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 
 import pytest
 import torch
-from backends import ROOT
-
-sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
 from bench import peers
 from bench.gpu import cases, checks, jagged, measure, report, subjects

@@ -234,19 +234,15 @@ def test_about_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, **sizes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    answers = {"nvidia-smi": "580.159.04\n580.159.04", "git rev": "abc1234", "git sta": " M README.md"}
-
-    def printed(*words: str) -> str:
-        return next((answer for start, answer in answers.items() if " ".join(words).startswith(start)), "")
-
-    monkeypatch.setattr(report, "output_of", printed)
+    commits = iter([{"commit": "abc1234", "dirty": True}, {"commit": "", "dirty": False}])
+    monkeypatch.setattr(report, "output_of", lambda *words: "580.159.04\n580.159.04" * (words[0] == "nvidia-smi"))
+    monkeypatch.setattr(report.bench, "commit", lambda: next(commits))
     found = report.about(torch.device("cuda"), {"fbgemm": "not installed"}, None)
     assert found["gpu"]["name"] == "NVIDIA H200"
     assert found["gpu"]["driver"] == "580.159.04"
     assert found["gpu"]["compute_capability"] == "9.0"
     assert found["commit"] == "abc1234 and changes"
     assert found["left_out"] == {"fbgemm": "not installed"}
-    answers.clear()
     assert report.about(CPU, {}, None)["commit"].startswith("unknown")
     assert report.default_output("NVIDIA H200").name == "gpu-nvidia-h200.json"
 

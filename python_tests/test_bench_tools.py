@@ -15,8 +15,7 @@ import pytest
 from backends import ROOT
 from tiers import full
 
-sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
-
+import bench
 from bench import compare, compile_times, figures, report, run, step_parts
 from bench.figures import FiguresError
 from bench.subject import Subject
@@ -73,9 +72,9 @@ def test_arguments_of_run(capsys: pytest.CaptureFixture) -> None:
 
 def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commit and changes are found in a new repository: a commit, a change, a tag; and without a repository."""
-    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run.commit() == {"commit": "", "dirty": False}
+    assert bench.commit() == {"commit": "", "dirty": False}
     who = ["-c", "user.name=n", "-c", "user.email=e"]
 
     def git(*words: str) -> str:
@@ -86,12 +85,12 @@ def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-q", "-m", "one")
-    assert run.commit() == {"commit": git("rev-parse", "--short", "HEAD"), "dirty": False}
+    assert bench.commit() == {"commit": git("rev-parse", "--short", "HEAD"), "dirty": False}
     (tmp_path / "new").write_text("git does not know it")
-    assert not run.commit()["dirty"]
+    assert not bench.commit()["dirty"]
     (tmp_path / "file").write_text("2")
     git("tag", "v1")
-    assert run.commit() == {"commit": "v1", "dirty": True}
+    assert bench.commit() == {"commit": "v1", "dirty": True}
 
 
 def test_ratio_by_hand() -> None:

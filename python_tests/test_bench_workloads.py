@@ -17,9 +17,6 @@ import torch
 from backends import ROOT
 
 import rec_kernels as rk
-
-sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
-
 from bench import bench_embedding_bag_formats as formats
 from bench import peers
 from bench.limits import ProductLimit, StepLimit

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from collection_cases import assert_same
 from tiers import full
 
 import rec_kernels as rk
@@ -35,12 +36,6 @@ def batch(bags: dict[str, list[list[int]]] = BAGS) -> rk.KeyedJaggedTensor:
     every = [bag for of_feature in bags.values() for bag in of_feature]
     values = torch.tensor([i for bag in every for i in bag], dtype=torch.int64)
     return rk.KeyedJaggedTensor(list(bags), values, lengths=torch.tensor([len(bag) for bag in every]))
-
-
-def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Asserts equal bits of weights and optimizer state."""
-    state = other.state_dict()
-    assert all(same_bits(value, state[name]) for name, value in one.state_dict().items())
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)

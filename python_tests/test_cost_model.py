@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from backends import ROOT
-
-sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
-
 from test_bench_tools import RECORDED, STEADY, document, written
 from test_tuning import PLANTED, planted_document
 

@@ -136,11 +136,6 @@ def test_exact_of_ids_that_do_not_count(case: Case, pooling: str) -> None:
     check(replace(case, **own, bad_ids=True, sizes=(8, 5)))
 
 
-def test_more_ranks_than_tables() -> None:
-    """A rank without any table counts steps, and gets its outputs."""
-    check(Case("one_rank", optimizer="adam", sizes=(3, 8)))
-
-
 @pytest.mark.parametrize("sizes", [*full(((8,),), ((5, 0, 4, 8),))])
 @pytest.mark.parametrize("plan", ["mixed", "table_wise", "row_wise", "grid_shard"])
 def test_other_numbers_of_ranks(plan: str, sizes: tuple[int, ...]) -> None:

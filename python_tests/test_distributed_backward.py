@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -27,12 +28,16 @@ pytest.importorskip("torchrec.distributed")
 HERE = "distributed_backward_cases"
 
 
-@pytest.mark.parametrize("plan", ["mixed", "table_wise", *full("row_wise", "one_rank", "data_parallel")])
-@pytest.mark.parametrize("format", ["bf16", *full("int8")])
+@pytest.mark.parametrize(
+    ("plan", "format"),
+    [
+        ("mixed", "bf16"),
+        ("table_wise", "bf16"),
+        *full(("table_wise", "int8"), *itertools.product(("row_wise", "one_rank", "data_parallel"), ("bf16", "int8"))),
+    ],
+)
 def test_lookups_of_one_backward(plan: str, format: str) -> None:
     """One update for all of them, with one process's bits: Adam's would differ after three."""
-    if format == "int8" and plan == "mixed":
-        plan = "row_wise"
     case = Case(plan, format, "adam", sizes=(8, 5), one_id=True)
     found = pool(2).run(HERE, "together", case)
     model = Model(collection(case))
@@ -75,12 +80,7 @@ def test_numbers_of_nodes() -> None:
 def test_scaled_losses(plan: str) -> None:
     """An overflow on one rank skips the update on all, and every rank's scaler hears of it; bits of one process."""
     case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, steps=5)
-    found = pool(2).run(HERE, "scaled", case)
-    scales, state = scaled_alone(case)
-    assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
-    assert [own for own, _ in found] == [scales] * 2
-    assert differences(state, [blocks for _, blocks in found]) == []
-    assert state["step"] == 4
+    assert check_scaled(case)["step"] == 4
 
 
 @pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "row_wise", "mixed")])
@@ -88,11 +88,17 @@ def test_scaled_losses(plan: str) -> None:
 def test_scaler_of_all_ranks(plan: str, optimizer: str) -> None:
     """FSDP's scaler has all ranks skip a step whose gradients overflow in one rank's shards; one process's bits."""
     case = Case(plan, optimizer=optimizer, sizes=(8, 5), one_id=True, steps=5)
-    found = pool(2).run(HERE, "scaled_by_all", case)
+    check_scaled(case, by_all=True)
+
+
+def check_scaled(case: Case, *, by_all: bool = False) -> dict[str, torch.Tensor]:
+    """Asserts that ranks have one process's scales and state, which it returns; ``by_all``: with FSDP's scaler."""
+    found = pool(2).run(HERE, "scaled", case, by_all)
     scales, state = scaled_alone(case)
     assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
     assert [own for own, _ in found] == [scales] * 2
     assert differences(state, [blocks for _, blocks in found]) == []
+    return state
 
 
 def test_unlike_backwards() -> None:

@@ -9,18 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_backward_cases import of_rank, scaled_alone
-from distributed_cases import (
-    DIM,
-    KEYS,
-    ROWS,
-    Case,
-    check_found,
-    collection,
-    differences,
-    one_process,
-    plan_of,
-    same_bits,
-)
+from distributed_cases import DIM, KEYS, ROWS, Case, check_found, collection, differences, one_process, same_bits
 from distributed_composition_cases import check_trained
 from distributed_composition_cases import one_process as trained_alone
 from distributed_distinct_cases import Distinct, own_batch
@@ -250,28 +239,6 @@ def test_first_numbers(kind: str) -> None:
     assert differences(whole, pool(2).run("distributed_torchrec_cases", "begin", case)) == []
 
 
-@pytest.mark.parametrize(
-    ("plan", "kind", "text"),
-    [
-        (
-            "grid_shard",
-            "mult",
-            "in parts, which are split by rows only; it can be sharded table_wise, row_wise, table_row",
-        ),
-        ("column_wise", "concat", "in parts, which are split by rows only; it can be sharded table_wise, row_wise"),
-        ("row_wise", "narrow", "a matrix for its rows, .*; it can be sharded table_wise, data_parallel"),
-    ],
-)
-def test_refused_plans(plan: str, kind: str, text: str) -> None:
-    """The reason is that of the compression."""
-    from rec_kernels.distributed.plan import shards_of
-
-    case = Case(plan, optimizer="sgd", compression=KINDS.get(kind, rk.MixedDimension(6)))
-    ebc = collection(case, device="meta")
-    with pytest.raises(ValueError, match=text):
-        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
-
-
 def test_blocks_of_parts() -> None:
     """A part is cut where the table is, in proportion: all of it, each row once."""
     from rec_kernels.distributed.parts import part_block
@@ -285,3 +252,24 @@ def test_blocks_of_parts() -> None:
             assert firsts[0] == 0
             assert [first + n for first, n in blocks] == [*firsts[1:], part]
             assert max(rows) <= -(-part // world) + 1
+
+
+def test_other_groups() -> None:
+    """A state of other tables is refused, and TorchRec's optimizer saves no rates."""
+    from rec_kernels.distributed.optimizer_face import ShardedRates, TorchRecFace
+    from rec_kernels.nn.training.fused_update import rate_groups
+
+    ebc = collection(Case(rates=(None, 0.3, None)))
+    groups = rate_groups(ebc._features)
+    face = ShardedRates([], groups, [], ebc.lr, ebc.step)
+    assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
+    face.load_state_dict(ebc.fused_optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"the state has groups of \[3\] tables, and .* are of \[2, 1\]"):
+        face.load_state_dict(collection(Case()).fused_optimizer.state_dict())
+    one = collection(Case(rates=(0.1, 0.2, 0.3)))
+    face, state = ShardedRates([], rate_groups(one._features), [], one.lr, one.step), one.fused_optimizer.state_dict()
+    face.load_state_dict({**state, "param_groups": state["param_groups"][::-1], "tables": state["tables"][::-1]})
+    assert [group["lr"] for group in face.param_groups] == pytest.approx([0.1, 0.2, 0.3])
+    TorchRecFace(face).save_param_groups(False)
+    with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
+        TorchRecFace(face).save_param_groups(True)

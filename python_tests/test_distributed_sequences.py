@@ -234,23 +234,3 @@ def test_what_travels(plan: str) -> None:
 def _features(case: Sequences, rank: int) -> list[torch.Tensor]:
     given = batch(case, 0, [rank])
     return [given[key].values() for key in KEYS]
-
-
-def test_refused() -> None:
-    """Collections and plans that cannot be sharded."""
-    sharder = rk.distributed.EmbeddingCollectionSharder
-    with pytest.raises(ValueError, match="gradient must be"):
-        sharder(gradient="mean")
-    table = rk.EmbeddingConfig(100, 16, name="t", feature_names=["f"])
-    whole = rk.EmbeddingCollection([table], optimizer=rk.LAMB())
-    with pytest.raises(ValueError, match=r"table 't' can be sharded table_wise, .* \['column_wise'\] has none"):
-        sharder(sharding_types=["column_wise"]).constraints(whole)
-
-
-def test_by_rank() -> None:
-    """Rows that lie entry by entry are listed rank by rank."""
-    from rec_kernels.distributed.row_exchange import by_rank
-
-    counts = torch.tensor([[2, 1], [0, 3], [1, 0]])  # rows 0 1 | 2, then 3 4 5 of rank 1, then 6 of rank 0
-    assert by_rank(counts).tolist() == [0, 1, 6, 2, 3, 4, 5]
-    assert by_rank(torch.zeros(0, 2, dtype=torch.int64)).tolist() == []

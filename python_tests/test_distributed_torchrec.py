@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed_cases import PLANS, Case, Model, batch, collection, differences, one_process, plan_of, train
 from distributed_pool import WorkerError, pool
-from distributed_torchrec_cases import WithLayers, train_layers
+from distributed_torchrec_cases import WithLayers, prepared, train_layers, train_rates, use_options
 from process_cases import run_script
 from test_documented import own_docstring
 from test_examples import EXAMPLES, groceries
@@ -115,8 +115,6 @@ def test_bad_batches() -> None:
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_carried_over(format: str) -> None:
     """A learning rate that was changed before, and features and tables that were frozen, stay so."""
-    from distributed_torchrec_cases import prepared
-
     case = Case("row_wise", format, "rowwise_adagrad")
     model = Model(prepared(case))
     train(case, model, [0, 1])
@@ -179,8 +177,6 @@ def test_killed_rank() -> None:
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
 def test_options(plan: str) -> None:
     """accumulate(), freeze() and the learning rate of TorchRec's optimizer do on ranks what they do in one process."""
-    from distributed_torchrec_cases import use_options
-
     case = Case(plan, optimizer="adam")
     found = pool(2).run(HERE, "options", case)
     model = Model(collection(case))
@@ -210,8 +206,6 @@ def test_optimizers_of_tables(plan: str, other: str, tmp_path: Path) -> None:
 
 def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
     """Compares ranks that train and go on in another plan with one process; the state of its optimizer."""
-    from distributed_torchrec_cases import train_rates
-
     rates = case.rates
     model = Model(collection(case))
     face = model.ebc.fused_optimizer
@@ -227,23 +221,6 @@ def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
     train(case, model, [0, 1])
     assert differences(dict(model.ebc.state_dict()), [own[4] for own in found]) == []
     return state
-
-
-def test_other_groups() -> None:
-    """A state of other tables is refused, and TorchRec's optimizer saves no rates."""
-    from rec_kernels.distributed.optimizer_face import ShardedRates, TorchRecFace
-    from rec_kernels.nn.training.fused_update import rate_groups
-
-    ebc = collection(Case(rates=(None, 0.3, None)))
-    groups = rate_groups(ebc._features)
-    face = ShardedRates([], groups, [], ebc.lr, ebc.step)
-    assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
-    face.load_state_dict(ebc.fused_optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"the state has groups of \[3\] tables, and .* are of \[2, 1\]"):
-        face.load_state_dict(collection(Case()).fused_optimizer.state_dict())
-    TorchRecFace(face).save_param_groups(False)
-    with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
-        TorchRecFace(face).save_param_groups(True)
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "data_parallel")])
@@ -300,13 +277,19 @@ def test_page() -> None:
     assert str(told.value) in " ".join(text.split())
 
 
+BY_ROWS = "in parts, which are split by rows only; it can be sharded table_wise, row_wise, table_row"
 REFUSED = [
     (Case("column_wise", optimizer="rowwise_adagrad"), "t0.* column_wise: RowwiseAdagrad keeps one number .* row_wise"),
     (Case("column_wise", optimizers=(None, "rowwise_adagrad", None)), "t1.* column_wise: RowwiseAdagrad keeps one"),
     (Case("column_wise", optimizer="lamb"), "LAMB scales an update by the length of the row"),
     (Case("column_wise", optimizer="clipped"), "clip_grad_norm=0.5 clips by the length"),
     (Case("grid_shard", "int8"), "rows of format int8 have scales of all their columns; it can be sharded table_wise"),
-    (Case("row_wise", compression=rk.MixedDimension(6)), "a matrix for its rows.* sharded table_wise, data_parallel"),
+    (
+        Case("row_wise", compression=rk.MixedDimension(6)),
+        "a matrix for its rows, .*; it can be sharded table_wise, data_parallel",
+    ),
+    (Case("grid_shard", optimizer="sgd", compression=rk.QuotientRemainder(10)), BY_ROWS),
+    (Case("column_wise", optimizer="sgd", compression=rk.QuotientRemainder(10, "concat")), BY_ROWS),
 ]
 
 

@@ -12,7 +12,8 @@ from distributed_backward_cases import scaled_alone
 from distributed_cases import DIM, KEYS, PLANS, ROWS, Case, batch, differences, one_process, same_bits
 from distributed_pool import WorkerError, pool
 from distributed_sequence_cases import Sequences
-from distributed_wire_cases import alone, sequences_alone
+from distributed_sequence_cases import one_process as one_sequence_process
+from distributed_wire_cases import alone
 from test_distributed_planner import planned, tables_of
 from tiers import full
 
@@ -76,7 +77,7 @@ def test_rows_of_ids(format: str) -> None:
     """Each row of an id is rounded as quantize_rows does; rows of 8 columns, which int8 makes no smaller, too."""
     case = Sequences(sizes=(8, 5), steps=1, wire=Wire(format))
     found = pool(2).run("distributed_sequence_cases", "run", case)
-    for f, (_, whole) in enumerate(sequences_alone(case)[0]):
+    for f, (_, whole) in enumerate(one_sequence_process(case)[0][0]):
         dim = whole.shape[1]
         if rk.row_bytes(format, dim) < 4 * dim:
             whole = rk.dequantize_rows(rk.quantize_rows(whole, format), format, dim)
@@ -161,7 +162,7 @@ def test_training(wire: rk.distributed.Wire) -> None:
 def test_overflows(format: str) -> None:
     """An infinite gradient skips the update on all ranks."""
     case = Case("row_wise", "bf16", "adam", steps=4, wire=Wire(None, format))
-    found = pool(2).run(HERE, "scaled", case)
+    found = pool(2).run("distributed_backward_cases", "scaled", case)
     scales, _ = scaled_alone(case)
     assert all(own == scales for own, _ in found)
     assert all(bool(block.isfinite().all()) for _, own in found for name in own for _, block in own[name])

@@ -6,10 +6,6 @@ import threading
 
 import pytest
 import torch
-
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-
 from dlrm_cases import Changed
 from dlrm_tiny import TinyData
 

@@ -13,10 +13,6 @@ import torch
 from dlrm_stops import stopped_run
 from dlrm_tiny import TinyData
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 from bench.studies import compare
 from rec_kernels.dlrm import TrainConfig, checkpoint, report, train
 from rec_kernels.dlrm.__main__ import main
@@ -117,7 +113,11 @@ def test_configs(config, message, run, capsys):
     assert message in line
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", DEEP, '{"config": ' + DEEP + "}", b"\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", DEEP, '{"config": ' + DEEP + "}", b"\xff"],
+    ids=["empty", "a list", "half", "deep", "a deep config", "no UTF-8"],
+)
 def test_configs_that_are_none(text, run, capsys):
     (run / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert f"{run / 'config.json'} is not the config of a run: " in resumed(run, capsys)

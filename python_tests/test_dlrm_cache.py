@@ -10,13 +10,13 @@ import pytest
 import torch
 from command_lines import main
 from dlrm_records import records, without_times
-from dlrm_stops import StopAfter
+from dlrm_stops import stopped_after
 from row_cache_disk_cases import skip_without_host
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, train
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.report import summary
-from rec_kernels.dlrm.train import Run, TrainingError
+from rec_kernels.dlrm.train import TrainingError
 from rec_kernels.testing import same_bits
 
 skip_without_host()
@@ -118,13 +118,10 @@ def test_report(whole) -> None:
     [{}, HOST, HOST | {"checkpoint_every": 2}, DISK, DISK | {"checkpoint_every": 2}],
     ids=["device", "host", "host_checkpoints", "disk", "checkpoints"],
 )
-def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
+def test_resumed(more: dict, config, whole, tmp_path) -> None:
     """A resumed run has the bits of an uninterrupted one."""
-    fit = Run.fit
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(8)))
-        with pytest.raises(Exception, match="interrupted after step 9 of"):
-            train(config(tmp_path, **more), progress=False)
+    with stopped_after(9):
+        train(config(tmp_path, **more), progress=False)
     train(config(tmp_path, **more), resume=tmp_path / "run", progress=False)
     assert records(tmp_path / "run")[-1]["counted_from"] == 9
     one, other = without_times(whole["device"], "tiers"), without_times(tmp_path / "run", "tiers")

@@ -9,10 +9,6 @@ import pytest
 import torch
 from dlrm_cases import OPTIONS
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-
 from rec_kernels.dlrm import Batch, TrainConfig, train
 from rec_kernels.dlrm.config import MODELS
 from rec_kernels.dlrm.synthetic import Synthetic

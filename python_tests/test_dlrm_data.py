@@ -177,13 +177,6 @@ def test_ids_of_a_feature_stand_for_its_values(source, ordered, data):
     assert data.num_embeddings["history"] == data.num_embeddings["product"]
 
 
-def test_whole_year_has_the_promised_split():
-    data = build(*read_source())
-    assert (data.rows, data.train_rows, data.rows - data.train_rows) == (1_469_307, 1_269_533, 199_774)
-    assert len(data.history_offsets) - 1 == 155_848
-    assert data.label.mean() == pytest.approx(0.501, abs=0.001)
-
-
 def test_year_with_missing_rows_is_refused(source):
     with pytest.raises(DataError, match=r"weeks 1-46: \d+ leading rows in time order, expected 1269533"):
         build(*source)
@@ -381,11 +374,6 @@ def test_history_of_a_row_is_that_of_its_basket(data, index):
 
 def bag(kjt, number):
     return kjt.values()[kjt.offsets()[number] : kjt.offsets()[number + 1]].tolist()
-
-
-def test_other_splits_are_refused(data):
-    with pytest.raises(ValueError, match="split is 'valid', allowed are 'train' and 'test'"):
-        data.num_rows("valid")
 
 
 def test_rows_set_apart_are_the_last_of_the_training(data):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pyarrow")
-
 from rec_kernels.dlrm import checkpoint
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import TrainConfig

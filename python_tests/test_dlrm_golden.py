@@ -11,18 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import rec_kernels as rk
+from bench.workloads import KAGGLE_ROWS
 from rec_kernels.dlrm import DLRM, Batch, Feature
 
 RUN = json.loads((Path(__file__).parent / "data" / "dlrm_debug_run.json").read_text())
 NAMES = [f"table{i}" for i in range(len(RUN["embeddings"]))]
 PRINTED = [0.451893, 0.402002, 0.275460]
 FLOAT64 = [0.451891, 0.402002, 0.275457]
-
-# Distinct values of the 26 categorical columns of the Criteo Kaggle data, as the public DLRM counts them.
-KAGGLE_ROWS = (
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-)
 
 
 def debug_model(optimizer: rk.SGD | None) -> DLRM:

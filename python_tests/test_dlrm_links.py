@@ -11,11 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 from dlrm_tiny import TinyData
 from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The trainer with DCN V2 and Wukong: what it learns, resumes, refuses, compares, and what it counts."""
+"""The trainer with DCN V2 and Wukong: what it learns, refuses, compares, and what it counts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dlrm_cases import OPTIONS as SMALL
-from dlrm_stops import StopAfter
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-
 from command_lines import main
+from dlrm_cases import OPTIONS as SMALL
 
 import rec_kernels as rk
 from bench.studies import compare
@@ -26,7 +20,7 @@ from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.runs import Records
 from rec_kernels.dlrm.synthetic import NUM_DENSE, Synthetic
-from rec_kernels.dlrm.train import Run, RunInterruptedError, TrainingError, build_model
+from rec_kernels.dlrm.train import TrainingError, build_model
 
 OPTIONS = SMALL | {"cross_layers": 2, "cross_rank": 3}
 OPTIONS |= {"wukong_layers": 2, "wukong_features": 3, "wukong_factors": 2, "wukong_hidden": (7,)}
@@ -120,25 +114,6 @@ def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys:
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("model", MODELS[1:])
-def test_resumed_runs_end_with_the_same_bits(
-    model: str, data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After two steps of twelve; and a run again gives them, too."""
-    options = {"model": model, "epochs": 2}
-    train(config(tmp_path / "whole", **options), data, progress=False)
-    fit = Run.fit
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
-        with pytest.raises(RunInterruptedError):
-            train(config(tmp_path, **options), data, progress=False)
-    train(config(tmp_path, **options), data, resume=tmp_path / "run", progress=False)
-    states = [checkpoint.load(folder / "run")["model"] for folder in (tmp_path / "whole", tmp_path)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("model", MODELS[1:])
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"activations": "mx9"}], ids=str)
 def test_lower_precision(model: str, options: dict, data: Synthetic, tmp_path: Path) -> None:
     """Close to what float32 learns, but not the same; the same operations are counted."""
@@ -212,13 +187,3 @@ def test_a_list_of_models_to_compare() -> None:
         compare.plan([], TrainConfig(), "1", "c", models="dlrm,dcn")
     with pytest.raises(ValueError, match="'model' is given, and --model is a list: leave one out"):
         compare.plan(["a:model=dcnv2"], TrainConfig(), "1", "c", models="dlrm,dcnv2")
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_compare(tmp_path: Path) -> None:
-    """The command line compares models."""
-    flags = ["--data", "synthetic", "--rows", "1000", "--table-rows", "50", "--batch-size", "500", "--threads", "1"]
-    flags += ["--seeds", "1", "--runs-dir", str(tmp_path), "--name", "models"]
-    assert main(["compare", "--model", "dlrm,dcnv2,wukong", *flags]) == 0
-    runs = {path.name for path in (tmp_path / "models").iterdir() if path.is_dir()}
-    assert runs == {f"{model}-seed0" for model in MODELS}

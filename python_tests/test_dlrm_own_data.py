@@ -13,10 +13,6 @@ import torch
 from dlrm_cases import Changed, reader
 from dlrm_tiny import TinyData
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, Feature, TrainConfig, train
 from rec_kernels.dlrm.__main__ import main

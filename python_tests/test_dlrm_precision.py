@@ -9,16 +9,13 @@ import pytest
 import torch
 from command_lines import main
 from dlrm_cases import PLAIN, flags_of, plain_config
-from dlrm_records import records
-from dlrm_stops import StopAfter
 from tiers import full
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, Batch, Feature, RunInterruptedError, checkpoint, evaluate, train
+from rec_kernels.dlrm import DLRM, Batch, Feature, train
 from rec_kernels.dlrm.synthetic import Synthetic
-from rec_kernels.dlrm.train import Run
 from rec_kernels.reference import row_formats
 from rec_kernels.reference.dot_interaction import interaction_reference
 from rec_kernels.testing import same_bits
@@ -209,38 +206,6 @@ def test_wrong_names_of_a_model() -> None:
 
 
 FLAGS = flags_of(PLAIN)
-RUNS = [{"precision": "bf16"}, {"activations": "mx6"}, {"precision": "bf16", "activations": "mx9"}]
-
-
-def assert_same_runs(one: Path, other: Path) -> None:
-    """Asserts equal weights and scores."""
-    states = [checkpoint.load(run)["model"] for run in (one, other)]
-    assert [name for name, t in states[0].items() if not torch.equal(t, states[1][name])] == []
-    lines = [records(run)[-1] for run in (one, other)]
-    assert lines[0]["auc"] == lines[1]["auc"]
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("options", RUNS, ids=str)
-def test_runs_go_on_and_are_scored(
-    options: dict, data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Resumed with the same bits; evaluate gives the run's scores; another precision is refused."""
-    pytest.importorskip("sklearn")
-    whole = train(plain_config(tmp_path, run="whole", **options), data, progress=False)
-    plain = train(plain_config(tmp_path, run="plain"), data, progress=False)
-    assert whole["auc"] != plain["auc"]
-    assert whole["log_loss"] == pytest.approx(plain["log_loss"], rel=0.05)
-    fit = Run.fit
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
-        with pytest.raises(RunInterruptedError):
-            train(plain_config(tmp_path, **options), data, progress=False)
-    train(plain_config(tmp_path, **options), data, resume=tmp_path / "run", progress=False)
-    assert_same_runs(tmp_path / "run", tmp_path / "whole")
-    assert evaluate(tmp_path / "run", data)["auc"] == whole["auc"]
-    with pytest.raises(RuntimeError, match=f"another config: .*is 'fp32', was {next(iter(options.values()))!r}"):
-        train(plain_config(tmp_path), data, resume=tmp_path / "run", progress=False)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -258,7 +223,6 @@ def test_runs_go_on_and_are_scored(
 )
 def test_beside_other_options(options: dict, data: Synthetic, tmp_path: Path) -> None:
     """Shared bags, windows, compressed tables, a row cache, other models."""
-    pytest.importorskip("sklearn")
     options = options | {"precision": "bf16", "activations": "mx9"}
     assert train(plain_config(tmp_path, **options), data, progress=False)["log_loss"] < 0.7
 
@@ -266,8 +230,6 @@ def test_beside_other_options(options: dict, data: Synthetic, tmp_path: Path) ->
 @pytest.mark.usefixtures("no_pictures")
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Names of runs, configurations of a comparison."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
     more = ["--precision", "bf16", "--activations", "mx6"]
     assert main(["train", *FLAGS, *more, "--runs-dir", str(tmp_path / "one")]) == 0
     (run,) = (tmp_path / "one").iterdir()

@@ -11,10 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 from rec_kernels.dlrm import report
 
 VOID = {"meta", "img"}

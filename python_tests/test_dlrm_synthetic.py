@@ -7,9 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("pyarrow")
-
 from sklearn.metrics import log_loss, roc_auc_score
 from tiers import cross
 

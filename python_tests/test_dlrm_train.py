@@ -35,7 +35,7 @@ from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.scores import auc, score
-from rec_kernels.dlrm.train import WINDOWS, Run, predict, train
+from rec_kernels.dlrm.train import WINDOWS, Run, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 WEEKS = 3
@@ -97,17 +97,6 @@ def make_run(data, directory, **options):
     directory.mkdir()
     config = TrainConfig(**options)
     return Run(config, Reader(config, data), directory)
-
-
-def test_same_seed_same_weights(data, tmp_path):
-    made = [make_run(data, tmp_path / name, batch_size=4096, seed=3) for name in "ab"]
-    for run in made:
-        run.fit()
-    first, second = (dict(run.model.named_parameters()) for run in made)
-    assert any(name.endswith("product.weight") for name in first)
-    for name, weight in first.items():
-        assert torch.equal(weight, second[name]), name
-    np.testing.assert_array_equal(*(predict(run.model, run.data, "test")[1] for run in made))
 
 
 def test_learning_rates_rise_stay_and_fall_with_the_square():

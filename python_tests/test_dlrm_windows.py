@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dlrm_cases import Changed, reader
-from dlrm_records import records
-
-pytest.importorskip("pyarrow")
+from dlrm_records import without_times
 
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
@@ -23,8 +21,6 @@ from rec_kernels.dlrm.train import TrainingError
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
 LONGEST, STEP, TABLE_ROWS = 20, 3, 1000
-#: Fields in which two ways of the same training differ.
-WAYS = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
 
 
 def slide(batch: Batch) -> Batch:
@@ -65,8 +61,7 @@ def test_the_bits_of_whole_bags(data: Changed, tmp_path: Path, options: dict) ->
     for mode in ("on", "windows"):
         given = config(tmp_path, run=mode, dedup=mode, eval_every=4, valid_fraction=0.34, **options)
         train(given, data, progress=False)
-    ways = [records(tmp_path / mode) for mode in ("on", "windows")]
-    on, windows = ([{k: v for k, v in r.items() if k not in WAYS} for r in way] for way in ways)
+    on, windows = (without_times(tmp_path / mode) for mode in ("on", "windows"))
     assert windows == on
     models = [checkpoint.load(tmp_path / mode)["model"] for mode in ("on", "windows")]
     assert models[0].keys() == models[1].keys()

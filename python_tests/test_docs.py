@@ -206,7 +206,7 @@ def test_every_argument_is_explained(op: str) -> None:
     assert [name for name in names if f"`{name}`" not in prose] == []
 
 
-@pytest.mark.parametrize("page", ["ops.md", "layouts.md", "robustness.md"])
+@pytest.mark.parametrize("page", ["ops.md", "layouts.md", "robustness.md", "tuning.md"])
 def test_examples_run(page: str) -> None:
     """The python blocks of a page, one after the other, as one program."""
     blocks = python_blocks((ROOT / "docs" / page).read_text())

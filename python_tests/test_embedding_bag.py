@@ -6,6 +6,7 @@ import pytest
 import torch
 from backends import every_backend
 from embedding_bag_cases import Case, cases, make_case, wide_floats
+from embedding_bag_checks import check_gradients
 from layout_calls import OPS, make_layout
 from tiers import cross, drawn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,20 +27,10 @@ def _check_forward(case: Case) -> None:
 
 
 def _check_gradients(case: Case) -> None:
-    dense, factors = case.expected_dense_gradient(), case.expected_factor_gradient()
-    touched = sorted(case.row_gradients)
+    """Gradients of the tables, dense and sparse, and of per_sample_weights."""
+    check_gradients(case)
+    (values, offsets, _), factors = case.jagged, case.expected_factor_gradient()
     for backend in every_backend():
-        shape = list(case.weights.shape)
-        found = backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
-        assert same_bits(found, dense), backend.name
-        rows, row_grads, counts = backend.ops.embedding_bag_backward_sparse(
-            case.grad, shape, *case.jagged, **case.layout
-        )
-        assert rows.tolist() == [row for _, row in touched], backend.name
-        assert counts.tolist() == [sum(t == table for t, _ in touched) for table in case.features], backend.name
-        expected = [case.row_gradients[key] for key in touched]
-        assert same_bits(row_grads, torch.cat([torch.zeros(0), *expected])), backend.name
-        values, offsets, _ = case.jagged
         found = backend.ops.embedding_bag_backward_per_sample_weights(
             case.grad, case.weights, values, offsets, **case.layout
         )
@@ -164,8 +155,7 @@ def test_empty_bags_only(batch: int) -> None:
 def test_no_features() -> None:
     """Zero tables: everything is empty."""
     none = torch.zeros(0, dtype=torch.int64)
-    names = ("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets")
-    layout = dict.fromkeys(names, none)
+    layout = dict.fromkeys(("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims"), none)
     offsets, weights = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
     output, status = ops.embedding_bag(weights, none, offsets, **layout)
     assert output.shape == (0, 0)
@@ -184,8 +174,6 @@ def test_empty_table(order: list[int]) -> None:
         "row_offsets": torch.zeros(3, dtype=torch.int64),
         "num_embeddings": torch.tensor([0, 4])[order],
         "embedding_dims": dims,
-        "output_offsets": dims.cumsum(0) - dims,
-        "output_dim": 8,
     }
     jagged = torch.tensor([1, 3, 3, 3]), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     output, _ = ops.embedding_bag(torch.arange(12.0), *jagged, **layout)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from collection_cases import assert_same, snapshot
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -78,23 +79,11 @@ def jagged(
     )
 
 
-def state(collection: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
-    """A copy of weights, sums and step."""
-    return copy.deepcopy(collection.state_dict())
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit for bit."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert same_bits(found[name], value), name
-
-
 def one_update(optimizer, batch: rk.KeyedJaggedTensor, grad: Tensor, **options) -> dict[str, Tensor]:
     """State after one ordinary backward."""
     collection = make(optimizer, **options)
     collection(batch).values().backward(grad)
-    return state(collection)
+    return snapshot(collection)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -112,7 +101,7 @@ def test_micro_batches_equal_one_batch(optimizer, dtypes, weighted: bool) -> Non
         for part in parts:
             found(jagged(part, **options)).values().backward(part.grad)
             single(jagged(part, **options)).values().backward(part.grad)
-    assert_same(state(found), expected)
+    assert_same(found, expected)
     assert found.step.item() == 1
     assert single.step.item() == len(parts)
     assert not same_bits(single._weights, found._weights)
@@ -130,7 +119,7 @@ def test_long_sums(optimizer) -> None:
         with found.accumulate():
             for i in order:
                 found(jagged(parts[i])).values().backward(parts[i].grad)
-        assert all(same_bits(value, expected[name]) for name, value in state(found).items()) is same
+        assert all(same_bits(value, expected[name]) for name, value in found.state_dict().items()) is same
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
@@ -146,7 +135,7 @@ def test_mixed_micro_batches(optimizer) -> None:
             parts, ({"weighted": True}, {"ids": torch.int32}, {"weighted": True, "offsets": torch.int32}), strict=True
         ):
             found(jagged(part, **options)).values().backward(part.grad)
-    assert_same(state(found), expected)
+    assert_same(found, expected)
 
 
 def test_several_backwards_of_one_forward() -> None:
@@ -162,7 +151,7 @@ def test_several_backwards_of_one_forward() -> None:
         found(jagged(other))
         pooled[:, :10].backward(part.grad[:, :10], retain_graph=True)
         pooled[:, 10:].backward(part.grad[:, 10:])
-    assert_same(state(found), expected)
+    assert_same(found, expected)
 
 
 def test_both_lookups_of_one_backward() -> None:
@@ -173,21 +162,21 @@ def test_both_lookups_of_one_backward() -> None:
     with found.accumulate():
         outputs = [found(jagged(part)).values() for part in parts]
         torch.autograd.backward(outputs, [part.grad for part in parts])
-    assert any(all(same_bits(v, one[name]) for name, v in state(found).items()) for one in expected)
+    assert any(all(same_bits(v, one[name]) for name, v in found.state_dict().items()) for one in expected)
 
 
 def test_nothing_to_apply() -> None:
     """No step is counted without a backward; backwards of empty batches count one, like a single empty batch."""
-    found, before, empty = make(), state(make()), rows(0, 0)
+    found, before, empty = make(), snapshot(make()), rows(0, 0)
     with found.accumulate():
         found(jagged(rows(3, 0)))
         with torch.no_grad():
             found(jagged(rows(3, 0)))
-    assert_same(state(found), before)
+    assert_same(found, before)
     with found.accumulate():
         for _ in range(2):
             found(jagged(empty)).values().backward(empty.grad)
-    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(empty), empty.grad))
+    assert_same(found, one_update(OPTIMIZERS[1], jagged(empty), empty.grad))
     none = rk.KeyedJaggedTensor([], torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64))
     collection = rk.EmbeddingBagCollection([], optimizer=rk.SGD())
     with collection.accumulate():
@@ -199,14 +188,14 @@ def test_nothing_to_apply() -> None:
 def test_tables_rest_until_the_end() -> None:
     """Lookups inside see the old rows; the update reads the learning rate of the end."""
     part = rows(6, 0)
-    found, before = make(), state(make())
+    found, before = make(), snapshot(make())
     expected = make()(jagged(part)).values()
     with found.accumulate():
         for _ in range(2):
             pooled = found(jagged(part)).values()
             assert same_bits(pooled.detach(), expected.detach())
             pooled.square().sum().backward()
-            assert_same(state(found), before)
+            assert_same(found, before)
         found.fused_optimizer.param_groups[0]["lr"] = 0.0
     assert found.step.item() == 1
     assert same_bits(found._weights, make()._weights)
@@ -221,7 +210,7 @@ def test_gradient_of_weights_in_the_batch() -> None:
     with found.accumulate():
         found(inside).values().backward(part.grad)
         assert same_bits(inside.weights_or_none().grad, outside.weights_or_none().grad)
-    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part, weighted=True), part.grad))
+    assert_same(found, one_update(OPTIMIZERS[1], jagged(part, weighted=True), part.grad))
 
 
 def test_memory_may_be_reused() -> None:
@@ -233,7 +222,7 @@ def test_memory_may_be_reused() -> None:
         found(batch).values().backward(grad)
         for tensor in (batch.values(), batch.offsets(), batch.weights_or_none(), grad):
             tensor.zero_()
-    assert_same(state(found), expected)
+    assert_same(found, expected)
 
 
 def test_any_use_of_the_output() -> None:
@@ -247,7 +236,7 @@ def test_any_use_of_the_output() -> None:
         loss(expected).backward()
         with found.accumulate():
             (checkpoint(loss, found, use_reentrant=False) if recomputed else loss(found)).backward()
-        assert_same(state(found), state(expected))
+        assert_same(found, expected)
 
 
 def test_ignored_ids() -> None:
@@ -262,7 +251,7 @@ def test_ignored_ids() -> None:
     with found.accumulate():
         for part in parts:
             found(jagged(part)).values().backward(part.grad)
-    assert_same(state(found), expected)
+    assert_same(found, expected)
 
 
 def test_bad_id_reported_late() -> None:
@@ -274,7 +263,7 @@ def test_bad_id_reported_late() -> None:
                 part = rows(size, seed)
                 found(jagged(part)).values().backward(part.grad)
             found._update.pending.lookups[bad].status[0] = 2
-        assert_same(state(found), state(make()))
+        assert_same(found, make())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
@@ -293,9 +282,9 @@ def test_exception_drops_everything(optimizer) -> None:
     with pytest.raises(IndexError, match=r"= 5 \(feature 'h', bag 3\).*\[0, 5\)"):
         block()
     assert not reached
-    assert_same(state(found), state(make(optimizer)))
+    assert_same(found, make(optimizer))
     found(jagged(part)).values().backward(part.grad)
-    assert_same(state(found), one_update(optimizer, jagged(part), part.grad))
+    assert_same(found, one_update(optimizer, jagged(part), part.grad))
 
 
 def test_refused_uses() -> None:
@@ -307,7 +296,7 @@ def test_refused_uses() -> None:
         with pytest.raises(RuntimeError, match=r"accumulate\(\) inside accumulate\(\)"), found.accumulate():
             pass
         found(jagged(part)).values().backward(part.grad)
-    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
+    assert_same(found, one_update(OPTIMIZERS[1], jagged(part), part.grad))
     assert other.step.item() == 0
 
 
@@ -318,7 +307,7 @@ def test_backward_after_the_block() -> None:
         pooled = found(jagged(rows(4, 0))).values()
     with pytest.raises(RuntimeError, match="block that has ended"), found.accumulate():
         pooled.sum().backward()
-    assert_same(state(found), state(make()))
+    assert_same(found, make())
 
 
 def test_forward_before_the_block() -> None:
@@ -333,10 +322,10 @@ def test_forward_before_the_block() -> None:
 
     with pytest.raises(RuntimeError, match="made before this accumulate"):
         block()
-    assert_same(state(found), state(make()))
+    assert_same(found, make())
     pooled = found(jagged(part)).values()
     pooled.backward(part.grad)  # an ordinary lookup is one again
-    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
+    assert_same(found, one_update(OPTIMIZERS[1], jagged(part), part.grad))
 
 
 def test_compiled_forward_before_the_block() -> None:
@@ -345,7 +334,7 @@ def test_compiled_forward_before_the_block() -> None:
     pooled = torch.compile(lambda ids: found(ids).values(), backend="aot_eager")(jagged(part))
     with pytest.raises(RuntimeError, match="a compiled lookup made before this accumulate"), found.accumulate():
         pooled.backward(part.grad)
-    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
+    assert_same(found, one_update(OPTIMIZERS[1], jagged(part), part.grad))
 
 
 def test_copy_inside_a_block() -> None:
@@ -354,11 +343,11 @@ def test_copy_inside_a_block() -> None:
     with found.accumulate():
         found(jagged(part)).values().backward(part.grad)
         copied = copy.deepcopy(found)
-        assert_same(state(copied), state(make()))
+        assert_same(copied, make())
         copied(jagged(part)).values().backward(part.grad)
         assert copied.step.item() == 1
         assert found.step.item() == 0
-    assert_same(state(found), state(copied))
+    assert_same(found, copied)
 
 
 def test_compiled() -> None:
@@ -379,7 +368,7 @@ def test_compiled() -> None:
                     function(collection, batch).backward()
             function(collection, batches[0]).backward()
         counts.append(counter.frame_count)
-    assert_same(state(found), state(expected))
+    assert_same(found, expected)
     assert found.step.item() == 8
     assert counts[1:] == counts[1:2] * 3
     torch._dynamo.reset()

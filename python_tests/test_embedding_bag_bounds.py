@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from backends import emulated
-from collection_cases import pooled
+from collection_cases import assert_same, pooled
 from jagged_cases import unchecked
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -91,12 +91,6 @@ def message(call: Callable[[], object], error: type[Exception] = IndexError) -> 
         call()
     assert raised.type is error
     return str(raised.value)
-
-
-def assert_same(found: rk.EmbeddingBagCollection, expected: rk.EmbeddingBagCollection) -> None:
-    """Weights, state and step, bit for bit."""
-    for name, value in expected.state_dict().items():
-        assert same_bits(found.state_dict()[name].detach(), value.detach()), name
 
 
 class Event:
@@ -299,6 +293,17 @@ def test_copies_have_nothing_to_tell(late, events: list[Event], other) -> None:
     assert message(copied.check).startswith("values[2] = 5")
     assert message(found.check).startswith("values[0] = 5")
     assert message(found.check).startswith("values[3] was out of range")
+
+
+def test_rule_that_is_changed(late) -> None:
+    """The rule that holds when a report arrives decides whether it is told."""
+    found = make()
+    found(batch((0, 5)))
+    found.bounds_check = "ignore"
+    found.check()
+    found.bounds_check = "error"
+    found(batch((0, 5)))
+    assert message(found.check).startswith("values[0] = 5")
 
 
 def test_moves(late) -> None:

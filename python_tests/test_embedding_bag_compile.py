@@ -112,16 +112,6 @@ def test_compiled_errors() -> None:
         compiled(torch.randn(ROWS, DIM), None, arguments)
 
 
-def test_collection_alone() -> None:
-    """A collection compiles in one graph when the batch brings its features in its order."""
-    tables = [rk.EmbeddingBagConfig(ROWS, DIM, name="t", feature_names=["f", "g"])]
-    collection = rk.EmbeddingBagCollection(tables)
-    compiled, counter = _compiled(lambda kjt: collection(kjt).values())
-    kjt = rk.KeyedJaggedTensor(["f", "g"], torch.arange(6), lengths=torch.tensor([1, 2, 0, 3]))
-    assert same_bits(compiled(kjt), collection(kjt).values())
-    assert counter.frame_count == 1
-
-
 def test_compiled_autograd() -> None:
     """A backward that is compiled has the gradients of one that is not, of a lookup outside of the graph, too."""
     weight = torch.randn(10, 4, requires_grad=True)

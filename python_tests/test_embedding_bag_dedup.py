@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import row_cache_collections as cached
 import torch
-from collection_cases import sequences
-from collection_format_cases import assert_same
+from collection_cases import assert_same, sequences
 from collection_format_cases import make as of_formats
 from hypothesis import strategies as st
 from inverse_jagged_cases import grouped_batches, sessions

@@ -55,16 +55,6 @@ def test_tables_are_checked() -> None:
                 backend.ops.embedding_bag_tables(case.weights, tables, *case.jagged, **case.layout)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_status_and_found_inf_of_others_skip_the_update(optimizer: str) -> None:
-    case = case_of_two_tables()
-    for backend in device_backends():
-        for options in ({"status": torch.tensor([4, 1])}, {"found_inf": torch.tensor(1.0)}):
-            assert unchanged(case, case.update(optimizer, backend.ops, **options)), backend.name
-        fine = {"status": torch.tensor([INT64_MAX, 0]), "found_inf": torch.tensor(0.0)}
-        assert not unchanged(case, case.update(optimizer, backend.ops, **fine)), backend.name
-
-
 @pytest.mark.parametrize(
     ("offsets", "noted"),
     [

@@ -7,21 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import Backend, device_backends, every_backend
-from embedding_bag_cases import LR, Case, cases, make_case
-from embedding_bag_format_cases import (
-    GAP,
-    INT64_MAX,
-    OPTIMIZERS,
-    ROUNDINGS,
-    STEP,
-    EncodedCase,
-    check_lookups,
-    check_updates,
-    every_format_once,
-)
-from hypothesis import strategies as st
+from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
+from embedding_bag_checks import check_lookups, check_update, check_updates
+from embedding_bag_format_cases import GAP, INT64_MAX, ROUNDINGS, STEP, EncodedCase, every_format_once
 from layout_calls import OPS, forged
-from tiers import drawn
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
@@ -29,26 +18,6 @@ from rec_kernels.testing import flush_denormals, same_bits
 
 ops = OPS
 INTEGERS = ("int8", "int4")
-
-
-@st.composite
-def encoded_cases(draw) -> EncodedCase:
-    """Up to four features over up to three tables of any formats, at any bytes."""
-    case = draw(cases())
-    formats = [draw(st.sampled_from(BAG_FORMATS)) for _ in case.tables]
-    return EncodedCase(case, formats, gaps=[draw(st.integers(0, 5)) for _ in formats])
-
-
-@drawn(80, encoded_cases())
-def test_lookups(encoded: EncodedCase) -> None:
-    """Any formats, pooling, weights, integer widths, padding and unused ids."""
-    check_lookups(encoded)
-
-
-@drawn(50, encoded_cases())
-def test_fused_updates(encoded: EncodedCase) -> None:
-    """SGD and row-wise Adagrad, both roundings: weights and state; all other bytes stay."""
-    check_updates(encoded)
 
 
 def mixed(dims: list[int], seed: int, **options) -> Case:
@@ -210,8 +179,8 @@ def test_very_small_and_very_large_numbers(exponent: int, grad_exponent: int, di
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_grad_scale(optimizer: str) -> None:
     """The summed gradient is multiplied by the rounded 1 / scale."""
-    encoded, scale = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 1, weighted=True), 1), torch.tensor([3.7])
-    check_updates(encoded, [optimizer], ["stochastic"], scale=(1 / scale).item(), grad_scale=scale)
+    encoded = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 1, weighted=True), 1)
+    check_update(encoded, optimizer, "stochastic", grad_scale=3.7)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -182,16 +182,6 @@ def _opcheck(op: str, given: dict[str, object]) -> None:
     torch.library.opcheck(overload_of(name), (), arguments)
 
 
-@pytest.mark.parametrize("format", BAG_FORMATS)
-def test_opcheck_of_one_table(format: str) -> None:
-    """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
-    rows, _ = table(format)
-    factors, bags = torch.rand(7, requires_grad=True), {"values": IDS, "offsets": torch.tensor([0, 3, 7])}
-    said = {"weights": rows, "formats": [format], "embedding_dim": DIM} | bags
-    _opcheck("embedding_bag", said | {"per_sample_weights": factors})
-    _opcheck("embedding_bag_backward_per_sample_weights", said | {"grad": torch.ones(2, DIM)})
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_opcheck_of_many_tables(optimizer: str) -> None:
     """All formats in one call; the backward that updates is part of what is checked."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same, is_tied, make, numbers, train
+from collection_cases import assert_same, copied, is_tied
+from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, make, numbers, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -19,35 +21,13 @@ from rec_kernels.testing import same_bits
 WAYS = ["deepcopy", "pickle", "state_dict", "assign", "file", "meta", "meta context"]
 
 
-def _another(original: rk.EmbeddingBagCollection, way: str) -> rk.EmbeddingBagCollection:
-    if way == "deepcopy":
-        return copy.deepcopy(original)
-    if way == "pickle":
-        return pickle.loads(pickle.dumps(original))
-    state = {k: v.clone() for k, v in original.state_dict().items()}
-    if way == "file":
-        file = io.BytesIO()
-        torch.save(original.state_dict(), file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
-    if way == "meta context":
-        with torch.device("meta"):
-            other = make(original.optimizer)
-    else:
-        other = make(original.optimizer, device="meta" if way == "meta" else None)
-    if other._weights.is_meta:
-        other.to_empty(device="cpu")
-    other.load_state_dict(state, assign=way == "assign")
-    return other
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_copies_go_on_alike(way: str, optimizer) -> None:
     """A copy, however made, trains on to the same bytes, noise included, and by itself."""
     original = make(optimizer)
     train(original)
-    other = _another(original, way)
+    other = copied(original, functools.partial(make, optimizer), way)
     assert is_tied(other)
     assert_same(original, other)
     assert all(t.device.type == "cpu" for t in other.state_dict().values())
@@ -245,20 +225,19 @@ def test_torch_save_of_the_module(optimizer) -> None:
     assert file.tell() < flat.nbytes + sum(c["state_bytes"] for c in collection[0].memory_report()) + 60_000
     file.seek(0)
     copies = torch.load(file, weights_only=False), copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))
-    for copied in copies:
-        assert_same(copied[0], collection[0])
-        memory = copied[0]._weights.untyped_storage().data_ptr()
-        assert memory != flat.untyped_storage().data_ptr()
-        assert all(p.untyped_storage().data_ptr() == memory for p in copied.parameters())
+    for (other,) in copies:
+        assert_same(other, collection[0])
+        assert other._weights.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+        assert is_tied(other)
         if optimizer is None:
             continue
-        group = copied[0].fused_optimizer.param_groups[0]
-        assert (group["lr"], copied[0].lr.item()) == (0.125, 0.125)
-        assert all(a is b for a, b in zip(group["params"], copied.parameters(), strict=True))
-        twin = copy.deepcopy(collection)
-        for one in (copied, twin):
-            train(one[0])
-        assert_same(copied[0], twin[0])
+        group = other.fused_optimizer.param_groups[0]
+        assert (group["lr"], other.lr.item()) == (0.125, 0.125)
+        assert all(a is b for a, b in zip(group["params"], other.parameters(), strict=True))
+        twin = copy.deepcopy(collection)[0]
+        for one in (other, twin):
+            train(one)
+        assert_same(other, twin)
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])

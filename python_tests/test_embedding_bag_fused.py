@@ -34,9 +34,11 @@ def test_found_inf(optimizer: str) -> None:
     case = _case()
     plain = case.update(optimizer)
     assert not _unchanged(case, plain)
-    assert _unchanged(case, case.update(optimizer, found_inf=torch.tensor(1.0)))
-    for zero in (torch.tensor(0.0), torch.zeros(1)):
-        assert all(map(same_bits, case.update(optimizer, found_inf=zero), plain))
+    for backend in every_backend():
+        assert _unchanged(case, case.update(optimizer, backend.ops, found_inf=torch.tensor(1.0))), backend.name
+        for zero in (torch.tensor(0.0), torch.zeros(1)):
+            found = case.update(optimizer, backend.ops, found_inf=zero)
+            assert all(map(same_bits, found, plain)), backend.name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -45,9 +47,11 @@ def test_status(optimizer: str) -> None:
     case = _case()
     plain = case.update(optimizer)
     good, bad = torch.tensor([INT64_MAX, 0]), torch.tensor([3, 1])
-    assert all(map(same_bits, case.update(optimizer, status=good), plain))
-    assert _unchanged(case, case.update(optimizer, status=bad))
-    assert all(map(same_bits, case.update(optimizer, status=bad, bounds_check="ignore"), plain))
+    for backend in every_backend():
+        assert _unchanged(case, case.update(optimizer, backend.ops, status=bad)), backend.name
+        for options in ({"status": good}, {"status": bad, "bounds_check": "ignore"}):
+            found = case.update(optimizer, backend.ops, **options)
+            assert all(map(same_bits, found, plain)), (backend.name, options)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

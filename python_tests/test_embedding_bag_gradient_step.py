@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from backends import cpu_backends, device_backends, every_backend
 from embedding_bag_cases import OPTIMIZERS, make_case
+from embedding_bag_checks import check_update
 from embedding_bag_format_cases import ROUNDINGS, EncodedCase, encoded_cases, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from hypothesis import given, settings
@@ -27,22 +26,6 @@ STEPS = [
 ]
 
 
-def check(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: str = "stochastic", **options) -> None:
-    """Bytes and state on every backend."""
-    elementwise = optimizer in ELEMENTWISE
-    case = MomentCase(encoded, optimizer) if elementwise else encoded
-    how = (rounding,) if elementwise else (optimizer, rounding)
-    flat, state = case.expected_update(*how, step=step) if not elementwise else case.expected(rounding, step=step)
-    for backend in every_backend():
-        found, found_state, _ = case.update(*how, backend.ops, **asdict(step), **options)
-        where = (backend.name, encoded.formats, optimizer, rounding, step)
-        assert encoded.same_tables(found, flat), where
-        same = (
-            [same_bits(found_state[k], t) for k, t in state.items()] if elementwise else [same_bits(found_state, state)]
-        )
-        assert all(same), where
-
-
 @drawn(
     40,
     encoded_cases(),
@@ -52,7 +35,7 @@ def check(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: st
 )
 def test_any_case(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: str) -> None:
     """Every optimizer, format and kind of step."""
-    check(encoded, optimizer, step, rounding)
+    check_update(encoded, optimizer, rounding, step=step)
 
 
 @pytest.mark.parametrize(("optimizer", "dim"), cross([*ELEMENTWISE, *OPTIMIZERS], [1, 16, 33, 130, 300, 1030], 33))
@@ -61,7 +44,7 @@ def test_widths(optimizer: str, dim: int) -> None:
     formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
     for step in STEPS:
-        check(EncodedCase(case, formats), optimizer, step)
+        check_update(EncodedCase(case, formats), optimizer, "stochastic", step=step)
         case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
 
 
@@ -69,7 +52,7 @@ def test_hot_rows() -> None:
     """Rows whose gradients are sums of chunks."""
     case = make_case([(1, 20), (2, 5)], [0, 1], [4200, 3], weighted=True, seed=7)
     for optimizer in ("rowwise_adagrad", "adam"):
-        check(EncodedCase(case, ["fp32", "fp32"]), optimizer, STEPS[4])
+        check_update(EncodedCase(case, ["fp32", "fp32"]), optimizer, "stochastic", step=STEPS[4])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -79,7 +62,7 @@ def test_not_finite(value: float) -> None:
     case.values.copy_(torch.tensor([0, 2]))
     case.grad[0, 7] = value
     for step in STEPS:
-        check(EncodedCase(case, ["fp32"]), "sgd", step, "nearest")
+        check_update(EncodedCase(case, ["fp32"]), "sgd", "nearest", step=step)
     encoded = EncodedCase(case, ["fp32"])
     by_value, _ = encoded.expected_update("sgd", "nearest", step=STEPS[2])
     row = by_value[encoded.starts[0] :][:80].view(torch.float32)

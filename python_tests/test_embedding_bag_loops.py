@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from collection_cases import snapshot
 from distributed_pool import pool
 from row_cache_collections import differing
 from torch import nn
@@ -64,11 +65,6 @@ def train(model: nn.Module, first: int = 0, steps: int = 2) -> None:
     """A few updates of the tables alone."""
     for step in range(first, first + steps):
         model(batch(step)).square().sum().backward()
-
-
-def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of everything."""
-    return copy.deepcopy(module.state_dict())
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
@@ -321,6 +317,17 @@ def test_ddp_refuses_fused_tables(compiled: bool) -> None:
     assert not differing(model.state_dict(), before)
     train(model)
     assert model.tables.step.item() == 2
+
+
+def test_data_parallel_refuses_fused_tables() -> None:
+    """A replica of torch.nn.DataParallel trains nothing in silence; it may look rows up."""
+    model = Model(ADAGRAD)
+    before, replica = snapshot(model), model.tables._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"inside torch.nn.DataParallel.*=None"):
+        replica(batch())
+    with torch.no_grad():
+        replica(batch())
+    assert not differing(model.state_dict(), before)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 import torch
 from backends import device_backends, every_backend
 from embedding_bag_cases import Case, make_case
-from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, encoded_cases, every_format_once
+from embedding_bag_checks import check_update, check_updates
+from embedding_bag_format_cases import STEP, EncodedCase, encoded_cases, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase, reference_step
 from hypothesis import strategies as st
 from layout_calls import forged
@@ -15,39 +16,10 @@ from tiers import drawn
 from rec_kernels.testing import same_bits
 
 
-def check(
-    encoded: EncodedCase,
-    optimizer: str,
-    roundings: list[str] = ROUNDINGS,
-    scale: float = 1.0,
-    *,
-    half: bool = False,
-    **options,
-) -> None:
-    """Bytes, state and step on every backend."""
-    case = MomentCase(encoded, optimizer, half=half)
-    for rounding in roundings:
-        flat, state = case.expected(rounding, scale)
-        for backend in every_backend():
-            found, found_state, step = case.update(rounding, backend.ops, **options)
-            where = (backend.name, encoded.formats, optimizer, rounding)
-            assert encoded.same_tables(found, flat), where
-            for name, expected in state.items():
-                assert found_state[name].dtype == expected.dtype
-                assert same_bits(found_state[name].float(), expected.float()), (*where, name)
-            assert step.item() == STEP + 1, where
-
-
-@drawn(40, encoded_cases(), st.sampled_from(ELEMENTWISE))
-def test_any_case(encoded: EncodedCase, optimizer: str) -> None:
-    """Tables, features, formats, pooling, weights, integer widths, padding and unused ids as they come."""
-    check(encoded, optimizer)
-
-
 @drawn(40, encoded_cases(), st.sampled_from(ELEMENTWISE))
 def test_any_case_in_bfloat16(encoded: EncodedCase, optimizer: str) -> None:
     """State that is rounded, with noise of its own."""
-    check(encoded, optimizer, half=True)
+    check_updates(encoded, [optimizer], half=True)
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
@@ -56,7 +28,7 @@ def test_widths_in_bfloat16(dim: int, optimizer: str) -> None:
     """Every width trains with bfloat16 state."""
     formats = ["fp32", "int8"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
-    check(EncodedCase(case, formats), optimizer, half=True)
+    check_updates(EncodedCase(case, formats), [optimizer], half=True)
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
@@ -65,7 +37,7 @@ def test_widths(dim: int, optimizer: str) -> None:
     """Tails of vectors; rows that a warp's registers do not hold, whose directions are made more than once."""
     formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
-    check(EncodedCase(case, formats), optimizer)
+    check_updates(EncodedCase(case, formats), [optimizer])
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
@@ -73,7 +45,7 @@ def test_widths(dim: int, optimizer: str) -> None:
 def test_hot_rows(occurrences: int, optimizer: str) -> None:
     """More than 64, and more than 64 * 64, occurrences of a row."""
     case = make_case([(1, 20), (2, 5)], [0, 1], [occurrences, 3], weighted=True, seed=occurrences)
-    check(EncodedCase(case, ["fp32", "int8"]), optimizer, ["stochastic"])
+    check_update(EncodedCase(case, ["fp32", "int8"]), optimizer, "stochastic")
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
@@ -138,7 +110,7 @@ def test_nan(optimizer: str) -> None:
     assert spoilt[7]
     assert spoilt.all() == (optimizer in ("lamb", "rowwise_adam"))
     assert not rows[1:].isnan().any()
-    check(encoded, optimizer, ["nearest"])
+    check_update(encoded, optimizer, "nearest")
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
@@ -179,5 +151,4 @@ def _small() -> Case:
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_grad_scale(optimizer: str) -> None:
     """The summed gradient is multiplied by the rounded 1 / scale."""
-    scale = torch.tensor([3.7])
-    check(every_format_once(_small()), optimizer, ["nearest"], scale=(1 / scale).item(), grad_scale=scale)
+    check_update(every_format_once(_small()), optimizer, "nearest", grad_scale=3.7)

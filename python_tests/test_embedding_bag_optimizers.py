@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+from collection_cases import assert_same, copied, is_tied
 from layout_calls import OPS
-from test_embedding_bag_module import KEYS, assert_same, batch, copied, is_tied, make, train
+from test_embedding_bag_module import KEYS, batch, make, train
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.testing import same_bits
 
 ADAMS = [rk.Adam(lr=0.1), rk.RowwiseAdam(lr=0.1), rk.LAMB(lr=0.1)]
 WITH_MOMENTS = [rk.Adagrad(lr=0.1), *ADAMS]
@@ -89,10 +91,10 @@ def test_state(optimizer) -> None:
 
 
 @pytest.mark.parametrize("formats", [("fp32", "fp32"), ("int8", "bf16")], ids=str)
-@pytest.mark.parametrize("way", ["deepcopy", "state_dict", "assign", "file"])
-@pytest.mark.parametrize("optimizer", WITH_MOMENTS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "assign", "file"])
+@pytest.mark.parametrize("optimizer", [rk.RowwiseAdagrad(lr=0.1), *WITH_MOMENTS], ids=lambda o: type(o).__name__)
 def test_copies_go_on_alike(optimizer, way: str, formats: tuple[str, str]) -> None:
-    """A copy, however made, trains on to the same bits."""
+    """A copy, however made, trains on to the same bits, and by itself."""
 
     def new() -> rk.EmbeddingBagCollection:
         torch.manual_seed(0)
@@ -106,8 +108,12 @@ def test_copies_go_on_alike(optimizer, way: str, formats: tuple[str, str]) -> No
     original = new()
     train(original)
     other = copied(original, new, way)
-    for collection in (original, other):
-        train(collection)
+    assert is_tied(other)
+    assert_same(original, other)
+    before = original._weights.clone()
+    train(other)
+    assert same_bits(original._weights, before)
+    train(original)
     assert_same(original, other)
 
 
@@ -131,8 +137,10 @@ def test_moved(optimizer) -> None:
     """Through the meta device and back, with the state of another one."""
     original = make(optimizer)
     train(original)
-    other = make(optimizer).to("meta").to_empty(device="cpu")
-    other.load_state_dict(original.state_dict())
+    other = make(optimizer).to("meta")
+    assert other._weights.is_meta
+    assert all(p.is_meta for p in other.parameters())
+    other.to_empty(device="cpu").load_state_dict(original.state_dict())
     assert is_tied(other)
     for collection in (original, other):
         train(collection)
@@ -152,17 +160,6 @@ def test_learning_rate() -> None:
         ways.append(tables(collection)["keys"] - start)
     assert ways[0].abs().max() > 1e-3
     torch.testing.assert_close(ways[1], 2 * ways[0], rtol=1e-3, atol=1e-7)
-
-
-def test_default_dtype() -> None:
-    """State, learning rate and powers are float32 whatever torch's default is."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        collection = make(rk.Adam(lr=0.1))
-        train(collection, 1)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert {t.dtype for t in collection.state_dict().values()} == {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("betas", [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.99999999, 0.9)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collection_cases import OPTIMIZERS, deduplicated, sequences
-from test_embedding_bag_module import assert_same, batch, make
+from collection_cases import OPTIMIZERS, assert_same, deduplicated, sequences
+from test_embedding_bag_module import batch, make
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
@@ -187,6 +187,18 @@ def test_freeze_inside_accumulate() -> None:
     with collection.accumulate(), pytest.raises(RuntimeError, match="inside accumulate"):
         collection.freeze("f")
     assert not collection._layout.frozen
+
+
+def test_requires_grad_inside_accumulate() -> None:
+    """The one update of a block has one set of tables: a lookup says so, and nothing is trained."""
+    collection = make(rk.SGD(lr=0.5))
+    before = collection._weights.clone()
+    refused = pytest.raises(RuntimeError, match="requires_grad of tables was changed inside accumulate")
+    with refused, collection.accumulate():
+        collection(deduplicated()[0]).values().sum().backward()
+        collection.requires_grad_(False)
+        collection(deduplicated()[0])
+    assert torch.equal(collection._weights, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -59,16 +59,7 @@ def partitioned(draw, formats: list[str] | None = None) -> tuple[Case, list[str]
         gaps=[1] * len(tables),
         seed=draw(st.integers(0, 1000)),
     )
-    if draw(st.booleans()):
-        case.layout.update(told(case))
     return case, kinds
-
-
-def told(case: Case) -> dict[str, object]:
-    """Facts about the parts of all features that the host may give, so that no GPU is asked."""
-    parts = [f for f in case.features if isinstance(f, Parts)]
-    multiplies = any(f.combine == "mult" and len(f.tables) > 1 for f in parts)
-    return {"max_parts": max(len(f.tables) for f in parts), "multiplies": multiplies}
 
 
 @drawn(60, partitioned())

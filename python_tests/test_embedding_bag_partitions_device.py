@@ -11,7 +11,6 @@ from embedding_bag_format_cases import EncodedCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import OPS, forged, make_layout
-from test_embedding_bag_partitions import told
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
@@ -204,13 +203,11 @@ def test_gradients_need_the_rows() -> None:
 
 
 @pytest.mark.parametrize("combine", ["concat", "add", "mult"])
-@pytest.mark.parametrize("says", [False, True])
-def test_others_need_no_rows(combine: str, says: bool) -> None:
-    """Nothing is multiplied where parts are added or side by side, or where there is one; told by the caller or not."""
+def test_others_need_no_rows(combine: str) -> None:
+    """Nothing is multiplied where parts are added or side by side, or where there is one."""
     alone = Parts([2], [(3, 4)], 99, "mult")
     together = alone if combine == "mult" else Parts([0, 1], [(1, 5), (5, 3)], 15, combine)
     case = make_case([(5, 8), (3, 8), (4, 8)], [together, alone, 1], [2, 0, 3, 1, 2, 1], seed=1)
-    case.layout.update(told(case) if says else {})
     expected = case.expected_dense_gradient()
     for backend in every_backend():
         given = (case.grad, list(case.weights.shape), *case.jagged)

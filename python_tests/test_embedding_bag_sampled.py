@@ -29,7 +29,7 @@ def test_cpu(sample: Sample) -> None:
     check(sample, cpu_backends)
 
 
-@drawn(100, samples())
+@drawn(130, samples())
 def test_every_backend(sample: Sample) -> None:
     """The CUDA kernels as well."""
     check(sample, every_backend)

@@ -48,7 +48,6 @@ class Strided:
         return self.encoded.layout | {
             "values": case.values,
             "offsets": torch.cat([first, first + lengths.cumsum(0)]).to(case.offsets.dtype),
-            "output_offsets": torch.tensor([first for firsts, _ in case.columns for first in firsts]),
             "output_dim": max(width for _, width in case.columns),
             "bag_starts": torch.tensor([0, *self.sizes]).cumsum(0),
         }
@@ -117,7 +116,6 @@ def test_gradients() -> None:
     layout, shape = case.layout, list(case.weights.shape)
     sizes, lengths = [2, 1, 3], [2, 3, 1, 4, 0, 2]
     mine = layout | {
-        "output_offsets": torch.zeros(3, dtype=torch.int64),
         "output_dim": 130,
         "bag_starts": torch.tensor([0, *sizes]).cumsum(0),
     }
@@ -144,7 +142,7 @@ BAD_STARTS = [
 
 def _two_features() -> tuple[Case, dict]:
     case = make_case([(5, 8), (3, 4)], [0, 1], [2, 0, 3, 1], seed=1)
-    return case, case.layout | {"output_offsets": torch.zeros(2, dtype=torch.int64), "output_dim": 8}
+    return case, case.layout | {"output_dim": 8}
 
 
 @pytest.mark.parametrize(("starts", "message"), BAD_STARTS)

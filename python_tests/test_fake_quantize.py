@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import cpu_backends
-from row_format_cases import PLACE, ROUNDINGS, WAYS, arguments, finite_rows, not_finite_rows
+from row_format_cases import PLACE, ROUNDINGS, WAYS, arguments, encoded_and_decoded, finite_rows, not_finite_rows
 from tiers import full
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,19 +16,10 @@ from torch._inductor import metrics
 
 import rec_kernels as rk
 from rec_kernels.ops.fake_quantize import Traced, check_arguments
-from rec_kernels.reference import row_formats as reference
 from rec_kernels.testing import same_bits
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 op = torch.ops.rec_kernels.fake_quantize
-
-
-def encoded_and_decoded(x: Tensor, format: str, rounding: str, rule: str | None, **place: int) -> Tensor:
-    """Expected result, by the reference."""
-    rows = x.reshape(-1, x.shape[-1])
-    how = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False} | PLACE | place
-    numbers = reference.dequantize_rows(reference.quantize_rows(rows, format, **how), format, x.shape[-1])
-    return numbers.to(x.dtype).reshape(x.shape)
 
 
 def hard_rows(columns: int, dtype: torch.dtype) -> Tensor:
@@ -45,7 +36,7 @@ def test_matches_reference(format: str, rounding: str, rule: str | None, dtype: 
     """Every instruction set and number of threads; rounded to the nearest, also torch's own ops."""
     for columns in (1, 16, 33, 257):
         x = hard_rows(columns, dtype)
-        expected = encoded_and_decoded(x, format, rounding, rule)
+        expected = encoded_and_decoded(x, format, rounding, rule, **PLACE)
         for backend in cpu_backends():
             found = backend.ops.fake_quantize(x, *arguments(format, rounding, rule, PLACE))
             assert found.dtype == dtype
@@ -70,7 +61,7 @@ def test_any_shape_and_stride(format: str, rounding: str) -> None:
             found = call()
             assert found.is_contiguous() or call is not calls[0]
             assert found.numel() == 0 or found.data_ptr() != view.data_ptr()
-            assert same_bits(found, encoded_and_decoded(view, format, rounding, None))
+            assert same_bits(found, encoded_and_decoded(view, format, rounding, **PLACE))
 
 
 def test_rows_are_numbered_in_memory_order() -> None:
@@ -186,7 +177,7 @@ def check_traced_ops(x: torch.Tensor, format: str, rule: str, dynamic: bool | No
     torch._dynamo.reset()
     compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True, dynamic=dynamic)
     found, x = compiled(x, rule == "rceil").cpu(), x.cpu()
-    expected = encoded_and_decoded(x, format, "nearest", rule)
+    expected = encoded_and_decoded(x, format, rule=rule)
     if not format.startswith("int"):
         assert same_bits(found, expected)
         return

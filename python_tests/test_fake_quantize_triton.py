@@ -13,7 +13,7 @@ import pytest
 import torch
 from backends import PASSED
 from row_format_bytes import BLOCKS, ROUNDINGS, random_blocks
-from row_format_cases import PLACE, WAYS, any_bits, arguments, finite_rows, not_finite_rows, scalar
+from row_format_cases import PLACE, WAYS, any_bits, arguments, encoded_and_decoded, finite_rows, not_finite_rows, scalar
 from tiers import full
 from torch import Tensor
 from triton_device import DEVICE
@@ -24,7 +24,6 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import rec_kernels as rk
-from rec_kernels.reference import row_formats as reference
 from rec_kernels.reference.numerics import fused_multiply_add
 from rec_kernels.reference.philox import row_words
 from rec_kernels.testing import same_bits
@@ -56,19 +55,11 @@ def fake_quantize(x: Tensor, *given: object) -> Tensor:
     return module.fake_quantize(*there).cpu()
 
 
-def expected(x: Tensor, format: str, rounding: str = "nearest", rule: str | None = None, **place: int) -> Tensor:
-    """Result of the reference for x."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    options = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False}
-    encoded = reference.quantize_rows(rows, format, **options, **place)
-    return reference.dequantize_rows(encoded, format, x.shape[-1]).to(x.dtype).view(x.shape)
-
-
 def compare(x: Tensor, format: str, rounding: str, rule: str | None = None, **place: int) -> None:
     """Every bit of a call against the reference."""
     place = PLACE | place
     found = fake_quantize(x, *arguments(format, rounding, rule, place))
-    right = expected(x, format, rounding, rule, **place)
+    right = encoded_and_decoded(x, format, rounding, rule, **place)
     where = f"{format}, {rounding}, {rule}, {x.dtype} {list(x.shape)}"
     assert found.is_contiguous()
     assert same_bits(found, right), f"{where}: {_first_difference(x, found, right)}"
@@ -157,10 +148,10 @@ def test_defaults() -> None:
     """Seed and step default to 0; the scale rule follows the rounding, and fp32 draws nothing."""
     x = torch.randn(5, 40)
     for format in rk.ROW_FORMATS:
-        assert same_bits(fake_quantize(x, format), expected(x, format))
-        assert same_bits(fake_quantize(x, format, "stochastic"), expected(x, format, "stochastic"))
+        assert same_bits(fake_quantize(x, format), encoded_and_decoded(x, format))
+        assert same_bits(fake_quantize(x, format, "stochastic"), encoded_and_decoded(x, format, "stochastic"))
         found = fake_quantize(x, format, "stochastic", None, scalar(4), 6)
-        assert same_bits(found, expected(x, format, "stochastic", step=4, table=6))
+        assert same_bits(found, encoded_and_decoded(x, format, "stochastic", step=4, table=6))
 
 
 def test_shapes_and_strides() -> None:
@@ -204,7 +195,7 @@ def test_own_kernel(format: str) -> None:
     words, out = torch.zeros(4, 30, dtype=torch.int64, device=DEVICE), torch.zeros(4, 30, device=DEVICE)
     _scaled_kernel[(1,)](x.to(DEVICE), factor.to(DEVICE), words, out, 30, format, enable_fp_fusion=False)
     assert torch.equal(words.cpu(), row_words(**place, first_row=0, rows=4, columns=30))
-    assert same_bits(out.cpu(), expected(x * factor[:, None], format, "stochastic", "rceil", **place))
+    assert same_bits(out.cpu(), encoded_and_decoded(x * factor[:, None], format, "stochastic", "rceil", **place))
     PASSED["triton"] += 1
 
 

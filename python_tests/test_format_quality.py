@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
-from backends import ROOT
 from tiers import full
-
-sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
 import rec_kernels as rk
 from bench import format_quality as quality

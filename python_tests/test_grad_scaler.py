@@ -7,7 +7,8 @@ import copy
 
 import pytest
 import torch
-from test_embedding_bag_module import assert_same, batch
+from collection_cases import assert_same, snapshot
+from test_embedding_bag_module import batch
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -50,17 +51,6 @@ def loss_of(collection, step: int, **options) -> Tensor:
     return (collection(batch(seed=step)).values().float() * grad_of(step, **options)).sum()
 
 
-def snapshot(collection) -> dict[str, Tensor]:
-    """Copies of tables, state and step."""
-    return copy.deepcopy(collection.state_dict())
-
-
-def assert_unchanged(collection, before: dict[str, Tensor]) -> None:
-    """The bits of ``snapshot``."""
-    for name, t in collection.state_dict().items():
-        assert same_bits(t, before[name]), name
-
-
 @pytest.mark.parametrize("init_scale", [2.0**16, 2.0**-3])
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
@@ -100,9 +90,14 @@ def test_sequences() -> None:
     assert_same(found, plain)
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    ("optimizer", "formats", "bad"),
+    [
+        *((optimizer, formats, torch.inf) for optimizer in OPTIMIZERS for formats in FORMATS),
+        *((OPTIMIZERS[1], FORMATS[0], bad) for bad in (-torch.inf, torch.nan)),
+    ],
+    ids=str,
+)
 def test_an_overflow_skips_the_update(optimizer, formats, bad: float) -> None:
     """Tables, state and step stay, the scale is halved once, and training goes on; nobody calls zero_grad()."""
     plain, (found, scaler) = make(optimizer, formats), scaled(make(optimizer, formats))
@@ -114,7 +109,7 @@ def test_an_overflow_skips_the_update(optimizer, formats, bad: float) -> None:
         scaler.update()
         assert scaler.get_scale() == (scale / 2 if overflows else scale)
         if overflows:
-            assert_unchanged(found, before)
+            assert_same(found, before)
         else:
             loss_of(plain, step).backward()
     assert_same(found, plain)
@@ -182,7 +177,7 @@ def test_two_collections() -> None:
         scaler.step(collection.fused_optimizer)
     scaler.update()
     loss_of(expected, 1).backward()
-    assert_unchanged(a, before)
+    assert_same(a, before)
     assert_same(b, expected)
     assert scaler.get_scale() == 2.0**15
 
@@ -218,7 +213,7 @@ def test_accumulate(optimizer, formats) -> None:
                     bad = torch.inf if block == part == 1 else None
                     scale(loss_of(collection, 3 * block + part, bad=bad)).backward()
         if block == 1:
-            assert_unchanged(found, before)
+            assert_same(found, before)
         scaler.step(found.fused_optimizer)
         scaler.update()
         assert_same(found, plain)
@@ -257,7 +252,7 @@ def test_per_sample_weights() -> None:
     before = snapshot(found)
     factors.grad = None
     scaler.scale(found(weighted).values().sum() * torch.inf).backward()
-    assert_unchanged(found, before)
+    assert_same(found, before)
     assert not factors.grad.isfinite().any()
 
 
@@ -289,7 +284,7 @@ def test_a_scaler_that_is_off() -> None:
         scaler.update()
     assert found.step.item() == 2
     assert not found._weights.isfinite().all()
-    assert_unchanged(found, snapshot(plain))
+    assert_same(found, plain)
 
 
 def test_none_takes_it_back() -> None:
@@ -382,7 +377,7 @@ def test_training_in_float16() -> None:
     model = Model(rk.SGD(lr=10 / TINY), output_dtype=torch.float16)
     before = snapshot(model.tables)
     train_in_half(model, GradScaler("cpu", enabled=False), 3)
-    assert_unchanged(model.tables, before | {"step": torch.tensor(3)})
+    assert_same(model.tables, before | {"step": torch.tensor(3)})
     _, scaler = scaled(model.tables, init_scale=2.0**60)
     losses = train_in_half(model, scaler, 60)
     assert scaler.get_scale() < 2.0**60

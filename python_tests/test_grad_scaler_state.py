@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_embedding_bag_module import assert_same, batch
-from test_grad_scaler import COLUMNS, Model, assert_unchanged, grad_of, loss_of, make, scaled, snapshot
+from collection_cases import assert_same, snapshot
+from test_embedding_bag_module import batch
+from test_grad_scaler import COLUMNS, Model, grad_of, loss_of, make, scaled
 from tiers import full
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.amp import GradScaler
@@ -95,7 +96,7 @@ def test_copies_ask_for_theirs(way) -> None:
         (loss if given is None else given.scale(loss)).backward()
     assert other.step.item() == 3
     if way is not copy.copy:  # which shares the memory
-        assert_unchanged(found, before)
+        assert_same(found, before)
         for step in (1, 1):
             scaler.scale(loss_of(found, step)).backward()
         assert_same(found, other)

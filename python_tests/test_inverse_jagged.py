@@ -303,16 +303,23 @@ def test_torchrecs() -> None:
 
 
 @pytest.mark.parametrize("weighted", [None, torch.float32, torch.bfloat16])
-def test_select_keys_of_any_batch(weighted: torch.dtype | None) -> None:
-    """Features with batch sizes of their own, repeated, none at all; weights of half precision keep their dtype."""
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_select_keys_of_any_batch(dtype: torch.dtype, weighted: torch.dtype | None) -> None:
+    """Features with batch sizes of their own, repeated, none at all; both integer widths; no copy without a change.
+
+    Weights of half precision keep their dtype.
+    """
     bags, weights = parts().bags(), None if weighted is None else torch.arange(10).to(weighted)
+    ids, offsets = bags.values().to(dtype), bags.offsets().to(dtype)
     bags = rk.KeyedJaggedTensor(
-        bags.keys(), bags.values(), offsets=bags.offsets(), weights=weights, stride_per_key=bags.stride_per_key()
+        bags.keys(), ids, offsets=offsets, weights=weights, stride_per_key=bags.stride_per_key()
     )
+    assert select_keys(bags, bags.keys()).values is bags.values()
     for known in (False, True):
         if known:
             bags.offset_per_key()
         chosen = select_keys(bags, ["d", "c", "d"])
+        assert chosen.values.dtype == chosen.offsets.dtype == dtype
         assert chosen.values.tolist() == [4, 5, 0, 1, 2, 4, 5]
         assert chosen.offsets.tolist() == [0, 1, 1, 2, 3, 5, 6, 6, 7]
         assert chosen.strides == [3, 2, 3]

@@ -213,7 +213,7 @@ def test_errors(make, error: type[Exception], text: str) -> None:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_pieces(weights: bool) -> None:
-    """split, permute, to_dict and length_per_key, beside TorchRec's where it is installed."""
+    """split, permute, to_dict and length_per_key cut a batch in pieces, which concat joins."""
     whole = batch(weights=weights)
     first, none, rest = whole.split([1, 0, 2])
     assert (first.keys(), none.keys(), rest.keys()) == (["a"], [], ["b", "c"])
@@ -229,16 +229,6 @@ def test_pieces(weights: bool) -> None:
         "c": [14, 15, 16],
     }
     assert KJT.empty(is_weighted=True).weights().shape == (0,)
-    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    theirs = sparse.KeyedJaggedTensor(
-        whole.keys(), whole.values(), weights=whole.weights_or_none(), lengths=whole.lengths()
-    )
-    assert theirs.length_per_key() == whole.length_per_key()
-    for mine, other in zip(whole.split([1, 0, 2]), theirs.split([1, 0, 2]), strict=True):
-        assert mine.keys() == other.keys()
-        assert torch.equal(mine.values(), other.values())
-        assert torch.equal(mine.lengths(), other.lengths())
-    assert torch.equal(turned.values(), theirs.permute([2, 0]).values())
 
 
 def test_arguments_by_place() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
@@ -79,60 +78,6 @@ def test_emulated(op: str) -> None:
     """The emulated CUDA kernels give the recorded results; these have no gradients of their own."""
     found = {number: replay(RECORDING, entry, emulated().ops, backward=False) for number, entry in _of("calls", op)}
     assert {number: f for number, f in found.items() if f} == {}
-
-
-@functools.cache
-def _given() -> dict[str, list[object]]:
-    """ "op.argument" -> the values that the recorded calls give it."""
-    found: dict[str, list[object]] = {}
-    for entry in RECORDING.index["calls"]:
-        for name, value in entry["arguments"]["of"].items():
-            found.setdefault(f"{entry['op']}.{name}", []).append(value)
-    return found
-
-
-#: Arguments that no call of these ops has a use for: each op refuses them, or does not look at them.
-UNUSED = {
-    "embedding_bag_backward_dense": {"formats", "format_of", "embedding_dim"},
-    "embedding_bag_backward_sparse": {"formats", "format_of", "embedding_dim"},
-    "embedding_bag_tables": {"formats", "format_of", "embedding_dim"},
-    "row_cache_insert_": {"embedding_dim", "pooling"},
-    "row_cache_lookup": {"embedding_dim", "pooling"},
-    "row_cache_plan": {"embedding_dim", "pooling"},
-    "row_cache_flush_": {
-        *("embedding_dim", "pooling", "bag_starts", "inverse", "groups", "frozen", "max_parts", "multiplies")
-    },
-}
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_every_argument_is_given(op: str) -> None:
-    """Every argument of the recorded schema has a value in some call of the op, but those of no use."""
-    taken = RECORDING.index["schemas"][op].split(") -> ")[0]
-    arguments = set(re.findall(r"(\w+)(?:=[^,()]*)?(?:,|$)", taken))
-    given = {name for name in arguments if any(value is not None for value in _given().get(f"{op}.{name}", []))}
-    assert arguments - given == UNUSED.get(op, set())
-
-
-def _words(op: str, name: str) -> set[str]:
-    return {w for value in _given()[f"{op}.{name}"] for w in (value if isinstance(value, list) else [value]) if w}
-
-
-def test_every_option_is_given() -> None:
-    """Formats, optimizers, poolings, bounds modes, roundings and policies of that commit."""
-    formats = _words("quantize_rows", "format")
-    assert formats == _words("dequantize_rows", "format") == _words("fake_quantize", "format")
-    assert len(formats) == 15
-    assert len(_words("embedding_bag", "formats")) == 8
-    assert len(_words("embedding_bag_backward_fused_", "formats")) == 8
-    kinds = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"}
-    assert _words("embedding_bag_backward_fused_", "optimizer") == kinds
-    assert _words("embedding_bag_backward_fused_", "rounding") == {"nearest", "stochastic"}
-    assert _words("embedding_bag_backward_fused_", "weight_decay_mode") == {"l2", "decoupled"}
-    for op in ("embedding_bag", "embedding_bag_backward_dense", "embedding_bag_backward_fused_"):
-        assert _words(op, "bounds_check") == {"error", "ignore", "none"}, op
-    assert _words("embedding_bag", "pooling") == {"sum", "mean"}
-    assert _words("row_cache_insert_", "policy") == {"lru", "lfu"}
 
 
 def test_another_bit_is_found() -> None:

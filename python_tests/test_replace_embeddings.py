@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import BATCH, fbgemm, ids_of, loss_of
+from convert_cases import BATCH, fbgemm, ids_of, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -34,20 +34,6 @@ class Model(nn.Module):
         """[B, 8]."""
         bags = [self.bags["user"](ids_of(step, 30)), self.bags["shop"](ids_of(step + 1, 30))]
         return self.top(torch.cat([*bags, self.again(ids_of(step + 2, 30)), self.tower(ids_of(step, 12))], dim=1))
-
-
-def train(model: nn.Module, steps: range, optimizers: list[Any]) -> list[float]:
-    """Losses."""
-    losses = []
-    for step in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = loss_of(model(step))
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def optimizers_of(model: Model, sparse: Any) -> list[Any]:

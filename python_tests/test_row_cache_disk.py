@@ -173,14 +173,6 @@ def test_wrong_announcements_take_no_room(tmp_path) -> None:
     assert_alike(memory, disk)
 
 
-def test_prefetch_in_memory_does_nothing() -> None:
-    """prefetch does nothing for tables in memory, so that one loop serves both."""
-    c = make(LRU)
-    before = held(c)
-    c.prefetch(batch(c, 1))
-    assert_unchanged(c, before)
-
-
 def test_a_batch_that_does_not_fit(tmp_path) -> None:
     """MemoryError with both numbers; nothing has changed, and smaller batches go on with the bits of memory."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
@@ -267,19 +259,18 @@ class Powers:
         weight.normal_(0, 0.1)
 
 
-@pytest.mark.parametrize("in_chunks", [False, True])
-def test_init(in_chunks: bool, tmp_path) -> None:
+def test_init(tmp_path) -> None:
     """Initialising a whole table, or rows of consecutive calls, gives the tables in memory."""
     inits = [Powers(False), Powers(False)]
     tables = [tables_of(make(LRU, init=inits[0])), tables_of(make(on_disk(LRU, tmp_path / "rows"), init=inits[1]))]
     assert inits[0].calls == inits[1].calls == [rows for _, rows, *_ in TABLES]
     assert all(torch.equal(t, tables[1][n]) for n, t in tables[0].items())
-    if in_chunks:  # draws by consecutive calls are those of consecutive calls, not of one
-        init = Powers(True)
-        disk = make(on_disk(LRU, tmp_path / "chunks"), init=init)
-        assert sum(init.calls) == sum(inits[0].calls)
-        assert max(init.calls) < 6_000
-        check_budget(disk)
+    # Draws by consecutive calls are those of consecutive calls, not of one.
+    init = Powers(True)
+    disk = make(on_disk(LRU, tmp_path / "chunks"), init=init)
+    assert sum(init.calls) == sum(inits[0].calls)
+    assert max(init.calls) < 6_000
+    check_budget(disk)
 
 
 def test_the_usual_start_is_that_of_memory(tmp_path) -> None:

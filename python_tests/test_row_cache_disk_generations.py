@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,18 +24,12 @@ from row_cache_disk_cases import (
     tables_of,
     train,
 )
+from row_file_cases import copied as copied_files
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
 
 skip_without_host()
-
-
-def copied_files(path: Path, name: str) -> Path:
-    """The file and its log as a crash would leave them now."""
-    for end in ("", ".log"):
-        shutil.copyfile(f"{path}{end}", f"{path.with_name(name)}{end}")
-    return path.with_name(name)
 
 
 def test_the_generation_of_the_checkpoint(tmp_path) -> None:

@@ -140,11 +140,7 @@ def test_logs_cut_short(two_states):
 def test_damaged_logs(two_states):
     path, first, second = two_states
     index = SLOTS + 3 * BLOCK
-    for place in (9, 12, 16, 24, 32, 40, 48, 63):  # the commit, of which there is a second copy
-        copy = copied(path, f"commit{place}")
-        flip(log_of(copy), place)
-        assert_holds(copy, 2, second)
-    torn = copied(path, "torn")
+    torn = copied(path, "torn")  # the log has a second copy of the commit
     with log_of(torn).open("r+b") as log:
         log.write(b"RKRO" + bytes(60))
     assert_holds(torn, 2, second)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import numpy as np
 import pytest
-from row_file_cases import BLOCK, LAYOUT, assert_holds, contents, fill, host_or_skip, log_of, noise, open_file
+from row_file_cases import BLOCK, LAYOUT, assert_holds, contents, host_or_skip, log_of, open_file
+from test_row_file_commit import two_generations
 
 RowFile = host_or_skip().RowFile
 
 
 def with_a_generation_in_its_log(path) -> np.ndarray:
     """A row file as a crash leaves it: generation 2 is acknowledged, and in the log alone."""
-    made = path.with_name("made")
-    old, new = noise(1, 4 * BLOCK), noise(2, 4 * BLOCK)
-    with RowFile.create(str(made), 4 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
-        fill(file, 0, old)
-        file.flush()
-        fill(file, 0, new)
-        file.flush(apply=False)
-        for source, target in ((made, path), (log_of(made), log_of(path))):
-            shutil.copyfile(source, target)
+    main, log, new = two_generations(path.with_name("made"))
+    path.write_bytes(main)
+    log_of(path).write_bytes(log)
     return new
 
 

@@ -1,4 +1,4 @@
-"""Rows that others read and write: integer rows of torch and FBGEMM, FBGEMM's inference tables, torch's floats."""
+"""Rows that others read and write: integer rows of torch and FBGEMM, FBGEMM's inference tables, torch's codes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from backends import every_backend
 from row_format_bytes import INTEGERS
-from row_format_cases import finite_rows
+from row_format_cases import PREPACK, finite_rows, plain_rows
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.reference import row_formats as reference
 from rec_kernels.testing import assert_same_sum, same_bits
 
 quantized = torch.ops.quantized
-PREPACK = {
-    "int8": quantized.embedding_bag_byte_prepack,
-    "int4": quantized.embedding_bag_4bit_prepack,
-    "int2": quantized.embedding_bag_2bit_prepack,
-}
 UNPACK = {
     "int8": quantized.embedding_bag_byte_unpack,
     "int4": quantized.embedding_bag_4bit_unpack,
@@ -44,22 +37,6 @@ def fbgemm() -> ModuleType:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from fbgemm_gpu import split_table_batched_embeddings_ops_inference as module
     return module
-
-
-def plain_rows(columns: int, format: str) -> Tensor:
-    """Rows that the format can hold, without -0."""
-    x = finite_rows(columns) + 0.0
-    return x[reference.dequantize_rows(rk.quantize_rows(x, format), format, columns).isfinite().all(1)]
-
-
-@pytest.mark.parametrize("format", INTEGERS)
-@pytest.mark.parametrize("columns", [4, 8, 16, 20, 64, 100, 128])
-def test_prepack(format: str, columns: int) -> None:
-    """Byte for byte what torch's prepack ops write, on every backend."""
-    x = torch.cat([plain_rows(columns, format), torch.randn(100, columns)])
-    expected = PREPACK[format](x)
-    for backend in every_backend():
-        assert torch.equal(backend.ops.quantize_rows(x, format)[0], expected), backend.name
 
 
 @pytest.mark.parametrize("format", INTEGERS)
@@ -251,12 +228,3 @@ def test_mxint8_codes_are_int8() -> None:
     codes, scales = rows[:, :64].view(torch.int8), rows[:, 64:].view(torch.float8_e8m0fnu)
     product = codes.float() / 64 * scales.float().repeat_interleave(32, dim=1)
     assert same_bits(product, rk.dequantize_rows(rows, "mxint8", 64))
-
-
-@pytest.mark.parametrize(
-    ("format", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
-)
-def test_float_rows_are_views(format: str, dtype: torch.dtype) -> None:
-    """Rounded to nearest, the bytes are those of torch's own conversion."""
-    x = finite_rows(24)
-    assert same_bits(rk.quantize_rows(x, format).view(dtype), x.to(dtype))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from row_format_bytes import BLOCKS, INTEGERS, ROUNDINGS, SHARED, read_ocp, read_shared, round_trip, write_ocp
+from row_format_cases import PREPACK, plain_rows
 from torch import Tensor
 
 from rec_kernels.reference import row_formats_affine as affine
@@ -139,6 +140,7 @@ def test_every_16_bit_pattern(name: str, dtype: torch.dtype, rounding: str) -> N
     pattern = torch.arange(2**16).to(torch.uint16).view(64, -1)
     x = pattern.view(dtype)
     stored = quantize_rows(x, name, rounding=rounding, seed=3)
+    assert same_bits(stored.view(dtype), x)
     assert same_bits(dequantize_rows(stored, name, 1024), x.float())
     assert set(stored.view(torch.uint16)[x.isnan()].tolist()) == {0x7FC0 if name == "bf16" else 0x7E00}
     anything = torch.randint(-(2**31), 2**31, (64, 1024)).int().view(torch.float32)
@@ -155,6 +157,7 @@ def test_fp32_is_plain() -> None:
     row = quantize_rows(x, "fp32", rounding="stochastic")
     assert row[0, :8].tolist() == [0, 0, 0x80, 0x3F, 0, 0, 0, 0x80]
     assert row[0, -4:].tolist() == [0, 0, 0xC0, 0x7F]
+    assert same_bits(row.view(torch.float32), x)
     assert same_bits(dequantize_rows(row, "fp32", 5), x)
 
 
@@ -166,19 +169,12 @@ def affine_rows(columns: int) -> Tensor:
     return torch.cat([*parts, torch.randn(30, 1) + torch.randn(30, columns) * 1e-6])
 
 
-PREPACK = {
-    "int8": torch.ops.quantized.embedding_bag_byte_prepack,
-    "int4": torch.ops.quantized.embedding_bag_4bit_prepack,
-    "int2": torch.ops.quantized.embedding_bag_2bit_prepack,
-}
-
-
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 8, 17, 31, 64, 100])
 def test_integer_rows_are_torchs(name: str, columns: int) -> None:
     """Byte for byte. torch wants full bytes: a repeated last column fills them and is cut off here."""
     x = affine_rows(columns)
-    x = x if name != "int8" else torch.cat([x, x[:30] * 1e37])
+    x = torch.cat([x if name != "int8" else torch.cat([x, x[:30] * 1e37]), plain_rows(columns, name)])
     of_byte = 8 // INTEGERS[name]
     padded = torch.cat([x, x[:, -1:].expand(-1, -columns % of_byte)], dim=1)
     expected = PREPACK[name](padded)

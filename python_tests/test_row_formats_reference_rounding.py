@@ -1,4 +1,4 @@
-"""The reference of the row formats: what rounding promises. Unbiased, clean values at rest, bounded error, growth."""
+"""Rounding by the reference of the row formats keeps promises: exact means, noise by place, bounded error, growth."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from row_format_bytes import BLOCKS, INTEGERS, ROUNDINGS, SHARED, random_blocks, read_shared, round_trip
+from row_format_bytes import BLOCKS, ROUNDINGS, SHARED, read_shared, round_trip
 from tiers import full
 from torch import Tensor
 
 from rec_kernels.reference import row_formats_bits as bits
 from rec_kernels.reference import row_formats_mx as mx
 from rec_kernels.reference.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows
-from rec_kernels.testing import same_bits
 
 RULES = ["floor", "rceil"]
 # Numbers of similar size within a block, often on a tie, with zeros.
@@ -61,26 +60,6 @@ def test_16_bit_mean_is_exact(name: str) -> None:
     assert torch.equal(torch.from_numpy(codes).view(dtype).double().mean(0), x.double())
 
 
-@pytest.mark.parametrize("name", [name for name in ROW_FORMATS if name != "fp32"])
-def test_unbiased(name: str) -> None:
-    """The mean of N draws stays near x, up to float32's own rounding.
-
-    5 step / sqrt(12 N) is five standard errors on average over all x, but 2.9 of them for an x in the middle between
-    two values: one column in 260 may pass it there. None may pass 5 step / (2 sqrt(N)).
-    """
-    draws = 8192
-    x = torch.randn(40) * torch.exp2(torch.randint(-3, 3, (40,)))
-    value = round_trip(x.expand(draws, -1), name, rounding="stochastic", seed=11).double()
-    low, high = value.amin(0), value.amax(0)
-    assert ((value == low) | (value == high)).all()
-    assert (high > low).sum() > 25
-    rounding = 2.0**-22 * x.abs().max() * (name in INTEGERS)
-    unseen = 10 / draws * (high - low).max()  # of a value that is rarer than one in N draws
-    error = (value.mean(0) - x).abs() - rounding - unseen
-    assert (error <= 5 * (high - low) / math.sqrt(4 * draws)).all()
-    assert (error <= 5 * (high - low) / math.sqrt(12 * draws)).sum() >= 38
-
-
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_draws_depend_on_the_place_only(name: str) -> None:
     """A shard repeats what the whole table draws; seed, step, table and row change it; nearest draws nothing."""
@@ -93,23 +72,6 @@ def test_draws_depend_on_the_place_only(name: str) -> None:
         other = quantize_rows(x, name, rounding="stochastic", **(place | changed))
         assert torch.equal(whole, other) == (name == "fp32")
     assert torch.equal(quantize_rows(x, name), quantize_rows(x, name, **place))
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("rule", RULES)
-def test_values_at_rest(name: str, rounding: str, rule: str) -> None:
-    """Numbers that a format can hold do not change, from the smallest scale to the largest.
-
-    Except E4M3 under floor: its largest mantissa, 1.875, is taken by NaN in the highest binade, where floor puts the
-    largest element of a block.
-    """
-    x = random_blocks(name, 2000)
-    if name == "mxfp8_e4m3" and rule == "floor":
-        x = x[np.frexp(x.abs().amax(1).numpy())[0] * 2 != 1.875]
-    assert len(x) > 1500
-    again = round_trip(x, name, rounding=rounding, scale_rule=rule)
-    assert same_bits(again, x if name != "mxint8" else x + 0.0)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

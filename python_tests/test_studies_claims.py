@@ -7,13 +7,8 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 import numpy as np
+import pytest
 from scipy import stats
 
 from bench.studies import claims, compare_report

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("pandas")
-pytest.importorskip("scipy")
-
 from bench.studies import collaborative_filtering
 
 

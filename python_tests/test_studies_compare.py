@@ -8,11 +8,6 @@ import threading
 
 import numpy as np
 import pytest
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 from dlrm_tiny import TinyData
 from scipy import stats
 

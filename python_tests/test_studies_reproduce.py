@@ -12,11 +12,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("pandas")
-
 from matplotlib.figure import Figure
 from test_studies_claims import HERE, published
 

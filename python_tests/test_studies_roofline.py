@@ -12,10 +12,6 @@ import pytest
 import torch
 from dlrm_cases import OPTIONS
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("pandas")
-pytest.importorskip("sklearn")
-
 from bench.studies import roofline
 from bench.studies.__main__ import main
 from rec_kernels.dlrm import Batch, TrainConfig, train

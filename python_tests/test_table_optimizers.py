@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import every_backend
+from collection_cases import assert_same
 from tiers import cross
 from torch import Tensor
 
@@ -290,12 +291,6 @@ def test_row_caches(backing: str, policy: str, tmp_path) -> None:
     check(way, cache=cache, format="int8")
 
 
-def same_states(a: Any, b: Any) -> bool:
-    """True if two collections have one state to the bit."""
-    one, other = a.state_dict(), b.state_dict()
-    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "moved", "state", "assigned"])
 def test_copies_go_on(way: str) -> None:
     """Copied, moved, saved and loaded: the same bits from there on."""
@@ -321,11 +316,11 @@ def test_copies_go_on(way: str) -> None:
         state, rates = torch.load(file, weights_only=True)
         other.load_state_dict(state, assign=way == "assigned")
         other.fused_optimizer.load_state_dict(rates)
-    assert same_states(collection, other)
+    assert_same(collection, other)
     for each in (collection, other):
         each.freeze("a2")
         plainly(each)
-    assert same_states(collection, other)
+    assert_same(collection, other)
     assert [g["lr"] for g in other.fused_optimizer.param_groups] == [0.05, 0.1, 0.75, 0.2, 0.1, 0.3, 0.3]
     assert int(other.step) == 2 * STEPS
 
@@ -384,6 +379,8 @@ def test_groups() -> None:
         only.param_groups[0]["weight_decay"] = 0.5
     only.load_state_dict({"state": {}, "param_groups": [{**only.state_dict()["param_groups"][0], "weight_decay": 0.5}]})
     assert "weight_decay" not in only.param_groups[0]
+    with pytest.raises(ValueError, match=r"the state is of optimizer Adam for tables .*, which have SGD here; nothing"):
+        uniform(rk.SGD(lr=0.3)).fused_optimizer.load_state_dict(uniform(rk.Adam(lr=0.1)).fused_optimizer.state_dict())
     assert "b: 12 x 4 sum optimizer=Adam(lr=0.1)" in repr(collection)
 
 
@@ -411,7 +408,7 @@ def test_compiled(weighted: bool, cached: bool) -> None:
             pooled = run(given) if collection is compiled else collection(given).values()
             pooled.square().sum().backward()
             grads.append(weights.grad if weighted else pooled.detach())
-    assert same_states(plain, compiled)
+    assert_same(plain, compiled)
     assert all(same_bits(a, b) for a, b in zip(grads[::2], grads[1::2], strict=True))
 
 
@@ -438,7 +435,7 @@ def test_some_without_an_optimizer() -> None:
     collections = [made(every, None), made(OWN)]
     for collection in collections:
         plainly(collection)
-    assert same_states(*collections)
+    assert_same(*collections)
 
 
 def test_failed_backwards() -> None:

@@ -18,7 +18,6 @@ from process_cases import run_script
 import rec_kernels as rk
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # `pytest` does not know wheels, as `python -m pytest` does
 WHEEL = "rec_kernels-1.0{}-cp311-cp311-manylinux_2_28_x86_64.whl"
 HOST = "rec_kernels/_host.cpython-311-x86_64-linux-gnu.so"
 

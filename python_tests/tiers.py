@@ -15,9 +15,9 @@ def full(*values: object) -> list:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
 
 
-def fewer(count: int) -> object:
-    """A number of examples or rounds that the default tier has in place of the full tier's larger one."""
-    return pytest.param(count, marks=pytest.mark.fewer)
+def fewer(value: object) -> object:
+    """A parameter that the default tier has in place of the full tier's, such as a smaller number of examples."""
+    return pytest.param(value, marks=pytest.mark.fewer)
 
 
 def cross(kinds: Sequence, cases: Sequence, typical: object) -> list:

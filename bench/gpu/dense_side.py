@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.gpu.subjects import Built, Subject
+from bench.gpu.subjects import Built, Differentiable, Subject
 from rec_kernels.reference.dot_interaction import interaction_reference
 from rec_kernels.reference.factorization_machine import formula
 
@@ -78,29 +78,19 @@ class DenseSide:
         return [(n + 16) * 2.0**-22 + cut for n in (vectors + columns, vectors + 2 * FACTORS, summed)]
 
     def _build(self, name: str, function: Callable, operation: str, given: tuple[Tensor, Tensor]) -> Built:
-        output = function(*given)
-        grad = torch.randn_like(output)
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function(*given)
-
-        def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(output, given, grad, retain_graph=True)
+        op = Differentiable(function, *given)
 
         def each(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
             wide = [change(t.detach().double()).requires_grad_() for t in given]
             out = _FUNCTIONS[self.op]["torch"](*wide)
-            return out, *torch.autograd.grad(out, wide, change(grad.double()))
+            return out, *torch.autograd.grad(out, wide, change(op.grad.double()))
 
         def check() -> None:
             unit = 2.0**-8 if self.dtype == torch.bfloat16 else 0.0  # of the result, rounded once
-            results = (forward(), *backward()), each(lambda t: t), each(torch.abs), self._bounds(name)
+            results = (op.forward(), *op.backward()), each(lambda t: t), each(torch.abs), self._bounds(name)
             for mine, right, magnitude, bound in zip(*results, strict=True):
                 allowed = bound * magnitude
                 allowed += unit * (right.abs() + allowed)
                 assert ((mine.double() - right).abs() - allowed).max().item() <= 0
 
-        # Autograd would need its forward within the graph.
-        call = {"forward": forward, "backward": backward}[operation]
-        return Built(call, lambda turn: None, check, operation == "forward")
+        return op.built(operation, check)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.gpu.subjects import Built, Subject
+from bench.gpu.subjects import Built, Differentiable, Subject
 
 #: Samples that look alike, on average; inputs that the calls take in turn; rows of a table; shards.
 SESSION, INPUTS, ROWS, BUCKETS = 8, 3, 1_000_000, 8
@@ -52,28 +52,19 @@ class Expand:
                 yield Subject(name, operation, None, moved, build)
 
     def _build(self, function: Callable, operation: str, x: Tensor, inverse: Tensor) -> Built:
-        output = function(x, inverse)
-        grad = torch.randn_like(output)
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function(x, inverse)
-
-        def backward() -> Tensor:
-            return torch.autograd.grad(output, x, grad, retain_graph=True)[0]
+        op = Differentiable(function, x, inverse)
 
         def check() -> None:
-            assert torch.equal(forward(), x.detach()[inverse])
+            assert torch.equal(op.forward(), x.detach()[inverse])
+            (by_x,), grad = op.backward(), op.grad.double()
             exact, most = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
-            exact.index_add_(0, inverse, grad.double())
-            most.index_add_(0, inverse, grad.double().abs())
+            exact.index_add_(0, inverse, grad)
+            most.index_add_(0, inverse, grad.abs())
             # FP32 additions in any order.
-            error = (backward().double() - exact).abs() - self.samples * 2.0**-23 * most
+            error = (by_x.double() - exact).abs() - self.samples * 2.0**-23 * most
             assert error.max().item() <= 0
 
-        # Autograd would need its forward within the graph.
-        call = {"forward": forward, "backward": backward}[operation]
-        return Built(call, lambda turn: None, check, operation == "forward")
+        return op.built(operation, check)
 
 
 class Jagged:

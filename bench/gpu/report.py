@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import bench
 import rec_kernels as rk
 from bench import RESULTS, ROOT
 from bench.gpu import published, recorded
@@ -48,10 +49,9 @@ def _driver() -> str | None:
 
 def commit_here() -> str:
     """The commit of the files, and whether they differ from it."""
-    commit = output_of("git", "rev-parse", "--short", "HEAD")
-    if not commit:
-        return "unknown: no git repository (--commit names it)"
-    return commit + (" and changes" if output_of("git", "status", "--porcelain", "--untracked-files=no") else "")
+    found = bench.commit()
+    changes = " and changes" if found["dirty"] else ""
+    return f"{found['commit']}{changes}" if found["commit"] else "unknown: no git repository (--commit names it)"
 
 
 def _version(package: str) -> str | None:

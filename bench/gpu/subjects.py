@@ -37,6 +37,37 @@ class Built(NamedTuple):
     captures: bool  # a CUDA graph can hold the call
 
 
+class Differentiable:
+    """Calls of a function that has gradients: the forward under no_grad, and the backward of a forward made before.
+
+    Args:
+        function: what is called.
+        given: its arguments; the gradients are of those that require one.
+
+    Attributes:
+        grad: random, of the function's result.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *given: Tensor) -> None:
+        self._function, self._given, self._output = function, given, function(*given)
+        self._trained = [t for t in given if t.requires_grad]
+        self.grad = torch.randn_like(self._output)
+
+    def forward(self) -> Tensor:
+        """The result."""
+        with torch.no_grad():
+            return self._function(*self._given)
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """The gradients."""
+        return torch.autograd.grad(self._output, self._trained, self.grad, retain_graph=True)
+
+    def built(self, operation: str, check: Callable[[], None]) -> Built:
+        """The call that "forward" or "backward" names."""
+        # Autograd would need its forward within the graph.
+        return Built(getattr(self, operation), lambda turn: None, check, operation == "forward")
+
+
 class Case(Protocol):
     """Several subjects over the same memory."""
 
@@ -128,29 +159,19 @@ class ScaleRows:
                 yield Subject(name, operation, None, {"all": size, "unique": size}, build)
 
     def _build(self, function: Callable, operation: str, x: Tensor, scale: Tensor) -> Built:
-        output = function(x, scale)
-        grad = torch.randn_like(output)
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function(x, scale)
-
-        def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(output, (x, scale), grad, retain_graph=True)
+        op = Differentiable(function, x, scale)
 
         def check() -> None:
             expected = x.double() * scale.double()[:, None]
-            torch.testing.assert_close(forward().double(), expected, rtol=1e-6, atol=0)
-            by_x, by_scale = backward()
-            torch.testing.assert_close(by_x.double(), grad.double() * scale.double()[:, None], rtol=1e-6, atol=0)
-            products = grad.double() * x.double()
+            torch.testing.assert_close(op.forward().double(), expected, rtol=1e-6, atol=0)
+            (by_x, by_scale), grad = op.backward(), op.grad.double()
+            torch.testing.assert_close(by_x.double(), grad * scale.double()[:, None], rtol=1e-6, atol=0)
+            products = grad * x.double()
             # FP32 additions in any order.
             error = (by_scale.double() - products.sum(1)).abs() - self.columns * 2.0**-23 * products.abs().sum(1)
             assert error.max().item() <= 0
 
-        # Autograd would need its forward within the graph.
-        call = {"forward": forward, "backward": backward}[operation]
-        return Built(call, lambda turn: None, check, operation == "forward")
+        return op.built(operation, check)
 
 
 class GroupedProjection:
@@ -194,28 +215,19 @@ class GroupedProjection:
         return torch.cat([F.linear(c, w.view(self.out_dim, -1)) if len(w) else c for c, w in pairs], 1)
 
     def _build(self, function: Callable, operation: str, x: Tensor, weights: Tensor) -> Built:
-        output = function(x, weights)
-        grad = torch.randn_like(output)
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function(x, weights)
-
-        def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(output, (x, weights), grad, retain_graph=True)
+        op = Differentiable(function, x, weights)
 
         def check() -> None:
-            found = forward(), *backward()
+            found, grad = (op.forward(), *op.backward()), op.grad.double()
             wide = [t.detach().double().requires_grad_() for t in (x, weights)]
             exact = self._by_torch(*wide)
-            exact = exact, *torch.autograd.grad(exact, wide, grad.double())
+            exact = exact, *torch.autograd.grad(exact, wide, grad)
             size = [t.detach().double().abs().requires_grad_() for t in (x, weights)]
             most = self._by_torch(*size)
-            most = most, *torch.autograd.grad(most, size, grad.double().abs())
+            most = most, *torch.autograd.grad(most, size, grad.abs())
             for mine, right, magnitude in zip(found, exact, most, strict=True):
                 # The bound of docs/numerics.md, for the longest sum here.
                 allowed = (max(self.batch, self.out_dim, *self.in_dims) + 8) * 2.0**-22 * magnitude
                 assert ((mine.double() - right).abs() - allowed).max().item() <= 0
 
-        call = {"forward": forward, "backward": backward}[operation]
-        return Built(call, lambda turn: None, check, operation == "forward")
+        return op.built(operation, check)

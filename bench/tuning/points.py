@@ -44,7 +44,6 @@ CALIBRATION: tuple[tuple[str, Value], ...] = (
 )
 
 OFFSET_BYTES = ID_BYTES = 8
-STATE_BYTES = 4  # of row-wise Adagrad
 LINE_BYTES = 64
 
 
@@ -107,48 +106,24 @@ def line_bytes(row_bytes: int) -> float:
     return row_bytes + LINE_BYTES - step
 
 
-def forward_bytes(point: Point, rows: float) -> dict[str, float]:
-    """Bytes that a lookup moves, by part.
-
-    Args:
-        point: fp32 outputs and int64 ids and offsets.
-        rows: how many rows are read: N ("all": a row for every id), or the distinct rows U ("unique": what comes from
-            memory if a row that was read once stays in the cache).
-    """
-    return {
-        "ids": ID_BYTES * point.num_ids,
-        "offsets": OFFSET_BYTES * (point.num_bags + 1),
-        "rows": point.row_bytes * rows,
-        "output": 4 * point.workload.dim * point.num_bags,
-    }
-
-
-def backward_bytes(point: Point, unique_rows: float, gradient_rows: float) -> dict[str, float]:
-    """Bytes that the backward with fused row-wise Adagrad moves, by part, without those of sorting the ids.
-
-    Args:
-        point: as above.
-        unique_rows: distinct rows U, each read and written once, with its state.
-        gradient_rows: how many rows of the gradient [T * B, D] are read: N, one for every id ("all"), or T * B
-            ("unique").
-    """
-    return {
-        "ids": ID_BYTES * point.num_ids,
-        "offsets": OFFSET_BYTES * (point.num_bags + 1),
-        "gradient": 4 * point.workload.dim * gradient_rows,
-        "rows": 2 * point.row_bytes * unique_rows,
-        "state": 2 * STATE_BYTES * unique_rows,
-    }
-
-
 def moved(point: Point, unique_rows: float) -> dict[str, dict[str, float]]:
-    """Bytes of a lookup and of a whole step, counted both ways: {"forward" or "step": {"all" or "unique": bytes}}."""
+    """Bytes of a lookup and of a whole step with row-wise Adagrad, without those of sorting the ids.
+
+    Args:
+        point: fp32 outputs and int64 ids and offsets, of which every lookup and every backward reads all.
+        unique_rows: distinct rows U; a step reads and writes each of them once, with its state.
+
+    Returns:
+        {"forward" or "step": {"all" or "unique": bytes}}. "all" counts a row for every id, and in the backward a row of
+        the gradient for every id; "unique" a row that was read once as one that stays in the cache: U, and T * B.
+    """
+    w, row, offsets = point.workload, point.row_bytes, OFFSET_BYTES * (point.num_bags + 1)
     forward = {
-        "all": sum(forward_bytes(point, point.num_ids).values()),
-        "unique": sum(forward_bytes(point, unique_rows).values()),
+        "all": w.forward_bytes(row) + offsets,
+        "unique": w.forward_bytes(row, unique_rows) + offsets,
     }
     backward = {
-        "all": sum(backward_bytes(point, unique_rows, point.num_ids).values()),
-        "unique": sum(backward_bytes(point, unique_rows, point.num_bags).values()),
+        "all": w.backward_bytes(unique_rows, row) + offsets,
+        "unique": w.backward_bytes(unique_rows, row, gradient_rows=point.num_bags) + offsets,
     }
     return {"forward": forward, "step": {count: forward[count] + backward[count] for count in forward}}
