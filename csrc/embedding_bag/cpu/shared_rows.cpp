@@ -65,10 +65,13 @@ void SharedRows::sum(const float* grad) const {
   const int64_t batch = in_.bags.batch, groups = in_.inverse->size(0);
   const auto* inverse = in_.inverse->const_data_ptr<int64_t>();
   std::vector<RowOrder> orders(sizes.size());
-  parallel_pieces(groups, 1, workers_for(groups * batch, kFewItems), [&](int64_t begin, int64_t end, int64_t) {
+  // Workers share out groups; of one group, its numbers.
+  const int64_t workers = workers_for(groups * batch, kFewItems), of_each = groups > 1 ? 1 : workers;
+  parallel_pieces(groups, 1, groups > 1 ? workers : 1, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t g = begin; g < end; ++g) {
       const auto group = static_cast<size_t>(g);
-      if (sizes[group] > 0) orders[group] = order_by_row(Integers(inverse + g * batch), batch, sizes[group]);
+      if (sizes[group] == 0) continue;
+      orders[group] = order_by_row(Integers(inverse + g * batch), batch, sizes[group], of_each);
     }
   });
   for (const Columns& c : columns) {

@@ -40,10 +40,9 @@ void starts_of_runs(const Integer* numbers, int64_t count, int64_t rows, int64_t
 
 // A counting sort, which is stable. Samples of a clustered batch need none. A worker has a range of the rows.
 template <class Integer>
-RowOrder sort_by_row(const Integer* numbers, int64_t count, int64_t rows) {
+RowOrder sort_by_row(const Integer* numbers, int64_t count, int64_t rows, int64_t workers) {
   RowOrder out{Scratch<int64_t>(rows + 2), {}};
   int64_t* starts = out.starts.get();
-  const int64_t workers = std::min(workers_for(count, kNumbersPerWorker), std::max<int64_t>(rows, 1));
   if (rises(numbers, count, workers)) {
     starts_of_runs(numbers, count, rows, workers, starts);
     return out;
@@ -106,9 +105,10 @@ void sum_sums(float* sums, int64_t count, int64_t columns, float* out) {
 
 }  // namespace
 
-RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows) {
-  return numbers.wide ? sort_by_row(static_cast<const int64_t*>(numbers.data), count, rows)
-                      : sort_by_row(static_cast<const int32_t*>(numbers.data), count, rows);
+RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows, int64_t most_workers) {
+  const int64_t workers = std::min({workers_for(count, kNumbersPerWorker), std::max<int64_t>(rows, 1), most_workers});
+  return numbers.wide ? sort_by_row(static_cast<const int64_t*>(numbers.data), count, rows, workers)
+                      : sort_by_row(static_cast<const int32_t*>(numbers.data), count, rows, workers);
 }
 
 void sum_rows(const float* grad, int64_t grad_stride, const RowOrder& sorted, int64_t rows, int64_t columns, float* out,

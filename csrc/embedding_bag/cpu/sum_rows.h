@@ -14,8 +14,8 @@ struct RowOrder {
   const int64_t* of(int64_t place) const { return order ? order.get() + place : nullptr; }
 };
 
-// Sorts `count` numbers in [0, rows).
-RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows);
+// Sorts `count` numbers in [0, rows), with at most so many workers: 1 inside work that is shared out already.
+RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows, int64_t most_workers = INT64_MAX);
 
 // out[u] = the sum of the rows of `grad` whose number is u, for u in [0, rows); zeros if there are none. The first
 // `columns` floats of rows that are grad_stride and out_stride floats apart.
