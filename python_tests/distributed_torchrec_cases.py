@@ -109,6 +109,15 @@ def options(case: Case) -> dict[str, Any]:
     return blocks(use_options(case, model, model.module.ebc, model.fused_optimizer, [rank]))
 
 
+def shown(case: Case) -> tuple[str, int, str, Any]:
+    """The text, step, device and option of a trained collection."""
+    model = sharded(case, collection(case))
+    train(case, model, [dist.get_rank()])
+    ebc = model.module.ebc
+    ebc.check()
+    return repr(ebc), int(ebc.step), str(ebc.device), ebc.is_weighted()
+
+
 def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: list[int]) -> Any:
     """The steps of ``options``, on ranks or in one process; its state."""
     with ebc.accumulate():

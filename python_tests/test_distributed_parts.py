@@ -273,3 +273,13 @@ def test_other_groups() -> None:
     TorchRecFace(face).save_param_groups(False)
     with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
         TorchRecFace(face).save_param_groups(True)
+
+
+def test_what_it_says_of_itself() -> None:
+    """It has names, sizes and numbers of the collection that it was made of, and this rank's share."""
+    for rank, (text, step, device, is_weighted) in enumerate(
+        pool(2).run("distributed_torchrec_cases", "shown", Case())
+    ):
+        assert text.startswith("ShardedEmbeddingBagCollection(\n  t0: ")
+        assert text.endswith(f"shards on rank {rank} of 2\n)")
+        assert (step, device, is_weighted) == (3, "cpu", None)

@@ -360,6 +360,30 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     # Reports.
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's lookups are made."""
+        return self.shards.device
+
+    @property
+    def step(self) -> Tensor:
+        """The updates so far, 0-dim int64, of a fused optimizer: on every rank alike."""
+        return self.shards.step
+
+    def is_weighted(self) -> bool | None:
+        """The option of the collection that it was made of."""
+        return self._features.is_weighted
+
+    def check(self) -> None:
+        """Raises what this rank's shards have found in earlier lookups, as ``check()`` of the whole collection."""
+        self.shards.check()
+
+    def __repr__(self) -> str:
+        """A line for each table, the optimizer, and how many shards this rank has."""
+        held = f"{len(self._pieces)} shards on rank {self.routes.rank} of {self.routes.world_size}"
+        lines = [*map(describe, self.tables), f"optimizer={self.shards.optimizer}", held]
+        return "\n  ".join([f"{type(self).__name__}(", *lines]) + "\n)"
+
     def memory_report(self) -> list[dict[str, Any]]:
         """As ``memory_report()`` of the whole collection, with the sums of all ranks' shards; a collective.
 
