@@ -33,7 +33,7 @@ from rec_kernels.distributed.trips import Trip, leave
 from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
-from rec_kernels.nn.tables.config import describe
+from rec_kernels.nn.tables.config import describe, shown
 from rec_kernels.nn.tables.load_state import refuse_names
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
@@ -381,8 +381,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def __repr__(self) -> str:
         """A line for each table, the optimizer, and how many shards this rank has."""
         held = f"{len(self._pieces)} shards on rank {self.routes.rank} of {self.routes.world_size}"
-        lines = [*map(describe, self.tables), f"optimizer={self.shards.optimizer}", held]
-        return "\n  ".join([f"{type(self).__name__}(", *lines]) + "\n)"
+        return shown(self, self.tables, f"optimizer={self.shards.optimizer}", held)
 
     def memory_report(self) -> list[dict[str, Any]]:
         """As ``memory_report()`` of the whole collection, with the sums of all ranks' shards; a collective.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.layout_records import check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 #: The largest finite float32.
@@ -87,8 +88,7 @@ def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
     Raises:
         TypeError: it is no tensor. ValueError: it has another dtype.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_tensor(name, x)
     if x.dtype == own:
         return
     # "meta" has no autocast. torch.amp.is_autocast_available() would say so, but breaks graphs of torch 2.10 and 2.11.

@@ -19,7 +19,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection_options import check_options, is_traced, read_only
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.nn.tables.config import EmbeddingConfig, describe
+from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
@@ -57,6 +57,7 @@ class TableCollection(nn.Module):
 
     process_local = False
     _told_of_processes = False
+    _is_replica = False  # torch.nn.DataParallel sets it of its replicas
 
     lr: Tensor
     step: Tensor
@@ -623,5 +624,4 @@ class TableCollection(nn.Module):
 
     def __repr__(self) -> str:
         """A line for each table, and the optimizer; nothing of how they are kept."""
-        lines = [*map(describe, self.tables), f"optimizer={self.optimizer}"]
-        return "\n  ".join([f"{type(self).__name__}(", *lines]) + "\n)"
+        return shown(self, self.tables, f"optimizer={self.optimizer}")

@@ -35,13 +35,13 @@ def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
         RuntimeError: tables that train are exported. Rows and their parameters are one memory here and two in a
             program, which would train neither.
     """
-    exports = is_exporting() and torch.is_grad_enabled()
-    wanted: list[Any] = update.dense.wanted if update is not None else []
-    if exports and any(given.requires_grad for given in (*tables.parameters(), *wanted)):
-        raise RuntimeError(
-            "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or lookups "
-            "under torch.no_grad()"
-        )
+    if is_exporting() and torch.is_grad_enabled():
+        wanted: list[Any] = update.dense.wanted if update is not None else []
+        if any(given.requires_grad for given in (*tables.parameters(), *wanted)):
+            raise RuntimeError(
+                "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or "
+                "lookups under torch.no_grad()"
+            )
     return torch.compiler.is_compiling()
 
 

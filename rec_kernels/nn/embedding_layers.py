@@ -14,7 +14,7 @@ from rec_kernels.nn import pooled_lookups
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
-from rec_kernels.nn.jagged.checks import check_bounds, check_tensor
+from rec_kernels.nn.jagged.checks import check_bounds
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
@@ -22,6 +22,7 @@ from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.embedding_bag import embedding_bag, read_bags, refuse_norms
+from rec_kernels.ops.layout_records import check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.nn.tables.config import EmbeddingConfig, describe
+from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.layout import LayoutBuffers, move_buffers
 from rec_kernels.nn.tables.row_cache import CacheState
 from rec_kernels.nn.tables.store import TableCall
@@ -118,7 +118,7 @@ class ServedTables(nn.Module):
         names = "weight_bytes", "trained_weight_bytes", "trained_state_bytes"
         now, before, state = (sum(table[name] for table in report) for name in names)
         sizes = f"{now:,} bytes of rows; in training {before:,}, and {state:,} of optimizer state"
-        return "\n  ".join([f"{type(self).__name__}(", *map(describe, self.tables), sizes]) + "\n)"
+        return shown(self, self.tables, sizes)
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         """The matrix [D, dim] of a table that has one."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.fakes import check_devices, check_one_device
+from rec_kernels.ops.layout_records import check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
 
@@ -109,10 +110,10 @@ def read_bags(
         TypeError: an argument is no tensor. ValueError: wrong dtypes or shapes.
     """
     check_ids(input)
-    if not (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
-        raise _no_tensor("per_sample_weights", per_sample_weights)
     if input.dim() == 2:
         return _flatten_bags(input, offsets, per_sample_weights)
+    if per_sample_weights is not None:
+        check_tensor("per_sample_weights", per_sample_weights)
     offsets = _checked_offsets(input, offsets)
     if not include_last_offset:
         offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
@@ -124,8 +125,7 @@ def _checked_offsets(input: Tensor, offsets: Tensor | None) -> Tensor:
         raise ValueError(f"input must have one or two dimensions, got shape {list(input.shape)}")
     if offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
-    if not isinstance(offsets, Tensor):
-        raise _no_tensor("offsets", offsets)
+    check_tensor("offsets", offsets)
     if offsets.dim() != 1:
         raise ValueError(f"offsets must have one dimension, got shape {list(offsets.shape)}")
     return offsets
@@ -139,16 +139,11 @@ def check_ids(input: Tensor) -> None:
         raise ValueError(f"input must be int32 or int64, got {input.dtype}")
 
 
-def _no_tensor(name: str, given: object) -> TypeError:
-    return TypeError(f"{name} must be a tensor, got {type(given).__name__}")
-
-
 def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     check_ids(input)
-    if not isinstance(weight, Tensor):
-        raise _no_tensor("weight", weight)
+    check_tensor("weight", weight)
     # The op would call it "weights".
     if weight.dim() != 2 or not weight.is_contiguous():
         raise ValueError(
@@ -191,8 +186,8 @@ def _flatten_bags(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if offsets is not None:
         raise ValueError("offsets must be None when input has two dimensions: every row is a bag")
-    if not (weights is None or isinstance(weights, Tensor)):
-        raise _no_tensor("per_sample_weights", weights)
+    if weights is not None:
+        check_tensor("per_sample_weights", weights)
     if weights is not None and weights.shape != input.shape:
         raise ValueError(f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}")
     bags, length = input.shape

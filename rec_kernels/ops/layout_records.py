@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 #: A record for each part.
@@ -117,6 +118,12 @@ def check(good: bool, message: str) -> None:
 
 def check_kind(value: object, kind: type, name: str) -> None:
     check(value is None or isinstance(value, kind), f"{name} = {value!r} must be an rk.{kind.__name__} or None")
+
+
+def check_tensor(name: str, t: object) -> None:
+    """Raises TypeError unless argument ``name`` is a tensor."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
 
 def listed(values: Iterable[T] | None, name: str) -> list[T]:

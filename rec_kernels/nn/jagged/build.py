@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.bounds import to_offsets
-from rec_kernels.nn.jagged.checks import check_integers, check_tensor, has_data
-from rec_kernels.ops.layout_records import integer
+from rec_kernels.nn.jagged.checks import check_integers, has_data
+from rec_kernels.ops.layout_records import check_tensor, integer
 
 
 class Parts(NamedTuple):

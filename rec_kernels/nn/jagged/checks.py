@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.ops.layout_records import check_tensor
 
 _ops = torch.ops.rec_kernels
 _INTEGERS = (torch.int32, torch.int64)
@@ -26,12 +27,6 @@ def has_data(t: Tensor) -> bool:
         return False
     # Tensors of torch.func's transforms have no data of their own.
     return not (torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t))
-
-
-def check_tensor(name: str, t: Tensor) -> None:
-    """Raises TypeError unless argument ``name`` is a tensor."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
 
 def check_values(values: Tensor) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import check_batch, check_tensor, has_data
+from rec_kernels.nn.jagged.checks import check_batch, has_data
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, check_keys, select_bags
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
+from rec_kernels.ops.layout_records import check_tensor
 
 _ops = torch.ops.rec_kernels
 

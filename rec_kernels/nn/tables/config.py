@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
@@ -252,6 +252,11 @@ def check_per_id(table: EmbeddingConfig) -> None:
             f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "
             "must be None or one with compose 'per_id'"
         )
+
+
+def shown(module: object, tables: Iterable[EmbeddingConfig], *others: str) -> str:
+    """The text of a module that has these tables: a line for each, and others behind."""
+    return "\n  ".join([f"{type(module).__name__}(", *map(describe, tables), *others]) + "\n)"
 
 
 def describe(table: EmbeddingConfig) -> str:

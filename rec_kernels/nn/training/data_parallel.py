@@ -18,6 +18,7 @@ class FusedTables(Protocol):
 
     process_local: bool
     _told_of_processes: bool
+    _is_replica: bool
 
 
 def refuse_data_parallel(tables: FusedTables) -> None:
@@ -30,7 +31,7 @@ def refuse_data_parallel(tables: FusedTables) -> None:
             "in the backward, and the replicas would differ silently; build the collection with optimizer=None, or "
             "have TorchRec shard it (rk.distributed)"
         )
-    if getattr(tables, "_is_replica", False):
+    if tables._is_replica:
         raise RuntimeError(
             "a collection with a fused optimizer cannot be trained inside torch.nn.DataParallel: each replica would "
             "update tables of its own, which are dropped after the step; build the collection with optimizer=None, or "

@@ -203,7 +203,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         with self._tables_only():
             state = super().state_dict()
         names = [group.names for group in self._rate_groups]
-        state["optimizers"] = [group.numbers["optimizer"] for group in self._rate_groups]
+        for group, own in zip(state["param_groups"], self._rate_groups, strict=True):
+            group["optimizer"] = own.numbers["optimizer"]
         return state if len(names) == 1 else {**state, "tables": names}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -231,10 +232,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._show_state()
 
     def _in_order(self, state_dict: dict) -> list[dict]:
-        """A state's groups in the order of these, by the names of their tables if it has them, and their optimizers."""
+        """A state's groups in the order of these, by the names of their tables if it has them."""
         groups, names = state_dict["param_groups"], [group.names for group in self._rate_groups]
-        kinds = state_dict.get("optimizers", [None] * len(groups))
-        groups = [g if kind is None else {**g, "optimizer": kind} for g, kind in zip(groups, kinds, strict=True)]
         given = state_dict.get("tables")
         if given is None:
             return groups
