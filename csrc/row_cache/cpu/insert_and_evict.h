@@ -91,7 +91,7 @@ class Insertion {
     workers_.assign(static_cast<size_t>(workers_for(sets(), 8 * kSetsAtOnce)), Worker(num_tables_));
     for (Worker& w : workers_) {
       w.candidates.reserve(static_cast<size_t>(most));
-      w.moves.reserve(static_cast<size_t>(most + kMovesAhead));
+      w.moves.reserve(static_cast<size_t>(2 * kSetsTogether * std::min(most, cache_.ways)));
     }
   }
 
@@ -101,13 +101,9 @@ class Insertion {
     parallel_pieces(sets(), kSetsAtOnce, static_cast<int64_t>(workers_.size()),
                     [&](int64_t begin, int64_t end, int64_t worker) {
                       Worker& w = workers_[static_cast<size_t>(worker)];
-                      for (int64_t i = begin; i < end; ++i) {
-                        if (!plans_ && i + kSetsAhead < sets()) prefetch_set(i + kSetsAhead);
-                        read_candidates(start(i), start(i + 1), &w.candidates);
-                        take_in(slots, plans_ ? (i - at(start(i)).set) * cache_.ways : 0, &w);
-                        move_rows(&w, kMovesAhead);
-                      }
-                      move_rows(&w, 0);
+                      for (; begin < end; begin += kSetsTogether)
+                        insert_into(begin, std::min(begin + kSetsTogether, end), slots, &w);
+                      move_rows(&w, static_cast<int64_t>(w.moves.size()));
                     });
     for (const Worker& w : workers_) {
       add_up(w.counters);
@@ -118,8 +114,8 @@ class Insertion {
 
  private:
   static constexpr int64_t kSetsAtOnce = 32;
-  static constexpr int64_t kAhead = 64;                      // ids between a slot's prefetch and its use
-  static constexpr int64_t kSetsAhead = 4, kMovesAhead = 8;  // the same of sets, and of rows that move
+  static constexpr int64_t kIdsTogether = 64;
+  static constexpr int64_t kSetsTogether = 8;
 
   struct Worker {
     explicit Worker(int64_t tables) : counters(tables) {}
@@ -241,14 +237,28 @@ class Insertion {
   // Marks the rows that are in slots.
   void touch_all(const int64_t* slots) const {
     for_ids(split_bags(in_), [&](int64_t feature, int64_t begin, int64_t end, size_t) {
-      const Part& f = in_.parts[in_.bags.first_part(feature)];
-      for (int64_t i = begin; i < end; ++i) {
-        if (i + kAhead < end && slots[i + kAhead] >= 0) prefetch_slot(slots[i + kAhead]);
-        if (slots[i] >= 0) touch(slots[i], f, i);
-      }
+      const int64_t part = in_.bags.first_part(feature);
+      if (cache_.places[part].sets == 0) return;
+      for (; begin < end; begin += kIdsTogether) touch_some(slots, in_.parts[part], begin, end);
     });
   }
 
+  // Marks those of the first ids of [begin, end). The ids of rows that were not seen in this step are listed before,
+  // without a branch: whether a row was seen cannot be guessed.
+  void touch_some(const int64_t* slots, const Part& f, int64_t begin, int64_t end) const {
+    for (int64_t i = begin + kIdsTogether; i < std::min(begin + 2 * kIdsTogether, end); ++i)
+      prefetch_slot(std::max<int64_t>(slots[i], 0));
+    int64_t fresh[kIdsTogether], count = 0;
+    for (int64_t i = begin; i < std::min(begin + kIdsTogether, end); ++i) {
+      const bool seen = stamp_of(std::max<int64_t>(slots[i], 0)) == clock_;
+      fresh[count] = i;
+      count += (slots[i] >= 0) & !seen;
+    }
+    for (int64_t j = 0; j < count; ++j) touch(slots[fresh[j]], f, fresh[j]);
+  }
+
+  // Of a slot that other threads may touch.
+  int64_t stamp_of(int64_t slot) const { return __atomic_load_n(memory_.stamps + slot, __ATOMIC_RELAXED); }
   void prefetch_slot(int64_t slot) const {
     __builtin_prefetch(memory_.stamps + slot, 1);
     if (memory_.counts) __builtin_prefetch(memory_.counts + slot, 1);
@@ -258,7 +268,6 @@ class Insertion {
   // nothing, for which cores would have to pass the memory on. The row is that of id i of a feature's only part.
   void touch(int64_t slot, const Part& f, int64_t i) const {
     int64_t* stamp = memory_.stamps + slot;
-    if (__atomic_load_n(stamp, __ATOMIC_RELAXED) == clock_) return;
     if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);
     if (__atomic_exchange_n(stamp, clock_, __ATOMIC_RELAXED) == clock_) return;
     memory_.counts[slot] = raised(memory_.counts[slot], f.row_offset + f.row(in_.bags.id(i)));
@@ -283,6 +292,29 @@ class Insertion {
     if (memory_.counts)
       std::stable_sort(out->begin(), out->end(),
                        [](const Candidate& a, const Candidate& b) { return a.count > b.count; });
+  }
+
+  // Sets [begin, end) take their rows in; the rows of the sets before them move meanwhile, whose memory has come.
+  // Memory of many rows is asked for in one go: each costs a walk through the page table, and walks overlap if nothing
+  // else lies between them.
+  void insert_into(int64_t begin, int64_t end, int64_t* slots, Worker* w) const {
+    if (!plans_)
+      for (int64_t i = end; i < std::min(end + kSetsTogether, sets()); ++i) prefetch_set(i);
+    const auto before = static_cast<int64_t>(w->moves.size());
+    for (int64_t i = begin; i < end; ++i) {
+      read_candidates(start(i), start(i + 1), &w->candidates);
+      take_in(slots, plans_ ? (i - at(start(i)).set) * cache_.ways : 0, w);
+    }
+    for (size_t i = static_cast<size_t>(before); i < w->moves.size(); ++i) prefetch_move(w->moves[i]);
+    move_rows(w, before);
+  }
+
+  void prefetch_move(const Move& m) const {
+    tables_.prefetch_slot(m.part, m.slot);
+    prefetch_line(memory_.marks + m.slot);
+    if (m.leaves < 0) return;
+    if (memory_.row_counts) prefetch_line(memory_.row_counts + m.leaves);
+    if (m.written_back) tables_.prefetch_row(m.part_left, m.leaves);
   }
 
   // Prefetches the state that decides in set i, and the rows that are read for it.
@@ -359,19 +391,11 @@ class Insertion {
       if (move.written_back && plans_) worker->written.push_back(row);
       else if (move.written_back) worker->counters.add(table_of(move.part_left), kWritten);
     }
-    if (plans_) return;
-    worker->moves.push_back(move);
-    tables_.prefetch_slot(c.part, slot);
-    prefetch_line(memory_.marks + slot);
-    if (row < 0) return;
-    if (memory_.row_counts) prefetch_line(memory_.row_counts + row);
-    if (move.written_back) tables_.prefetch_row(move.part_left, row);
+    if (!plans_) worker->moves.push_back(move);
   }
 
-  // Makes all moves but the last few, whose memory is on its way.
-  void move_rows(Worker* worker, int64_t kept) const {
-    const int64_t count = static_cast<int64_t>(worker->moves.size()) - kept;
-    if (count <= 0) return;
+  // Makes the first `count` moves.
+  void move_rows(Worker* worker, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
       const Move& m = worker->moves[static_cast<size_t>(i)];
       if (m.leaves >= 0 && memory_.counts) memory_.row_counts[m.leaves] = m.count_left;
