@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import distributed_cases
@@ -218,14 +219,17 @@ def by_torch(case: Case) -> tuple[list[Tensor], dict[str, Any], list[str]]:
     return outputs, blocks(model.module.ebc.state_dict()), names
 
 
-def only_weights(case: Case) -> tuple[Tensor, bool]:
-    """Tables of bytes without an optimizer: weights get gradients, and nothing else is trained or sent back."""
+def only_weights(case: Case) -> tuple[Tensor, bool, list[str]]:
+    """Tables of bytes without an optimizer: weights get gradients, nothing else is trained or sent back; warnings."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     given = batch(case, 0, [rank])
     weights = torch.ones(len(given.values()), requires_grad=True)
     given = type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
-    model(given).sum().backward()
-    return weights.grad, model(batch(case, 1, [rank])).requires_grad
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(given).sum().backward()
+        requires = model(batch(case, 1, [rank])).requires_grad
+    return weights.grad, requires, [str(warning.message) for warning in told]
 
 
 def step_by_torch(case: sequences.Sequences, model: nn.Module, ranks: list[int]) -> list:

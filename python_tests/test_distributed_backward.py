@@ -182,7 +182,7 @@ def test_optimizers_of_torch(plan: str, pooling: str) -> None:
 def test_tables_that_nothing_trains() -> None:
     """Rows of bytes without an optimizer: outputs want gradients only where per-sample weights do."""
     case = Case("row_wise", "int8", "torch")
-    for rank, (grad, requires) in enumerate(pool(2).run(HERE, "only_weights", case)):
+    for rank, (grad, requires, told) in enumerate(pool(2).run(HERE, "only_weights", case)):
         given = batch(case, 0, [rank])
         weights = torch.ones(len(given.values()), requires_grad=True)
         Model(collection(case))(
@@ -190,6 +190,7 @@ def test_tables_that_nothing_trains() -> None:
         ).sum().backward()
         assert same_bits(grad, weights.grad)
         assert not requires
+        assert sum("a collection whose tables nothing trains" in text for text in told) == 1
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "one_rank")])

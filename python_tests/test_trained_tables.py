@@ -128,6 +128,70 @@ def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
             torch.optim.SGD(parameters, lr=0.1).step()
 
 
+def untrained(format: str, pools: bool) -> nn.Module:
+    """A collection without optimizer of a table in ``format`` and one in fp32, which torch cannot train either."""
+    config = rk.EmbeddingBagConfig if pools else rk.EmbeddingConfig
+    tables = [config(9, 4, name=n, feature_names=[n], format=f) for n, f in (("a", format), ("b", "fp32"))]
+    return (rk.EmbeddingBagCollection if pools else rk.EmbeddingCollection)(tables)
+
+
+UNTRAINED = r"a collection whose tables nothing trains.*{'%s': '%s'} here.*RowwiseAdagrad.*requires_grad_\(False\)"
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize("pools", [True, False])
+def test_lookups_of_training_that_train_nothing_are_told_once(format: str, pools: bool) -> None:
+    """Moves and copies have been told, too; frozen tables, evaluations and lookups without gradients are fine."""
+    ids = {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}
+    collection = untrained(format, pools)
+    with pytest.warns(UserWarning, match=UNTRAINED % ("a", format)):
+        collection(ids)
+    fine = [collection, copy.deepcopy(collection).to("cpu"), untrained(format, pools).eval()]
+    for frozen in (untrained(format, pools), nn.Sequential(untrained(format, pools))):
+        frozen.requires_grad_(False)
+        fine += [frozen, copy.copy(frozen), copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen)).to("cpu")]
+    by_hand = untrained(format, pools)
+    for weight in by_hand.parameters():
+        weight.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for module in (*fine, by_hand, untrained(format, pools).for_serving()):
+            module(ids)
+        with torch.no_grad():
+            untrained(format, pools)(ids)
+    fine[-1].requires_grad_(True)
+    with pytest.warns(UserWarning, match=UNTRAINED % ("a", format)):
+        fine[-1](ids)
+
+
+@pytest.mark.parametrize("make_layer", [rk.Embedding, rk.EmbeddingBag])
+def test_layers_of_training_that_train_nothing_are_told_once(make_layer: type[rk.Embedding]) -> None:
+    """Layers of rows that torch cannot train, unless they are frozen."""
+    ids = torch.tensor([[1, 2]])
+    layer = make_layer(9, 4, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=UNTRAINED % ("weight", "bf16")):
+        layer(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fine in (layer, make_layer.from_pretrained(torch.randn(9, 4), format="int8"), make_layer(9, 4)):
+            fine(ids)
+
+
+def test_compiled_lookups_that_train_nothing_are_told() -> None:
+    """The warning comes with the trace, which it does not break, and not with calls of the graph."""
+    batch = rk.KeyedJaggedTensor.from_dict({"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])})
+    collection = untrained("int8", True)
+    compiled = torch.compile(lambda given: collection(given).values(), fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match=UNTRAINED % ("a", "int8")):
+        compiled(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(batch)
+    with warnings.catch_warnings(record=True) as told:
+        torch.export.export(collection, (batch,))
+    assert not [warning for warning in told if "nothing trains" in str(warning.message)]
+
+
 def named_tables(order: str, adam: bool = True, **rates: float) -> rk.EmbeddingBagCollection:
     """Tables by the letters of ``order``, "u" and "q" of an Adam each."""
     torch.manual_seed(0)

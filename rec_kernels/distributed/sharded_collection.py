@@ -99,6 +99,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.backward_post = Post(group, device, wire.backward, 2 * module.seed + 1)
         self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch)
         self.backwards.frozen.update(module._layout.frozen)
+        self._untrained = module._untrained
         if module._trained_by_torch:
             self.add_module(module._holder, ShownTables(self._shown(own)))
         elif projected := [table.name for table in collection._features.tables if table.projection]:
@@ -287,6 +288,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def _leave(self, trip: Trip, rows: Tensor) -> Callable[[], Tensor]:
         """Sends what this rank has looked up; the function that is returned waits for its output."""
         ctx = trip.batch
+        self._untrained.looked_up(training=ctx.trains and self.backwards.trains)
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
         # All ranks run the backward that trains a projection of one.
         token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))

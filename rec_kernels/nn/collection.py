@@ -33,7 +33,7 @@ from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
-from rec_kernels.nn.training.dense_parameters import mark_untrained
+from rec_kernels.nn.training.dense_parameters import Untrained
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import FusedUpdate, fit_powers, optimizer_buffers, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
@@ -115,6 +115,7 @@ class TableCollection(nn.Module):
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
         self._own_buffers = tuple(self._buffers)
+        self._untrained = Untrained({t.name: t.format for t in features.stored if t.format != "fp32"})
         self._tie()
         weights = self._held.weights()
         self._store.initialize(weights)
@@ -196,7 +197,8 @@ class TableCollection(nn.Module):
             self._update.release()
         is_fused = self.optimizer is not None
         self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
-        mark_untrained([] if self._is_trained else self._held.weights())
+        if not self._is_trained:
+            self._untrained.watch(self._held.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._store.wait(self.device)
@@ -304,16 +306,6 @@ class TableCollection(nn.Module):
             self._buffers[name].fill_(number)
         return super().state_dict(*args, **options)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets ``requires_grad`` as ``torch.nn.Module`` does; False freezes tables that a fused optimizer trains.
-
-        Tables of a collection without one that has a format other than fp32 are left as they are: nothing trains them.
-        Inside ``accumulate()``, the next lookup raises RuntimeError: the block's one update has one set of tables.
-        """
-        self._held.set_requires_grad(requires_grad, trains=self._is_trained)
-        with only_added(self, modules=(self._holder,)):
-            return super().requires_grad_(requires_grad)
-
     # Lookups and updates.
 
     @abstractmethod
@@ -376,7 +368,10 @@ class TableCollection(nn.Module):
 
     def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
         """Lists the tables if torch may want their gradients; a call takes longer with each of them."""
-        if not self._trained_by_torch or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return []
+        if not self._trained_by_torch:
+            self._untrained.looked_up(training=self.training)
             return []
         tables: list[Tensor] = [*self._held.weights()]
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []

@@ -46,7 +46,8 @@ class EmbeddingBagCollection(TableCollection):
     state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``: [E, D] of the optimizer's ``state_dtype``
     or, if row-wise, float32 [E].
     ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
-    Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
+    Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient,
+    and the first lookup of training warns, unless ``requires_grad_(False)`` was called.
     Dense parameters elsewhere in the model are the user's optimizer's business.
     A loss that ``torch.amp.GradScaler`` multiplies needs ``set_grad_scaler``: else gradients are as much too large.
     With a fused optimizer, tables are the process's own: where torch.distributed has several, a lookup that will update

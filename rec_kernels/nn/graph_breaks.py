@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from rec_kernels.nn.training.data_parallel import warn_of_processes
-
 
 @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
 def take_ahead(take: Callable, *args: object) -> object:
@@ -33,9 +31,9 @@ def record_lookup(record: Callable, *args: object) -> object:
 
 
 @torch.compiler.assume_constant_result
-def warn_while_traced() -> bool:
-    """``warn_of_processes()`` when a lookup is traced, and never when the graph runs."""
-    warn_of_processes()
+def warn_while_traced(warn: Callable, *args: object) -> bool:
+    """``warn(*args)`` when a lookup is traced, and never when the graph runs."""
+    warn(*args)
     return True
 
 

@@ -70,8 +70,7 @@ def tie_tables(
         else:
             before = holder.weight
             holder.weight = nn.Parameter(view, requires_grad=before.requires_grad)
-            if view.dtype == torch.uint8:
-                holder.weight.__dict__["requires_grad_"] = RequiresGrad(RequiresGrad.of(before).requires_grad)
+            RequiresGrad.hand_on(before, holder.weight)
         if grad is not None and grad.device != view.device:
             holder.weight.grad = torch.empty_like(grad, device=view.device) if grad.is_meta else grad.to(view.device)
         if view.dtype == torch.uint8:

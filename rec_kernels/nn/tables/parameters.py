@@ -14,10 +14,12 @@ from rec_kernels.nn.tables.load_state import copied
 
 
 class RequiresGrad:
-    """Replaces ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's.
+    """Replaces ``requires_grad_`` of a parameter that torch cannot train, and with it a whole model's.
+
+    A parameter of bytes has it, which torch refuses, and one of a collection whose tables nothing trains.
 
     Attributes:
-        requires_grad: whether a fused optimizer is to train the table.
+        requires_grad: whether the table is to be trained.
     """
 
     def __init__(self, requires_grad: bool = True) -> None:
@@ -30,6 +32,12 @@ class RequiresGrad:
     def of(weight: Tensor) -> Any:
         """The object that has ``requires_grad`` of a table's weight: the weight, or this."""
         return weight.__dict__.get("requires_grad_", weight)
+
+    @staticmethod
+    def hand_on(before: Tensor, after: Tensor) -> None:
+        """Has a parameter in the place of another one say as that one whether it is to be trained."""
+        if "requires_grad_" in before.__dict__:
+            after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
 
 
 class Table(nn.Module):
@@ -71,8 +79,7 @@ class Table(nn.Module):
 
     def _empty_weight(self) -> nn.Parameter:
         empty = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=self.weight.requires_grad)
-        if empty.dtype == torch.uint8:
-            empty.__dict__["requires_grad_"] = RequiresGrad(RequiresGrad.of(self.weight).requires_grad)
+        RequiresGrad.hand_on(self.weight, empty)
         return empty
 
     def _load_from_state_dict(
@@ -119,13 +126,6 @@ class Tables(nn.Module):
             if config.projection:
                 matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
                 self[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
-
-    def set_requires_grad(self, requires_grad: bool, *, trains: bool) -> None:
-        """Sets it of projections and, where something ``trains`` the tables, of their weights."""
-        for table in self._modules.values():
-            for kind, parameter in table.named_parameters(recurse=False):
-                if kind != "weight" or trains:
-                    parameter.requires_grad_(requires_grad)
 
     def weights(self) -> list[nn.Parameter]:
         """The tables' parameters."""

@@ -45,7 +45,7 @@ def refuse_data_parallel(tables: FusedTables) -> None:
     if torch.compiler.is_compiling():
         from rec_kernels.nn.graph_breaks import warn_while_traced
 
-        warn_while_traced()
+        warn_while_traced(warn_of_processes)
     else:
         tables._told_of_processes = True
         warn_of_processes()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
+from rec_kernels.ops.exporting import is_exporting
 
 _MARK = "_rec_kernels_mark"  # an attribute of a parameter
 
@@ -45,12 +48,6 @@ def mark_fused(weight: nn.Parameter) -> None:
     weight.__dict__[_MARK] = _FUSED
 
 
-def mark_untrained(weights: Iterable[nn.Parameter]) -> None:
-    """Says of tables that they are in a collection without optimizer whose formats torch cannot train."""
-    for weight in weights:
-        weight.__dict__[_MARK] = _UNTRAINED
-
-
 def mark_replaced(weights: Iterable[nn.Parameter]) -> None:
     """Says of parameters that a model has had others in their place since an optimizer may have been made."""
     for weight in weights:
@@ -60,6 +57,50 @@ def mark_replaced(weights: Iterable[nn.Parameter]) -> None:
 def in_backward(weights: Iterable[nn.Parameter]) -> list[Optimizer]:
     """The optimizers that torch was told to run in the backward for some parameters, in their order."""
     return [optimizer for weight in weights for optimizer in getattr(weight, "_in_backward_optimizers", ())]
+
+
+class Untrained:
+    """Tables of a collection without optimizer in formats that torch cannot train, and what their user is told.
+
+    Args:
+        formats: name of a table -> its format, of those that have another one than fp32.
+    """
+
+    def __init__(self, formats: dict[str, str]) -> None:
+        self._formats = formats
+        self._wanted: list[RequiresGrad] = []
+        self._is_told = False
+
+    def watch(self, weights: Sequence[nn.Parameter]) -> None:
+        """Says of these parameters, from now on the tables', that nothing trains them."""
+        for weight in weights:
+            weight.__dict__[_MARK] = _UNTRAINED
+            weight.__dict__.setdefault("requires_grad_", RequiresGrad())
+        self._wanted = list(map(RequiresGrad.of, weights))
+
+    def looked_up(self, *, training: bool) -> None:
+        """At a lookup with gradients enabled: warns, once, if it is one of training and not all tables are frozen."""
+        if self._is_told or not training or not any(wanted.requires_grad for wanted in self._wanted):
+            return
+        if torch.compiler.is_compiling():
+            from rec_kernels.nn.graph_breaks import warn_while_traced
+
+            if not is_exporting():
+                warn_while_traced(_warn_of_untrained, self._formats)
+        else:
+            self._is_told = True
+            _warn_of_untrained(self._formats)
+
+
+def _warn_of_untrained(formats: dict[str, str]) -> None:
+    """UserWarning: a collection trains none of its tables."""
+    warnings.warn(
+        f"a lookup of training, by a collection whose tables nothing trains: torch has no gradients of rows in a "
+        f"format other than fp32, {formats} here, nor of fp32 tables beside them. Build the collection with a fused "
+        "optimizer, rk.RowwiseAdagrad(lr=0.05) say. If the tables are to stay as they are, call requires_grad_(False) "
+        "of it, or look up in eval() or under torch.no_grad()",
+        stacklevel=2,
+    )
 
 
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
