@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, Feature
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
+from rec_kernels.ops.layout_records import ID_DTYPES
 
 POOLINGS = ("sum", "mean")
 
@@ -101,7 +102,7 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
         if (jagged.keys() or name == "shared") and jagged.stride() != rows:
             raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
         ids = stored_in(jagged).values()
-        if ids.dtype not in (torch.int32, torch.int64):
+        if ids.dtype not in ID_DTYPES:
             raise WrongBatchError(f"ids of {name} are {ids.dtype}, must be torch.int32 or torch.int64")
         weights = weights_of(jagged)
         if weights is not None and weights.dtype != torch.float32:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.jagged.checks import check_offsets, has_data
 from rec_kernels.nn.tables.layout import move, move_buffers
-
-INTEGERS = (torch.int32, torch.int64)
+from rec_kernels.ops.layout_records import ID_DTYPES
 
 
 class OneTable(nn.Module):
@@ -57,9 +56,9 @@ class OneTable(nn.Module):
                 "tensor, rk.JaggedTensor.from_dense makes one; of several features, features[name] is one"
             )
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
-        if values.dim() != 1 or values.dtype not in INTEGERS:
+        if values.dim() != 1 or values.dtype not in ID_DTYPES:
             raise ValueError(f"values must be one row of int32 or int64 ids, got {values.dtype} {list(values.shape)}")
-        if offsets.dim() != 1 or offsets.dtype not in INTEGERS or offsets.shape[0] < 1:
+        if offsets.dim() != 1 or offsets.dtype not in ID_DTYPES or offsets.shape[0] < 1:
             raise ValueError(
                 f"offsets must be one row of at least one int32 or int64, got {offsets.dtype} {list(offsets.shape)}"
             )

@@ -22,7 +22,7 @@ from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.embedding_bag import embedding_bag, read_bags, refuse_norms
-from rec_kernels.ops.layout_records import check_tensor
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ class Embedding(EmbeddingLayer):
         """
         if not isinstance(input, Tensor):
             raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
-        if input.dtype not in (torch.int32, torch.int64):
+        if input.dtype not in ID_DTYPES:
             raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
         ids = input.reshape(-1)
         is_compressed = self.collection is not None and self.collection.tables[0].compression is not None

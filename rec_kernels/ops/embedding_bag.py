@@ -16,7 +16,7 @@ from torch import Tensor
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.fakes import check_devices, check_one_device
-from rec_kernels.ops.layout_records import check_tensor
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
 
@@ -135,7 +135,7 @@ def check_ids(input: Tensor) -> None:
     """Raises TypeError or ValueError unless ids are what lookups take; the ops would call them "values"."""
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
-    if input.dtype not in (torch.int32, torch.int64):
+    if input.dtype not in ID_DTYPES:
         raise ValueError(f"input must be int32 or int64, got {input.dtype}")
 
 

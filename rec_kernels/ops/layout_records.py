@@ -15,10 +15,13 @@ T = TypeVar("T")
 #: A record for each part.
 Records: TypeAlias = "list[list[int]]"
 
-#: Formats that tables can have.
+#: The dtypes of ids, offsets and lengths.
+ID_DTYPES = (torch.int32, torch.int64)
+#: The row formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 #: Combination of an id's parts, by its number.
 COMBINE = ("concat", "add", "mult")
+#: The most parts of an id that the kernels combine.
 MAX_PARTS = 4
 MAX_TABLE_ID = 65536
 MAX_WAYS = 1024

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rec_kernels.ops.layout_records import ID_DTYPES
 from rec_kernels.triton.embedding_bag import embedding_bag_backward_dense
 from rec_kernels.triton.inputs import FLOATS, check, check_tensor
 from rec_kernels.triton.kernels import NOTHING_BAD
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @triton.jit(do_not_specialize=["count", "num_rows"])
@@ -50,7 +49,7 @@ def expand_kernel(
 
 
 def _check_inverse(inverse: Tensor, other: Tensor, name: str, shape: tuple[int, ...] | None = None) -> None:
-    check_tensor(inverse, "inverse", _INTEGERS, rank=1, shape=shape)
+    check_tensor(inverse, "inverse", ID_DTYPES, rank=1, shape=shape)
     check(inverse.device == other.device, f"inverse must be on the same device as {name}")
 
 
@@ -58,7 +57,7 @@ def expand(x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """``x[inverse]``: (output [M, D], status [2] int64)."""
     check_tensor(x, "x", (x.dtype,), rank=2)
     name = str(x.dtype).removeprefix("torch.")
-    check(x.dtype in (*FLOATS, *_INTEGERS), f"x must be float32, float16, bfloat16, int32 or int64, got {name}")
+    check(x.dtype in (*FLOATS, *ID_DTYPES), f"x must be float32, float16, bfloat16, int32 or int64, got {name}")
     _check_inverse(inverse, x, "x")
     x, inverse, (count, columns) = x.contiguous(), inverse.contiguous(), (inverse.shape[0], x.shape[1])
     out, status = x.new_empty((count, columns)), inverse.new_zeros((2,), dtype=torch.int64)

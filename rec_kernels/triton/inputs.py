@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rec_kernels.ops.layout_records import MAX_TABLE_ID, check
+from rec_kernels.ops.layout_records import ID_DTYPES, MAX_TABLE_ID, check
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.triton.kernels import COLUMNS, start_kernel
 
@@ -154,13 +154,12 @@ def _check_layout(a: SimpleNamespace) -> None:
 
 
 def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
-    integers = (torch.int32, torch.int64)
     pooling, bounds_check = getattr(a, "pooling", "sum"), getattr(a, "bounds_check", "ignore")
     check(pooling in ("sum", "mean"), f'pooling must be "sum" or "mean", got "{pooling}"')
     known = bounds_check in ("error", "ignore", "none")
     check(known, f'bounds_check must be "error", "ignore" or "none", got "{bounds_check}"')
-    check_tensor(a.values, "values", integers, rank=1)
-    check_tensor(a.offsets, "offsets", integers, rank=1)
+    check_tensor(a.values, "values", ID_DTYPES, rank=1)
+    check_tensor(a.offsets, "offsets", ID_DTYPES, rank=1)
     bags = a.offsets.shape[0] - int(include_last_offset)
     expected = f"offsets must have {'num_features * ' if hasattr(a, 'layout') else ''}batch + 1 elements"
     check(bags >= 0, f"{expected}, got none")

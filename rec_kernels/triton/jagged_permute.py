@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.layout_records import ID_DTYPES
 from rec_kernels.triton.inputs import check, check_one_device, check_tensor
 from rec_kernels.triton.kernels import BAD_LAYOUT, NOTHING_BAD
 
-_INTEGERS = (torch.int32, torch.int64)
 # dtypes that values are copied as, by size: torch cannot zero tensors of every dtype.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -86,7 +86,7 @@ def _checked(
     """[F + 1]: where the bags of each feature start. Raises ValueError as the compiled op does."""
     check_one_device(SimpleNamespace(values=values, offsets=offsets, weights=weights))
     check(values.dim() == 1, f"values must have 1 dimension(s), got shape {list(values.shape)}")
-    check_tensor(offsets, "offsets", _INTEGERS, rank=1)
+    check_tensor(offsets, "offsets", ID_DTYPES, rank=1)
     bags = offsets.shape[0] - 1
     check(bags >= 0, "offsets must have one element more than there are rows, got none")
     if weights is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_integers, has_data
-from rec_kernels.ops.layout_records import check_tensor, integer
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer
 
 
 class Parts(NamedTuple):
@@ -166,7 +166,7 @@ def _of_jagged(x: Any) -> _Feature:
 
 def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
     is_dense = x.layout == torch.strided and not x.is_nested
-    if not is_dense or x.dim() not in (1, 2) or x.dtype not in (torch.int32, torch.int64):
+    if not is_dense or x.dim() not in (1, 2) or x.dtype not in ID_DTYPES:
         found = f"{x.dtype} {list(x.shape)}" if is_dense else f"a tensor of layout {x.layout}"
         raise ValueError(f"{name} must be ids, int32 or int64 [B] or [B, L], got {found}")
     bags = x[:, None] if x.dim() == 1 else x

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.ops.layout_records import check_tensor
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor
 
 _ops = torch.ops.rec_kernels
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @torch.library.register_fake("rec_kernels::_offsets_rise")
@@ -39,7 +38,7 @@ def check_values(values: Tensor) -> None:
 def check_integers(name: str, t: Tensor, values: Tensor) -> None:
     """Raises an error unless argument ``name`` is [M] int32 or int64 where ``values`` are. Waits for no GPU."""
     check_tensor(name, t)
-    if t.dim() != 1 or t.dtype not in _INTEGERS:
+    if t.dim() != 1 or t.dtype not in ID_DTYPES:
         raise ValueError(f"{name} must be int32 or int64 with one dimension, got {t.dtype} {list(t.shape)}")
     if t.device != values.device:
         raise ValueError(f"{name} must be on values' device, {values.device}, got {t.device}")

@@ -17,11 +17,8 @@ from typing import Any
 import numpy as np
 
 from rec_kernels.nn.arguments import check_choice, is_list, positive_integer, positive_integers
+from rec_kernels.ops.layout_records import COMBINE, MAX_PARTS
 
-#: Ways to make a row from parts, by their numbers in the ops' ``combine``.
-COMBINE = ("concat", "add", "mult")
-#: The most parts that the kernels combine.
-MAX_PARTS = 4
 # Ids that are looked at one by one to find two with the same rows.
 _LOOKED_AT = 1 << 22
 

@@ -13,11 +13,9 @@ from torch import Tensor
 from rec_kernels.nn.arguments import check_choice, check_rate, is_list, number_of, positive_integer
 from rec_kernels.nn.tables.compression import Compression, Hash, MixedDimension, Part
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
-from rec_kernels.ops.layout_records import integer
+from rec_kernels.ops.layout_records import BAG_FORMATS, integer
 from rec_kernels.ops.row_formats import row_bytes
 
-#: The row formats that tables can have.
-BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 # Integers of 64 bits.
 _EVERY_ID = 2**64
 
