@@ -53,6 +53,8 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 add_module_names = False
+# Classes of others, whose members are theirs to describe: the site has what classes of this package inherit from these.
+FOREIGN = "Module,Sequential,Optimizer,ModuleSharder,ShardedModule,FusedOptimizerModule,tuple"
 
 
 def menu() -> str:
@@ -77,7 +79,7 @@ def reference() -> str:
         for name in found:
             thing = things[name]
             kind = "autoclass" if isinstance(thing, type) else "autofunction" if callable(thing) else "autodata"
-            members = "\n   :members:" if kind == "autoclass" else ""
+            members = f"\n   :members:\n   :inherited-members: {FOREIGN}" if kind == "autoclass" else ""
             parts.append(f"### {name}\n\n```{{eval-rst}}\n.. {kind}:: rec_kernels.{name}{members}\n```\n")
     return "\n".join(parts)
 

@@ -13,21 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rec_kernels.nn.jagged import checks
 from rec_kernels.nn.jagged.bounds import read_at
-from rec_kernels.nn.jagged.container import OffsetsContainer
+from rec_kernels.nn.jagged.container import BagContainer, OffsetsContainer
 
 _Batch = TypeVar("_Batch", bound="BatchFacts")
 
 
-class BatchFacts(OffsetsContainer):
+class BatchFacts(BagContainer, OffsetsContainer):
     """Base of ``rk.KeyedJaggedTensor``: where its features' ids start, which is read once, and what follows from it."""
 
     _keys: list[str]
-    _values: Tensor
-    _offsets: Tensor
-
-    @abstractmethod
-    def lengths(self) -> Tensor:
-        """[F * B]."""
 
     @abstractmethod
     def stride_per_key(self) -> list[int]:
@@ -94,17 +88,9 @@ class BatchFacts(OffsetsContainer):
     def _place_of_bag(self, bag: int) -> str:
         return checks.place_of_bag(bag, self._keys, self.stride_per_key())
 
-    def device(self) -> torch.device:
-        """Where the ids are."""
-        return self._values.device
-
     def index_per_key(self) -> dict[str, int]:
         """The number of each feature."""
         return {key: f for f, key in enumerate(self._keys)}
-
-    def lengths_or_none(self) -> Tensor:
-        """[F * B], as in TorchRec, where a batch may have offsets only."""
-        return self.lengths()
 
     def length_per_key(self) -> list[int]:
         """F numbers of ids. Read from the device, as ``offset_per_key()``.

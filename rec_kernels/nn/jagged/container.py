@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged.checks import there
 
 _Container = TypeVar("_Container", bound="JaggedContainer")
 
@@ -44,6 +47,53 @@ class JaggedContainer:
     @abstractmethod
     def _mapped(self: _Container, move: Callable[[Any], Any]) -> _Container:
         """A container of its parts as ``move`` returns them."""
+
+
+class BagContainer(JaggedContainer):
+    """A container of bags: those of a ``rk.JaggedTensor`` are B rows, of a ``rk.KeyedJaggedTensor`` F * B bags."""
+
+    _values: Tensor
+    _offsets: Tensor
+    _weights: Tensor | None
+
+    def values(self) -> Tensor:
+        """[N, ...]: the numbers of all bags, such as ids."""
+        return self._values
+
+    def offsets(self) -> Tensor:
+        """[bags + 1]."""
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        """[bags]."""
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> Tensor | None:
+        """[N] or None."""
+        return self._weights
+
+    def weights(self) -> Tensor:
+        """[N].
+
+        Raises:
+            ValueError: there are none.
+        """
+        return there("weights", self._weights)
+
+    def lengths_or_none(self) -> Tensor:
+        """[bags], as in TorchRec, where bags may have offsets only."""
+        return self.lengths()
+
+    def offsets_or_none(self) -> Tensor:
+        """[bags + 1], as in TorchRec, where bags may have lengths only."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def __str__(self) -> str:
+        return f"{self!r}\n"  # TorchRec's end so
 
 
 class OffsetsContainer(JaggedContainer):

@@ -12,11 +12,11 @@ from torch import Tensor
 from rec_kernels.nn.jagged import bounds, build, checks, text
 from rec_kernels.nn.jagged.batch_facts import BatchFacts
 from rec_kernels.nn.jagged.checks import has_data
-from rec_kernels.nn.jagged.container import JaggedContainer
+from rec_kernels.nn.jagged.container import BagContainer
 from rec_kernels.ops.status import cannot_read
 
 
-class JaggedTensor(JaggedContainer):
+class JaggedTensor(BagContainer):
     """Rows of different lengths: row b is ``values[offsets[b] : offsets[b+1]]``.
 
     Args:
@@ -60,42 +60,6 @@ class JaggedTensor(JaggedContainer):
         new = cls.__new__(cls)
         new._values, new._offsets, new._weights = values, offsets, weights
         return new
-
-    def values(self) -> Tensor:
-        """[N, ...]."""
-        return self._values
-
-    def offsets(self) -> Tensor:
-        """[B + 1]."""
-        return self._offsets
-
-    def lengths(self) -> Tensor:
-        """[B]."""
-        return self._offsets.diff()
-
-    def weights_or_none(self) -> Tensor | None:
-        """[N] or None."""
-        return self._weights
-
-    def weights(self) -> Tensor:
-        """[N].
-
-        Raises:
-            ValueError: there are none.
-        """
-        return checks.there("weights", self._weights)
-
-    def lengths_or_none(self) -> Tensor:
-        """[B], as in TorchRec, where rows may have offsets only."""
-        return self.lengths()
-
-    def offsets_or_none(self) -> Tensor:
-        """[B + 1], as in TorchRec, where rows may have lengths only."""
-        return self._offsets
-
-    def device(self) -> torch.device:
-        """Where the values are."""
-        return self._values.device
 
     def to_dense(self) -> list[Tensor]:
         """One tensor per row.
@@ -208,9 +172,6 @@ class JaggedTensor(JaggedContainer):
     def __repr__(self) -> str:
         return text.of_rows("JaggedTensor", self._values, self._offsets, self._weights)
 
-    def __str__(self) -> str:
-        return f"{self!r}\n"  # TorchRec's end so
-
 
 def _row(number: int) -> str:
     return f"row {number}"
@@ -305,34 +266,6 @@ class KeyedJaggedTensor(BatchFacts):
     def keys(self) -> list[str]:
         """F feature names, in order."""
         return list(self._keys)
-
-    def values(self) -> Tensor:
-        """[N] ids."""
-        return self._values
-
-    def offsets(self) -> Tensor:
-        """[F * B + 1]."""
-        return self._offsets
-
-    def lengths(self) -> Tensor:
-        """[F * B]."""
-        return self._offsets.diff()
-
-    def weights_or_none(self) -> Tensor | None:
-        """[N] or None."""
-        return self._weights
-
-    def weights(self) -> Tensor:
-        """[N].
-
-        Raises:
-            ValueError: there are none.
-        """
-        return checks.there("weights", self._weights)
-
-    def offsets_or_none(self) -> Tensor:
-        """[F * B + 1], as in TorchRec, where a batch may have lengths only."""
-        return self._offsets
 
     def stride(self) -> int:
         """Batch size B; of the full batch, where features have their own."""
@@ -608,9 +541,6 @@ class KeyedJaggedTensor(BatchFacts):
     def __repr__(self) -> str:
         given = self._values, self._offsets, self._weights
         return text.of_bags("KeyedJaggedTensor", self._keys, self.stride_per_key(), *given)
-
-    def __str__(self) -> str:
-        return f"{self!r}\n"  # TorchRec's end so
 
 
 def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
