@@ -70,13 +70,16 @@ def test_temperature() -> None:
     ("message", "changes"),
     [
         ("num_embeddings must name at least one table, got none", {"num_embeddings": []}),
-        ("num_embeddings[1] = 0 must be at least 1 and finite", {"num_embeddings": [5, 0]}),
-        ("base_dim = 0 must be at least 1 and finite", {"base_dim": 0}),
-        ("num_embeddings[0] = nan must be at least 1 and finite", {"num_embeddings": [float("nan"), 3]}),
-        ("threshold = nan must be at least 0", {"threshold": float("nan")}),
+        ("num_embeddings[1] must be an integer, at least 1 and below 2^63, got 0", {"num_embeddings": [5, 0]}),
+        ("base_dim must be an integer, at least 1 and below 2^63, got 0", {"base_dim": 0}),
+        (
+            "num_embeddings[0] must be an integer, at least 1 and below 2^63, got nan",
+            {"num_embeddings": [float("nan"), 3]},
+        ),
+        ("threshold must be an integer, at least 0 and below 2^63, got nan", {"threshold": float("nan")}),
         ("temperature = -0.1 must be at least 0 and finite", {"temperature": -0.1}),
         ("temperature = nan must be at least 0 and finite", {"temperature": float("nan")}),
-        ("threshold = -1 must be at least 0", {"threshold": -1}),
+        ("threshold must be an integer, at least 0 and below 2^63, got -1", {"threshold": -1}),
         ("budget = 0 must be above 0 and finite", {"budget": 0}),
     ],
 )

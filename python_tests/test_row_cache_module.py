@@ -40,8 +40,8 @@ WRONG = [
     ({"ways": 1025}, "ways must be at most 1024, got 1025"),
     ({"ways": 2.0}, r"ways must be .* got 2\.0"),
     ({"policy": "fifo"}, "policy must be 'lru' or 'lfu', got 'fifo'"),
-    ({"policy": "lfu", "decay_every": -1}, "decay_every must be an int, at least 0, got -1"),
-    ({"policy": "lfu", "decay_every": 1.5}, r"decay_every must be an int, at least 0, got 1\.5"),
+    ({"policy": "lfu", "decay_every": -1}, "decay_every must be an integer, at least 0 and below 2\\^63, got -1"),
+    ({"policy": "lfu", "decay_every": 1.5}, r"decay_every must be an integer, at least 0 and below 2\^63, got 1\.5"),
     ({"decay_every": 3}, "decay_every = 3 is for policy 'lfu', got 'lru'"),
 ]
 

@@ -34,6 +34,9 @@ def _padded(**given: object) -> rk.KeyedJaggedTensor:
 
 BAGS = [rk.EmbeddingBag(20, 4), rk.EmbeddingBag(20, 4, format="int8"), rk.EmbeddingBag(20, 4, mode="max")]
 NUMBER = "must be a number, at least 0, and finite as float32"
+COUNT = "must be an integer, at least 0 and below 2^63"
+POSITIVE = "must be an integer, at least 1 and below 2^63"
+IDS, ONE = torch.tensor([[1, 2]]), torch.tensor([1])
 NAMES = "must be a non-empty list of names, which are non-empty strings"
 RADIX = rk.Partitions.mixed_radix
 INVERSE = rk.InverseKeyedJaggedTensor
@@ -109,14 +112,35 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: rk.EmbeddingBag.from_pretrained([[1.0, 2.0]]), "embeddings must be a tensor, got list"),
     (lambda: rk.Embedding(1, 2, _weight=[[1.0, 2.0]]), "_weight must be a tensor, got list"),
     (lambda: rk.EmbeddingBag(1, 2, _weight=[[1.0, 2.0]], format="int8"), "_weight must be a tensor, got list"),
-    (lambda: _placed(cache_bytes="1GB"), "cache_bytes = '1GB' must be a number, and not negative"),
-    (lambda: _placed(cache_bytes=None), "cache_bytes = None must be a number, and not negative"),
-    (lambda: _placed(cache_bytes=0, host_bytes="1GB"), "host_bytes = '1GB' must be a number, and not negative"),
-    (lambda: rk.mixed_dimensions([10, "a"], 8, 0.3), "num_embeddings[1] = 'a' must be at least 1 and finite"),
-    (lambda: rk.mixed_dimensions(10, 8, 0.3), "num_embeddings must be a list of numbers, got 10"),
-    (lambda: rk.mixed_dimensions([10], "8", 0.3), "base_dim = '8' must be at least 1 and finite"),
+    (lambda: _placed(cache_bytes="1GB"), f"cache_bytes {COUNT}, got '1GB'"),
+    (lambda: _placed(cache_bytes=None), f"cache_bytes {COUNT}, got None"),
+    (lambda: _placed(cache_bytes=True), f"cache_bytes {COUNT}, got True"),
+    (lambda: _placed(cache_bytes=0, device_bytes=1e9), f"device_bytes {COUNT}, got 1000000000.0"),
+    (lambda: _placed(cache_bytes=0, host_bytes="1GB"), f"host_bytes {COUNT}, got '1GB'"),
+    (lambda: rk.RowCache(0.5, policy="lfu", decay_every=True), f"decay_every {COUNT}, got True"),
+    (lambda: rk.mixed_dimensions([10, "a"], 8, 0.3), f"num_embeddings[1] {POSITIVE}, got 'a'"),
+    (lambda: rk.mixed_dimensions(10, 8, 0.3), "num_embeddings must be a sequence of integers, each at least 1, got 10"),
+    (lambda: rk.mixed_dimensions([10], "8", 0.3), f"base_dim {POSITIVE}, got '8'"),
+    (lambda: rk.mixed_dimensions([10], 8.5, 0.3), f"base_dim {POSITIVE}, got 8.5"),
+    (lambda: rk.mixed_dimensions([10], 8, True), "temperature = True must be at least 0 and finite"),
+    (lambda: rk.Adam(lr=True), f"lr = True {NUMBER}"),
+    (lambda: rk.SGD(clip_grad_norm=True), "clip_grad_norm = True must be a number above 0, or None"),
+    (lambda: rk.row_bytes("int8", 1.5), "embedding_dim = 1.5 must be an integer"),
+    (lambda: rk.row_bytes("int8", True), "embedding_dim = True must be an integer"),
+    (lambda: rk.embedding_bag(IDS, torch.ones(9, 4), padding_idx=True), "padding_idx = True must be an integer"),
+    (lambda: rk.embedding_bag(IDS, torch.ones(9, 4), padding_idx="1"), "padding_idx = '1' must be an integer"),
+    (lambda: _batch().split([True]), "segments[0] = True must be an integer"),
+    (lambda: _batch().split(["1"]), "segments[0] = '1' must be an integer"),
+    (lambda: _batch().permute([1.5]), "indices[0] = 1.5 must be an integer"),
+    (lambda: _batch(stride=True), "stride = True must be an integer"),
+    (lambda: _batch(stride_per_key=[True]), "stride_per_key[0] = True must be an integer"),
+    (lambda: _batch()["a"].to_padded_dense(-1), f"desired_length {COUNT}, got -1"),
+    (lambda: _batch()["a"].to_padded_dense(True), f"desired_length {COUNT}, got True"),
+    (lambda: rk.KeyedTensor(["a"], ["1"], torch.ones(2, 1)), "length_per_key[0] = '1' must be an integer"),
+    (lambda: rk.KeyedJaggedWindows(["a"], ONE, ONE, ONE, stride_per_key="1"), "stride_per_key[0] = '1' must be"),
+    (lambda: INVERSE.from_kjt(_batch(), [["a"]]).inverse(False), "group must be a group's number or the name of a"),
     (lambda: rk.mixed_dimensions([10], 8, "0.3"), "temperature = '0.3' must be at least 0 and finite"),
-    (lambda: rk.mixed_dimensions([10], 8, 0.3, threshold="5"), "threshold = '5' must be at least 0"),
+    (lambda: rk.mixed_dimensions([10], 8, 0.3, threshold="5"), f"threshold {COUNT}, got '5'"),
     (lambda: rk.mixed_dimensions([10], 8, 0.3, budget="5"), "budget = '5' must be above 0 and finite"),
     (lambda: _batch(stride_per_key=1), "stride_per_key = 1 must be a list"),
     (lambda: _batch(stride_per_key="1"), "stride_per_key[0] = '1' must be an integer"),

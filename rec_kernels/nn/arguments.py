@@ -62,9 +62,10 @@ def is_list(given: object) -> bool:
 
 
 def number_of(value: Any) -> float:
-    """``value`` as a float, NaN unless it is a number."""
+    """``value`` as a float, NaN unless it is a number; booleans are none."""
     try:
-        return math.nan if isinstance(value, str) else float(value.detach() if isinstance(value, Tensor) else value)
+        number = value.detach() if isinstance(value, Tensor) else value
+        return math.nan if isinstance(value, str | bool) else float(number)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # of several elements, too large
         return math.nan
 

@@ -45,10 +45,12 @@ def row_bytes(format: str, embedding_dim: int) -> int:
     """Bytes of a row of ``embedding_dim`` columns D, which is at least 1, in the row format ``format``.
 
     Raises:
-        ValueError: unknown format, with the names of all; D below 1.
+        ValueError: unknown format, with the names of all; D is no integer, or below 1.
     """
     if format not in _SIZES:
         raise ValueError(f'format must be one of {", ".join(ROW_FORMATS)}; got "{format}"')
+    if isinstance(embedding_dim, bool | float | str | None):  # an integer, or a symbol that stands for one
+        raise ValueError(f"embedding_dim = {embedding_dim!r} must be an integer")
     if embedding_dim < 1:
         raise ValueError(f"embedding_dim = {embedding_dim} must be at least 1")
     columns, size, besides = _SIZES[format]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import check_integers, has_data
+from rec_kernels.nn.jagged.checks import check_integers, has_data, integers_of
 from rec_kernels.ops.exporting import is_exporting
-from rec_kernels.ops.layout_records import integer, integers, listed
+from rec_kernels.ops.layout_records import integer, listed
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def given_strides(
     Raises:
         ValueError: two of them contradict each other, or one is not of integers.
     """
-    if stride is not None and not isinstance(stride, (int, torch.SymInt)):
+    if stride is not None and (isinstance(stride, bool) or not isinstance(stride, (int, torch.SymInt))):
         stride = integer(stride, "stride")
-    strides = None if strides is None else _integers_of(strides, "stride_per_key")
+    strides = None if strides is None else integers_of(strides, "stride_per_key")
     if per_rank is not None:
         own = _sums(per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)
         if strides is not None and strides != own:
@@ -96,19 +96,9 @@ def given_strides(
     return strides
 
 
-def _integers_of(given: Sequence[int], name: str) -> list[int]:
-    """Integers as a list. Compiled code has symbols among them, which stay what they are."""
-    try:
-        numbers = list(given)
-        total: object = sum(numbers)
-    except TypeError:
-        return integers(given, name)
-    return numbers if isinstance(total, (int, torch.SymInt)) else integers(given, name)
-
-
 def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
     name = "stride_per_key_per_rank"
-    return [sum(_integers_of(row, f"{name}[{f}]")) for f, row in enumerate(listed(rows, name))]
+    return [sum(integers_of(row, f"{name}[{f}]")) for f, row in enumerate(listed(rows, name))]
 
 
 def check_stride(stride: int | None, keys: list[str], bags: int) -> None:
@@ -123,10 +113,10 @@ def given_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[
     Raises:
         ValueError: the two contradict each other, or one is not of integers.
     """
-    lengths = None if length_per_key is None else _integers_of(length_per_key, "length_per_key")
+    lengths = None if length_per_key is None else integers_of(length_per_key, "length_per_key")
     if offset_per_key is None:
         return None if lengths is None else list(itertools.accumulate(lengths, initial=0))
-    starts = _integers_of(offset_per_key, "offset_per_key")
+    starts = integers_of(offset_per_key, "offset_per_key")
     if lengths is not None and [b - a for a, b in itertools.pairwise(starts)] != lengths:
         raise ValueError(f"length_per_key must be {offset_per_key}'s steps, got {lengths}")
     return starts

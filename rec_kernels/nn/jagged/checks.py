@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integers
 
 _ops = torch.ops.rec_kernels
 
@@ -42,6 +42,17 @@ def check_integers(name: str, t: Tensor, values: Tensor) -> None:
         raise ValueError(f"{name} must be int32 or int64 with one dimension, got {t.dtype} {list(t.shape)}")
     if t.device != values.device:
         raise ValueError(f"{name} must be on values' device, {values.device}, got {t.device}")
+
+
+def integers_of(given: Sequence[int], name: str) -> list[int]:
+    """Integers as a list, or ValueError. Compiled code has symbols among them, which stay what they are."""
+    try:
+        numbers = list(given)
+        total: object = sum(numbers)
+    except TypeError:
+        return integers(given, name)
+    known = isinstance(total, (int, torch.SymInt)) and not any(isinstance(number, bool) for number in numbers)
+    return numbers if known else integers(given, name)
 
 
 def check_weights(weights: Tensor, values: Tensor) -> None:
@@ -195,14 +206,16 @@ def check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: l
         raise IndexError(shared.message(*bad))
 
 
-def check_columns(keys: list[str], widths: list[int], values: Tensor) -> None:
-    """Raises an error unless ``values`` have as many columns for each of ``keys`` as ``widths`` say."""
+def checked_widths(keys: list[str], widths: Sequence[int], values: Tensor) -> list[int]:
+    """``widths`` as a list; raises an error unless ``values`` have as many columns for each of ``keys``."""
     check_tensor("values", values)
     check_keys_differ(keys)
+    widths = integers_of(widths, "length_per_key")
     if len(widths) != len(keys) or any(width < 0 for width in widths):
         raise ValueError(f"length_per_key must have a width for each of the {len(keys)} keys, got {widths}")
     if values.dim() != 2 or values.shape[1] != sum(widths):
         raise ValueError(f"values must be [B, {sum(widths)}], as wide as length_per_key says, got {list(values.shape)}")
+    return widths
 
 
 def check_each(name: str, values: Sequence[object], kind: type) -> None:

@@ -284,7 +284,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             if number is None:
                 raise KeyError(f"{group!r} is in no group: the groups are {self._groups}")
             return number
-        if not isinstance(group, int):
+        if isinstance(group, bool) or not isinstance(group, int):
             raise TypeError(f"group must be a group's number or the name of a feature, got {group!r}")
         if not 0 <= group < len(self._groups):
             raise IndexError(f"group {group} must be in [0, {len(self._groups)}): the groups are {self._groups}")

@@ -28,8 +28,8 @@ class KeyedTensor(JaggedContainer):
 
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1) -> None:
         _check_dims(key_dim=key_dim)
-        checks.check_columns(keys, length_per_key, values)
-        self._keys, self._lengths, self._values = list(keys), list(length_per_key), values
+        widths = checks.checked_widths(keys, length_per_key, values)
+        self._keys, self._lengths, self._values = list(keys), widths, values
 
     @classmethod
     def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.arguments import integer_from
 from rec_kernels.nn.jagged import bounds, build, checks, text
 from rec_kernels.nn.jagged.batch_facts import BatchFacts
 from rec_kernels.nn.jagged.checks import has_data
@@ -99,6 +100,8 @@ class JaggedTensor(BagContainer):
         batch = lengths.shape[0]  # a symbol in an exported program, which len() would make a number
         if desired_length is None:
             desired_length = int(lengths.max()) if batch else 0
+        elif not isinstance(desired_length, torch.SymInt):
+            desired_length = integer_from(0, "desired_length", desired_length)
         places = torch.arange(desired_length, device=lengths.device)
         inside = places < lengths[:, None]
         source = (self._offsets[:-1, None] + places)[inside]
@@ -332,6 +335,7 @@ class KeyedJaggedTensor(BatchFacts):
         Raises:
             ValueError: the segments are not all features together; the batch has ``inverse_indices``.
         """
+        segments = checks.integers_of(segments, "segments")
         if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
             raise ValueError(f"segments must be at least 0 and {len(self._keys)} together, got {list(segments)}")
         ends = list(itertools.accumulate(segments, initial=0))
@@ -346,6 +350,7 @@ class KeyedJaggedTensor(BatchFacts):
         Raises:
             IndexError: a number is out of range. ValueError: the batch has ``inverse_indices``.
         """
+        indices = checks.integers_of(indices, "indices")
         for i in indices:
             if not 0 <= i < len(self._keys):
                 raise IndexError(f"indices must be numbers of features, in [0, {len(self._keys)}), got {i}")

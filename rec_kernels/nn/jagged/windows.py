@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.bounds import to_offsets
-from rec_kernels.nn.jagged.checks import check_bags, check_integers, has_data
+from rec_kernels.nn.jagged.checks import check_bags, check_integers, has_data, integers_of
 from rec_kernels.nn.jagged.container import OffsetsContainer
 from rec_kernels.nn.jagged.select_features import check_keys
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
@@ -54,9 +54,10 @@ class KeyedJaggedWindows(OffsetsContainer):
         stride_per_key: list[int] | None = None,
     ) -> None:
         _check_tensors(values, starts, lengths)
-        check_bags(keys, stride_per_key, len(starts), "starts")
+        strides = None if stride_per_key is None else integers_of(stride_per_key, "stride_per_key")
+        check_bags(keys, strides, len(starts), "starts")
         self._keys, self._values, self._starts, self._lengths = list(keys), values, starts, lengths
-        self._strides = None if stride_per_key is None else list(stride_per_key)
+        self._strides = strides
         self._offset_per_key = None
         self._bags: tuple[list, KeyedJaggedTensor] | None = None
         if has_data(starts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rec_kernels.nn.arguments import number_of
+from rec_kernels.nn.arguments import integer_from, number_of, positive_integer, positive_integers
 
 
 def mixed_dimensions(
@@ -39,7 +39,14 @@ def mixed_dimensions(
     Raises:
         ValueError: no tables, a number out of range, or something else than a number; the message names it.
     """
-    _check(num_embeddings, base_dim, temperature, threshold, budget)
+    num_embeddings = positive_integers("num_embeddings", num_embeddings)
+    base_dim, threshold = positive_integer("base_dim", base_dim), integer_from(0, "threshold", threshold)
+    if not num_embeddings:
+        raise ValueError("num_embeddings must name at least one table, got none")
+    if not 0 <= number_of(temperature) < math.inf:
+        raise ValueError(f"temperature = {temperature!r} must be at least 0 and finite")
+    if budget is not None and not 0 < number_of(budget) < math.inf:
+        raise ValueError(f"budget = {budget!r} must be above 0 and finite")
     # Relative to the smallest table, so that no power is too large for a float.
     shares = [(min(num_embeddings) / n) ** temperature for n in num_embeddings]
     if budget is None:
@@ -52,23 +59,3 @@ def mixed_dimensions(
         rounded = 2 ** round(math.log2(wanted)) if power_of_two else round(wanted)
         dims.append(base_dim if n <= threshold else min(rounded, base_dim))
     return dims
-
-
-def _check(
-    num_embeddings: Sequence[int], base_dim: int, temperature: float, threshold: int, budget: float | None
-) -> None:
-    if not hasattr(num_embeddings, "__len__") or isinstance(num_embeddings, str):
-        raise ValueError(f"num_embeddings must be a list of numbers, got {num_embeddings!r}")
-    if not len(num_embeddings):
-        raise ValueError("num_embeddings must name at least one table, got none")
-    for i, n in enumerate(num_embeddings):
-        if not 1 <= number_of(n) < math.inf:
-            raise ValueError(f"num_embeddings[{i}] = {n!r} must be at least 1 and finite")
-    if not 1 <= number_of(base_dim) < math.inf:
-        raise ValueError(f"base_dim = {base_dim!r} must be at least 1 and finite")
-    if not 0 <= number_of(temperature) < math.inf:
-        raise ValueError(f"temperature = {temperature!r} must be at least 0 and finite")
-    if not number_of(threshold) >= 0:
-        raise ValueError(f"threshold = {threshold!r} must be at least 0")
-    if budget is not None and not 0 < number_of(budget) < math.inf:
-        raise ValueError(f"budget = {budget!r} must be above 0 and finite")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rec_kernels.nn.arguments import check_choice, number_of
+from rec_kernels.nn.arguments import check_choice, integer_from
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
 
@@ -68,11 +68,11 @@ def place_tables(
 
     Raises:
         ValueError: counts of a table are missing, negative, not finite or not [E]; two tables of one name; a budget is
-            negative or no number; a bad ``ways``.
+            negative or no integer; a bad ``ways``.
     """
     RowCache(ways=ways)  # refuses what a cache would
     check_choice("policy", policy, POLICIES)
-    _refuse_negative(cache_bytes=cache_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
+    _check_budgets(cache_bytes=cache_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
     _refuse_repeated([t.name for t in tables])
     sorted_counts = [_sorted_counts(t, counts) for t in tables]
     slot = [slot_bytes(t.stored[0].embedding_dim, policy) for t in tables]  # of the rows that are kept
@@ -99,10 +99,10 @@ def place_tables(
     }
 
 
-def _refuse_negative(**budgets: int | None) -> None:
+def _check_budgets(**budgets: int | None) -> None:
     for name, budget in budgets.items():
-        if (budget is not None or name == "cache_bytes") and not number_of(budget) >= 0:
-            raise ValueError(f"{name} = {budget!r} must be a number, and not negative")
+        if budget is not None or name == "cache_bytes":
+            integer_from(0, name, budget)
 
 
 def _refuse_repeated(names: list[str]) -> None:

@@ -83,11 +83,8 @@ class RowCache:
         if positive_integer("ways", self.ways) > 1024:
             raise ValueError(f"ways must be at most 1024, got {self.ways}")
         check_choice("policy", self.policy, POLICIES)
-        if isinstance(self.decay_every, bool) or not isinstance(self.decay_every, int) or self.decay_every < 0:
-            raise ValueError(f"decay_every must be an int, at least 0, got {self.decay_every!r}")
-        if self.decay_every and self.policy != "lfu":
+        if integer_from(0, "decay_every", self.decay_every) and self.policy != "lfu":
             raise ValueError(f"decay_every = {self.decay_every} is for policy 'lfu', got {self.policy!r}")
-
         check_choice("backing", self.backing, BACKINGS)
         on_disk = self.backing == "disk"
         for name in ("path", "memory_budget"):
