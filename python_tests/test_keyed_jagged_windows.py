@@ -176,6 +176,15 @@ def test_bad_windows_that_only_a_device_has_seen() -> None:
             call()
 
 
+def test_lists_are_copies() -> None:
+    """Who changes a list that was handed out changes no bag."""
+    windows = rk.KeyedJaggedWindows(["a", "b"], torch.arange(5), torch.tensor([0, 2]), torch.tensor([2, 3]))
+    for _ in range(2):
+        windows.offset_per_key()[1] = 99
+    assert windows.offset_per_key() == [0, 2, 5]
+    assert windows.to_kjt()["b"].values().tolist() == [2, 3, 4]
+
+
 def test_bags_of_windows_that_were_written_to() -> None:
     """They are made anew, and checked."""
     windows = given_parts()

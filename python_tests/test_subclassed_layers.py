@@ -126,3 +126,11 @@ def test_collections(optimizer: rk.SGD | None) -> None:
     assert not any(p.requires_grad for p in collection.parameters())
     other = copy.deepcopy(collection)
     assert torch.equal(other.proj.weight, collection.proj.weight)
+
+
+def test_collections_that_serve_other_formats() -> None:
+    """Modules that a subclass added have names that may end as the tables' do, and are not served."""
+    collection = ScaledBags(rk.SGD(lr=0.1))
+    served = collection.for_serving("int8")
+    expected = rk.dequantize_rows(rk.quantize_rows(collection.embedding_bags["t"].weight, "int8"), "int8", 4)
+    assert torch.equal(served({"f": IDS[0]}).values(), expected[IDS[0]])

@@ -37,6 +37,7 @@ NUMBER = "must be a number, at least 0, and finite as float32"
 COUNT = "must be an integer, at least 0 and below 2^63"
 POSITIVE = "must be an integer, at least 1 and below 2^63"
 IDS, ONE = torch.tensor([[1, 2]]), torch.tensor([1])
+COLUMNS = rk.KeyedTensor(["a", "b"], [1, 1], torch.ones(2, 2))
 NAMES = "must be a non-empty list of names, which are non-empty strings"
 RADIX = rk.Partitions.mixed_radix
 INVERSE = rk.InverseKeyedJaggedTensor
@@ -138,6 +139,29 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: _batch()["a"].to_padded_dense(True), f"desired_length {COUNT}, got True"),
     (lambda: rk.KeyedTensor(["a"], ["1"], torch.ones(2, 1)), "length_per_key[0] = '1' must be an integer"),
     (lambda: rk.KeyedJaggedWindows(["a"], ONE, ONE, ONE, stride_per_key="1"), "stride_per_key[0] = '1' must be"),
+    (lambda: rk.expand([1.0], ONE), "x must be a tensor, got list"),
+    (lambda: rk.expand(torch.ones(1, 2), [0]), "inverse must be a tensor, got list"),
+    (lambda: rk.fake_quantize([1.0], "int8"), "x must be a tensor, got list"),
+    (lambda: rk.rows_from_fbgemm([1], "int8", 2), "rows must be a tensor, got list"),
+    (lambda: rk.rows_from_fbgemm(IDS, "int8", 2.0), "embedding_dim = 2.0 must be an integer"),
+    (
+        lambda: rk.rows_to_fbgemm(torch.zeros(1, 9, dtype=torch.uint8), "int8", 1, row_alignment=1.5),
+        "row_alignment = 1.5 must be an integer",
+    ),
+    (lambda: rk.grouped_projection(torch.ones(2, 3), ONE, 3, [2]), "in_dims = 3 must be a list"),
+    (lambda: rk.jagged_permute(ONE, torch.tensor([0, 1]), 0, [1]), "permute = 0 must be a list"),
+    (lambda: rk.jagged_dedup(ONE, torch.tensor([0, 1]), 0), "groups = 0 must be a list"),
+    (lambda: rk.jagged_bucketize(ONE, torch.tensor([0, 1]), ONE, 2, 1), "strides = 1 must be a list"),
+    (lambda: rk.JaggedTensor.from_dense([[1, 2]]), "values[0] must be a tensor, got list"),
+    (lambda: rk.JaggedTensor.from_dense([ONE], [[1.0]]), "weights[0] must be a tensor, got list"),
+    (lambda: rk.JaggedTensor.from_dense_lengths(IDS, ONE, [[1.0, 2.0]]), "weights must be a tensor, got list"),
+    (
+        lambda: rk.KeyedJaggedTensor.from_offsets_list(["a"], [ONE], [torch.tensor([0])], [[1.0]]),
+        "weights[0] must be a tensor, got list",
+    ),
+    (lambda: rk.KeyedTensor.from_tensor_list(["a"], [[1]]), "tensors[0] must be a tensor, got list"),
+    (lambda: rk.KeyedTensor.regroup([COLUMNS], ["ab"]), "groups[0] must be a list of keys, one at least, got 'ab'"),
+    (lambda: rk.KeyedTensor.regroup([COLUMNS], [["a"], []]), "groups[1] must be a list of keys, one at least, got []"),
     (lambda: INVERSE.from_kjt(_batch(), [["a"]]).inverse(False), "group must be a group's number or the name of a"),
     (lambda: rk.mixed_dimensions([10], 8, "0.3"), "temperature = '0.3' must be at least 0 and finite"),
     (lambda: rk.mixed_dimensions([10], 8, 0.3, threshold="5"), f"threshold {COUNT}, got '5'"),

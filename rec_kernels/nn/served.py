@@ -49,7 +49,9 @@ def in_format(
         seed=source.seed,
         is_weighted=source.is_weighted(),
     )
-    rows = {n: t for n, t in source.state_dict().items() if n.endswith((".weight", ".format", ".projection"))}
+    own = tuple(f"{source._holder}.{name}." for name in source._held)  # of a subclass, there may be others
+    kinds = (".weight", ".format", ".projection")
+    rows = {n: t for n, t in source.state_dict().items() if n.startswith(own) and n.endswith(kinds)}
     made.load_state_dict(rows, assign=True, convert=True)
     return made.to(source.device)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rec_kernels.ops.autograd import call, differentiable_once, register_autograd
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.layout_records import check_tensor
 
 _ops = torch.ops.rec_kernels
 
@@ -26,8 +27,10 @@ def expand(x: Tensor, inverse: Tensor) -> Tensor:
     Raises:
         IndexError: on the CPU, a number out of range, with its position. On a GPU its row is zeros, and the op's
         ``status`` (docs/ops.md) tells.
-        ValueError: a dtype, shape or device is not as above.
+        ValueError: a dtype, shape or device is not as above. TypeError: an argument is no tensor.
     """
+    check_tensor("x", x)
+    check_tensor("inverse", inverse)
     if x.dim() == 0:
         raise ValueError("x must be [U, ...], got a tensor without dimensions")
     shape = (*inverse.shape, *x.shape[1:])

@@ -9,6 +9,7 @@ from rec_kernels.ops import in_triton
 from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fake_quantize_traced import fake_quantize_rows
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.layout_records import check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, as_scalar, row_bytes
 
 _ops = torch.ops.rec_kernels
@@ -47,6 +48,7 @@ def fake_quantize(
     Raises:
         ValueError: a wrong shape, dtype, device or name; table or first_row out of range.
     """
+    check_tensor("x", x)
     noise = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
     # Measured on a CPU, a compiler's loops are no faster than the op. Nor can they draw random numbers four at a time.
     if x.is_cuda and rounding == "nearest" and torch.compiler.is_compiling():

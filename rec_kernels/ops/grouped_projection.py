@@ -10,7 +10,7 @@ from torch import Tensor
 from rec_kernels.ops import in_triton
 from rec_kernels.ops.autograd import call, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device, check_rank, check_size
-from rec_kernels.ops.layout_records import check
+from rec_kernels.ops.layout_records import check, listed
 
 _ops = torch.ops.rec_kernels
 MOST_COLUMNS = 2**20
@@ -51,9 +51,8 @@ def grouped_projection(
         ValueError: a shape, dtype, device or list is not as above; the message names the argument, the value, its place
             and what is allowed.
     """
-    if outputs is None:
-        outputs = range(len(in_dims))
-    lists = list(in_dims), list(out_dims), list(outputs)
+    dims = listed(in_dims, "in_dims"), listed(out_dims, "out_dims")
+    lists = *dims, listed(range(len(dims[0])) if outputs is None else outputs, "outputs")
     return call(_ops.grouped_projection.default, x, weights, *lists)
 
 

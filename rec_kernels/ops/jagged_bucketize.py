@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rec_kernels.ops.autograd import call, differentiable_once, register_autograd
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.layout_records import listed
 
 _ops = torch.ops.rec_kernels
 
@@ -59,7 +60,7 @@ def jagged_bucketize(
         ValueError: sizes, dtypes or devices do not fit; on the CPU also for bad offsets and block sizes. On a GPU every
         bag is empty then, and the op's ``status`` (docs/ops.md) tells.
     """
-    given = values, offsets, block_sizes, num_buckets, list(strides), weights
+    given = values, offsets, block_sizes, num_buckets, listed(strides, "strides"), weights
     out = call(_ops.jagged_bucketize.default, *given)
     return Bucketized(out[0], out[1], None if weights is None else out[2], out[3])
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.layout_records import listed
 
 _ops = torch.ops.rec_kernels
 
@@ -39,7 +40,7 @@ def jagged_dedup(
     Infrastructure", MLSys 2023, arXiv:2211.05239. ``rk.InverseKeyedJaggedTensor.from_kjt`` makes a batch of the
     distinct samples.
     """
-    return _ops.jagged_dedup(values, offsets, list(groups), weights)[:3]
+    return _ops.jagged_dedup(values, offsets, listed(groups, "groups"), weights)[:3]
 
 
 @torch.library.register_fake("rec_kernels::jagged_dedup")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rec_kernels.ops.autograd import call, differentiable_once, register_autograd
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
+from rec_kernels.ops.layout_records import listed
 
 _ops = torch.ops.rec_kernels
 
@@ -43,7 +44,7 @@ def jagged_permute(
         also for bad offsets and a wrong ``total``. On a GPU bags with bad offsets are empty, and the op's ``status``
         (docs/ops.md) tells.
     """
-    given = values, offsets, list(permute), list(strides), weights, total
+    given = values, offsets, listed(permute, "permute"), listed(strides, "strides"), weights, total
     out = call(_ops.jagged_permute.default, *given)
     return out[0], out[1], None if weights is None else out[2]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.layout_records import check_tensor, integer
 from rec_kernels.ops.row_formats import row_bytes
 
 _CODE_BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -39,7 +40,7 @@ def rows_to_fbgemm(rows: Tensor, format: str, embedding_dim: int, *, row_alignme
     """
     size = _code_bytes(format, embedding_dim)
     _check_width(rows, row_bytes(format, embedding_dim), format, embedding_dim)
-    if row_alignment < 1:
+    if integer(row_alignment, "row_alignment") < 1:
         raise ValueError(f"row_alignment = {row_alignment} must be at least 1")
     grid = rows[:, size:]
     if format == "int8":
@@ -84,13 +85,14 @@ def rows_from_fbgemm(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
 def _code_bytes(format: str, embedding_dim: int) -> int:
     if format not in _CODE_BITS:
         raise ValueError(f'format must be one of {", ".join(_CODE_BITS)}; got "{format}"')
-    of_byte = 8 // _CODE_BITS[format]
+    of_byte, embedding_dim = 8 // _CODE_BITS[format], integer(embedding_dim, "embedding_dim")
     if embedding_dim < 1 or embedding_dim % of_byte:
         raise ValueError(f'embedding_dim = {embedding_dim} must be a positive multiple of {of_byte} for "{format}"')
     return embedding_dim // of_byte
 
 
 def _check_width(rows: Tensor, width: int, format: str, embedding_dim: int, or_more: bool = False) -> None:
+    check_tensor("rows", rows)
     if rows.dtype != torch.uint8 or rows.dim() != 2:
         raise ValueError(f"rows must be uint8 with 2 dimensions, got {rows.dtype} {list(rows.shape)}")
     found = rows.shape[1]

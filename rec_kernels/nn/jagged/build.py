@@ -77,10 +77,12 @@ def from_offsets_list(
         ids, starts = values[f], offsets[f]
         check_integers(f"values[{f}]", ids, ids)
         check_integers(f"offsets[{f}]", starts, ids)
-        if weights is not None and weights[f].shape != ids.shape:
-            raise ValueError(
-                f"weights[{f}] must have values[{f}]'s shape, {list(ids.shape)}, got {list(weights[f].shape)}"
-            )
+        if weights is not None:
+            check_tensor(f"weights[{f}]", weights[f])
+            if weights[f].shape != ids.shape:
+                raise ValueError(
+                    f"weights[{f}] must have values[{f}]'s shape, {list(ids.shape)}, got {list(weights[f].shape)}"
+                )
         ends = torch.cat([starts, starts.new_tensor([ids.shape[0]])])
         _check_offsets(f, ends)
         found[key] = _Feature(ids, ends.diff(), None if weights is None else weights[f])
@@ -89,14 +91,22 @@ def from_offsets_list(
 
 def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """``rk.JaggedTensor.from_dense``: values, offsets and weights."""
-    if not values:
+    if not len(values):
         raise ValueError("values are empty: they must be a tensor for each row, one at least")
-    counts = [row.shape[0] for row in values]
-    if weights is not None and (other := [row.shape[0] for row in weights]) != counts:
+    counts = _lengths("values", values)
+    if weights is not None and (other := _lengths("weights", weights)) != counts:
         raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
     joined = torch.cat(list(values))
     lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
     return joined, to_offsets(lengths), None if weights is None else torch.cat(list(weights))
+
+
+def _lengths(name: str, rows: Sequence[Tensor]) -> list[int]:
+    for b, row in enumerate(rows):
+        check_tensor(f"{name}[{b}]", row)
+        if not row.dim():
+            raise ValueError(f"{name}[{b}] must have one dimension at least, got a tensor without any")
+    return [row.shape[0] for row in rows]
 
 
 def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -107,6 +117,8 @@ def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tu
     check_integers("lengths", lengths, values)
     if lengths.shape != values.shape[:1]:
         raise ValueError(f"lengths must be one for each of {values.shape[0]} rows, got {list(lengths.shape)}")
+    if weights is not None:
+        check_tensor("weights", weights)
     if weights is not None and weights.shape != values.shape[:2]:
         raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
     if has_data(lengths) and len(bad := ((lengths < 0) | (lengths > values.shape[1])).nonzero()):

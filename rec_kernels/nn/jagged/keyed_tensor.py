@@ -79,6 +79,8 @@ class KeyedTensor(JaggedContainer):
         """
         _check_dims(key_dim=key_dim, cat_dim=cat_dim)
         tensors = list(tensors)
+        for i, tensor in enumerate(tensors):
+            checks.check_tensor(f"tensors[{i}]", tensor)
         if len(tensors) != len(keys) or any(t.dim() != 2 for t in tensors):
             shapes = [list(t.shape) for t in tensors]
             raise ValueError(f"tensors must be one [B, D] for each of {len(keys)} keys, got {shapes}")
@@ -91,8 +93,11 @@ class KeyedTensor(JaggedContainer):
         """[B, columns of its keys] for each group of keys, which may be of several tensors. As in TorchRec.
 
         Raises:
-            KeyError: none of the tensors has a key. ValueError: two have the same.
+            KeyError: none of the tensors has a key. ValueError: two have the same; a group is no list, or empty.
         """
+        for i, group in enumerate(groups):
+            if isinstance(group, str) or not len(group):
+                raise ValueError(f"groups[{i}] must be a list of keys, one at least, got {group!r}")
         pairs = [pair for tensor in keyed_tensors for pair in tensor.to_dict().items()]
         checks.check_keys_differ([key for key, _ in pairs])
         blocks = dict(pairs)

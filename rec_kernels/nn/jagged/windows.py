@@ -125,7 +125,7 @@ class KeyedJaggedWindows(OffsetsContainer):
             if any_bad:
                 raise IndexError(self._message(int(bad.nonzero()[0])))
             self.keep_offset_per_key(found)
-        return found
+        return list(found)
 
     def known_offset_per_key(self) -> list[int] | None:
         """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
