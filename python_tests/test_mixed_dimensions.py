@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 import rec_kernels as rk
 
@@ -64,6 +65,7 @@ def test_temperature() -> None:
     assert rk.mixed_dimensions(CRITEO[::-1], 16, 0.3, threshold=0) == WIDTHS[::-1]
     assert rk.mixed_dimensions([7], 5, 3.0, threshold=0) == [5]
     assert rk.mixed_dimensions((10, 10**9), 128, 40.0, threshold=0) == [128, 1]
+    assert rk.mixed_dimensions(CRITEO, 16, torch.tensor(0.5)) == rk.mixed_dimensions(CRITEO, 16, 0.5)
 
 
 @pytest.mark.parametrize(

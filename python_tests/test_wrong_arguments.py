@@ -125,6 +125,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: rk.mixed_dimensions([10], 8.5, 0.3), f"base_dim {POSITIVE}, got 8.5"),
     (lambda: rk.mixed_dimensions([10], 8, True), "temperature = True must be at least 0 and finite"),
     (lambda: rk.Adam(lr=True), f"lr = True {NUMBER}"),
+    (lambda: rk.Adam(betas=(False, 0.9)), "betas = (False, 0.9) must be two numbers in [0, 1) as float32"),
     (lambda: rk.SGD(clip_grad_norm=True), "clip_grad_norm = True must be a number above 0, or None"),
     (lambda: rk.row_bytes("int8", 1.5), "embedding_dim = 1.5 must be an integer"),
     (lambda: rk.row_bytes("int8", True), "embedding_dim = True must be an integer"),
@@ -201,6 +202,9 @@ def test_tensors_as_numbers() -> None:
     number = torch.tensor(0.5)
     optimizer = rk.SGD(lr=number, clip_grad_norm=number, clip_grad_value=number, weight_decay=number)
     table = rk.EmbeddingBagConfig(4, 2, name="t", feature_names=["f"], lr=number)
+    adam = rk.Adam(betas=[number, 0.9])
     number.fill_(7)
+    assert adam == rk.Adam(betas=(0.5, 0.9))
+    assert hash(adam) == hash(rk.Adam(betas=(0.5, 0.9)))
     assert (optimizer.lr, optimizer.clip_grad_norm, optimizer.clip_grad_value, optimizer.weight_decay) == (0.5,) * 4
     assert table.lr == 0.5

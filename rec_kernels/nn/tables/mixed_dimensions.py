@@ -48,11 +48,11 @@ def mixed_dimensions(
     if budget is not None and not 0 < number_of(budget) < math.inf:
         raise ValueError(f"budget = {budget!r} must be above 0 and finite")
     # Relative to the smallest table, so that no power is too large for a float.
-    shares = [(min(num_embeddings) / n) ** temperature for n in num_embeddings]
+    shares = [(min(num_embeddings) / n) ** number_of(temperature) for n in num_embeddings]
     if budget is None:
         scale = base_dim
     else:
-        scale = budget / sum(n * share for n, share in zip(num_embeddings, shares, strict=True))
+        scale = number_of(budget) / sum(n * share for n, share in zip(num_embeddings, shares, strict=True))
     dims = []
     for n, share in zip(num_embeddings, shares, strict=True):
         wanted = max(scale * share, 1.0)

@@ -146,12 +146,14 @@ class Adam(_Elementwise):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
+            betas = tuple(map(number_of, self.betas))
             # As float32, 0.99999999 is 1. A tensor would not do: on the default device it may have no numbers.
-            betas = struct.unpack("2f", struct.pack("2f", *self.betas))
+            rounded = struct.unpack("2f", struct.pack("2f", *betas))
         except (TypeError, OverflowError, struct.error):
-            betas = (-1.0,)
-        if not all(0 <= b < 1 for b in betas):
+            betas = rounded = (-1.0,)
+        if not all(0 <= b < 1 for b in rounded):
             raise ValueError(f"betas = {self.betas!r} must be two numbers in [0, 1) as float32")
+        object.__setattr__(self, "betas", betas)
 
     def options(self) -> dict[str, object]:
         """The arguments of the fused op that say how gradients are used."""
