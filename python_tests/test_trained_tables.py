@@ -124,7 +124,8 @@ def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for parameters in (rk.dense_parameters(model), list(make(None).parameters())):
+        frozen = copy.deepcopy(model[0]).requires_grad_(False)
+        for parameters in (rk.dense_parameters(model), [*make(None).parameters()], [*frozen.parameters()]):
             torch.optim.SGD(parameters, lr=0.1).step()
 
 

@@ -108,8 +108,9 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
         return
     _seen.add(optimizer)
-    marks = {getattr(p, _MARK, None) for group in optimizer.param_groups for p in group["params"]}
-    if _UNTRAINED in marks:
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    marks = {getattr(p, _MARK, None) for p in given}
+    if any(getattr(p, _MARK, None) is _UNTRAINED and RequiresGrad.of(p).requires_grad for p in given):
         warnings.warn(
             f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in a format other "
             "than fp32 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or leave the tables "
