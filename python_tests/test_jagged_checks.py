@@ -341,7 +341,7 @@ def test_what_comes_from_containers_is_not_looked_at(monkeypatch: pytest.MonkeyP
     sequences, pooled = rk.EmbeddingCollection(tables), rk.EmbeddingBagCollection(tables)
     other = rk.KeyedJaggedTensor(["c"], IDS, lengths=torch.tensor([2, 4]), weights=torch.ones(6))
     plain = rk.KeyedJaggedTensor(["c"], IDS, lengths=torch.tensor([2, 4]))
-    for check in ("check_bounds", "check_integers", "check_columns", "check_weights"):
+    for check in ("check_bounds", "check_integers", "checked_widths", "check_weights"):
         monkeypatch.setattr(jagged_checks, check, lambda *_: pytest.fail("looked at"))
     for container in (batch, rows, few, windows):
         container.to("cpu")
