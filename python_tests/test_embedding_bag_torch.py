@@ -199,7 +199,7 @@ def test_a_gradient_that_depends_on_nothing() -> None:
 @pytest.mark.parametrize(
     ("input", "weight", "message"),
     [
-        (torch.ones(3), torch.ones(5, 4), "input must be int32 or int64, got torch.float32"),
+        (torch.ones(3), torch.ones(5, 4), "input must be int32 or int64 ids, got torch.float32"),
         (torch.ones(3).long(), torch.ones(5), "weight must have two dimensions and be contiguous, got shape [5]"),
         (torch.ones(3).long(), torch.ones(4, 5).T, "got shape [5, 4] and strides [1, 5]"),
         (torch.ones(3).long(), torch.ones(4, 5).half().T, "got shape [5, 4] and strides [1, 5]"),

@@ -21,8 +21,8 @@ from rec_kernels.nn.tables.config import EmbeddingBagConfig
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.bad_ids import explain_input
-from rec_kernels.ops.embedding_bag import embedding_bag, read_bags, refuse_norms
-from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor
+from rec_kernels.ops.embedding_bag import check_ids, embedding_bag, read_bags, refuse_norms
+from rec_kernels.ops.layout_records import check_tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
 
 if TYPE_CHECKING:
@@ -386,10 +386,7 @@ class Embedding(EmbeddingLayer):
             IndexError: an id out of range. On a GPU ``collection.check()`` tells, and counts positions in
             ``input.reshape(-1)``. ValueError: another dtype or device.
         """
-        if not isinstance(input, Tensor):
-            raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
-        if input.dtype not in ID_DTYPES:
-            raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
+        check_ids(input)
         ids = input.reshape(-1)
         is_compressed = self.collection is not None and self.collection.tables[0].compression is not None
         # It is read before the others: a file has only the rows of the last load, which a backward needs again.

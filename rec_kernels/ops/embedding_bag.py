@@ -136,7 +136,7 @@ def check_ids(input: Tensor) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
     if input.dtype not in ID_DTYPES:
-        raise ValueError(f"input must be int32 or int64, got {input.dtype}")
+        raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
 
 
 def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
