@@ -138,6 +138,10 @@ def test_dropout_and_batch_norm() -> None:
         ),
         (lambda given: (torch.zeros(3, 2), torch.zeros(())), "3 distinct samples, got a tensor without dimensions"),
         (lambda given: given, "returned a KeyedJaggedTensor, which is of features and not of samples"),
+        (
+            lambda given: rk.KeyedJaggedWindows(["a"], *[torch.arange(3)] * 2, torch.zeros(3, dtype=torch.int64)),
+            "returned a KeyedJaggedWindows, which is of features and not of samples",
+        ),
         (lambda given: rk.JaggedTensor(torch.zeros(3), offsets=torch.tensor([0, 3])), "3 distinct samples, got 1 rows"),
     ],
 )

@@ -9,6 +9,7 @@ from torch.utils import _pytree
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.select_features import select_bags
 from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor
+from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 from rec_kernels.ops.expand import expand
 
 
@@ -64,7 +65,7 @@ class Deduplicated(nn.Module):
         return f"group={self.group!r}"
 
 
-_JAGGED = (JaggedTensor, KeyedJaggedTensor, InverseKeyedJaggedTensor)
+_JAGGED = (JaggedTensor, KeyedJaggedTensor, KeyedJaggedWindows, InverseKeyedJaggedTensor)
 
 
 def _expanded(x: object, inverse: Tensor, rows: int) -> object:
