@@ -85,7 +85,7 @@ class JaggedTensor(BagContainer):
         index error.
 
         Raises:
-            ValueError: as ``to_dense()``.
+            ValueError: as ``to_dense()``; ``desired_length`` is no integer, or below 0.
         """
         return self._padded(self._values, desired_length, padding_value)
 
@@ -348,7 +348,7 @@ class KeyedJaggedTensor(BatchFacts):
             indices: numbers of features. indices_tensor: the same on the device, which TorchRec uses.
 
         Raises:
-            IndexError: a number is out of range. ValueError: the batch has ``inverse_indices``.
+            IndexError: a number is out of range. ValueError: one is no integer; the batch has ``inverse_indices``.
         """
         indices = checks.integers_of(indices, "indices")
         for i in indices:
