@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,40 @@ def apart(case: Case) -> list[str]:
     errors += [name for name in before for a, b in zip(before[name], after[name], strict=True) if not a[1].equal(b[1])]
     train(case, model, [rank])
     return errors
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """The error of a call, or "none"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def replicas_apart(case: Case) -> tuple[list[str], bool]:
+    """Errors where one rank freezes a replica, and where a block ends with an exception on one, which a state mends;
+    and whether a replica stays as it is that both freeze."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    ebc = model.module.ebc
+    state = {n: t.clone() for n, t in ebc.state_dict().items()}
+    weight = ebc.shards.embedding_bags["t0"].weight
+    weight.requires_grad_(rank == 1)
+    errors = [raised(lambda: train(replace(case, steps=1), model, [rank]))]
+    weight.requires_grad_(False)
+    train(case, model, [rank])
+    frozen = torch.equal(weight, state["embedding_bags.t0.weight"])
+    weight.requires_grad_()
+
+    def block() -> None:
+        with ebc.accumulate():
+            train(replace(case, steps=1), model, [rank])
+            if rank == 1:
+                raise KeyError("mine")
+
+    errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
+    ebc.load_state_dict(state)
+    return [*errors, raised(lambda: train(replace(case, steps=1), model, [rank]))], frozen
 
 
 def evaluating(case: Case) -> dict[str, Any]:

@@ -63,7 +63,21 @@ def test_what_ranks_do_apart() -> None:
     assert first == second
     loaded, frozen = first
     assert loaded.startswith("step has other numbers in the state of rank 1 than in that of rank 0")
-    assert "whose learning rates or frozen features differ" in frozen
+    assert "whose learning rates, frozen features or requires_grad of replicas differ" in frozen
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", *full("adam")])
+def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
+    """A replica that one rank freezes, and a block that one rank drops, are told on all: replicas would drift apart."""
+    (first, kept), (second, others) = pool(2).run(HERE, "replicas_apart", Case("data_parallel", optimizer=optimizer))
+    assert kept
+    assert others
+    assert (first[1], second[1]) == ("none", "KeyError: 'mine'")
+    for flags, _, after, loaded in (first, second):
+        assert flags.startswith("RuntimeError: ranks must run the backwards")
+        assert "requires_grad of replicas differ" in flags
+        assert "an exception has ended an accumulate() block of one of them" in after
+        assert loaded == "none"
 
 
 @pytest.mark.parametrize("format", ["bf16", *full("int8")])

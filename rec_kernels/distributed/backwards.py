@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from rec_kernels.distributed.torch_tables import TorchTables
 from rec_kernels.distributed.wire import Draw, Wire, as_travelled
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
@@ -68,17 +70,22 @@ class Backwards:
 
     Args:
         shards: this rank's. trained_by_torch: whether the whole collection has gradients of torch.
-        wire: how lookups and gradients travel.
+        wire: how lookups and gradients travel. replicas: names of those of the shards that every rank has.
     """
 
-    def __init__(self, shards: TableCollection, wire: Wire, *, trained_by_torch: bool) -> None:
+    def __init__(
+        self, shards: TableCollection, wire: Wire, *, trained_by_torch: bool, replicas: Sequence[str] = ()
+    ) -> None:
         self._shards, self._trained_by_torch, self._number = shards, trained_by_torch, 0
+        self._replicas = replicas
         self._draws, self._format = wire.rounding == "stochastic", wire.backward
         self._version, self._first = -1, 0  # of the tables' step, and the first lookup since
         #: Features of the whole collection that are frozen by ``freeze()``.
         self.frozen: set[str] = set()
         #: False: no table is trained, as ``requires_grad_(False)`` says.
         self.trains = True
+        #: The number of ``accumulate()`` blocks that no exception has ended.
+        self.blocks = 0
 
     def begin(self, *, needs_rows: bool = False) -> Begun:
         """Takes note of a lookup, before its output is there.
@@ -127,7 +134,8 @@ class Backwards:
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
         """[FACTS] float32: the lookup's number, when the update is to be, the scale, choices, inf after an overflow.
 
-        Choices are learning rates and frozen features, of which others would hardly have the same number below 2^24.
+        Choices are learning rates, what is frozen, and how many blocks have ended well: others would hardly have the
+        same number below 2^24.
 
         Args:
             grad: of this rank's samples, float32, as it is sent.
@@ -145,8 +153,9 @@ class Backwards:
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
-        fixed = ",".join([str(self.trains), *sorted(self.frozen)])
-        choices = zlib.crc32(fixed.encode(), zlib.crc32(array("f", rates)))
+        replicas = [p for name in self._replicas for p in self._shards._held[name]._parameters.values()]
+        flags = [self.blocks, self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]
+        choices = zlib.crc32(str([*flags, *sorted(self.frozen)]).encode(), zlib.crc32(array("f", rates)))
         told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), 0]
         facts = torch.tensor(told, dtype=torch.float32).to(grad.device)
         if update is not None and (scaling := update.scaling()):
@@ -183,7 +192,7 @@ class Backwards:
         told, text = facts[:, :4], ""
         alike = (
             "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
-            "calls and accumulate() blocks, and with the same loss scale, learning rates and frozen features"
+            "calls and accumulate() blocks, and with the same loss scale, learning rates, frozen features and replicas"
         )
         if facts.device.type != "cpu":
             torch._assert_async(((told == told[0]) & (told[:, 1:2] < _CHANGED)).all(), alike)
@@ -208,6 +217,9 @@ class Backwards:
             ]
             text = f"{alike}: {', and '.join(described)} (0: no GradScaler)"
             if by_rank[0][3] != by_rank[other][3]:
-                text += ", whose learning rates or frozen features differ: set them on every rank"
+                text += (
+                    ", whose learning rates, frozen features or requires_grad of replicas differ: set them on every "
+                    "rank; or an exception has ended an accumulate() block of one of them: load a checkpoint on all"
+                )
         if text:
             raise RuntimeError(f"{text}; no rank has updated its tables")

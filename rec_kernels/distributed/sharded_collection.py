@@ -97,7 +97,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
         self.forward_post = Post(group, device, wire.forward, 2 * module.seed)
         self.backward_post = Post(group, device, wire.backward, 2 * module.seed + 1)
-        self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch)
+        replicas = [p.name for p in own if p.shard.replica]
+        self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch, replicas=replicas)
         self.backwards.frozen.update(module._layout.frozen)
         self._untrained = module._untrained
         if module._trained_by_torch:
@@ -307,9 +308,13 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike."""
+        """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike.
+
+        Where an exception ends the block on some ranks only, the next backward raises RuntimeError on all of them.
+        """
         with self.shards.accumulate():
             yield
+        self.backwards.blocks += 1
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Tells it that losses are scaled, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank alike.
@@ -470,6 +475,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         unexpected_keys += unexpected
         self._agreed(lambda: shard_files.write_rows(self.shards, local))
         self.shards.load_state_dict(local, strict=False)
+        self.backwards.blocks = 0  # ranks are alike again
 
 
 def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
