@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import Case, batch, blocks, collection, sharded, train
+from distributed_cases import KEYS, Case, batch, blocks, collection, sharded, train
 from distributed_torchrec_cases import Loss
 from torch import Tensor, nn
 
@@ -92,6 +93,63 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
     errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
     ebc.load_state_dict(state)
     return [*errors, raised(lambda: train(replace(case, steps=1), model, [rank]))], frozen
+
+
+class Unreadable:
+    """Data that rank 0 cannot begin to read."""
+
+    def __iter__(self) -> Iterator[int]:
+        if dist.get_rank() == 0:
+            raise OSError("no such file")
+        return iter([1, 2])
+
+
+def unreadable(case: Case) -> str:
+    """The error of data of which one rank has no iterator."""
+    return raised(lambda: list(rk.distributed.until_all_end(Unreadable(), 0)))
+
+
+def settings(case: Case) -> tuple[list[str], float, str, float]:
+    """Refused settings of a sharded collection; the rate after an update() of TorchRec's group; what shards do with
+    ids out of range when the whole collection is to ignore them, which did not check; and the sum of one's row."""
+    plain = collection(case)
+    plain.bounds_check = "none"
+    model = sharded(case, plain)
+    ebc, group = model.module.ebc, model.fused_optimizer.param_groups[0]
+    errors = [raised(lambda: setattr(ebc, "bounds_check", "warn")), raised(lambda: group.update(weight_decay=0.5))]
+    group.update(lr=0.75)
+    ebc.bounds_check = "ignore"
+    ids = torch.full((len(KEYS),), 10**6)
+    out = model(rk.KeyedJaggedTensor(KEYS, ids, lengths=torch.ones_like(ids)))
+    return errors, ebc.optimizer.param_groups[0]["lr"], ebc.shards.bounds_check, out.abs().sum().item()
+
+
+def loaded_in_part(case: Case) -> tuple[list[str], bool]:
+    """Errors of a state of one table, strict or not, and whether the table was loaded, by either of two modules."""
+    model, whole = sharded(case, collection(case)), collection(case).state_dict()
+    ebc, part = model.module.ebc, {n: t for n, t in whole.items() if n.startswith("embedding_bags.t0.")}
+    weight = part["embedding_bags.t0.weight"]
+    errors, good = [raised(lambda: ebc.load_state_dict(part))], True
+    for number, load in enumerate((ebc.load_state_dict, model.load_state_dict), 1):
+        weight.fill_(number)
+        given = {n if number == 1 else f"ebc.{n}": t for n, t in part.items()}
+        errors.append(raised(partial(load, given, strict=False)))
+        good &= all(bool((block == number).all()) for _, block in blocks(ebc.state_dict())["embedding_bags.t0.weight"])
+    return errors, good
+
+
+def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
+    """The norm of all gradients, where FSDP2 has sharded the layers, and that of the layers after the clipping."""
+    from distributed_torchrec_cases import WithLayers
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = sharded(case, collection(case), WithLayers, replicates=False)
+    fully_shard(model.module.dense, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model(batch(case, 0, [dist.get_rank()])).backward()
+    norm = rk.distributed.clip_grad_norm_(model, 0.01)
+    left = [p.grad.full_tensor() for p in model.module.dense.parameters()]
+    return norm.item(), sum(g.square().sum() for g in left).sqrt().item()
 
 
 def evaluating(case: Case) -> dict[str, Any]:

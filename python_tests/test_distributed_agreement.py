@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_agreement_cases import train_clipped
-from distributed_cases import Case, collection, differences
+from distributed_cases import Case, batch, collection, differences
 from distributed_pool import pool
-from distributed_torchrec_cases import Loss
+from distributed_torchrec_cases import Loss, WithLayers
 from tiers import full
 from torch import nn
 
@@ -78,6 +78,43 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
         assert "requires_grad of replicas differ" in flags
         assert "an exception has ended an accumulate() block of one of them" in after
         assert loaded == "none"
+
+
+def test_data_that_one_rank_cannot_begin_to_read() -> None:
+    """No rank waits for one whose batches have no iterator."""
+    assert pool(2).run(HERE, "unreadable", Case()) == [
+        "OSError: no such file",
+        "OtherRankError: another rank could not read its batches: rank 0: OSError: no such file",
+    ]
+
+
+def test_settings_of_sharded_collections() -> None:
+    """An unknown bounds_check and options that fused optimizers lack are refused; what is set reaches the shards."""
+    for (bounds, decay), rate, rule, total in pool(2).run(HERE, "settings", Case(optimizer="sgd")):
+        assert bounds == "ValueError: bounds_check must be 'error', 'ignore' or 'none', got 'warn'"
+        assert decay.startswith("ValueError: weight_decay = 0.5 must be 0.0")
+        assert (rate, rule, total) == (0.75, "ignore", 0.0)
+
+
+@pytest.mark.parametrize("plan", ["row_wise", *full("data_parallel")])
+def test_states_of_some_tables(plan: str) -> None:
+    """With strict=False a state may have some tables only, as in one process."""
+    for (strict, *others), good in pool(2).run(HERE, "loaded_in_part", Case(plan)):
+        assert strict.startswith("RuntimeError: Missing key(s) in state_dict: embedding_bags.t1.weight")
+        assert others == ["none", "none"]
+        assert good
+
+
+def test_norms_beside_fsdp() -> None:
+    """Gradients that FSDP2 has sharded count whole, and are scaled, as those of tables are."""
+    case = Case("row_wise", optimizer="torch", gradient="global_mean")
+    model = WithLayers(collection(case))
+    model(batch(case, 0, [0, 1])).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+    left = nn.utils.get_total_norm([p.grad for p in model.dense.parameters()]).item()
+    for found, layers in pool(2).run(HERE, "clipped_beside_fsdp", case):
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert layers == pytest.approx(left, rel=1e-4)
 
 
 @pytest.mark.parametrize("format", ["bf16", *full("int8")])

@@ -132,7 +132,7 @@ def test_uneven_data(plan: str) -> None:
         model(batch(case, step, [0, 1] if step == 0 else [0])).values().sum().backward()
     assert differences(dict(model.state_dict()), [first, second]) == []
     assert failed == ["OSError: no more data"]
-    assert errors == ["RuntimeError: the batches of 1 other ranks have raised an error, which those ranks tell"]
+    assert errors == ["OtherRankError: another rank could not read its batches: rank 1: OSError: no more data"]
 
 
 @pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])

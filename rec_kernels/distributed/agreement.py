@@ -156,13 +156,16 @@ def until_all_end(
         group: the ranks; None: all. device: of the group's collectives.
 
     Raises:
-        Any exception of ``batches``, on this rank. RuntimeError: another rank's batches have raised one.
+        Any exception of ``batches``, on this rank. RuntimeError: another rank's batches have raised one, with its
+        message.
     """
-    source, ended = iter(batches), False
+    source: Iterator[Batch] | None = None
+    ended = False
     while True:
         batch, error = empty, None
         if not ended:
             try:
+                source = iter(batches) if source is None else source
                 batch = next(source)
             except StopIteration:
                 ended = True
@@ -171,10 +174,8 @@ def until_all_end(
         left = torch.tensor([not ended, error is not None], dtype=torch.int64, device=device)
         dist.all_reduce(left, group=group)
         more, failed = left.tolist()
-        if error is not None:
-            raise error
         if failed:
-            raise RuntimeError(f"the batches of {failed} other ranks have raised an error, which those ranks tell")
+            raise_together(error, dist.group.WORLD if group is None else group, "could not read its batches")
         if not more:
             return
         yield batch

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 
@@ -25,7 +26,7 @@ def clip_grad_norm_(
 
     Args:
         model: with gradients; those of parameters outside of sharded collections are the same on all ranks, as
-            DistributedDataParallel leaves them.
+            DistributedDataParallel leaves them, or sharded by FSDP2.
         max_norm: of the norm, at most. norm_type: p of the p-norm, above 0; infinity: of the largest element.
         error_if_nonfinite: whether a norm that is NaN or Inf raises.
 
@@ -67,9 +68,14 @@ def _blocks(collection: ShardedCollection) -> Iterator[Tensor]:
                 yield parameter.grad
 
 
+def _whole(norm: Tensor) -> Tensor:
+    """The norm of all ranks' parts of a gradient that FSDP2 has sharded: a collective then."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def _power(gradients: Iterator[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of the elements' powers, or their largest, float32 without dimensions."""
-    norms = [torch.linalg.vector_norm(g.float(), norm_type).to(device) for g in gradients]
+    norms = [_whole(torch.linalg.vector_norm(g.float(), norm_type)).to(device) for g in gradients]
     if not norms:
         return torch.zeros((), device=device)
     found = torch.stack(norms)

@@ -167,7 +167,6 @@ def make_collection(
         configs,
         device=device,
         optimizer=module._features.optimizers,
-        bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
         rounding=module.rounding,
         seed=module.seed,
         cache=_cache(module, parts, list(shards), configs, world),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer as TorchRecFused
 
-from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
+from rec_kernels.nn.training.fused_optimizer import OPTIONS, FusedOptimizer, RateGroup
 
 
 class ShardedRates(FusedOptimizer):
@@ -63,7 +63,7 @@ class ShardedRates(FusedOptimizer):
 
 
 class _Group(dict):
-    """A parameter group without parameters, whose ``lr`` is that of another group."""
+    """A parameter group without parameters, whose ``lr`` is that of another group, which also refuses other options."""
 
     def __init__(self, group: dict) -> None:
         super().__init__(params=[], lr=group["lr"])
@@ -77,9 +77,14 @@ class _Group(dict):
         return self._group["lr"] if key == "lr" else super().get(key, default)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key == "lr":
-            self._group["lr"] = value
+        if key == "lr" or key in OPTIONS:
+            self._group[key] = value
         super().__setitem__(key, value)
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        """Sets each item as ``self[key] = value`` does."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
 
 class TorchRecFace(TorchRecFused):

@@ -55,6 +55,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
     """
 
+    _is_strict = True  # whether a state is to have all names
     _are_alike = True  # whether ranks have the same numbers in what each of them has, as they do but at the beginning
 
     def __init__(
@@ -74,8 +75,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         choices = {"gradient": gradient, "row_wise": row_wise, "wire": str(wire)}
         agreement.check_same(_described(module, shards) | choices, group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
-        self.bounds_check, self.tables = module.bounds_check, module.tables
-        self._features, self.output_dims = module._features, module._features.output_dims
+        self.tables, self._features, self.output_dims = module.tables, module._features, module._features.output_dims
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
         if wire.backward is not None and wire.rounding == "stochastic" and any(shard.replica for shard in shards):
             raise ValueError(
@@ -92,6 +92,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._pieces = own = [p for p in pieces if p.shard.rank == rank]
         collection = self._made(module, own, device, f"{name}/{module.seed}")
         self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
+        self.bounds_check = module.bounds_check
         self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
         fused = module.optimizer is not None
         self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
@@ -163,6 +164,18 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
         return list(self._features.feature_names)
+
+    @property
+    def bounds_check(self) -> str:
+        """The rule for ids outside their table, as ``rk.EmbeddingBagCollection``'s; to be set on every rank alike."""
+        return self._bounds_check
+
+    @bounds_check.setter
+    def bounds_check(self, value: str) -> None:
+        self.shards.bounds_check = value
+        if value == "error":  # the rank that feeds an id has checked it
+            self.shards.bounds_check = "ignore"
+        self._bounds_check = value
 
     # The steps of a lookup, as TorchRec and its pipelines call them.
 
@@ -435,6 +448,22 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             out[prefix + name] = tensor
         return out
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state as ``torch.nn.Module`` does; a collective.
+
+        Args:
+            strict: False: tables that the state lacks stay as they are. A model that ``torch.nn.Module`` loads, and
+                that has the collection, does not pass it on, ``DistributedModelParallel`` does. assign: also copies.
+
+        Raises:
+            RuntimeError: on all ranks, what one of them cannot load; none has loaded any table.
+        """
+        self._is_strict = strict
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            self._is_strict = True
+
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -461,7 +490,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         unexpected = [prefix + name for name in given if name not in formats and name not in names]
         local, error = {}, None
         try:
-            if strict:
+            if strict and self._is_strict:
                 refuse_names(missing, unexpected)
             local = self._state.local(given, own)
             self.shards._check_state(local)
@@ -475,7 +504,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         unexpected_keys += unexpected
         self._agreed(lambda: shard_files.write_rows(self.shards, local))
         self.shards.load_state_dict(local, strict=False)
-        self.backwards.blocks = 0  # ranks are alike again
+        if not missing:
+            self.backwards.blocks = 0  # ranks are alike again
 
 
 def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
