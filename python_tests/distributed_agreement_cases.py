@@ -110,13 +110,22 @@ def unreadable(case: Case) -> str:
 
 
 def settings(case: Case) -> tuple[list[str], float, str, float]:
-    """Refused settings of a sharded collection; the rate after an update() of TorchRec's group; what shards do with
-    ids out of range when the whole collection is to ignore them, which did not check; and the sum of one's row."""
+    """Refused settings of a sharded collection, the last in a block; the rate after an update() of TorchRec's group.
+
+    Then the shards' rule for ids out of range, where the collection checked none and is to ignore them, and their sum.
+    """
     plain = collection(case)
     plain.bounds_check = "none"
     model = sharded(case, plain)
     ebc, group = model.module.ebc, model.fused_optimizer.param_groups[0]
     errors = [raised(lambda: setattr(ebc, "bounds_check", "warn")), raised(lambda: group.update(weight_decay=0.5))]
+
+    def freezes_in_block() -> None:
+        with ebc.accumulate():
+            ebc.requires_grad_(False)
+            train(replace(case, steps=1), model, [dist.get_rank()])
+
+    errors.append(raised(freezes_in_block))
     group.update(lr=0.75)
     ebc.bounds_check = "ignore"
     ids = torch.full((len(KEYS),), 10**6)

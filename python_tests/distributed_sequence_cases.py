@@ -213,6 +213,9 @@ def use_options(case: Sequences, model: nn.Module, tables: Any, optimizer: Any, 
         losses.append(sum((out[key].values() * c).sum() for key, c in zip(KEYS, factors, strict=True)))
     sum(losses).backward()
     tables.unfreeze("f2")
+    for name, table in tables.embeddings.items():
+        table.weight.requires_grad_(not name.startswith(tables.embedding_configs()[0].name))
+    train(case, model, ranks)
     return tables.state_dict()
 
 

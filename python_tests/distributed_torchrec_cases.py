@@ -109,13 +109,14 @@ def options(case: Case) -> dict[str, Any]:
     return blocks(use_options(case, model, model.module.ebc, model.fused_optimizer, [rank]))
 
 
-def shown(case: Case) -> tuple[str, int, str, Any]:
-    """The text, step, device and option of a trained collection."""
+def shown(case: Case) -> tuple[str, int, str, Any, list[str]]:
+    """The text, step, device and option of a trained collection, and the tables of which this rank has blocks."""
     model = sharded(case, collection(case))
     train(case, model, [dist.get_rank()])
     ebc = model.module.ebc
     ebc.check()
-    return repr(ebc), int(ebc.step), str(ebc.device), ebc.is_weighted()
+    assert [table.name for table in ebc.embedding_bag_configs()] == ["t0", "t1", "t2"]
+    return repr(ebc), int(ebc.step), str(ebc.device), ebc.is_weighted(), [*ebc.embedding_bags]
 
 
 def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: list[int]) -> Any:
@@ -130,6 +131,9 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
     ebc.requires_grad_(False)
     train(case, model, ranks)
     ebc.requires_grad_()
+    for name, table in ebc.embedding_bags.items():
+        table.weight.requires_grad_(not name.startswith("t0"))
+    train(case, model, ranks)
     return ebc.state_dict()
 
 
@@ -154,7 +158,7 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
 
     Returns:
         The rates of TorchRec's optimizer, the tables of which each group has shards, the optimizer's state, blocks
-        after the training, and after it went on.
+        after the training, and after it went on; the collection's rates after the training.
     """
     model = sharded(case, collection(case))
     tables = model.module.ebc
@@ -164,13 +168,13 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
         [name[:2] for name in tables.shards._held if any(tables.shards._held[name].weight is p for p in g["params"])]
         for g in tables.optimizer.param_groups
     ]
-    trained = blocks(tables.state_dict())
+    trained, lr = blocks(tables.state_dict()), tables.lr
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(other, collection(other, device="meta"))
     restore(loaded, folder)
     loaded.module.ebc.optimizer.load_state_dict(state)
     train(other, loaded, [dist.get_rank()])
-    return shown, held, own, trained, blocks(loaded.module.ebc.state_dict())
+    return shown, held, own, trained, blocks(loaded.module.ebc.state_dict()), lr
 
 
 class Loss(nn.Module):

@@ -90,9 +90,10 @@ def test_data_that_one_rank_cannot_begin_to_read() -> None:
 
 def test_settings_of_sharded_collections() -> None:
     """An unknown bounds_check and options that fused optimizers lack are refused; what is set reaches the shards."""
-    for (bounds, decay), rate, rule, total in pool(2).run(HERE, "settings", Case(optimizer="sgd")):
+    for (bounds, decay, frozen), rate, rule, total in pool(2).run(HERE, "settings", Case(optimizer="sgd")):
         assert bounds == "ValueError: bounds_check must be 'error', 'ignore' or 'none', got 'warn'"
         assert decay.startswith("ValueError: weight_decay = 0.5 must be 0.0")
+        assert frozen.startswith("RuntimeError: on rank 0, requires_grad of tables was changed inside accumulate()")
         assert (rate, rule, total) == (0.75, "ignore", 0.0)
 
 

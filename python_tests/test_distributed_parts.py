@@ -277,9 +277,9 @@ def test_other_groups() -> None:
 
 def test_what_it_says_of_itself() -> None:
     """It has names, sizes and numbers of the collection that it was made of, and this rank's share."""
-    for rank, (text, step, device, is_weighted) in enumerate(
-        pool(2).run("distributed_torchrec_cases", "shown", Case())
-    ):
+    found = pool(2).run("distributed_torchrec_cases", "shown", Case())
+    for rank, (text, step, device, is_weighted, tables) in enumerate(found):
         assert text.startswith("ShardedEmbeddingBagCollection(\n  t0: ")
         assert text.endswith(f"shards on rank {rank} of 2\n)")
         assert (step, device, is_weighted) == (3, "cpu", None)
+        assert tables == [["t1"], ["t0", "t2"]][rank]

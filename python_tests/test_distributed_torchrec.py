@@ -176,7 +176,7 @@ def test_killed_rank() -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
 def test_options(plan: str) -> None:
-    """accumulate(), freeze() and the learning rate of TorchRec's optimizer do on ranks what they do in one process."""
+    """accumulate(), freeze(), requires_grad and rates of TorchRec's optimizer do what they do in one process."""
     case = Case(plan, optimizer="adam")
     found = pool(2).run(HERE, "options", case)
     model = Model(collection(case))
@@ -217,6 +217,7 @@ def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
     groups = [first] * bool(first) + [[f"t{i}"] for i in range(3) if rates[i] is not None]
     assert [sorted({*a, *b}) for a, b in zip(found[0][1], found[1][1], strict=True)] == groups
     assert [own[2] for own in found] == [state] * 2
+    assert all(torch.equal(own[5], model.ebc.lr) for own in found)
     assert differences(dict(model.ebc.state_dict()), [own[3] for own in found]) == []
     train(case, model, [0, 1])
     assert differences(dict(model.ebc.state_dict()), [own[4] for own in found]) == []

@@ -20,7 +20,7 @@ from rec_kernels.ops.embedding_bag_autograd import overflow_of
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 5
 # Other messages, of integers, have less than 1 in their place, read as floats.
-_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK = range(1, 8)
+_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN = range(1, 9)
 _WHEN = {
     _NOW: "at once",
     _TOGETHER: "together with others of the same backward",
@@ -40,6 +40,10 @@ _REFUSED = {
     ),
     _AFTER_BLOCK: (
         "on rank {}, a lookup made in an accumulate() block ran its backward after the block: call backward() inside it"
+    ),
+    _FROZEN: (
+        "on rank {}, requires_grad of tables was changed inside accumulate(), whose one update has one set of tables: "
+        "call it before or after the block"
     ),
 }
 
@@ -145,11 +149,14 @@ class Backwards:
             when = _BY_TORCH
         elif begun.pending is not update.pending:
             when = _BEFORE_BLOCK if begun.pending is None else _AFTER_BLOCK
-        elif begun.pending is not None:
-            when = _IN_BLOCK
         else:
-            self._shards._follow_requires_grad(self._shards._layout)
-            when = _TOGETHER if update.dense.joins() else _NOW
+            when = _IN_BLOCK
+            try:
+                self._shards._follow_requires_grad(self._shards._layout)
+            except RuntimeError:  # what ranks tell one another has to arrive
+                when = _FROZEN
+            if begun.pending is None:
+                when = _TOGETHER if update.dense.joins() else _NOW
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]

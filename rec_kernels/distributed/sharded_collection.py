@@ -37,6 +37,7 @@ from rec_kernels.nn.tables.config import describe, shown
 from rec_kernels.nn.tables.load_state import refuse_names
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
+from rec_kernels.nn.training.fused_update import rate_groups
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -102,10 +103,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch, replicas=replicas)
         self.backwards.frozen.update(module._layout.frozen)
         self._untrained = module._untrained
+        self._shown = [ShownTables(self._blocks(own))]
         if module._trained_by_torch:
-            self.add_module(module._holder, ShownTables(self._shown(own)))
+            self._modules[module._holder] = self.embedding_bags
         elif projected := [table.name for table in collection._features.tables if table.projection]:
-            self.add_module(module._holder, ShownTables({n: collection._held[n] for n in projected}, "projection"))
+            self._modules[module._holder] = ShownTables({n: collection._held[n] for n in projected}, "projection")
         if not module._weights.is_meta:
             self._are_alike = False
             self.load_state_dict(module.state_dict())
@@ -147,18 +149,27 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         agreement.raise_together(error, self.group, "could not use its file of tables")
         return made
 
-    def _shown(self, pieces: list[Piece]) -> dict[str, nn.Module]:
+    def _blocks(self, pieces: list[Piece]) -> dict[str, nn.Module]:
         """This rank's blocks of tables, by their names: another block of a table has one of its own."""
-        shown: dict[str, nn.Module] = {}
+        found: dict[str, nn.Module] = {}
         for piece in pieces:
             name = self._features.stored[piece.stored].name
-            shown[piece.name if name in shown else name] = self.shards._held[piece.name]
-        return shown
+            found[piece.name if name in found else name] = self.shards._held[piece.name]
+        return found
 
     @property
     def shards(self) -> TableCollection:
         """This rank's shards, as a collection of their own."""
         return self._held[0]
+
+    @property
+    def embedding_bags(self) -> ShownTables:
+        """This rank's blocks of tables, name -> module with a ``weight``: of tables that it has none of, no name.
+
+        A second block of a table has "#" and a number behind the name. ``requires_grad_(False)`` of a weight freezes
+        the block; of a replica it is to be called on every rank.
+        """
+        return self._shown[0]
 
     @property
     def feature_names(self) -> list[str]:
@@ -377,6 +388,14 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             ValueError: the collection has none (``optimizer=None``).
         """
         return self.shards.fused_optimizer
+
+    @property
+    def lr(self) -> Tensor:
+        """The learning rates as ``rk.EmbeddingBagCollection.lr`` has them, of the tables of all ranks; a copy."""
+        groups = zip(rate_groups(self._features), self.optimizer.param_groups, strict=True)
+        rates = {number: group["lr"] for own, group in groups for number in own.table_ids}
+        lr = torch.tensor([rates[number] for number in sorted(rates)], device=self.device)
+        return lr if any(table.rate is not None for table in self.tables) else lr[0]
 
     # Reports.
 

@@ -20,6 +20,7 @@ from rec_kernels.distributed.trips import ArrivingColumns, run_early
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+from rec_kernels.nn.tables.config import EmbeddingConfig
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -51,6 +52,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """The type of the module that it takes the place of."""
         return EmbeddingBagCollection
+
+    def embedding_bag_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs, as ``rk.EmbeddingBagCollection.embedding_bag_configs``."""
+        return list(self.tables)
 
     def _sorted(self, ctx: RowContext, given: CheckedBatch) -> SortedIds:
         ctx.counts = batches.counts_of(given.bags, self.routes)

@@ -16,10 +16,12 @@ from rec_kernels.distributed.agreement import Agreed
 from rec_kernels.distributed.batches import CheckedBatch, SortedIds
 from rec_kernels.distributed.row_exchange import Parcels, RowContext, RowTrip
 from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.distributed.torch_tables import ShownTables
 from rec_kernels.distributed.trips import ArrivingRows, later, run_early
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
+from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.load_state import rename
 
 
@@ -48,6 +50,15 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
         """The type of the module that it takes the place of."""
         return EmbeddingCollection
+
+    @property
+    def embeddings(self) -> ShownTables:
+        """``embedding_bags``, by the name that it has in ``rk.EmbeddingCollection``."""
+        return self.embedding_bags
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs, as ``rk.EmbeddingCollection.embedding_configs``."""
+        return list(self.tables)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **named: Any) -> None:
         rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")

@@ -1,4 +1,4 @@
-"""Tables of a collection without a fused optimizer: a rank's shards as parameters, which torch's optimizers train."""
+"""A rank's shards as parameters: of collections without a fused optimizer, torch's optimizers train them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.training.accumulate import Lookup
 from rec_kernels.ops.embedding_bag import table_starts
 
 _ops = torch.ops.rec_kernels
 
 
-class ShownTables(nn.Module):
-    """Parameters of a rank's shards under their tables' names. The collection that has them moves and loads them.
+class _Shown(nn.Module):
+    """Parameters that another module has, which moves and loads them."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Shown:
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Loads nothing."""
+
+
+class ShownTables(_Shown, Tables):
+    """Parameters of a rank's shards under their tables' names: name -> module, as ``Tables``.
 
     Args:
         tables: name -> the module that holds the table's weight. only: the name of the parameters that are shown; None:
@@ -25,20 +36,11 @@ class ShownTables(nn.Module):
     """
 
     def __init__(self, tables: Mapping[str, nn.Module], only: str | None = None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         for name, table in tables.items():
-            shown = ShownTables({})
-            if only is None:
-                shown.__dict__["_parameters"] = table._parameters  # one dict: moves replace what is in it
-            else:
-                shown.register_parameter(only, table._parameters[only])
-            self.add_module(name, shown)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShownTables:
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Loads nothing."""
+            shown = self._modules[name] = _Shown()
+            # All of them are one dict: moves replace what is in it.
+            shown.__dict__["_parameters"] = table._parameters if only is None else {only: table._parameters[only]}
 
 
 class TorchTables(torch.autograd.Function):
