@@ -52,7 +52,16 @@ class Unknown(TinyData):
             yield batch
 
 
-DATA = {"tiny": TinyData, "bags": Bags, "broken": Broken, "unknown": Unknown}
+class Absent(TinyData):
+    """TinyData that the first process does not have."""
+
+    def num_rows(self, split):
+        if dist.get_rank() == 0:
+            raise ValueError("no such file")
+        return super().num_rows(split)
+
+
+DATA = {"absent": Absent, "tiny": TinyData, "bags": Bags, "broken": Broken, "unknown": Unknown}
 
 
 def options(folder: str, **more: Any) -> TrainConfig:

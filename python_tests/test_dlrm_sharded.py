@@ -108,6 +108,14 @@ def test_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert records(tmp_path / "run")[-1]["kind"] == "failed"
 
 
+def test_data_that_one_process_lacks(tmp_path: Path) -> None:
+    """No other process waits for it, and there is no run."""
+    own, other = on(2, str(tmp_path), "absent")
+    assert own == "ValueError: no such file"
+    assert other == "TrainingError: process 0 could not begin: ValueError: no such file"
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_id_without_a_row(tmp_path: Path) -> None:
     """The process whose row it is in tells it, the other one that it was told; the record has the cause."""
     other, own = on(2, str(tmp_path), "unknown")

@@ -76,11 +76,26 @@ class Ranks:
         return result[0]
 
     def in_turn(self, make: Callable[[], Made]) -> Made:
-        """Calls ``make`` on the first process of each host, then on the others, which find the files that it wrote."""
+        """Calls ``make`` on the first process of each host, then on the others, which find the files that it wrote.
+
+        Raises:
+            Any exception of ``make``, on its process. TrainingError: another process has one, with its message.
+        """
         first = self.world_size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
-        made = make() if first else None
-        self.all(None)
-        return make() if made is None else made
+        made: Any = None
+        for has_turn in (first, not first):
+            error = None
+            try:
+                made = make() if has_turn else made
+            except Exception as raised:  # whatever it is: the others wait for this process
+                error = raised
+            texts = self.all(None if error is None else f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    raise TrainingError(f"process {rank} could not begin: {text}")
+        return made
 
 
 ALONE = Ranks()
