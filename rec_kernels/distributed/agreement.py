@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from rec_kernels.distributed.batches import CheckedBatch
 from rec_kernels.distributed.collectives import gathered
 
 Batch = TypeVar("Batch")
+Made = TypeVar("Made")
 
 
 class OtherRankError(RuntimeError):
@@ -66,6 +67,17 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup, what: str)
     if told:
         cause = next(text for text in texts if text is not None).partition(":")[0]
         raise OtherRankError(f"another rank {what}: {told}", cause)
+
+
+def together(call: Callable[[], Made], group: dist.ProcessGroup, what: str) -> Made:
+    """Returns what a call has returned; a collective that raises any rank's error on all, as ``raise_together``."""
+    made, error = None, None
+    try:
+        made = call()
+    except Exception as raised:  # whatever it is: other ranks wait for what this one tells
+        error = raised
+    raise_together(error, group, what)
+    return made
 
 
 def check_equal(names: Sequence[str], state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

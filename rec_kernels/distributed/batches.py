@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Multistreamable
 
-from rec_kernels.distributed.backwards import Begun
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
@@ -19,51 +17,7 @@ from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.bad_ids import advice_on
 from rec_kernels.ops.layout_records import ID_DTYPES
 
-if TYPE_CHECKING:
-    from rec_kernels.distributed.compositions import Composition
-
 _Part = tuple[Tensor, Tensor, Tensor | None, Tensor]  # ids, lengths of bags, weights, places among the feature's ids
-
-
-class BatchContext(Multistreamable):
-    """One batch of all ranks, from its ids to the update.
-
-    Attributes:
-        batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
-        bags: the ids that this rank looks up, of all ranks' samples, key-major.
-        trains: whether any rank trains. wants: for each, whether its per-sample weights want a gradient. fed: this
-            rank's batch, if they do.
-        begun: the lookup, from its output on.
-        starts, row_counts: where rows are sent, and not the columns of samples, where those of this rank's entries
-            begin, and [entries, ranks] how many each rank gets.
-        is_ahead: whether it is not looked up, only read from files.
-        composition: how columns are made of what this rank looks up, or None where they are that.
-    """
-
-    begun: Begun
-    starts: Tensor | None = None
-    row_counts: Tensor | None = None
-    is_ahead: bool = False
-    composition: Composition | None = None
-
-    def __init__(self) -> None:
-        self.batch_sizes: list[int] = []
-        self.wants: list[bool] = []
-        self.trains = False
-        self.fed: SelectedKeys | None = None
-        self.counts: Tensor | None = None
-        self.bags: SelectedKeys | None = None
-
-    def looked_up(self, grad: Tensor, *, trains: bool = False) -> Tensor:
-        """The gradients of what this rank has looked up, of those of its columns; ``trains`` is ``Composition``'s."""
-        return grad if self.composition is None else self.composition.backward(grad, trains=trains)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses the tensors."""
-        batches = [batch[:3] for batch in (self.bags, self.fed) if batch is not None]
-        for t in (self.counts, *itertools.chain(*batches)):
-            if isinstance(t, Tensor) and t.device.type != "cpu":
-                t.record_stream(stream)
 
 
 class CheckedBatch(NamedTuple):
@@ -107,10 +61,10 @@ def checked_batch(
     features = as_batch(features, names)
     if pooled and not by_feature:
         given, shared = select_distinct(features, names)
+        if given.strides is not None and shared is None:
+            raise no_common_batch(names, given.strides)
     else:
         given, shared = select_keys(features, names, exact=not pooled), None
-    if pooled and not by_feature and given.strides is not None and shared is None:
-        raise no_common_batch(names, given.strides)
     _check_tensors(given, names)
     given = given.weighted(is_weighted)
     offsets = given.offsets.long()
@@ -158,12 +112,6 @@ def _check_ids(given: SelectedKeys, names: list[str], limits: list[int | None]) 
             bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - starts[f]
             told = f"feature {names[f]!r}, bag {bag}: id {int(values[at])} must be in [0, {limits[f]})"
             raise IndexError(f"{told}; nothing was looked up{advice_on(int(values[at]))}")
-
-
-def check_device(given: SelectedKeys, device: torch.device) -> None:
-    """Raises ValueError unless a batch is on the device of the shards."""
-    if given.values.device.type != device.type:
-        raise ValueError(f"the batch must be on the shards' device, {device}, got {given.values.device}")
 
 
 def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
@@ -265,15 +213,10 @@ def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tu
     return {first: (ids[i] - first, counts[i], factors[i], places[i]) for i, first in enumerate(bounds[:-1], 1)}
 
 
-def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int | None = None) -> SelectedKeys:
-    """Returns the ids that a rank was sent, for its own collection: ``num_entries`` features of ``batch`` bags.
-
-    Args:
-        batch: None: each has a number of its own.
-    """
+def looked_up(kjt: KeyedJaggedTensor, num_entries: int) -> SelectedKeys:
+    """Returns the ids that a rank was sent, for its own collection of ``num_entries`` features."""
     if not num_entries:
         empty = torch.zeros(0, dtype=torch.int64, device=kjt.values().device)
         return SelectedKeys(empty, torch.zeros(1, dtype=torch.int64, device=empty.device), None, None)
     offsets = torch.nn.functional.pad(kjt.lengths().long().cumsum(0), (1, 0))
-    assert batch is None or len(offsets) == num_entries * batch + 1
     return SelectedKeys(kjt.values(), offsets, kjt.weights_or_none(), None)

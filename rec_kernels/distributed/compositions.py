@@ -67,8 +67,3 @@ def _columns(shards: TableCollection, pooled: Tensor, counts: list[int] | None) 
     width = max(shards._features.output_dims)
     blocks = finish_each(shards, pooled, counts)
     return torch.cat([torch.nn.functional.pad(block, (0, width - block.shape[1])) for block in blocks])
-
-
-def is_composed(shards: TableCollection) -> bool:
-    """True if what a rank looks up is to be combined or projected."""
-    return shards._features.finishes_later

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from rec_kernels.distributed.agreement import raise_together
+from rec_kernels.distributed.agreement import together
 from rec_kernels.distributed.collectives import gathered
 from rec_kernels.distributed.parts import is_by_id, part_block
 from rec_kernels.distributed.sharder import CollectionSharder
@@ -245,13 +245,8 @@ class CollectivePlanner(EmbeddingShardingPlanner):
             PlannerError: on the first rank, there is no plan. RuntimeError: on the others, with its message.
         """
         group = dist.group.WORLD if pg is None else pg
-        plan, error = None, None
-        if dist.get_rank(group) == 0:
-            try:
-                plan = self.plan(module, sharders)
-            except Exception as raised:
-                error = raised
-        raise_together(error, group, "has found no plan")
+        is_first = dist.get_rank(group) == 0
+        plan = together(lambda: self.plan(module, sharders) if is_first else None, group, "has found no plan")
         return gathered(plan, group)[0]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torchrec.streamable import Multistreamable
 
-from rec_kernels.distributed.backwards import FACTS
-from rec_kernels.distributed.batches import BatchContext
+from rec_kernels.distributed.backwards import FACTS, Begun
 from rec_kernels.distributed.messages import Arrived, Due, Mail, Message
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.distributed.trips import Trip
@@ -22,6 +22,7 @@ from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
 
 if TYPE_CHECKING:
+    from rec_kernels.distributed.compositions import Composition
     from rec_kernels.distributed.id_splits import IdSplits
 
 
@@ -77,6 +78,9 @@ class Parcels:
         places: numbers of rows of that tensor, rank by rank and entry by entry.
         counts: for each rank, how many rows each entry has. runs: for each rank, of its entries.
         at_front: whether the columns of a shard are the first ones of the tensor, and not those of its table.
+
+    Attributes:
+        places: as given.
     """
 
     def __init__(
@@ -91,11 +95,8 @@ class Parcels:
         sizes = [sum(own[run.entries]) for own, mine in zip(counts, runs, strict=True) for run in mine]
         parts = iter(places.split(sizes))
         self._parts = [[(next(parts), run) for run in mine] for mine in runs]
-        self._rank, self._places, self._at_front = rank, places, at_front
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses the tensors."""
-        self._places.record_stream(stream)
+        self._rank, self._at_front = rank, at_front
+        self.places = places
 
     def _parts_of(self, *, back: bool) -> list[list[_Part]]:
         """For each rank, what travels: rows or, on the way back, gradients."""
@@ -170,18 +171,26 @@ class _Part(NamedTuple):
         return self.columns.stop - self.columns.start
 
 
-class RowContext(BatchContext):
-    """One batch of all ranks, of which this rank gets rows of ids or of bags.
+class RowContext(Multistreamable):
+    """One batch of all ranks, from its ids to the update, of which this rank gets samples, or rows of ids or of bags.
 
     Attributes:
-        splits: what ranks tell one another of it, until it is looked up.
+        splits: what ranks tell one another of it, until it is looked up. batch_sizes: of all ranks.
         features: this rank's batch. given, inverse: the bags of its lookups, as of ``PartMap.lookups_of``.
         shared: which bags of features samples have, or None.
+        counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
+        bags: the ids that this rank looks up, of all ranks' samples, key-major.
+        trains: whether any rank trains. wants: for each, whether its per-sample weights want a gradient. fed: this
+            rank's batch, if they do.
         asked: where its rows arrive, and their gradients are; None: bags are not sent as rows.
         sizes: how many rows each feature gets, in place of ``given.strides``, the numbers of its bags.
         bag_of_row: where some features' rows are those of ids, the bag of each row; else None.
-        held: where all ranks' rows are among those of this rank's entries.
+        starts, row_counts, held: where rows are sent, and not the columns of samples, where those of this rank's
+            entries begin, [entries, ranks] how many each rank gets, and where they are among those.
         by_feature: whether this rank wants the bags of each feature, and not samples.
+        is_ahead: whether it is not looked up, only read from files.
+        composition: how columns are made of what this rank looks up, or None where they are that.
+        begun: the lookup, from its output on.
         answers: gradients of weights that this rank has of its own samples: feature -> [N].
     """
 
@@ -190,14 +199,24 @@ class RowContext(BatchContext):
     given: SelectedKeys
     inverse: dict[int, Tensor]
     shared: SharedBags | None = None
+    counts: Tensor | None = None
+    bags: SelectedKeys | None = None
+    trains = False
+    fed: SelectedKeys | None = None
     asked: Parcels | None = None
     sizes: list[int]
     bag_of_row: Tensor | None = None
+    starts: Tensor | None = None
+    row_counts: Tensor | None = None
     held: Parcels
-    by_feature: bool = False
+    by_feature = False
+    is_ahead = False
+    composition: Composition | None = None
+    begun: Begun
 
     def __init__(self) -> None:
-        super().__init__()
+        self.batch_sizes: list[int] = []
+        self.wants: list[bool] = []
         self.answers: dict[int, Tensor] = {}
 
     def hold(self, rank: int, counts: Tensor, runs: Sequence[Run]) -> None:
@@ -209,13 +228,18 @@ class RowContext(BatchContext):
         self.row_counts, self.starts = counts, torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
         self.held = Parcels(rank, by_rank(counts), counts.T.tolist(), [runs] * counts.shape[1], at_front=True)
 
+    def looked_up(self, grad: Tensor, *, trains: bool = False) -> Tensor:
+        """The gradients of what this rank has looked up, of those of its columns; ``trains`` is ``Composition``'s."""
+        return grad if self.composition is None else self.composition.backward(grad, trains=trains)
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the tensors."""
-        super().record_stream(stream)
-        if self.asked is not None and self.given.values.device.type != "cpu":
-            self.given.offsets.record_stream(stream)
-            self.features.offsets.record_stream(stream)
-            self.asked.record_stream(stream)
+        batches = [batch[:3] for batch in (self.bags, self.fed) if batch is not None]
+        if self.asked is not None:
+            batches.append((self.given.offsets, self.features.offsets, self.asked.places))
+        for t in (self.counts, *itertools.chain(*batches)):
+            if isinstance(t, Tensor) and t.device.type != "cpu":
+                t.record_stream(stream)
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:
@@ -325,7 +349,7 @@ class RowTrip(Trip):
         return grad_weights
 
 
-def lookup_of(grad: Tensor, factors: Tensor | None, batch: BatchContext) -> Lookup:
+def lookup_of(grad: Tensor, factors: Tensor | None, batch: RowContext) -> Lookup:
     """The update of this rank: gradients of its columns or rows, and ids with their weights.
 
     Args:

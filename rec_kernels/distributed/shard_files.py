@@ -66,15 +66,19 @@ def rows_of_state(shards: TableCollection) -> dict[str, Tensor]:
     """The tables that a rank's ``state_dict()`` lacks as they are in a file, by their names there."""
     if not isinstance(shards._store, FileStore):
         return {}
-    tables = {f"{shards._holder}.{name}.weight": shards._held[name].weight.detach() for name in shards._held}
+    tables = _tables(shards)
     return dict(zip(tables, shards._store.file.mapped([*tables.values()]), strict=True))
+
+
+def _tables(shards: TableCollection) -> dict[str, Tensor]:
+    """The windows of a rank's tables in its file, by their names in a state."""
+    return {f"{shards._holder}.{name}.weight": shards._held[name].weight.detach() for name in shards._held}
 
 
 def check_rows(shards: TableCollection, state: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError if a rank's state has a table that cannot be written to its file."""
     if isinstance(shards._store, FileStore):
-        own = {f"{shards._holder}.{name}.weight": shards._held[name].weight.detach() for name in shards._held}
-        check_tensors(dict(state), "", own)
+        check_tensors(dict(state), "", _tables(shards))
 
 
 def write_rows(shards: TableCollection, state: dict[str, Tensor]) -> None:
@@ -85,10 +89,10 @@ def write_rows(shards: TableCollection, state: dict[str, Tensor]) -> None:
     """
     if not isinstance(shards._store, FileStore):
         return
-    names = {f"{shards._holder}.{name}.weight": i for i, name in enumerate(shards._held)}
-    given = [(i, shards._held.weights()[i], state.pop(name)) for name, i in names.items() if name in state]
+    own = _tables(shards)
+    given = [(i, t, state.pop(name)) for i, (name, t) in enumerate(own.items()) if name in state]
     if given:
-        if len(given) < len(names):
+        if len(given) < len(own):
             shards.flush()  # the cache is emptied: tables that the state lacks have their rows first
         shards._store.write_tables(given)
         shards._tied.note_written()

@@ -18,7 +18,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
 from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
-from rec_kernels.distributed.compositions import Composition, is_composed
+from rec_kernels.distributed.compositions import Composition
 from rec_kernels.distributed.id_splits import IdSplits
 from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.messages import Post
@@ -112,23 +112,24 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             self._are_alike = False
             self.load_state_dict(module.state_dict())
             self._are_alike = True
-            agreement.broadcast(self._state.replicated(collection.state_dict()), group)
+            state = collection.state_dict()
+            agreement.broadcast([state[name] for name in self._state.replicated_names(state)], group)
 
     def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
-        made, error = None, None
+        made = None
+
+        def make() -> TableCollection:
+            nonlocal made
+            entries, world = self.routes.own, self.routes.world_size
+            made = make_collection(module, self.parts, entries, pieces, device, salt, world=world)
+            return made
+
         try:
-            made = make_collection(
-                module, self.parts, self.routes.own, pieces, device, salt, world=self.routes.world_size
-            )
-        except Exception as raised:
-            error = raised
-        try:
-            agreement.raise_together(error, self.group, "could not make its shards")
+            made = agreement.together(make, self.group, "could not make its shards")
         except BaseException:
             shard_files.discard(made)
             raise
-        assert made is not None
         if self._on_disk:
             shard_files.check_files(made, self.group)
             made._store.agree = self._agreed
@@ -139,15 +140,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
         With tables in files a collective, else the call alone.
         """
-        if not self._on_disk:
-            return call()
-        made, error = None, None
-        try:
-            made = call()
-        except Exception as raised:
-            error = raised
-        agreement.raise_together(error, self.group, "could not use its file of tables")
-        return made
+        return agreement.together(call, self.group, "could not use its file of tables") if self._on_disk else call()
 
     def _blocks(self, pieces: list[Piece]) -> dict[str, nn.Module]:
         """This rank's blocks of tables, by their names: another block of a table has one of its own."""
@@ -210,7 +203,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             kind = {"pooled": self.routes.pooled, "by_feature": ctx.by_feature}
             kind["is_weighted"] = self._features.is_weighted
             given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
-            batches.check_device(given.bags, device)
+            if given.bags.values.device.type != device.type:
+                raise ValueError(f"the batch must be on the shards' device, {device}, got {given.bags.values.device}")
             ctx.features = given.bags
             bags, ctx.inverse = self.parts.lookups_of(given.bags)
             given = given._replace(bags=bags)
@@ -304,7 +298,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         Args:
             counts: as of ``_rows_looked_up``, where bags have rows.
         """
-        if ctx.is_ahead or not is_composed(self.shards):
+        if ctx.is_ahead or not self.shards._features.finishes_later:
             return pooled
         each = None if counts is None else counts.sum(1).tolist()
         ctx.composition = Composition(self.shards, pooled, each, keeps=torch.is_grad_enabled())
@@ -507,16 +501,17 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             given["step"], missing = torch.zeros_like(own["step"]), []
         formats = self._state.format_names
         unexpected = [prefix + name for name in given if name not in formats and name not in names]
-        local, error = {}, None
-        try:
+
+        def fitting() -> dict[str, Tensor]:
             if strict and self._is_strict:
                 refuse_names(missing, unexpected)
             local = self._state.local(given, own)
             self.shards._check_state(local)
             shard_files.check_rows(self.shards, local)
-        except Exception as refused:
-            error = refused
-        agreement.raise_together(error, self.group, "cannot load its state, and no rank has loaded any of its tables")
+            return local
+
+        refused = "cannot load its state, and no rank has loaded any of its tables"
+        local = agreement.together(fitting, self.group, refused)
         if self._are_alike:
             agreement.check_equal(self._state.replicated_names(local), local, self.group)
         missing_keys += missing

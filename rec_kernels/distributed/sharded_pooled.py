@@ -109,11 +109,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             [samples of all ranks, columns of this rank's shards]; a row for each bag where features of some rank have
             batch sizes of their own.
         """
-        kjt, own, total = dist_input[0], self.routes.own, sum(ctx.batch_sizes)
-        if ctx.asked is None:
-            ctx.bags = batches.looked_up(kjt, len(own), total)
-            return self._composed(ctx, self._looked_up(ctx, ctx.bags, total))
+        kjt, own = dist_input[0], self.routes.own
         ctx.bags = batches.looked_up(kjt, len(own))
+        if ctx.asked is None:
+            return self._composed(ctx, self._looked_up(ctx, ctx.bags, sum(ctx.batch_sizes)))
         counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
         return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards.device))
 

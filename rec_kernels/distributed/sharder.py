@@ -10,8 +10,8 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
-from rec_kernels.distributed.agreement import raise_together
-from rec_kernels.distributed.plan import SHARDING_TYPES, possible_types, shards_of
+from rec_kernels.distributed.agreement import together
+from rec_kernels.distributed.plan import SHARDING_TYPES, Shard, possible_types, shards_of
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
@@ -84,13 +84,12 @@ class CollectionSharder(ModuleSharder):
             raise ValueError(
                 "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
             )
-        shards, error = [], None
-        try:
+
+        def planned() -> list[Shard]:
             _check(module)
-            shards = shards_of(module.tables, module.optimizer, params, env.world_size)
-        except Exception as refused:  # whatever it is: other ranks wait for what this one tells
-            error = refused
-        raise_together(error, env.process_group, "cannot shard as it was told, and none has")
+            return shards_of(module.tables, module.optimizer, params, env.world_size)
+
+        shards = together(planned, env.process_group, "cannot shard as it was told, and none has")
         device = torch.device("cpu") if device is None else device
         return self._sharded_kind(module, shards, env.process_group, device, **self._options, name=module_fqn or "")
 

@@ -85,12 +85,8 @@ class ShardedState:
         """Names of a state that are of no table and no cache: numbers that every rank has."""
         return [name for name in local if not name.startswith(self._holder) and not is_of_rank(name)]
 
-    def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
-        """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
-        return [local[name] for name in self.replicated_names(local)]
-
     def replicated_names(self, local: Mapping[str, Tensor]) -> list[str]:
-        """Names of what ``replicated`` lists."""
+        """Names of what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
         kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
         names = [f"{self._holder}{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
         return [name for name in [*names, *self._numbers(local)] if name in local]
