@@ -71,8 +71,8 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def replicas_apart(case: Case) -> tuple[list[str], bool]:
-    """Errors where one rank freezes a replica, and where a block ends with an exception on one, which a state mends;
-    and whether a replica stays as it is that both freeze."""
+    """Errors where one rank freezes a replica, where a block ends with an exception on one, which a state mends, and of
+    a loss that uses a replica; and whether a replica stays as it is that both freeze."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     ebc = model.module.ebc
     state = {n: t.clone() for n, t in ebc.state_dict().items()}
@@ -90,9 +90,12 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
             if rank == 1:
                 raise KeyError("mine")
 
+    def beside() -> None:
+        (model(batch(case, 0, [rank])).sum() + rank * ebc.embedding_bags["t0"].weight.sum()).backward()
+
     errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
     ebc.load_state_dict(state)
-    return [*errors, raised(lambda: train(replace(case, steps=1), model, [rank]))], frozen
+    return [*errors, raised(lambda: train(replace(case, steps=1), model, [rank])), raised(beside)], frozen
 
 
 class Unreadable:

@@ -73,7 +73,8 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
     assert kept
     assert others
     assert (first[1], second[1]) == ("none", "KeyError: 'mine'")
-    for flags, _, after, loaded in (first, second):
+    for flags, _, after, loaded, beside in (first, second):
+        assert beside.startswith("RuntimeError: the weight of table 't0', of which every rank has a replica, is used")
         assert flags.startswith("RuntimeError: ranks must run the backwards")
         assert "requires_grad of replicas differ" in flags
         assert "an exception has ended an accumulate() block of one of them" in after

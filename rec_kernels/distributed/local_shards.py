@@ -183,8 +183,19 @@ def make_collection(
             matrix.requires_grad_(module._projection(table).requires_grad)
     for piece in pieces:
         weight = module._held[module._features.stored[piece.stored].name].weight
-        made._held[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
+        block = made._held[piece.name].weight
+        if piece.shard.replica and made._update is not None and block.is_floating_point():
+            block.register_post_accumulate_grad_hook(functools.partial(_refuse_dense, piece.name))
+        block.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
+
+
+def _refuse_dense(name: str, weight: Tensor) -> None:
+    """Raises RuntimeError in a backward that has a gradient of a replica beside those of lookups."""
+    raise RuntimeError(
+        f"the weight of table {name!r}, of which every rank has a replica, is used beside lookups: each rank would "
+        "train its own by its own loss; shard the table in another way"
+    )
 
 
 def _cache(

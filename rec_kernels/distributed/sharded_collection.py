@@ -160,7 +160,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """This rank's blocks of tables, name -> module with a ``weight``: of tables that it has none of, no name.
 
         A second block of a table has "#" and a number behind the name. ``requires_grad_(False)`` of a weight freezes
-        the block; of a replica it is to be called on every rank.
+        the block; of a replica it is to be called on every rank. A loss may use a block that no other rank has.
         """
         return self._shown[0]
 
