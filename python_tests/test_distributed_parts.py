@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,3 +284,11 @@ def test_what_it_says_of_itself() -> None:
         assert text.endswith(f"shards on rank {rank} of 2\n)")
         assert (step, device, is_weighted) == (3, "cpu", None)
         assert tables == [["t1"], ["t0", "t2"]][rank]
+
+
+def test_errors_of_others_are_pickled() -> None:
+    """A pool of processes sends what a rank has raised."""
+    from rec_kernels.distributed.agreement import OtherRankError
+
+    error = pickle.loads(pickle.dumps(OtherRankError("rank 1: no rows", "IndexError")))
+    assert (str(error), error.cause) == ("rank 1: no rows", "IndexError")

@@ -248,3 +248,10 @@ def test_wrong_sharders() -> None:
     plan["t1"].sharding_spec = None
     with pytest.raises(ValueError, match="table 't1': the plan has no sharding_spec, whose blocks table_wise needs"):
         shards_of(ebc.tables, ebc.optimizer, plan, 2)
+    plan = plan_of(Case(), 2)
+    plan["t2"].sharding_spec.shards[0].placement = None
+    with pytest.raises(ValueError, match="table 't2': the plan has a shard without a placement, such as rank:0/cpu"):
+        shards_of(ebc.tables, ebc.optimizer, plan, 2)
+    for other in (nn.Linear(2, 1), rk.EmbeddingCollection([rk.EmbeddingConfig(3, 4, name="t", feature_names=["f"])])):
+        with pytest.raises(TypeError, match=rf"must be an rk\.EmbeddingBagCollection, got {type(other).__name__}"):
+            rk.distributed.EmbeddingBagCollectionSharder().constraints(other)

@@ -25,7 +25,7 @@ class OtherRankError(RuntimeError):
         message: which rank, and its error's. cause: the type of the first such error.
     """
 
-    def __init__(self, message: str, cause: str) -> None:
+    def __init__(self, message: str, cause: str = "RuntimeError") -> None:  # pickle makes it of its message
         super().__init__(message)
         self.cause = cause
 

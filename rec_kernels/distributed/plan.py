@@ -113,6 +113,8 @@ def _shards_of(
     shards = []
     for block in sharding.sharding_spec.shards:
         (first_row, first_column), (n, d) = block.shard_offsets, block.shard_sizes
+        if block.placement is None:
+            raise ValueError(f"table {table.name!r}: the plan has a shard without a placement, such as rank:0/cpu")
         if n and d:  # a table has fewer rows than there are ranks
             shards.append(Shard(number, block.placement.rank(), first_row, n, first_column, d))
     _check_blocks(table, shards, world_size)

@@ -75,8 +75,9 @@ class CollectionSharder(ModuleSharder):
             env: has the ranks' process group. device: of the shards; None: the CPU. module_fqn: the module's name.
 
         Raises:
-            ValueError: the plan, or the collection, is one that cannot be sharded; the message names the table, the
-            reason and what it can be. RuntimeError: another rank's is, or it could not make its shards.
+            TypeError: ``module`` is of another kind. ValueError: the plan, or the collection, is one that cannot be
+            sharded; the message names the table, the reason and what it can be. RuntimeError: another rank's is, or it
+            could not make its shards.
         """
         if env.process_group is None:
             raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
@@ -86,7 +87,7 @@ class CollectionSharder(ModuleSharder):
             )
 
         def planned() -> list[Shard]:
-            _check(module)
+            _check(module, self._kind)
             return shards_of(module.tables, module.optimizer, params, env.world_size)
 
         shards = together(planned, env.process_group, "cannot shard as it was told, and none has")
@@ -120,9 +121,10 @@ class CollectionSharder(ModuleSharder):
         """For ``EmbeddingShardingPlanner(constraints=...)``: the ways in which each table can be sharded.
 
         Raises:
-            ValueError: the collection cannot be sharded, or a table in none of the ways that a planner may choose from.
+            TypeError: ``module`` is of another kind. ValueError: the collection cannot be sharded, or a table in none
+            of the ways that a planner may choose from.
         """
-        _check(module)
+        _check(module, self._kind)
         found = {}
         for table in module.tables:
             possible = possible_types(table, module.optimizer)
@@ -136,7 +138,9 @@ class CollectionSharder(ModuleSharder):
         return found
 
 
-def _check(module: TableCollection) -> None:
+def _check(module: TableCollection, kind: type[TableCollection]) -> None:
+    if not isinstance(module, kind):
+        raise TypeError(f"module must be an rk.{kind.__name__}, got {type(module).__name__}")
     if found := in_backward(module._held.weights()):
         raise ValueError(
             f"{type(found[0]).__name__} was applied in the backward to the tables of a collection, and shards would "
