@@ -164,6 +164,15 @@ def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
     return norm.item(), sum(g.square().sum() for g in left).sqrt().item()
 
 
+def shared_weight(case: Case) -> str:
+    """The error of an output layer that has the weight of a table that was sharded."""
+    ebc = collection(case)
+    layer = nn.Linear(16, 100, bias=False)
+    layer.weight = ebc.embedding_bags["t0"].weight
+    model = sharded(case, ebc)
+    return raised(lambda: layer(model(batch(case, 0, [dist.get_rank()]))[:, :16]).sum().backward())
+
+
 def evaluating(case: Case) -> dict[str, Any]:
     """Blocks after training in which rank 1 alone makes other lookups without gradients, and in eval()."""
     model, rank = sharded(case, collection(case)), dist.get_rank()

@@ -98,6 +98,13 @@ def test_settings_of_sharded_collections() -> None:
         assert (rate, rule, total) == (0.75, "ignore", 0.0)
 
 
+@pytest.mark.parametrize("optimizer", ["torch", *full("sgd")])
+def test_weights_that_other_layers_share(optimizer: str) -> None:
+    """An output layer that shares the weight of a whole table would train apart from the shards."""
+    for error in pool(2).run(HERE, "shared_weight", Case(optimizer=optimizer)):
+        assert error.startswith("RuntimeError: table 't0' was sharded, and the weight of the whole one")
+
+
 @pytest.mark.parametrize("plan", ["row_wise", *full("data_parallel")])
 def test_states_of_some_tables(plan: str) -> None:
     """With strict=False a state may have some tables only, as in one process."""

@@ -184,18 +184,34 @@ def make_collection(
     for piece in pieces:
         weight = module._held[module._features.stored[piece.stored].name].weight
         block = made._held[piece.name].weight
-        if piece.shard.replica and made._update is not None and block.is_floating_point():
-            block.register_post_accumulate_grad_hook(functools.partial(_refuse_dense, piece.name))
+        if piece.shard.replica and made._update is not None:
+            _refuse_gradients(
+                block,
+                f"the weight of table {piece.name!r}, of which every rank has a replica, is used beside lookups: each "
+                "rank would train its own by its own loss; shard the table in another way",
+            )
         block.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
 
 
-def _refuse_dense(name: str, weight: Tensor) -> None:
-    """Raises RuntimeError in a backward that has a gradient of a replica beside those of lookups."""
-    raise RuntimeError(
-        f"the weight of table {name!r}, of which every rank has a replica, is used beside lookups: each rank would "
-        "train its own by its own loss; shard the table in another way"
-    )
+def refuse_whole(module: TableCollection) -> None:
+    """Has a backward raise RuntimeError that gives a gradient to a table of a whole collection, which was sharded."""
+    for name, table in module._held.items():
+        _refuse_gradients(
+            table.weight,
+            f"table {name!r} was sharded, and the weight of the whole one, which trains no shard, has a gradient: what "
+            "uses it beside lookups, as an output layer that shares it, needs a weight of its own",
+        )
+
+
+def _refuse_gradients(weight: Tensor, text: str) -> None:
+    """Has a backward raise RuntimeError with a text where a weight gets a gradient that is not of fused lookups."""
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError(text)
+
+    if weight.requires_grad:
+        weight.register_post_accumulate_grad_hook(refuse)
 
 
 def _cache(

@@ -20,7 +20,7 @@ from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.compositions import Composition
 from rec_kernels.distributed.id_splits import IdSplits
-from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
+from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of, refuse_whole
 from rec_kernels.distributed.messages import Post
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.parts import PartMap
@@ -114,6 +114,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             self._are_alike = True
             state = collection.state_dict()
             agreement.broadcast([state[name] for name in self._state.replicated_names(state)], group)
+            refuse_whole(module)
 
     def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
