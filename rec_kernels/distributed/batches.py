@@ -15,7 +15,6 @@ from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_common_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.bad_ids import advice_on
-from rec_kernels.ops.layout_records import ID_DTYPES
 
 _Part = tuple[Tensor, Tensor, Tensor | None, Tensor]  # ids, lengths of bags, weights, places among the feature's ids
 
@@ -80,8 +79,7 @@ def checked_batch(
 def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
     """Raises ValueError unless ids, offsets and weights are what lookups take: another rank would be told in vain."""
     values, weights = given.values, given.weights
-    if values.dim() != 1 or values.dtype not in ID_DTYPES:
-        raise ValueError(f"values must be int32 or int64 with one dimension, got {values.dtype} {list(values.shape)}")
+    check_integers("values", values, values)
     if values.is_meta or given.offsets.is_meta:
         raise ValueError("the batch must have numbers, got tensors on the meta device")
     check_integers("offsets", given.offsets, values)

@@ -240,20 +240,21 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         Args:
             rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
         """
-        if ctx.is_ahead:
-            self._agreed(lambda: self._read_ahead(bags, starts))
-            return torch.zeros(0, 0)
-        if not self.routes.own:
-            return self._agreed(lambda: torch.zeros(rows, 0, device=self.shards.device))
-        with torch.no_grad():
-            return self._agreed(lambda: self._look_up(bags, starts, inserts=ctx.trains))
 
-    def _look_up(self, bags: SelectedKeys, starts: Tensor | None, *, inserts: bool) -> Tensor:
-        shards = self.shards
-        with shards._store.held():
-            if inserts and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
-                shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=True)
-            return shards._lookup(bags, starts)
+        def look_up() -> Tensor:
+            if not self.routes.own:
+                return torch.zeros(rows, 0, device=self.shards.device)
+            shards, ids = self.shards, (bags.values, bags.offsets, starts)
+            if ctx.is_ahead:
+                shards._store.prefetch(shards._call(*ids), training=self.training)
+                return torch.zeros(0, 0)
+            with shards._store.held():
+                if ctx.trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
+                    shards._store.lookup_arguments(shards._call(*ids), inserts=True)
+                return shards._lookup(bags, starts)
+
+        with torch.no_grad():
+            return self._agreed(look_up)
 
     def prefetch(self, features: Any) -> None:
         """Begins to read what the next batch needs of tables in files, while this one is computed; a collective.
@@ -271,11 +272,6 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             ctx = self.create_context()
             ctx.is_ahead = True
             self.compute(ctx, self.input_dist(ctx, features).wait().wait())
-
-    def _read_ahead(self, bags: SelectedKeys, starts: Tensor | None) -> None:
-        if self.routes.own:
-            shards = self.shards
-            shards._store.prefetch(shards._call(bags.values, bags.offsets, starts), training=self.training)
 
     def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
         """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].

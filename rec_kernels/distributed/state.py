@@ -146,11 +146,11 @@ class ShardedState:
                 if piece.shard.rank != self._rank:
                     continue
                 found = f"{self._holder}{piece.name}"
-                out[f"{found}.{kind}"] = self._block(state[f"{name}.{kind}"], f"{name}.{kind}", piece, shape)
+                block = self._block(state[f"{name}.{kind}"], f"{name}.{kind}", piece, shape)
+                out[f"{found}.{kind}"] = block
                 if kind == "weight":
-                    self._check_format(name, out[f"{found}.weight"], state.get(f"{name}.format"), i)
-                if kind == "weight" and f"{name}.format" in state:
-                    out[f"{found}.format"] = state[f"{name}.format"]
+                    self._check_format(name, block, named := state.get(f"{name}.format"), i)
+                    out |= {} if named is None else {f"{found}.format": named}
         return out
 
     def _check_format(self, name: str, rows: Tensor, named: object, stored: int) -> None:
