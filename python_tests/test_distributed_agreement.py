@@ -49,6 +49,9 @@ def test_arguments_of_norms() -> None:
     layer = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=r"norm_type = 0 must be above 0"):
         rk.distributed.clip_grad_norm_(layer, 1.0, 0)
+    for wrong in (-1.0, "1", float("nan")):
+        with pytest.raises(ValueError, match=rf"max_norm = {wrong!r} must be at least 0"):
+            rk.distributed.clip_grad_norm_(layer, wrong)
     layer.weight.grad = torch.full((1, 2), float("inf"))
     with pytest.raises(RuntimeError, match="the norm of all gradients is inf; nothing was scaled"):
         rk.distributed.clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)

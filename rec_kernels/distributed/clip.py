@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rec_kernels.distributed.sharded_collection import ShardedCollection
+from rec_kernels.nn.arguments import number_of
 
 
 @torch.no_grad()
@@ -35,12 +36,15 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: ``model`` is no module, as a list of parameters, which does not say who has the others. ValueError:
-        ``norm_type`` is not above 0. RuntimeError: the norm is not finite, and that was to raise; on all ranks.
+        ``norm_type`` is not above 0, or ``max_norm`` is below. RuntimeError: the norm is not finite, and that was to
+        raise; on all ranks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type = {norm_type} must be above 0")
+    if not number_of(norm_type) > 0:
+        raise ValueError(f"norm_type = {norm_type!r} must be above 0")
+    if not number_of(max_norm) >= 0:
+        raise ValueError(f"max_norm = {max_norm!r} must be at least 0")
     shards = [m for m in model.modules() if isinstance(m, ShardedCollection)]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     own = {id(grad) for collection in shards for grad in _blocks(collection)}
