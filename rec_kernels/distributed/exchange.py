@@ -19,7 +19,6 @@ class PooledTrip(Trip):
 
     _columns: Mail | None = None
     _reduced: UnderWay | None = None
-    _gradients: Mail
 
     def send(self, rows: Tensor) -> None:
         """Begins to send each rank the columns of its samples.
@@ -84,10 +83,7 @@ class PooledTrip(Trip):
         """Updates this rank's tables with the gradients of all samples; see ``Trip``."""
         module, batch = self.module, self.batch
         routes, sizes = module.routes, batch.batch_sizes
-        arrived = self._gradients.wait()
-        del self._gradients  # the graph may be kept for long
-        told = torch.stack([message.numbers[:FACTS] for message in arrived])
-        module.backwards.check(told)
+        arrived, told = self._arrived()
         columns = told.new_empty(sum(sizes), routes.columns[routes.rank])
         scales, wanted = module.gradient_scales(sizes), any(batch.wants)
         for rows, message, scale in zip(columns.split(sizes), arrived, scales, strict=True):

@@ -263,7 +263,6 @@ class RowTrip(Trip):
     """A row for each id of this rank, from what all ranks have looked up."""
 
     _rows: Mail
-    _gradients: Mail
     _is_pooled = False
 
     def send(self, rows: Tensor) -> None:
@@ -329,10 +328,7 @@ class RowTrip(Trip):
     def receive_gradients(self) -> Tensor | None:
         """Updates this rank's tables with the gradients of all samples; see ``Trip``."""
         module, batch, pooled = self.module, self.batch, self._is_pooled
-        arrived = self._gradients.wait()
-        del self._gradients  # the graph may be kept for long
-        told = torch.stack([message.numbers[:FACTS] for message in arrived])
-        module.backwards.check(told)
+        arrived, told = self._arrived()
         bags, width = batch.bags, max((e.shard.columns for e in module.routes.own), default=0)
         own = told.new_zeros(len(bags.offsets) - 1, width + pooled)
         own[:, width:] = 1

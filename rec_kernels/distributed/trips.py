@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.distributed.backwards import FACTS
+from rec_kernels.distributed.messages import Arrived, Mail
 from rec_kernels.distributed.parts import Joined
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.tensors import JaggedTensor
@@ -36,6 +38,8 @@ class Trip(ABC):
     Attributes:
         joined: how rows of parts become those of features.
     """
+
+    _gradients: Mail
 
     def __init__(self, module: ShardedCollection, batch: RowContext) -> None:
         self.module, self.batch = module, batch
@@ -60,6 +64,14 @@ class Trip(ABC):
         Returns:
             The gradients of this rank's per-sample weights, or None if it wants none.
         """
+
+    def _arrived(self) -> tuple[list[Arrived], Tensor]:
+        """Waits for the gradients of all ranks, and checks what these tell in front: [ranks, FACTS]."""
+        arrived = self._gradients.wait()
+        del self._gradients  # the graph may be kept for long
+        told = torch.stack([message.numbers[:FACTS] for message in arrived])
+        self.module.backwards.check(told)
+        return arrived, told
 
 
 def leave(trip: Trip, token: Tensor, rows: Tensor, weights: Tensor | None) -> Callable[[], Tensor]:
