@@ -88,6 +88,37 @@ check(old)
         assert np.array_equal(contents(file)[14 * BLOCK :], noise(1, 64 * BLOCK)[14 * BLOCK :])
 
 
+def test_a_write_that_is_cut_short(tmp_path):
+    """A flush writes every second block with one call; the disk is full in the middle of the sixth."""
+    path = tmp_path / "file"
+    run_script(
+        FULL.replace("memory_budget=4", "memory_budget=64")
+        + """
+for b in range(1, 64, 2):
+    put(b)
+limit(4096 + 5 * BLOCK + 100)
+before = file.stats()
+for _ in range(2):
+    try:
+        file.flush()
+    except OSError as error:
+        place, left = 4096 + 5 * BLOCK + 100, 27 * BLOCK - 100
+        assert f"writing {left} bytes at byte {place}: File too large" in str(error), error
+        assert error.filename.endswith(".log")
+assert os.path.getsize(sys.argv[1] + ".log") == place
+assert file.generation == 1 and file.stats()["dirty_bytes"] == before["dirty_bytes"] == 32 * BLOCK
+limit(resource.RLIM_INFINITY)
+assert file.flush() == 2
+""",
+        path,
+    )
+    expected = noise(1, 64 * BLOCK).reshape(64, BLOCK)
+    expected[1::2] = noise(2, 64 * BLOCK).reshape(64, BLOCK)[1::2]
+    with open_file(path) as file:
+        assert file.generation == 2
+        assert np.array_equal(contents(file), expected.ravel())
+
+
 @pytest.mark.parametrize("again", ["apply", "flush", "open", "load"])
 def test_a_full_disk_when_the_log_is_copied(again, tmp_path):
     """The flush is done, the copy into the file is not."""
@@ -210,9 +241,9 @@ def traced_calls(path, trace):
         log = bytes.fromhex(file.replace("\\x", "")) == bytes(log_of(path))
         if not log and bytes.fromhex(file.replace("\\x", "")) != bytes(path):
             continue
-        if name == "pwrite64":
-            data, _, offset = arguments.rsplit(", ", 2)
-            calls.append((log, name, int(offset), bytes.fromhex(data.strip('"').replace("\\x", ""))))
+        if name == "pwritev":
+            ranges, offset = re.findall('iov_base="([^"]*)"', arguments), arguments.rsplit(", ", 1)[1]
+            calls.append((log, name, int(offset), bytes.fromhex("".join(ranges).replace("\\x", ""))))
         else:
             calls.append((log, name, int(arguments) if arguments else 0, b""))
     return calls
@@ -224,7 +255,7 @@ def apply_calls(files, calls):
         if name == "ftruncate":
             del file[place:]
             file.extend(bytes(place - len(file)))
-        elif name == "pwrite64":
+        elif name == "pwritev":
             file.extend(bytes(max(0, place + len(data) - len(file))))
             file[place : place + len(data)] = data
 
@@ -236,7 +267,7 @@ def after_a_power_failure(calls, rng):
         log, name, place, data = call
         if i < last_sync[log]:
             yield call
-        elif name == "pwrite64" and rng.random() < 0.3:  # torn: some of its sectors
+        elif name == "pwritev" and rng.random() < 0.3:  # torn: some of its sectors
             for sector in range(0, len(data), 512):
                 if rng.random() < 0.5:
                     yield log, name, place + sector, data[sector : sector + 512]
@@ -275,7 +306,7 @@ print(len(errors))
 """
 
 
-@pytest.mark.parametrize("call", ["pwrite64", *full("fsync")])
+@pytest.mark.parametrize("call", ["pwritev", *full("fsync")])
 def test_every_refused_call_can_be_repeated(call, tmp_path):
     """The n-th write or fsync fails once: an error, no loss, and all is well the next time."""
     path = tmp_path / "file"
@@ -290,6 +321,24 @@ def test_every_refused_call_can_be_repeated(call, tmp_path):
         with open_file(path) as file:
             assert np.array_equal(contents(file), noise(2, 8 * BLOCK) + 2), n
     assert refused >= 12
+
+
+def test_a_flush_takes_few_calls(tmp_path):
+    """Slots that follow one another are written, and read, with one call for a chunk of 64 blocks."""
+    path, trace = tmp_path / "file", tmp_path / "trace"
+    launcher = strace_or_skip("-y", "-e", "trace=pwritev,pread64", "-o", str(trace))
+    run_script(
+        """
+file = RowFile.create(sys.argv[1], 256 * BLOCK, layout=LAYOUT, memory_budget=256 * BLOCK)
+file.load(np.arange(0, 256, 2) * BLOCK, BLOCK, write=True)
+file.window.reshape(256, BLOCK)[::2] = noise(3, 128 * BLOCK).reshape(128, BLOCK)
+file.flush()
+""",
+        path,
+        launcher=launcher,
+    )
+    calls = re.findall(rf"(pwritev|pread64)\b.*= {64 * BLOCK}$", trace.read_text(), re.MULTILINE)
+    assert sorted(calls) == ["pread64"] * 2 + ["pwritev"] * 2
 
 
 def test_kernels_that_drop_one_range_at_a_time(tmp_path):
@@ -316,7 +365,7 @@ print(sum(b & 1 for b in found))
 def test_power_failures(tmp_path):
     """Every prefix of the writes of two flushes, with any part lost of what no fsync had covered."""
     trace, path = tmp_path / "trace", tmp_path / "file"
-    calls = "trace=pwrite64,fsync,ftruncate"
+    calls = "trace=pwritev,fsync,ftruncate"
     launcher = strace_or_skip("-y", "-xx", "-s", "1000000", "-e", calls, "-o", str(trace))
     states = {1: noise(1, 8 * BLOCK)}
     with RowFile.create(path, 8 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:

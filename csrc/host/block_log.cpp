@@ -163,12 +163,12 @@ void BlockLog::make_writable() {
 void BlockLog::rewrite() {
   std::vector<uint8_t> block(static_cast<size_t>(block_bytes_));
   for (int64_t slot = 0; slot < num_entries(); ++slot) {
-    read(slot, block.data());
+    read(slot, 1, block.data());
     if (checksum_of_(block.data()) != checksum(slot))
       throw corrupted(join("block ", entries_[static_cast<size_t>(slot)].block, " in slot ", slot, " of the log (byte ",
                            offset(slot), ") is damaged: wrong checksum"),
                       path());
-    write(slot, block.data());
+    file_.write(block.data(), block_bytes_, offset(slot));
   }
 }
 

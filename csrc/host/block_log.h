@@ -54,8 +54,9 @@ class BlockLog {
   // Entries in the order of the blocks.
   std::vector<LogEntry> sorted_entries() const;
 
-  void read(int64_t slot, uint8_t* to) const { file_.read(to, block_bytes_, offset(slot)); }
-  void write(int64_t slot, const uint8_t* from) const { file_.write(from, block_bytes_, offset(slot)); }
+  // Neighbouring slots.
+  void read(int64_t first, int64_t count, uint8_t* to) const { file_.read(to, count * block_bytes_, offset(first)); }
+  void write(int64_t first, std::vector<iovec> blocks) const { file_.write(std::move(blocks), offset(first)); }
   int64_t offset(int64_t slot) const;
 
   // Takes back a commit that failed half-way; must be called before slots are written.

@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdlib>
 #include <memory>
 #include <system_error>
@@ -13,9 +15,6 @@
 
 namespace rec_kernels::host {
 namespace {
-
-// One call moves at most 2 GiB on Linux.
-constexpr int64_t kMostAtOnce = int64_t{1} << 30;
 
 template <class Call>
 auto retried(Call call) {
@@ -63,12 +62,13 @@ int64_t File::names() const {
   return found.stx_nlink;
 }
 
+// Linux moves at most 2 GiB with one call, and says how much.
 void File::read(void* to, int64_t bytes, int64_t offset) const {
   for (int64_t done = 0; done < bytes;) {
-    const int64_t most = bytes - done < kMostAtOnce ? bytes - done : kMostAtOnce;
+    const int64_t left = bytes - done;
     const ssize_t got = retried(
-        [&] { return ::pread(handle_, static_cast<char*>(to) + done, most, static_cast<off_t>(offset + done)); });
-    if (got < 0) throw refused(errno, join("reading ", most, " bytes at byte ", offset + done), path_);
+        [&] { return ::pread(handle_, static_cast<char*>(to) + done, left, static_cast<off_t>(offset + done)); });
+    if (got < 0) throw refused(errno, join("reading ", left, " bytes at byte ", offset + done), path_);
     if (got == 0)
       throw SystemError(EIO, join("the file ends at byte ", offset + done, ", expected bytes up to ", offset + bytes),
                         path_);
@@ -77,13 +77,22 @@ void File::read(void* to, int64_t bytes, int64_t offset) const {
 }
 
 void File::write(const void* from, int64_t bytes, int64_t offset) const {
-  for (int64_t done = 0; done < bytes;) {
-    const int64_t most = bytes - done < kMostAtOnce ? bytes - done : kMostAtOnce;
-    const ssize_t put = retried([&] {
-      return ::pwrite(handle_, static_cast<const char*>(from) + done, most, static_cast<off_t>(offset + done));
-    });
-    if (put < 0) throw refused(errno, join("writing ", most, " bytes at byte ", offset + done), path_);
-    done += put;
+  write({{const_cast<void*>(from), static_cast<size_t>(bytes)}}, offset);
+}
+
+void File::write(std::vector<iovec> ranges, int64_t offset) const {
+  int64_t left = 0;
+  for (const iovec& range : ranges) left += static_cast<int64_t>(range.iov_len);
+  for (iovec* next = ranges.data(); left > 0;) {
+    const auto count = static_cast<int>(std::min<int64_t>(ranges.data() + ranges.size() - next, IOV_MAX));
+    const ssize_t put = retried([&] { return ::pwritev(handle_, next, count, static_cast<off_t>(offset)); });
+    if (put <= 0) throw refused(put < 0 ? errno : EIO, join("writing ", left, " bytes at byte ", offset), path_);
+    left -= put;
+    offset += put;
+    auto done = static_cast<size_t>(put);
+    for (; left > 0 && done >= next->iov_len; ++next) done -= next->iov_len;
+    next->iov_base = static_cast<char*>(next->iov_base) + done;
+    next->iov_len -= done;
   }
 }
 

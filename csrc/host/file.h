@@ -1,8 +1,11 @@
 // A file that is read and written at offsets; every refusal of the operating system is an exception with the path.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "host/errors.h"
 
@@ -24,6 +27,8 @@ class File {
   // All of the bytes, or an exception. Any number of threads at once.
   void read(void* to, int64_t bytes, int64_t offset) const;
   void write(const void* from, int64_t bytes, int64_t offset) const;
+  // Writes ranges of memory one behind the other.
+  void write(std::vector<iovec> ranges, int64_t offset) const;
   void truncate(int64_t bytes) const;
   void sync() const;
   // Makes the file's name durable.

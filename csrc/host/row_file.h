@@ -99,6 +99,7 @@ class RowFile {
   bool take_out(Batch& batch, int64_t chunk, std::exception_ptr& error);
   void read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error);
   void conclude(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error);
+  void write_to_log(Move* first, Move* last) const;
   void note_written(const Move& move);
   SystemError damaged(const Move& read) const;
 
@@ -107,7 +108,7 @@ class RowFile {
   void check_log();
   void copy_log_to_main(Lock& lock);
   void copy_entries(const LogEntry* entries, int64_t count) const;
-  void read_entry(const LogEntry& entry, uint8_t* to) const;
+  void read_entries(const LogEntry* entries, int64_t count, uint8_t* to) const;
   uint8_t* address(int64_t block) const { return window_->data() + block * block_bytes_; }
 
   BlockFile main_;

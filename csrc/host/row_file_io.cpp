@@ -12,22 +12,18 @@ using Flag = BlockTable::Flag;
 // Large enough that handing a chunk to a thread costs nothing beside it, small enough to stay in a core's cache.
 constexpr int64_t kChunkBytes = 256 << 10;
 
-// Ranges of memory, of which neighbours are one.
-class Ranges {
- public:
-  explicit Ranges(size_t most) { ranges_.reserve(most); }
+// Adds a range of memory; neighbours become one.
+void add_range(std::vector<iovec>& ranges, uint8_t* begin, int64_t bytes) {
+  const auto size = static_cast<size_t>(bytes);
+  if (!ranges.empty() && static_cast<uint8_t*>(ranges.back().iov_base) + ranges.back().iov_len == begin)
+    ranges.back().iov_len += size;
+  else ranges.push_back({begin, size});
+}
 
-  void add(uint8_t* begin, int64_t bytes) {
-    const auto size = static_cast<size_t>(bytes);
-    if (!ranges_.empty() && static_cast<uint8_t*>(ranges_.back().iov_base) + ranges_.back().iov_len == begin)
-      ranges_.back().iov_len += size;
-    else ranges_.push_back({begin, size});
-  }
-  const std::vector<iovec>& get() const { return ranges_; }
-
- private:
-  std::vector<iovec> ranges_;
-};
+// True for two blocks to be read that follow one another in the window and in their file.
+bool neighbours(const Move& a, const Move& b) {
+  return b.block == a.block + 1 && (a.slot < 0 ? b.slot < 0 : b.slot == a.slot + 1);
+}
 
 int64_t chunks_of(int64_t count, int64_t per_chunk) { return (count + per_chunk - 1) / per_chunk; }
 
@@ -69,8 +65,7 @@ void RowFile::execute(Batch& batch, int64_t chunk) {
   for (size_t i = batch.first_read(chunk); room && i < last;) {
     size_t end = i + 1;
     const Move* reads = batch.reads.data();
-    while (end < last && reads[i].slot < 0 && reads[end].slot < 0 && reads[end].block == reads[end - 1].block + 1)
-      ++end;
+    while (end < last && neighbours(reads[end - 1], reads[end])) ++end;
     read_run(batch, i, end, error);
     i = end;
   }
@@ -82,19 +77,15 @@ void RowFile::execute(Batch& batch, int64_t chunk) {
 bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
   const size_t first = batch.first_victim(chunk), last = batch.first_victim(chunk + 1);
   try {
-    for (size_t i = first; i < last; ++i) {
-      Move& victim = batch.victims[i];
-      if (victim.slot < 0) continue;
-      victim.checksum = checksum_of_(address(victim.block));
-      log_.write(victim.slot, address(victim.block));
-      victim.done = true;
-    }
-    Ranges out(last - first), in(batch.first_read(chunk + 1) - batch.first_read(chunk));
-    for (size_t i = first; i < last; ++i) out.add(address(batch.victims[i].block), block_bytes_);
+    // One at a time: ext4 caches what a call writes as one large piece, in which a later write of a block takes longer.
+    for (size_t i = first; i < last; ++i)
+      if (Move& victim = batch.victims[i]; victim.slot >= 0) write_to_log(&victim, &victim + 1);
+    std::vector<iovec> out, in;
+    for (size_t i = first; i < last; ++i) add_range(out, address(batch.victims[i].block), block_bytes_);
     for (size_t i = batch.first_read(chunk); i < batch.first_read(chunk + 1); ++i)
-      in.add(address(batch.reads[i].block), block_bytes_);
-    window_->drop(out.get());
-    window_->populate(in.get());
+      add_range(in, address(batch.reads[i].block), block_bytes_);
+    window_->drop(out);
+    window_->populate(in);
   } catch (...) {
     error = std::current_exception();
     return false;
@@ -102,13 +93,13 @@ bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
   return true;
 }
 
-// Neighbours in the main file, or one block of the log.
+// Neighbours in the window, and in the main file or the log.
 void RowFile::read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error) {
   const Move& begin = batch.reads[first];
   const auto count = static_cast<int64_t>(last - first);
   try {
     if (begin.slot < 0) main_.read(begin.block, count, address(begin.block));
-    else log_.read(begin.slot, address(begin.block));
+    else log_.read(begin.slot, count, address(begin.block));
     for (size_t i = first; i < last; ++i) {
       Move& read = batch.reads[i];
       read.done = checksum_of_(address(read.block)) == read.checksum;
@@ -155,6 +146,21 @@ void RowFile::conclude(Batch& batch, int64_t chunk, bool room, const std::except
   moved_.notify_all();
 }
 
+// Writes blocks in neighbouring slots at once.
+void RowFile::write_to_log(Move* first, Move* last) const {
+  while (first < last) {
+    std::vector<iovec> blocks;
+    Move* end = first;
+    do {
+      end->checksum = checksum_of_(address(end->block));
+      add_range(blocks, address(end->block), block_bytes_);
+      ++end;
+    } while (end < last && end->slot == end[-1].slot + 1);
+    log_.write(first->slot, std::move(blocks));
+    for (; first < end; ++first) first->done = true;
+  }
+}
+
 void RowFile::note_written(const Move& move) {
   log_.set_checksum(move.slot, move.checksum);
   table_.change(move.block, 0, Flag::kDirty);
@@ -187,12 +193,7 @@ void RowFile::write_dirty(Lock& lock) {
   }
   lock.unlock();
   const std::exception_ptr error = in_chunks(static_cast<int64_t>(moves.size()), [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      Move& move = moves[static_cast<size_t>(i)];
-      move.checksum = checksum_of_(address(move.block));
-      log_.write(move.slot, address(move.block));
-      move.done = true;
-    }
+    write_to_log(moves.data() + first, moves.data() + last);
   });
   lock.lock();
   for (const Move& move : moves)
@@ -240,9 +241,15 @@ void RowFile::copy_log_to_main(Lock& lock) {
   log_.forget();
 }
 
-void RowFile::read_entry(const LogEntry& entry, uint8_t* to) const {
-  log_.read(entry.slot, to);
-  if (checksum_of_(to) != entry.checksum) throw damaged({entry.block, -1, entry.slot});
+// Reads blocks one behind the other, those in neighbouring slots at once.
+void RowFile::read_entries(const LogEntry* entries, int64_t count, uint8_t* to) const {
+  for (int64_t i = 0, end = 0; i < count; i = end) {
+    for (++end; end < count && entries[end].slot == entries[end - 1].slot + 1;) ++end;
+    log_.read(entries[i].slot, end - i, to + i * block_bytes_);
+  }
+  for (int64_t i = 0; i < count; ++i)
+    if (checksum_of_(to + i * block_bytes_) != entries[i].checksum)
+      throw damaged({entries[i].block, -1, entries[i].slot});
 }
 
 // Before anything depends on a log that was found: a damaged one leaves the main file to whoever asks for it.
@@ -250,22 +257,19 @@ void RowFile::check_log() {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   main_.check_digest(entries, log_.digest());
   const std::exception_ptr error = in_chunks(static_cast<int64_t>(entries.size()), [&](int64_t first, int64_t last) {
-    std::vector<uint8_t> block(static_cast<size_t>(block_bytes_));
-    for (int64_t i = first; i < last; ++i) read_entry(entries[static_cast<size_t>(i)], block.data());
+    std::vector<uint8_t> blocks(static_cast<size_t>((last - first) * block_bytes_));
+    read_entries(entries.data() + first, last - first, blocks.data());
   });
   if (error) std::rethrow_exception(error);
 }
 
 // Neighbours are written at once.
 void RowFile::copy_entries(const LogEntry* entries, int64_t count) const {
-  std::vector<uint8_t> buffer(static_cast<size_t>(count * block_bytes_));
-  for (int64_t i = 0, first = 0; i < count; ++i) {
-    const LogEntry& entry = entries[i];
-    uint8_t* const block = buffer.data() + i * block_bytes_;
-    read_entry(entry, block);
-    if (i + 1 < count && entries[i + 1].block == entry.block + 1) continue;
-    main_.write(entries[first].block, i + 1 - first, buffer.data() + first * block_bytes_);
-    first = i + 1;
+  std::vector<uint8_t> blocks(static_cast<size_t>(count * block_bytes_));
+  read_entries(entries, count, blocks.data());
+  for (int64_t i = 0, end = 0; i < count; i = end) {
+    for (++end; end < count && entries[end].block == entries[end - 1].block + 1;) ++end;
+    main_.write(entries[i].block, end - i, blocks.data() + i * block_bytes_);
   }
 }
 
