@@ -10,6 +10,7 @@
 #include "dense/cpu/grouped_projection.h"
 #include "dense/cpu/samples.h"
 #include "dense/factorization_machine.h"
+#include "embedding_bag/cpu/sum_rows.h"
 
 namespace rec_kernels {
 namespace {
@@ -109,8 +110,7 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
     }
   });
   const KeepDenormals guard;  // of what is left to this thread
-  if (sizes.shared)
-    kernels<GroupedProjectionKernels>().add_chunks(to_y.numbers.get(), to_y.count, to_y.stride, to_y.stride);
+  if (sizes.shared) sum_chunks(to_y.numbers.get(), to_y.count, to_y.stride, to_y.stride, to_y.numbers.get());
   Tensor y_tensor = sizes.shared ? new_tensor(x_in, {F, sizes.K}, x_in.scalar_type())
                                  : new_tensor(x_in, {B, F, sizes.K}, x_in.scalar_type());
   const RowRounding nearest{};

@@ -8,6 +8,7 @@
 #include "core/cpu/parallel.h"
 #include "core/cpu/scratch.h"
 #include "dense/grouped_projection.h"
+#include "embedding_bag/cpu/sum_rows.h"
 
 namespace rec_kernels {
 namespace {
@@ -260,8 +261,9 @@ Tensor backward_weights_cpu(const Tensor& grad_in, const Tensor& x_in, const std
   float* to = out.mutable_data_ptr<float>();
   parallel_pieces(num_panels, 1, workers_for(count * num_sums, kWorkerCopies), [&](int64_t begin, int64_t, int64_t) {
     const GradientPanel& panel = p.panels[static_cast<size_t>(begin)];
-    k.add_chunks(sums.get() + panel.sums, count, num_sums, panel.depth * panel.padded);
-    store_gradient(panel, sums.get() + panel.sums, to);
+    float* first = sums.get() + panel.sums;
+    sum_chunks(first, count, panel.depth * panel.padded, num_sums, first);
+    store_gradient(panel, first, to);
   });
   return out;
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/cpu/isa.h"
+#include "embedding_bag/bags.h"
 
 namespace rec_kernels {
 
@@ -14,7 +15,7 @@ namespace rec_kernels {
 // ones.
 constexpr int64_t kPanelColumns = 64, kPanelPadding = 16;
 // Samples of a chunk, and chunks of a chunk of chunks: docs/numerics.md, "Row gradients".
-constexpr int64_t kSampleChunk = 64;
+constexpr int64_t kSampleChunk = kChunk;
 
 struct ProjectionTerm {
   int64_t column;  // the first one it reads
@@ -42,9 +43,6 @@ struct GroupedProjectionKernels {
   // sums[k, c] = chunk sums of x[:, k] * grad[:, c] over `samples` rows, at most kSampleChunk^2, added in their order.
   void (*weight_sums)(const GradientPanel* panels, int64_t count, const float* x, int64_t x_stride, const float* grad,
                       int64_t grad_stride, int64_t samples, float* sums);
-  // Adds up `count` terms of `size` floats (whole registers), `stride` apart, chunk by chunk; the first becomes the
-  // sum.
-  void (*add_chunks)(float* terms, int64_t count, int64_t stride, int64_t size);
 
   template <CpuIsa>
   static const GroupedProjectionKernels table;

@@ -213,25 +213,10 @@ void weight_sums(const GradientPanel* panels, int64_t count, const float* x, int
   }
 }
 
-void add_chunks(float* terms, int64_t count, int64_t stride, int64_t size) {
-  for (int64_t n = count; n > 1; n = ceil_div(n, kSampleChunk))
-    for (int64_t first = 0; first < n; first += kSampleChunk) {
-      const int64_t last = first + kSampleChunk < n ? first + kSampleChunk : n;
-      // Chunk sum number first / 64 takes the place of a term that has been added already.
-      float* to = terms + first / kSampleChunk * stride;
-      for (int64_t i = 0; i < size; i += W) {
-        Vec sum = Vec::load(terms + first * stride + i);
-        for (int64_t term = first + 1; term < last; ++term) sum = sum + Vec::load(terms + term * stride + i);
-        sum.store(to + i);
-      }
-    }
-}
-
 }  // namespace
 }  // namespace RK_ISA
 
 template <>
-const GroupedProjectionKernels GroupedProjectionKernels::table<CpuIsa::RK_ISA> = {RK_ISA::project, RK_ISA::weight_sums,
-                                                                                  RK_ISA::add_chunks};
+const GroupedProjectionKernels GroupedProjectionKernels::table<CpuIsa::RK_ISA> = {RK_ISA::project, RK_ISA::weight_sums};
 
 }  // namespace rec_kernels

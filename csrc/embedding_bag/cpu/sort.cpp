@@ -22,24 +22,18 @@ struct Table {
   int64_t begin, count;
 };
 
-// The parts in the order of their tables, and the tables.
+// The parts in the order of their tables' rows, and the tables.
 struct Plan {
   std::vector<int64_t> parts;
   std::vector<Table> tables;
 };
 
-// The parts by their rows.
-std::vector<int64_t> parts_by_row(const BagInput& in) {
-  std::vector<int64_t> sorted(static_cast<size_t>(in.num_parts));
-  for (int64_t i = 0; i < in.num_parts; ++i) sorted[static_cast<size_t>(i)] = in.records ? in.records[i].by_row : i;
-  return sorted;
-}
-
 Plan plan_tables(const BagInput& in) {
-  Plan plan{parts_by_row(in), {}};
+  Plan plan;
   int64_t entry = 0;
   for (int64_t i = 0; i < in.num_parts; ++i) {
-    const int64_t p = plan.parts[static_cast<size_t>(i)], f = in.parts[p].number;
+    const int64_t p = in.records ? in.records[i].by_row : i, f = in.parts[p].number;
+    plan.parts.push_back(p);
     if (i == 0 || !same_table(in.parts[p], in.parts[plan.parts[static_cast<size_t>(i - 1)]]))
       plan.tables.push_back({i, i, entry, 0});
     Table& table = plan.tables.back();

@@ -94,21 +94,20 @@ LongRows long_rows(const int64_t* starts, int64_t rows) {
   return out;
 }
 
-// Sums `count` chunk sums by the same rule, in place: a chunk's sum lands on one that has been read.
-void sum_sums(float* sums, int64_t count, int64_t columns, float* out) {
-  const auto sum = kernels<NumberedRowsKernels>().sum_rows;
-  for (; count > kChunk; count = ceil_div(count, kChunk))
-    for (int64_t i = 0; i < count; i += kChunk)
-      sum(sums + i * columns, nullptr, std::min(kChunk, count - i), columns, columns, sums + i / kChunk * columns);
-  sum(sums, nullptr, count, columns, columns, out);
-}
-
 }  // namespace
 
 RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows, int64_t most_workers) {
   const int64_t workers = std::min({workers_for(count, kNumbersPerWorker), std::max<int64_t>(rows, 1), most_workers});
   return numbers.wide ? sort_by_row(static_cast<const int64_t*>(numbers.data), count, rows, workers)
                       : sort_by_row(static_cast<const int32_t*>(numbers.data), count, rows, workers);
+}
+
+void sum_chunks(float* sums, int64_t count, int64_t columns, int64_t stride, float* out) {
+  const auto sum = kernels<NumberedRowsKernels>().sum_rows;
+  for (; count > kChunk; count = ceil_div(count, kChunk))
+    for (int64_t i = 0; i < count; i += kChunk)
+      sum(sums + i * stride, nullptr, std::min(kChunk, count - i), columns, stride, sums + i / kChunk * stride);
+  sum(sums, nullptr, count, columns, stride, out);
 }
 
 void sum_rows(const float* grad, int64_t grad_stride, const RowOrder& sorted, int64_t rows, int64_t columns, float* out,
@@ -144,7 +143,7 @@ void sum_rows(const float* grad, int64_t grad_stride, const RowOrder& sorted, in
       } else {
         const int64_t first = longs.first[static_cast<size_t>(next)];
         const int64_t last = longs.first[static_cast<size_t>(++next)];
-        sum_sums(sums.get() + first * columns, last - first, columns, to);
+        sum_chunks(sums.get() + first * columns, last - first, columns, columns, to);
       }
     }
   });

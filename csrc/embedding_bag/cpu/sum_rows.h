@@ -22,4 +22,8 @@ RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows, int6
 void sum_rows(const float* grad, int64_t grad_stride, const RowOrder& sorted, int64_t rows, int64_t columns, float* out,
               int64_t out_stride);
 
+// Sums `count` >= 1 rows, `stride` floats apart, in chunks of kChunk, then the chunks' sums, and so on. It works in
+// place, as the sum of a chunk lands on a row that has been read; `out` may be the first row.
+void sum_chunks(float* sums, int64_t count, int64_t columns, int64_t stride, float* out);
+
 }  // namespace rec_kernels
