@@ -341,6 +341,28 @@ file.flush()
     assert sorted(calls) == ["pread64"] * 2 + ["pwritev"] * 2
 
 
+def test_a_flush_goes_by_slots(tmp_path):
+    """Blocks that have left the memory in any order are written with one call once they are back."""
+    path, trace = tmp_path / "file", tmp_path / "trace"
+    launcher = strace_or_skip("-e", "trace=pwritev", "-o", str(trace))
+    run_script(
+        """
+file = RowFile.create(sys.argv[1], 128 * BLOCK, layout=LAYOUT, memory_budget=64 * BLOCK)
+first = np.random.default_rng(0).permutation(64)
+for block in [*first, *range(64, 128), *first]:
+    file.load([block * BLOCK], BLOCK, write=True)
+    file.window[block * BLOCK : (block + 1) * BLOCK] += np.uint8(1 + block)
+file.flush(apply=False)
+""",
+        path,
+        launcher=launcher,
+    )
+    assert len(re.findall(rf"pwritev\b.*= {64 * BLOCK}$", trace.read_text(), re.MULTILINE)) == 1
+    with open_file(path) as file:
+        expected = (1 + np.arange(128, dtype=np.uint8)) * np.repeat(np.array([2, 1], np.uint8), 64)
+        assert np.array_equal(contents(file), np.repeat(expected, BLOCK))
+
+
 def test_kernels_that_drop_one_range_at_a_time(tmp_path):
     launcher = strace_or_skip("-o", str(tmp_path / "trace"), "-e", "inject=process_madvise:error=EINVAL")
     out = run_script(

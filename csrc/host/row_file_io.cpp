@@ -191,6 +191,8 @@ void RowFile::write_dirty(Lock& lock) {
     moves.push_back({b});
     moves.back().slot = log_.assign(b);
   }
+  // In the order of the slots, which need not be that of the blocks: neighbours are written at once.
+  std::sort(moves.begin(), moves.end(), [](const Move& a, const Move& b) { return a.slot < b.slot; });
   lock.unlock();
   const std::exception_ptr error = in_chunks(static_cast<int64_t>(moves.size()), [&](int64_t first, int64_t last) {
     write_to_log(moves.data() + first, moves.data() + last);
@@ -257,19 +259,19 @@ void RowFile::check_log() {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   main_.check_digest(entries, log_.digest());
   const std::exception_ptr error = in_chunks(static_cast<int64_t>(entries.size()), [&](int64_t first, int64_t last) {
-    std::vector<uint8_t> blocks(static_cast<size_t>((last - first) * block_bytes_));
-    read_entries(entries.data() + first, last - first, blocks.data());
+    const std::unique_ptr<uint8_t[]> blocks(new uint8_t[static_cast<size_t>((last - first) * block_bytes_)]);
+    read_entries(entries.data() + first, last - first, blocks.get());
   });
   if (error) std::rethrow_exception(error);
 }
 
 // Neighbours are written at once.
 void RowFile::copy_entries(const LogEntry* entries, int64_t count) const {
-  std::vector<uint8_t> blocks(static_cast<size_t>(count * block_bytes_));
-  read_entries(entries, count, blocks.data());
+  const std::unique_ptr<uint8_t[]> blocks(new uint8_t[static_cast<size_t>(count * block_bytes_)]);
+  read_entries(entries, count, blocks.get());
   for (int64_t i = 0, end = 0; i < count; i = end) {
     for (++end; end < count && entries[end].block == entries[end - 1].block + 1;) ++end;
-    main_.write(entries[i].block, end - i, blocks.data() + i * block_bytes_);
+    main_.write(entries[i].block, end - i, blocks.get() + i * block_bytes_);
   }
 }
 
