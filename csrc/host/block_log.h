@@ -2,12 +2,11 @@
 //
 // All numbers are little-endian; what is between the parts is zeros.
 //
-//   byte 0      commit, 64 bytes: magic "RKROWLOG"; u32 version = 1; u32 CRC32C of these 64 bytes (with zeros in place
-//   of
-//               this number); u64 identity, that of the main file; i64 generation, one more than the main file's;
-//               i64 entries; u32 CRC32C of the index; u32 zero; u64 digest of the main file's checksums once the blocks
-//               are there (block_file.h); zeros. It is written when all that follows is on the disk. Without it, or
-//               with a wrong checksum, nothing of the log counts.
+//   byte 0,     the commit, 64 bytes, twice: magic "RKROWLOG"; u32 version = 1; u32 CRC32C of these 64 bytes (with
+//   byte 2048   zeros in place of this number); u64 identity, that of the main file; i64 generation, one more than the
+//               main file's; i64 entries; u32 CRC32C of the index; u32 zero; u64 digest of the main file's checksums
+//               once the blocks are there (block_file.h); zeros. It is written when all that follows is on the disk.
+//               Without it, or with wrong checksums, nothing of the log counts.
 //   byte 4096   slots, block_bytes each: the blocks, in the order in which they were first logged.
 //   then        index, 16 bytes for each slot: i64 block; u32 checksum of the block, as in the main file; u32 zero.
 #pragma once

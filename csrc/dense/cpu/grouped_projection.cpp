@@ -21,7 +21,7 @@ constexpr int64_t kFewRows = 48, kManyRows = 192, kSmallMatrices = 1 << 16;
 // Pieces of work for each worker, so that a slow one does not keep the others waiting.
 constexpr int64_t kPiecesPerWorker = 8;
 
-int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+int64_t padded(int64_t columns) { return ceil_div(columns, kPanelPadding) * kPanelPadding; }
 
 // A group with its place in x, in the result and among the weights.
 struct Group {
@@ -68,7 +68,7 @@ struct Product {
       const int64_t here = std::min(kPanelColumns, columns - c), first = static_cast<int64_t>(terms.size());
       add_terms(c);
       const auto last = static_cast<int64_t>(terms.size());
-      panels.push_back({column + c, here, round_up(here, kPanelPadding), first, last});
+      panels.push_back({column + c, here, padded(here), first, last});
     }
   }
   void add_term(int64_t column, int64_t depth, MatrixSource source) {
@@ -173,9 +173,9 @@ Tensor multiply(Product&& p, const Tensor& in, int64_t columns) {
   const int64_t workers = workers_for(1 + rows * (size + columns) / kWorkerProducts, 1);
   const int64_t wanted = workers == 1 ? 1 : kPiecesPerWorker * workers;
   const int64_t piece = std::max(kFewRows, std::min(kManyRows, rows / wanted / kFewRows * kFewRows));
-  const int64_t row_pieces = (rows + piece - 1) / piece;
+  const int64_t row_pieces = ceil_div(rows, piece);
   // Few samples: the panels are shared out, too.
-  const std::vector<int64_t> starts = cut(costs_of(p), std::min(num_panels, (wanted + row_pieces - 1) / row_pieces));
+  const std::vector<int64_t> starts = cut(costs_of(p), std::min(num_panels, ceil_div(wanted, row_pieces)));
   const int64_t parts = static_cast<int64_t>(starts.size()) - 1;
   const float* x = in.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
@@ -217,10 +217,10 @@ GradientPanels gradient_panels(const ProjectionDims& dims) {
   for (const Group& g : groups_of(dims)) {
     if (g.identity()) continue;
     for (int64_t c = 0; c < g.out_dim; c += kPanelColumns) {
-      const int64_t here = std::min(kPanelColumns, g.out_dim - c), padded = round_up(here, kPanelPadding);
-      p.panels.push_back({g.x_column, g.in_dim, g.out_column + c, here, padded, p.num_sums, g.weights + c * g.in_dim});
-      p.costs.push_back((4 + g.in_dim) * padded);
-      p.num_sums += g.in_dim * padded;
+      const int64_t here = std::min(kPanelColumns, g.out_dim - c), wide = padded(here);
+      p.panels.push_back({g.x_column, g.in_dim, g.out_column + c, here, wide, p.num_sums, g.weights + c * g.in_dim});
+      p.costs.push_back((4 + g.in_dim) * wide);
+      p.num_sums += g.in_dim * wide;
     }
   }
   return p;
@@ -245,9 +245,9 @@ Tensor backward_weights_cpu(const Tensor& grad_in, const Tensor& x_in, const std
   const int64_t wanted = workers == 1 ? 1 : kPiecesPerWorker / 2 * workers;
   // Chunks of chunks need no memory between the levels of the sum; there are more chunks, for more workers.
   constexpr int64_t kLong = kSampleChunk * kSampleChunk;
-  const int64_t piece = num_panels * ((samples + kLong - 1) / kLong) >= wanted ? kLong : kSampleChunk;
-  const int64_t count = (samples + piece - 1) / piece;
-  const std::vector<int64_t> starts = cut(p.costs, std::min(num_panels, (wanted + count - 1) / count));
+  const int64_t piece = num_panels * ceil_div(samples, kLong) >= wanted ? kLong : kSampleChunk;
+  const int64_t count = ceil_div(samples, piece);
+  const std::vector<int64_t> starts = cut(p.costs, std::min(num_panels, ceil_div(wanted, count)));
   const int64_t parts = static_cast<int64_t>(starts.size()) - 1;
   const Scratch<float> sums(count * num_sums);
   const float *from = x.const_data_ptr<float>(), *with = grad.const_data_ptr<float>();

@@ -1,7 +1,5 @@
 #include "embedding_bag/cpu/input.h"
 
-#include <algorithm>
-
 #include "core/cpu/parallel.h"
 #include "embedding_bag/cpu/first_bad.h"
 
