@@ -372,6 +372,24 @@ def test_bad_options_make_no_file(options, message, path):
     assert not os.listdir(path.parent)
 
 
+def test_no_addresses_make_no_file(path):
+    """Neither the file nor its log is left where the process may not have so much virtual memory."""
+    run_script(
+        """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+try:
+    RowFile.create(sys.argv[1], 64 << 30, layout=LAYOUT, memory_budget=BLOCK)
+except MemoryError as error:
+    assert "no range of 68719476736 bytes of virtual memory" in str(error), error
+else:
+    raise AssertionError("made")
+""",
+        path,
+    )
+    assert not os.listdir(path.parent)
+
+
 def test_files_that_cannot_be_created_or_opened(path, tmp_path):
     with create(path) as file:
         with pytest.raises(FileExistsError) as caught:

@@ -38,14 +38,14 @@ int64_t distinct_blocks(std::vector<Span> spans) {
 
 RowFile::RowFile(BlockFile main, int64_t memory_budget, int64_t threads)
     : main_(std::move(main)),
-      log_(main_),
       block_bytes_(main_.block_bytes()),
       memory_budget_(memory_budget),
       checksum_of_(block_bytes_),
       window_(std::make_shared<Window>(main_.num_blocks() * block_bytes_)),
       process_(::getpid()),
       table_(main_.num_blocks(), std::min(checked_capacity(memory_budget, block_bytes_), main_.num_blocks())),
-      pool_(std::make_unique<IoPool>(threads)) {}
+      pool_(std::make_unique<IoPool>(threads)),
+      log_(main_) {}
 
 std::unique_ptr<RowFile> RowFile::create(const std::string& path, int64_t num_bytes, int64_t block_bytes,
                                          const std::string& layout, int64_t memory_budget, int64_t threads) {

@@ -112,7 +112,6 @@ class RowFile {
   uint8_t* address(int64_t block) const { return window_->data() + block * block_bytes_; }
 
   BlockFile main_;
-  BlockLog log_;
   const int64_t block_bytes_, memory_budget_;
   const BlockChecksum checksum_of_;
   const std::shared_ptr<Window> window_;
@@ -130,7 +129,8 @@ class RowFile {
   std::vector<int64_t> prefetched_;                // may name blocks whose prefetch has failed
   std::vector<std::shared_ptr<Batch>> under_way_;  // of prefetch
   int64_t chunks_under_way_ = 0;
-  std::unique_ptr<IoPool> pool_;  // last: its threads end first; none when closed
+  std::unique_ptr<IoPool> pool_;  // none when closed, before the rest goes
+  BlockLog log_;                  // last: where anything before it fails, no log is left
 };
 
 }  // namespace rec_kernels::host
