@@ -26,20 +26,9 @@ struct BagOfFeature {
 
 // Columns c .. c+3 of D, of the output's elements from `row` on.
 __device__ __forceinline__ void store_output(const PoolArgs& a, uint8_t* row, int64_t c, int64_t D, const Vec4& x) {
-  if (a.output_format == RowFormat::kFp32) {
-    auto* out = reinterpret_cast<float*>(row);
-    store_columns(out, c, D, rows_aligned(out, D), x);
-    return;
-  }
-  if (c >= D) return;
-  uint64_t codes = 0;
-  for (int j = 0; j < 4; ++j) {
-    const uint32_t half = a.output_format == RowFormat::kFp16 ? Fp16::encode<false>(x.v[j], uint32_t{0})
-                                                              : Bf16::encode<false>(x.v[j], uint32_t{0});
-    codes |= uint64_t{half} << 16 * j;
-  }
-  const bool aligned = D % 4 == 0 && reinterpret_cast<uintptr_t>(row) % 8 == 0;
-  store_little<8>(row + 2 * c, codes, aligned, 2 * (D - c));
+  if (a.output_format != RowFormat::kFp32) return store_halves(row, c, D, a.output_format == RowFormat::kFp16, x);
+  auto* out = reinterpret_cast<float*>(row);
+  store_columns(out, c, D, rows_aligned(out, D), x);
 }
 
 // The whole output, by all threads.

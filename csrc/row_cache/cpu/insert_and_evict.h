@@ -257,7 +257,7 @@ class Insertion {
     for (int64_t j = 0; j < count; ++j) touch(slots[fresh[j]], f, fresh[j]);
   }
 
-  // Of a slot that other threads may touch.
+  // Other threads may touch the slot at the same time.
   int64_t stamp_of(int64_t slot) const { return __atomic_load_n(memory_.stamps + slot, __ATOMIC_RELAXED); }
   void prefetch_slot(int64_t slot) const {
     __builtin_prefetch(memory_.stamps + slot, 1);

@@ -94,14 +94,9 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
       if (a.dtype == ScalarType::Float) {
         float* out = static_cast<float*>(a.out) + n * a.D;
         store_columns(out, c, a.D, rows_aligned(out, a.D), x);
-        continue;
+      } else {
+        store_halves(static_cast<uint8_t*>(a.out) + 2 * n * a.D, c, a.D, a.dtype == ScalarType::Half, x);
       }
-      uint8_t* out = static_cast<uint8_t*>(a.out) + 2 * (n * a.D + c);
-      for (int j = 0; j < 4; ++j)
-        if (c + j < a.D)
-          store_little<2>(
-              out + 2 * j,
-              a.dtype == ScalarType::Half ? Fp16::encode<false>(x.v[j], 0u) : Bf16::encode<false>(x.v[j], 0u), true);
     }
   }
 }

@@ -23,6 +23,17 @@ __device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> wo
   for (int i = 0; i < here; ++i) p[i] = static_cast<uint8_t>(word >> 8 * i);
 }
 
+// Columns c .. c+3 of a row of D numbers, rounded to the nearest fp16 or bf16.
+__device__ __forceinline__ void store_halves(uint8_t* row, int64_t c, int64_t D, bool is_fp16, const Vec4& x) {
+  if (c >= D) return;
+  uint64_t codes = 0;
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t half = is_fp16 ? Fp16::encode<false>(x.v[j], uint32_t{0}) : Bf16::encode<false>(x.v[j], uint32_t{0});
+    codes |= uint64_t{half} << 16 * j;
+  }
+  store_little<8>(row + 2 * c, codes, columns_aligned<Fp16>(row, D), 2 * (D - c));
+}
+
 // Rounding of rows' numbers. All lanes of a kernel round alike: a branch costs them little, and kernels for either way
 // would be twice the code.
 struct Rounding {
