@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, stack_module_state
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -125,3 +126,39 @@ def test_gradients_on_the_meta_device() -> None:
         module(batch().to("meta")).values().sum().backward()
     module.to_empty(device="cpu")
     assert {weight.grad.device.type for weight in module.parameters()} == {"cpu"}
+
+
+def _compiled_backward(loss: Tensor) -> None:
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+        loss.backward()
+
+
+def test_compiled_backwards_read_version_counters() -> None:
+    """They find the rows as they were, and have the bits of backwards that are not compiled."""
+    found = []
+    for backward in (Tensor.backward, _compiled_backward):
+        torch.manual_seed(0)
+        collection = pooled(rk.SGD(lr=0.1))
+        for _ in range(2):
+            given, factors = batch(), torch.full((8,), 2.0, requires_grad=True)
+            weighted = rk.KeyedJaggedTensor(KEYS, given.values(), factors, lengths=given.lengths())
+            backward(collection(weighted).values().square().sum())
+            found.append(factors.grad)
+        found += collection.state_dict().values()
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))
+
+
+@pytest.mark.parametrize("beside", ["lookup", "weight"])
+def test_compiled_backwards_refuse_one_update_of_several_uses(beside: str) -> None:
+    """It would be made behind the backward, where compiled autograd runs nothing; the next one is whole."""
+    collection, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
+    expected.load_state_dict(collection.state_dict())
+    other = collection(batch()).values() if beside == "lookup" else collection.embedding_bags["a"].weight
+    with pytest.raises(RuntimeError, match="compiled autograd runs nothing there"):
+        _compiled_backward(collection(batch()).values().sum() + other.square().sum())
+    for each in (collection, expected):
+        each(batch()).values().square().sum().backward()
+    assert collection.step == 1
+    for name, t in collection.state_dict().items():
+        assert torch.equal(t, expected.state_dict()[name])

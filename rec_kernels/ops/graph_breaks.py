@@ -21,6 +21,12 @@ def make_layout(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return make(*args, **kwargs)
 
 
+@torch.compiler.disable(reason="version counters are read when the backward runs")
+def check_in_python(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Calls ``check`` with these arguments."""
+    check(*args, **kwargs)
+
+
 @torch._dynamo.allow_in_graph
 def look_up_and_update(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``look_up_with_updates``, whose Python runs when the node is traced into ops, and those of its backward."""

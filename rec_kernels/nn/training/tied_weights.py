@@ -9,6 +9,7 @@ in 0.1 microseconds a table, the lookup updates at once.
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ _current_task, _will_run = torch._C._current_graph_task_id, torch._C._will_engin
 
 #: The most elements of a table whose dense gradient joins its update: 1 GiB of float32.
 LARGEST = 1 << 28
+
+_COMPILED = "torch's compiled autograd runs nothing there"
 
 
 class DenseGradients:
@@ -125,6 +128,12 @@ class DenseGradients:
             if not self._will_arrive():
                 self._updated = task
                 return False
+            if _is_compiled_backward():
+                raise RuntimeError(
+                    f"{', '.join(self._names)}: gradients of several lookups, or of a lookup and a weight, are one "
+                    f"update behind the backward, and {_COMPILED}; no table was changed. Let this backward run without "
+                    "it"
+                )
             self._begin()
         return True
 
@@ -207,6 +216,8 @@ class DenseGradients:
             return  # torch calls hooks of undefined gradients, too
         if reason is None and self.is_compiled:
             reason = "its lookups are compiled, and update before it is there"
+        if reason is None and not self.is_put_off and _is_compiled_backward():
+            reason = f"it would be added behind the backward, and {_COMPILED}, outside of accumulate()"
         if reason is None and weight.grad.numel() > LARGEST:
             reason = f"it has {weight.grad.numel()} elements, and at most {LARGEST} join an update"
         if reason is not None:
@@ -227,6 +238,12 @@ class DenseGradients:
         """Dense gradients by table, in their order; none are kept."""
         found, self._dense = self._dense, {}
         return {i: found[i] for i in sorted(found)}
+
+
+def _is_compiled_backward() -> bool:
+    """True in a backward that torch's compiled autograd runs, which drops what is queued to run behind it."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and compiled.in_compiled_autograd_region
 
 
 def _is_functionalized() -> bool:
