@@ -419,6 +419,22 @@ def test_sequences() -> None:
         assert losses[0] == pytest.approx(losses[1], rel=2e-6)
 
 
+@pytest.mark.parametrize("frozen", [["item"], ["item", "other"]])
+def test_frozen_weights_beside_lookups(frozen: list[str]) -> None:
+    """Updates leave them alone, and so they may be what autograd has saved for other gradients."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    for name in frozen:
+        found.embedding_bags[name].weight.requires_grad_(False)
+        expected.embedding_bags[name].weight.requires_grad_(False)
+    hidden = torch.ones(2, D, requires_grad=True)
+    scores = F.linear(hidden, found.embedding_bags["item"].weight)
+    (scores.sum() + found(batch(0)).values().square().sum()).backward()
+    expected(batch(0)).values().square().sum().backward()
+    torch.testing.assert_close(hidden.grad, start().sum(0).expand(2, D))
+    for name, t in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], t), name
+
+
 def test_compiled_lookups_refuse_dense_gradients() -> None:
     """Inside a graph they update at once: an error in place of a second update."""
     collection = make(rk.SGD(lr=1.0))

@@ -70,6 +70,7 @@ class DenseGradients:
     def forget_nodes(self) -> None:
         """Has the parameters' autograd nodes found anew: others of them require gradients."""
         self._accumulators: list[Any] | None = None
+        self._has_frozen = False
 
     def release(self) -> None:
         """Lets go of the parameters: torch moves none whose autograd node somebody holds."""
@@ -120,15 +121,19 @@ class DenseGradients:
         if self._accumulators is None:
             self._warn_of_others()
             leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
+            # Autograd may have saved one, and would take the update of the others for one of it: they share a counter.
+            self._has_frozen = any(w.is_floating_point() and not w.requires_grad for w in self.weights)
             with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
                 self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
         task = _current_task()
         if self._task != task:
             self._refuse_nested(task)
+            is_compiled = _is_compiled_backward()
             if not self._will_arrive():
-                self._updated = task
-                return False
-            if _is_compiled_backward():
+                if not self._has_frozen or is_compiled:
+                    self._updated = task
+                    return False
+            elif is_compiled:
                 raise RuntimeError(
                     f"{', '.join(self._names)}: gradients of several lookups, or of a lookup and a weight, are one "
                     f"update behind the backward, and {_COMPILED}; no table was changed. Let this backward run without "
