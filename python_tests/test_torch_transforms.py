@@ -162,3 +162,26 @@ def test_compiled_backwards_refuse_one_update_of_several_uses(beside: str) -> No
     assert collection.step == 1
     for name, t in collection.state_dict().items():
         assert torch.equal(t, expected.state_dict()[name])
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_compiled_steps(scales: bool) -> None:
+    """A whole training step is compiled, with what the fused optimizer has to do after it, which is next to nothing."""
+    found, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
+    expected.load_state_dict(found.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
+    for each in (found, expected):
+        each.set_grad_scaler(scaler)
+
+    def step(collection: rk.EmbeddingBagCollection, given: rk.KeyedJaggedTensor) -> None:
+        collection.fused_optimizer.zero_grad()
+        loss = collection(given).values().square().sum()
+        (loss * 8 if scales else loss).backward()
+        collection.fused_optimizer.step()
+
+    scaler.scale(torch.ones(()))
+    for run, collection in ((torch.compile(step, backend="aot_eager"), found), (step, expected)):
+        for _ in range(2):
+            run(collection, batch())
+    for name, t in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], t), name

@@ -141,6 +141,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     #: True if a captured CUDA graph writes the token's gradient, whose memory must then stay.
     is_captured = False
+    #: The token of the first group. Compiled code cannot read groups: torch takes them for plain dicts, and fails.
+    _token: Tensor | None = None
 
     def __init__(self, tables: Sequence[Tensor], rate_groups: Sequence[RateGroup], lr: Tensor, step: Tensor) -> None:
         self._rate_groups = rate_groups
@@ -179,7 +181,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.kernel_lr = [lr[n] for n in own.table_ids] if lr.dim() else [lr] * bool(own.stored)
             group.numbers = own.numbers
             group.update(params=[tables[i] for i in own.stored], lr=group["lr"])
-        groups[0].token, self.is_captured = token, False
+        self._token = groups[0].token = token
+        self.is_captured = False
         self._step = step
         self._show_state()
 
@@ -270,8 +273,3 @@ class FusedOptimizer(torch.optim.Optimizer):
             token.grad = None
         else:
             token.grad.zero_()
-
-    @property
-    def _token(self) -> Tensor | None:
-        group: Any = self.param_groups[0]
-        return group.token
