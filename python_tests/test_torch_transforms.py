@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -185,3 +186,32 @@ def test_compiled_steps(scales: bool) -> None:
             run(collection, batch())
     for name, t in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], t), name
+
+
+class _NoGradient(torch.autograd.Function):
+    """A sum, whose backward says that there is no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("make", [pooled, layer])
+def test_outputs_without_a_gradient(make: Any, accumulates: bool) -> None:
+    """They are no update of zeros, by which weight decay and moments would change rows, and no gradient of zeros."""
+    fused, plain = make(rk.Adam(lr=0.1, weight_decay=0.5)), make()
+    collection = fused if make is pooled else fused.collection
+    given = batch() if make is pooled else torch.tensor([1, 2])
+    before = copy.deepcopy(fused.state_dict())
+    for module in (fused, plain):
+        with collection.accumulate() if accumulates else contextlib.nullcontext():
+            output = module(given)
+            _NoGradient.apply(output.values() if make is pooled else output).backward()
+    for name, t in before.items():
+        assert torch.equal(fused.state_dict()[name], t), name
+    assert all(weight.grad is None for weight in plain.parameters())

@@ -170,6 +170,9 @@ class Differentiable:
         return output
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        if all(grad is None for grad in grads):  # of ops that have set_materialize_grads(False)
+            found: Any = ctx.needs_input_grad
+            return None, *(None for i in ctx.wanted for _ in (found[i] if i == self.list_place else (i,)))
         found = self._backward(ctx, *grads)
         gradients: list[Tensor | None] = [None]
         for i in ctx.wanted:

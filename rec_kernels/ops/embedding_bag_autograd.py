@@ -47,6 +47,7 @@ def _keep(ctx, op: str, a: dict) -> None:
     wants_rows = needs_rows and op != "embedding_bag_fused.layout"
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
     ctx.places = places_of(op)
+    ctx.set_materialize_grads(False)  # an output without a gradient trains nothing, where zeros would be an update
     ctx.save_for_backward(*map(a.pop, _SAVED), *rows)
     # Without reads of rows, later changes to the weights are harmless; a saved tensor would be checked for its version.
     if wants_rows:
@@ -125,6 +126,7 @@ def _setup_table(ctx, inputs, output) -> None:
     a = arguments_of("embedding_bag.table", inputs)
     factors = a["per_sample_weights"]
     reads_rows = factors is not None and factors.requires_grad
+    ctx.set_materialize_grads(False)
     # Saved only where rows are read: elsewhere a change of theirs does no harm.
     ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if reads_rows else ()))
     ctx.bags, ctx.bounds_check = [a[name] for name in _TABLE_BAGS], a["bounds_check"]

@@ -93,8 +93,10 @@ class Pending:
         return _Recorded.apply(pooled, self._token, self, shared, *bags, inverse)
 
 
-def _note(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _note(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
+    if grad is None:
+        return None, None, None, None, *[None] * len(saved)
     shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
     ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared, None)))
     return grad, None, None, None, *[None] * len(saved)
@@ -108,6 +110,7 @@ class _Recorded(torch.autograd.Function):
         ctx, pooled: Tensor, token: Tensor, pending: Pending, shared: SharedBags | None, *bags: Tensor | None
     ) -> Tensor:
         ctx.mark_dirty(pooled)  # not a view of it, which could not be changed in place
+        ctx.set_materialize_grads(False)
         ctx.pending = pending
         ctx.shared = None if shared is None else shared._replace(inverse=None)  # which is among the bags
         ctx.save_for_backward(*bags)
