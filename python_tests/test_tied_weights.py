@@ -327,6 +327,27 @@ def test_lookups_beside_a_reentrant_checkpoint(reentrant: tuple[bool, bool]) -> 
     torch.testing.assert_close(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
 
 
+@pytest.mark.parametrize("lookup_first", [False, True])
+def test_weights_in_a_reentrant_checkpoint(lookup_first: bool) -> None:
+    """Their gradients come in a backward of their own: an error in place of two updates; accumulate() makes one."""
+
+    def backward(collection: rk.EmbeddingBagCollection, **options: bool) -> None:
+        weight, hidden = collection.embedding_bags["item"].weight, torch.ones(3, D, requires_grad=True)
+        head = lambda x: F.linear(x, weight).square().sum()  # noqa: E731
+        first = collection(batch(0)).values().square().sum() if lookup_first else 0
+        loss = first + (torch.utils.checkpoint.checkpoint(head, hidden, **options) if options else head(hidden))
+        (loss if lookup_first else loss + collection(batch(0)).values().square().sum()).backward()
+
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        backward(make(rk.Adagrad(lr=0.1)), use_reentrant=True)
+    with found.accumulate():
+        backward(found, use_reentrant=True)
+    backward(expected)
+    for name, t in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], t), name
+
+
 def test_no_gradient_after_all() -> None:
     """A use whose gradient turns out to be None leaves the lookups' update as it is, cached rows too."""
 

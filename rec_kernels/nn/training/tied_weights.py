@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.functional import pad
+from torch.utils.checkpoint import CheckpointFunction
 
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD
 from rec_kernels.nn.jagged.shared_bags import SharedBags
@@ -30,6 +31,9 @@ from rec_kernels.nn.training.dense_parameters import in_backward, mark_fused
 _ops, _functorch = torch.ops.rec_kernels, torch._C._functorch
 # Found once: a lookup's backward asks both.
 _current_task, _will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
+
+# torch tells a backward neither that it is inside another one nor which: its caller does.
+_REENTRANT = CheckpointFunction.backward.__code__
 
 #: The most elements of a table whose dense gradient joins its update: 1 GiB of float32.
 LARGEST = 1 << 28
@@ -170,6 +174,17 @@ class DenseGradients:
         except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
             return False
 
+    def _is_apart(self) -> bool:
+        """True in the backward of a reentrant checkpoint if lookups outside of it may be part of the outer backward."""
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code is not _REENTRANT:
+            frame = frame.f_back
+        nodes = [node() for node in list(self._open)] if frame is not None else []
+        try:
+            return any(node is not None and not _will_run(node) for node in nodes)
+        except RuntimeError:  # as in _will_arrive
+            return False
+
     def _begin(self) -> None:
         """Has the update made when the backward that runs now has run. One that fails leaves nothing."""
         self._task, self._lookups, self._dense = _current_task(), [], {}
@@ -223,6 +238,11 @@ class DenseGradients:
             reason = "its lookups are compiled, and update before it is there"
         if reason is None and not self.is_put_off and _is_compiled_backward():
             reason = f"it would be added behind the backward, and {_COMPILED}, outside of accumulate()"
+        if reason is None and not self.is_put_off and self._is_apart():
+            reason = (
+                "it comes from a reentrant checkpoint, whose backward is one of its own: use use_reentrant=False, or "
+                "make the lookups and the backward inside accumulate() of the collection"
+            )
         if reason is None and weight.grad.numel() > LARGEST:
             reason = f"it has {weight.grad.numel()} elements, and at most {LARGEST} join an update"
         if reason is not None:
