@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nested, nn
 
 import rec_kernels as rk
 
@@ -328,6 +328,11 @@ def _checked_no_more() -> None:
         (RuntimeError, lambda: rk.Embedding(9, 4, **SGD).reset_parameters(), "is for a layer without options"),
         (TypeError, lambda: rk.Embedding(9, 4)([1, 2]), "input must be a tensor of ids, got list"),
         (ValueError, lambda: rk.Embedding(9, 4, **SGD)(torch.ones(2)), "must be int32 or int64"),
+        (
+            ValueError,
+            lambda: rk.Embedding(9, 4)(nested.nested_tensor([torch.arange(2)], layout=torch.jagged)),
+            "input must be a dense tensor, got a nested one",
+        ),
         (IndexError, lambda: rk.Embedding(9, 4)(torch.tensor([[0, -1]])), "input[0, 1] = -1 is"),
         (IndexError, lambda: rk.Embedding(9, 4, **SGD)(torch.tensor([[0, 9]])), "input[0, 1] = 9 is"),
         (IndexError, lambda: rk.Embedding(9, 4)(torch.tensor(-3)), "input = -3 is out of range: ids must be in [0, 9)"),
@@ -343,6 +348,7 @@ def _checked_no_more() -> None:
                 (ValueError, (torch.tensor(1),), "input must have one or two dimensions, got shape []"),
                 (ValueError, (PADDED[None],), "input must have one or two dimensions, got shape [1, "),
                 (ValueError, (PADDED[0], PADDED), "offsets must have one dimension, got shape ["),
+                (ValueError, (PADDED.to_sparse(),), "input must be a dense tensor, got one of layout torch.sparse_coo"),
             ]
         ),
         (ValueError, _checked_no_more, 'bounds_check must be "error" for mode "max", got \'ignore\''),

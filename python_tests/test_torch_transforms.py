@@ -215,3 +215,24 @@ def test_outputs_without_a_gradient(make: Any, accumulates: bool) -> None:
     for name, t in before.items():
         assert torch.equal(fused.state_dict()[name], t), name
     assert all(weight.grad is None for weight in plain.parameters())
+
+
+class _Ids(Tensor):
+    """Ids of a subclass of Tensor."""
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_ids_of_a_subclass(accumulates: bool) -> None:
+    """The output is of the subclass, too, as torch has it, and trains the tables once."""
+    found, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
+    expected.load_state_dict(found.state_dict())
+    given = batch()
+    ids = rk.KeyedJaggedTensor(KEYS, given.values().as_subclass(_Ids), lengths=given.lengths())
+    for collection, batches in ((found, [ids, ids]), (expected, [given, given])):
+        with collection.accumulate() if accumulates else contextlib.nullcontext():
+            outputs = [collection(each).values() for each in batches]
+            (outputs[0] + outputs[1]).square().sum().backward()
+        assert type(outputs[0]) is type(batches[0].values())
+        assert collection.step == 1
+    for name, t in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], t), name

@@ -183,6 +183,12 @@ class Differentiable:
         return tuple(gradients)
 
 
+def node_of_op(output: Tensor) -> Any:
+    """The node of the op that an output with a gradient is of. Ids of a subclass of Tensor make it an alias of that."""
+    node: Any = output.grad_fn
+    return node if type(node).__weakrefoffset__ else node.next_functions[0][0]  # torch's own nodes have no references
+
+
 def refuse_tangents(op: str, inputs: Iterable[object]) -> None:
     """Raises NotImplementedError if an argument of ``rec_kernels::<op>``, or a tensor in a list, has a tangent."""
     if forward_ad._current_level < 0:

@@ -135,6 +135,9 @@ def check_ids(input: Tensor) -> None:
     """Raises TypeError or ValueError unless ids are what lookups take; the ops would call them "values"."""
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        found = "a nested one" if input.is_nested else f"one of layout {input.layout}"
+        raise ValueError(f"input must be a dense tensor, got {found}: of jagged ids, look up values() with offsets()")
     if input.dtype not in ID_DTYPES:
         raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
 

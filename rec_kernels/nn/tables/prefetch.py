@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from rec_kernels.ops.autograd import node_of_op
+
 #: Values, offsets, and where features begin if every bag has a row of the output.
 Bags = tuple[Tensor, Tensor, Tensor | None]
 
@@ -57,7 +59,7 @@ class PrefetchedBatch(Generic[Call]):
 
     def watch(self, output: Tensor, done: Callable[[], object]) -> None:
         """Has the announced batch wait for the update by this lookup, after which ``done()`` is called."""
-        node = output.grad_fn
+        node = node_of_op(output)
 
         def after(*_: object) -> None:
             self._waiting.discard(node_of())

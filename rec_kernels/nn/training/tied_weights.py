@@ -27,6 +27,7 @@ from rec_kernels.nn.tables.feature_map import FeatureLookup, FeatureMap
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, join
 from rec_kernels.nn.training.dense_parameters import in_backward, mark_fused
+from rec_kernels.ops.autograd import node_of_op
 
 _ops, _functorch = torch.ops.rec_kernels, torch._C._functorch
 # Found once: a lookup's backward asks both.
@@ -97,7 +98,7 @@ class DenseGradients:
     def opened(self, output: Tensor) -> None:
         """Takes note of a lookup that is to update the tables."""
         if output.grad_fn is not None:
-            self._open.add(weakref.ref(output.grad_fn, self._open.discard))
+            self._open.add(weakref.ref(node_of_op(output), self._open.discard))
 
     def take_over(self, grad: Tensor, given: dict[str, Any]) -> bool:
         """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
