@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -230,8 +231,9 @@ def test_half_precision_with_strides(strided: Strided, dtype: torch.dtype) -> No
 def test_output_dtype_must_be_a_float() -> None:
     """Anything else is refused in words."""
     case = make_case([(5, 8)], [0], [2], seed=1)
-    for dtype in (torch.float64, torch.int32):
-        with pytest.raises(ValueError, match=r"output_dtype must be torch\.float32, torch\.float16 or torch\.bfloat16"):
+    for dtype, name in ((torch.float64, "float64"), (torch.int32, "int32")):
+        message = f"output_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {name}"
+        with pytest.raises(ValueError, match=re.escape(message)):
             OPS.embedding_bag(case.weights, *case.jagged, **case.layout, output_dtype=dtype)
 
 

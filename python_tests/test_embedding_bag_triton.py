@@ -215,6 +215,8 @@ def test_one_table_without_layout() -> None:
         dense = ops.embedding_bag_backward_dense(case.grad, [6, 20], *case.jagged, **options)
         flat = ops.embedding_bag_backward_dense(case.grad, [120], *case.jagged, **layout)
         assert same_bits(dense, flat.view(6, 20))
+    with pytest.raises(ValueError, match="padding_idx = -2 must be an id of the table, or -1: none"):
+        ops.embedding_bag(table, *case.jagged, padding_idx=-2)
 
 
 @pytest.mark.parametrize("mode", ["error", "ignore"])

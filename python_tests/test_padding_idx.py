@@ -164,3 +164,19 @@ def test_errors_of_a_table(padding_idx: object, message: str) -> None:
 def test_errors_of_a_layout(padding_idx: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.table_layout([5, 3], [16, 32], padding_idx=padding_idx)
+
+
+def test_errors_of_the_ops_for_one_table() -> None:
+    """Below -1 there is no id, and nothing is counted from the end, as ``rk.embedding_bag`` does."""
+    table, values, offsets = torch.ones(ROWS, DIM), torch.tensor([1, ROWS - 2]), torch.tensor([0, 2])
+    grad = torch.ones(1, DIM)
+    message = re.escape("padding_idx = -2 must be an id of the table, or -1: none")
+    for ops in (OPS, *(backend.ops for backend in device_backends())):
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag(table, values, offsets, padding_idx=-2)
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag_backward_dense(grad, [ROWS, DIM], values, offsets, padding_idx=-2)
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag_backward_sparse(grad, [ROWS, DIM], values, offsets, padding_idx=-2)
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag_backward_per_sample_weights(grad, table, values, offsets, padding_idx=-2)

@@ -176,6 +176,7 @@ void check_bags(const BagArguments& bags, const Layout& layout) {
 void check_bags(const OneTableBags& bags) {
   check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
   check_value(bags.offsets.numel() >= 1 || !bags.include_last_offset, "offsets must have batch + 1 elements, got none");
+  check_value(bags.padding_idx >= -1, "padding_idx = ", bags.padding_idx, " must be an id of the table, or -1: none");
 }
 
 Bags read_bags(const BagArguments& bags, const Layout& layout) {

@@ -109,7 +109,7 @@ RK_EXPORT bool parse_pooling(const std::string& pooling);  // whether it is "mea
 inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   const ScalarType type = dtype.value_or(ScalarType::Float);
   check_value(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
-              "output_dtype must be torch.float32, torch.float16 or torch.bfloat16");
+              "output_dtype must be torch.float32, torch.float16 or torch.bfloat16, got ", dtype_name(type));
   return type;
 }
 

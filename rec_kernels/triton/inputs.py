@@ -160,6 +160,8 @@ def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
     check(known, f'bounds_check must be "error", "ignore" or "none", got "{bounds_check}"')
     check_tensor(a.values, "values", ID_DTYPES, rank=1)
     check_tensor(a.offsets, "offsets", ID_DTYPES, rank=1)
+    padding_idx = getattr(a, "padding_idx", -1)
+    check(padding_idx >= -1, f"padding_idx = {padding_idx} must be an id of the table, or -1: none")
     bags = a.offsets.shape[0] - int(include_last_offset)
     expected = f"offsets must have {'num_features * ' if hasattr(a, 'layout') else ''}batch + 1 elements"
     check(bags >= 0, f"{expected}, got none")
