@@ -82,6 +82,11 @@ def test_sparse_gradient_is_coalesced(kind: str) -> None:
     assert grad.is_coalesced()
     assert torch.equal(grad.indices()[0], arguments["input"].unique())
     assert grad.shape == weight.shape
+    # Torch takes the rows over as they are; whether it keeps the mark of a coalesced tensor is its own affair.
+    _call(rk.embedding_bag, arguments | {"sparse": True}, weight, None).sum().backward()
+    assert torch.equal(weight.grad._indices(), grad.indices())
+    assert torch.equal(weight.grad._values(), grad.values())
+    assert torch.equal(weight.grad.coalesce().values(), grad.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
