@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -63,6 +64,23 @@ def test_replaced(change, optimizer) -> None:
     for use in (pooled, copy.deepcopy, pickle.dumps, nn.Module.half, lambda c: c.to("cpu")):
         with pytest.raises(RuntimeError, match="the weight of table 'b' has been replaced"):
             use(collection)
+
+
+@pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
+def test_replaced_modules(kind) -> None:
+    """Lookups would go on with the old rows, and train them."""
+    collection = kind([rk.EmbeddingBagConfig(10, 4, name="a", feature_names=["a"])], optimizer=rk.SGD())
+    name = "embeddings" if kind is rk.EmbeddingCollection else "embedding_bags"
+    tables, other = getattr(collection, name), nn.EmbeddingBag(10, 4)
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(collection, name, nn.ModuleDict({"a": other})),
+        lambda: setattr(tables, "a", other),
+        lambda: tables.register_module("a", other),
+    ]
+    for change in changes:
+        with pytest.raises(RuntimeError, match="cannot be another module: lookups read the memory"):
+            change()
+    assert isinstance(copy.deepcopy(collection)._held, type(tables))
 
 
 def test_replaced_by_functions_of_torch() -> None:

@@ -28,7 +28,7 @@ from rec_kernels.nn.tables.make_store import make_store
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, refuse_written, tie_tables
-from rec_kernels.nn.tables.parameters import Tables
+from rec_kernels.nn.tables.parameters import Tables, refuse_replacing
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
@@ -117,11 +117,10 @@ class TableCollection(nn.Module):
         self._own_buffers = tuple(self._buffers)
         self._untrained = Untrained({t.name: t.format for t in features.stored if t.format != "fp32"})
         self._tie()
-        weights = self._held.weights()
-        self._store.initialize(weights)
+        self._store.initialize(held.weights())
         self._tied.note_written()
         if self.optimizer is not None:
-            self._update = FusedUpdate(features, weights, self._buffers, self._dense_gradients())
+            self._update = FusedUpdate(features, held.weights(), self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -136,6 +135,11 @@ class TableCollection(nn.Module):
     def is_weighted(self) -> bool | None:
         """The option that it was made with, by TorchRec's name."""
         return self._features.is_weighted
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self._holder and name in self._modules:
+            refuse_replacing(self, name)
+        super().__setattr__(name, value)
 
     @property
     def _held(self) -> Tables:
@@ -331,8 +335,7 @@ class TableCollection(nn.Module):
         options["per_sample_weights"] = given.weights
         if is_cached:
             table_call = self._call(given.values, given.offsets, starts)
-            inserts = self.training and torch.is_grad_enabled()
-            options |= self._store.lookup_arguments(table_call, inserts=inserts)
+            options |= self._store.lookup_arguments(table_call, inserts=self.training and torch.is_grad_enabled())
         if self._update is None and (tables := self._differentiated(given.weights)):
             output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
         elif self._update is None or not torch.is_grad_enabled():
@@ -385,8 +388,7 @@ class TableCollection(nn.Module):
         return held["_weights"], held["_sum"], held["step"], held["lr"]
 
     def _update_options(self) -> dict[str, object]:
-        options = self._update.options(self._buffers)
-        return options | self._rounding() if self._features.is_rounded else options
+        return self._update.options(self._buffers) | (self._rounding() if self._features.is_rounded else {})
 
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
@@ -416,15 +418,13 @@ class TableCollection(nn.Module):
         update_tables(lookup, self._state(), options, self._update.of_each(self._buffers, layouts))
 
     def _dense_gradients(self) -> DenseGradients:
-        refusal = "cached rows hold updates that the weight does not"
         names = [table.name for table in self._features.stored]
-        refused = None if self.row_cache is None else refusal
+        refused = None if self.row_cache is None else "cached rows hold updates that the weight does not"
         return DenseGradients(names, WeakMethod(self._update_once), refused)
 
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
         """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
-        trained = [wanted.requires_grad for wanted in self._update.dense.wanted]
-        if trained != layout.trained:
+        if (trained := [wanted.requires_grad for wanted in self._update.dense.wanted]) != layout.trained:
             self._update.refuse_in_block("requires_grad of tables was changed")
             layout.set_trained(trained)
             self._update.dense.forget_nodes()

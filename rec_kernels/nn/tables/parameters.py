@@ -40,6 +40,16 @@ class RequiresGrad:
             after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
 
 
+def refuse_replacing(module: nn.Module, name: str) -> None:
+    """Raises RuntimeError: no module may take the place of one that holds tables. Replicas of DataParallel pass."""
+    if "_is_replica" not in module.__dict__:
+        raise RuntimeError(
+            f"{name} of {type(module).__name__} cannot be another module: lookups read the memory that the "
+            "collection's tables were made with. Make a new collection, or write the weights in place, with "
+            "load_state_dict(), or with copy_() under torch.no_grad()"
+        )
+
+
 class Table(nn.Module):
     """Holds one table's parameters: views of the collection's flat tensors, and the projection if there is one."""
 
@@ -126,6 +136,15 @@ class Tables(nn.Module):
             if config.projection:
                 matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
                 self[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            refuse_replacing(self, name)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Raises RuntimeError: a table is not added, and not replaced."""
+        refuse_replacing(self, name)
 
     def weights(self) -> list[nn.Parameter]:
         """The tables' parameters."""
