@@ -71,8 +71,9 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def replicas_apart(case: Case) -> tuple[list[str], bool]:
-    """Errors where one rank freezes a replica, where a block ends with an exception on one, which a state mends, and of
-    a loss that uses a replica; and whether a replica stays as it is that both freeze."""
+    """Errors where one rank freezes a replica, where a block ends with an exception on one, which a state mends, of one
+    rank's loss that uses a replica beside its lookups and of one without; and whether a replica stays as it is that
+    both freeze."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     ebc = model.module.ebc
     state = {n: t.clone() for n, t in ebc.state_dict().items()}
@@ -91,11 +92,16 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
                 raise KeyError("mine")
 
     def beside() -> None:
-        (model(batch(case, 0, [rank])).sum() + rank * ebc.embedding_bags["t0"].weight.sum()).backward()
+        loss = model(batch(case, 0, [rank])).sum()
+        (loss + ebc.embedding_bags["t0"].weight.sum() if rank == 1 else loss).backward()
+
+    def alone() -> None:
+        ebc.embedding_bags["t0"].weight.sum().backward()
 
     errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
     ebc.load_state_dict(state)
-    return [*errors, raised(lambda: train(replace(case, steps=1), model, [rank])), raised(beside)], frozen
+    errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
+    return [*errors, raised(beside), raised(alone)], frozen
 
 
 class Unreadable:

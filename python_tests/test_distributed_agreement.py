@@ -76,8 +76,10 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
     assert kept
     assert others
     assert (first[1], second[1]) == ("none", "KeyError: 'mine'")
-    for flags, _, after, loaded, beside in (first, second):
-        assert beside.startswith("RuntimeError: the weight of table 't0', of which every rank has a replica, is used")
+    for flags, _, after, loaded, beside, alone in (first, second):
+        used = "the weight of a table of which every rank has a replica is used beside lookups"
+        assert beside.startswith(f"RuntimeError: on rank 1, {used}")
+        assert alone.startswith(f"RuntimeError: {used}")
         assert flags.startswith("RuntimeError: ranks must run the backwards")
         assert "requires_grad of replicas differ" in flags
         assert "an exception has ended an accumulate() block of one of them" in after

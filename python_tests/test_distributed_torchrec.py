@@ -112,10 +112,12 @@ def test_bad_batches() -> None:
         torch.testing.assert_close(torch.cat(got), want)
 
 
-@pytest.mark.parametrize("format", ["fp32", "int8"])
-def test_carried_over(format: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "format"), [("row_wise", "int8"), ("table_wise", "fp32"), *full(("row_wise", "fp32"))]
+)
+def test_carried_over(plan: str, format: str) -> None:
     """A learning rate that was changed before, and features and tables that were frozen, stay so."""
-    case = Case("row_wise", format, "rowwise_adagrad")
+    case = Case(plan, format, "rowwise_adagrad")
     model = Model(prepared(case))
     train(case, model, [0, 1])
     assert differences(dict(model.ebc.state_dict()), pool(2).run(HERE, "carried", case)) == []

@@ -161,6 +161,8 @@ CASES: list[tuple[Callable[[], object], str]] = [
         "weights[0] must be a tensor, got list",
     ),
     (lambda: rk.KeyedTensor.from_tensor_list(["a"], [[1]]), "tensors[0] must be a tensor, got list"),
+    (lambda: rk.JaggedTensor.from_dense(None), "values = None must be a list, an array or a tensor"),
+    (lambda: rk.KeyedTensor.regroup([COLUMNS], [3]), "groups[0] must be a list of keys, one at least, got 3"),
     (lambda: rk.KeyedTensor.regroup([COLUMNS], ["ab"]), "groups[0] must be a list of keys, one at least, got 'ab'"),
     (lambda: rk.KeyedTensor.regroup([COLUMNS], [["a"], []]), "groups[1] must be a list of keys, one at least, got []"),
     (lambda: INVERSE.from_kjt(_batch(), [["a"]]).inverse(False), "group must be a group's number or the name of a"),

@@ -6,7 +6,7 @@
 //   byte 2048   zeros in place of this number); u64 identity, that of the main file; i64 generation, one more than the
 //               main file's; i64 entries; u32 CRC32C of the index; u32 zero; u64 digest of the main file's checksums
 //               once the blocks are there (block_file.h); zeros. It is written when all that follows is on the disk.
-//               Without it, or with wrong checksums, nothing of the log counts.
+//               With zeros in its place nothing of the log counts; anything else without a whole copy is damage.
 //   byte 4096   slots, block_bytes each: the blocks, in the order in which they were first logged.
 //   then        index, 16 bytes for each slot: i64 block; u32 checksum of the block, as in the main file; u32 zero.
 #pragma once

@@ -17,10 +17,15 @@ from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
+#: Says why no rank may update where one has used a replica beside its lookups.
+REPLICA_USED = (
+    "the weight of a table of which every rank has a replica is used beside lookups: each rank would train its own by "
+    "its own loss; shard the table in another way"
+)
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 5
 # Other messages, of integers, have less than 1 in their place, read as floats.
-_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN = range(1, 9)
+_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN, _REPLICA = range(1, 10)
 _WHEN = {
     _NOW: "at once",
     _TOGETHER: "together with others of the same backward",
@@ -45,6 +50,7 @@ _REFUSED = {
         "on rank {}, requires_grad of tables was changed inside accumulate(), whose one update has one set of tables: "
         "call it before or after the block"
     ),
+    _REPLICA: f"on rank {{}}, {REPLICA_USED}",
 }
 
 
@@ -155,8 +161,10 @@ class Backwards:
                 self._shards._follow_requires_grad(self._shards._layout)
             except RuntimeError:  # what ranks tell one another has to arrive
                 when = _FROZEN
-            if begun.pending is None:
-                when = _TOGETHER if update.dense.joins() else _NOW
+            if update.dense.are_used(self._replicas):
+                when = _REPLICA
+            elif begun.pending is None:
+                when = _TOGETHER if update.dense.joins(waits_for_frozen=False) else _NOW
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]

@@ -39,7 +39,7 @@ class ShownTables(_Shown, Tables):
         nn.Module.__init__(self)
         for name, table in tables.items():
             shown = self._modules[name] = _Shown()
-            # All of them are one dict: moves replace what is in it.
+            # Where all are shown, they are the table's own dict: moves replace what is in it.
             shown.__dict__["_parameters"] = table._parameters if only is None else {only: table._parameters[only]}
 
 

@@ -170,7 +170,10 @@ class Differentiable:
         return output
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:
-        if all(grad is None for grad in grads):  # of ops that have set_materialize_grads(False)
+        for grad in grads:
+            if grad is not None:
+                break
+        else:  # of ops that have set_materialize_grads(False)
             found: Any = ctx.needs_input_grad
             return None, *(None for i in ctx.wanted for _ in (found[i] if i == self.list_place else (i,)))
         found = self._backward(ctx, *grads)
@@ -184,9 +187,11 @@ class Differentiable:
 
 
 def node_of_op(output: Tensor) -> Any:
-    """The node of the op that an output with a gradient is of. Ids of a subclass of Tensor make it an alias of that."""
+    """The node of the op that an output is of, or None. Ids of a subclass of Tensor make it an alias of that."""
     node: Any = output.grad_fn
-    return node if type(node).__weakrefoffset__ else node.next_functions[0][0]  # torch's own nodes have no references
+    if node is None or type(node).__weakrefoffset__:
+        return node
+    return node.next_functions[0][0]  # torch's own nodes have no references
 
 
 def refuse_tangents(op: str, inputs: Iterable[object]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.fakes import check_devices, check_one_device
-from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer_or_symbol
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
 
@@ -179,8 +179,7 @@ def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> t
 
 
 def _padding_row(padding_idx: int, rows: int) -> int:
-    if type(padding_idx) is not int and not isinstance(padding_idx, torch.SymInt):
-        padding_idx = integer(padding_idx, "padding_idx")
+    padding_idx = integer_or_symbol(padding_idx, "padding_idx")
     if not -rows <= padding_idx < rows:
         raise ValueError(f"padding_idx = {padding_idx} must be in [{-rows}, {rows})")
     return padding_idx % rows

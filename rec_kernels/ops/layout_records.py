@@ -158,6 +158,11 @@ def integer(value: SupportsIndex, name: str) -> int:
     return number
 
 
+def integer_or_symbol(value: Any, name: str) -> Any:
+    """``integer``, or a symbol that stands for one in torch's programs, as it is."""
+    return value if type(value) is int or isinstance(value, torch.SymInt) else integer(value, name)
+
+
 def integers(values: Iterable[SupportsIndex] | None, name: str) -> list[int]:
     """Python's integers, of a list, an array or a tensor of them."""
     return [integer(value, f"{name}[{i}]") for i, value in enumerate(listed(values, name))]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.layout_records import integer_or_symbol
 from rec_kernels.ops.status import cannot_read
 
 _ops = torch.ops.rec_kernels
@@ -49,8 +50,7 @@ def row_bytes(format: str, embedding_dim: int) -> int:
     """
     if format not in _SIZES:
         raise ValueError(f'format must be one of {", ".join(ROW_FORMATS)}; got "{format}"')
-    if isinstance(embedding_dim, bool | float | str | None):  # an integer, or a symbol that stands for one
-        raise ValueError(f"embedding_dim = {embedding_dim!r} must be an integer")
+    embedding_dim = integer_or_symbol(embedding_dim, "embedding_dim")
     if embedding_dim < 1:
         raise ValueError(f"embedding_dim = {embedding_dim} must be at least 1")
     columns, size, besides = _SIZES[format]

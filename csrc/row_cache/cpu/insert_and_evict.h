@@ -264,8 +264,9 @@ class Insertion {
     if (memory_.counts) __builtin_prefetch(memory_.counts + slot, 1);
   }
 
-  // Many ids may name a row, and many threads may see them: the first of all raises the count. Those after it write
-  // nothing, for which cores would have to pass the memory on. The row is that of id i of a feature's only part.
+  // Many ids may name a row, and many threads may see them: the first of all raises the count. Those after it, but
+  // for ids that were listed with it, write nothing, for which cores would have to pass the memory on. The row is that
+  // of id i of a feature's only part.
   void touch(int64_t slot, const Part& f, int64_t i) const {
     int64_t* stamp = memory_.stamps + slot;
     if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rec_kernels.nn.jagged.checks import check_integers, has_data, integers_of
 from rec_kernels.ops.exporting import is_exporting
-from rec_kernels.ops.layout_records import integer, listed
+from rec_kernels.ops.layout_records import integer_or_symbol, listed
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -83,8 +83,7 @@ def given_strides(
     Raises:
         ValueError: two of them contradict each other, or one is not of integers.
     """
-    if stride is not None and (isinstance(stride, bool) or not isinstance(stride, (int, torch.SymInt))):
-        stride = integer(stride, "stride")
+    stride = None if stride is None else integer_or_symbol(stride, "stride")
     strides = None if strides is None else integers_of(strides, "stride_per_key")
     if per_rank is not None:
         own = _sums(per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)

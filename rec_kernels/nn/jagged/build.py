@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_integers, has_data
-from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer, listed
 
 
 class Parts(NamedTuple):
@@ -91,7 +91,8 @@ def from_offsets_list(
 
 def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """``rk.JaggedTensor.from_dense``: values, offsets and weights."""
-    if not len(values):
+    values = listed(values, "values")
+    if not values:
         raise ValueError("values are empty: they must be a tensor for each row, one at least")
     counts = _lengths("values", values)
     if weights is not None and (other := _lengths("weights", weights)) != counts:

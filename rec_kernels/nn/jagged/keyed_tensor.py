@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class KeyedTensor(JaggedContainer):
             KeyError: none of the tensors has a key. ValueError: two have the same; a group is no list, or empty.
         """
         for i, group in enumerate(groups):
-            if isinstance(group, str) or not len(group):
+            if isinstance(group, str) or not isinstance(group, Collection) or not len(group):
                 raise ValueError(f"groups[{i}] must be a list of keys, one at least, got {group!r}")
         pairs = [pair for tensor in keyed_tensors for pair in tensor.to_dict().items()]
         checks.check_keys_differ([key for key, _ in pairs])

@@ -16,7 +16,8 @@ from rec_kernels.nn.tables.load_state import copied
 class RequiresGrad:
     """Replaces ``requires_grad_`` of a parameter that torch cannot train, and with it a whole model's.
 
-    A parameter of bytes has it, which torch refuses, and one of a collection whose tables nothing trains.
+    A parameter of bytes has it, which torch refuses, and one of a collection whose tables nothing trains. It returns
+    nothing, and leaves torch's own ``requires_grad`` of the parameter alone.
 
     Attributes:
         requires_grad: whether the table is to be trained.

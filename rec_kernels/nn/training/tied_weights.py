@@ -74,7 +74,7 @@ class DenseGradients:
 
     def forget_nodes(self) -> None:
         """Has the parameters' autograd nodes found anew: others of them require gradients."""
-        self._accumulators: list[Any] | None = None
+        self._accumulators: dict[str, Any] | None = None
         self._has_frozen = False
 
     def release(self) -> None:
@@ -97,8 +97,8 @@ class DenseGradients:
 
     def opened(self, output: Tensor) -> None:
         """Takes note of a lookup that is to update the tables."""
-        if output.grad_fn is not None:
-            self._open.add(weakref.ref(node_of_op(output), self._open.discard))
+        if (node := node_of_op(output)) is not None:
+            self._open.add(weakref.ref(node, self._open.discard))
 
     def take_over(self, grad: Tensor, given: dict[str, Any]) -> bool:
         """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
@@ -121,21 +121,20 @@ class DenseGradients:
         self.add(Lookup(grad, *bags, given["status"], given["bag_starts"], shared))
         return True
 
-    def joins(self) -> bool:
-        """In a lookup's backward: whether its update is to wait for other gradients of the same backward."""
+    def joins(self, *, waits_for_frozen: bool = True) -> bool:
+        """In a lookup's backward: whether its update is to wait for other gradients of the same backward.
+
+        Args:
+            waits_for_frozen: whether it also waits where autograd may have saved a frozen table.
+        """
         if self._accumulators is None:
-            self._warn_of_others()
-            leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
-            # Autograd may have saved one, and would take the update of the others for one of it: they share a counter.
-            self._has_frozen = any(w.is_floating_point() and not w.requires_grad for w in self.weights)
-            with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
-                self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
+            self._find_nodes()
         task = _current_task()
         if self._task != task:
             self._refuse_nested(task)
             is_compiled = _is_compiled_backward()
             if not self._will_arrive():
-                if not self._has_frozen or is_compiled:
+                if is_compiled or not (self._has_frozen and waits_for_frozen):
                     self._updated = task
                     return False
             elif is_compiled:
@@ -146,6 +145,22 @@ class DenseGradients:
                 )
             self._begin()
         return True
+
+    def _find_nodes(self) -> None:
+        self._warn_of_others()
+        leaves = {n: w for n, w in zip(self._names, self.weights, strict=True) if w.requires_grad}
+        # Autograd may have saved one, and would take the update of the others for one of it: they share a counter.
+        self._has_frozen = any(w.is_floating_point() and not w.requires_grad for w in self.weights)
+        with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
+            edge = torch.autograd.graph.get_gradient_edge
+            self._accumulators = {n: edge(w).node for n, w in leaves.items() if not w.is_inference()}
+
+    def are_used(self, names: Sequence[str]) -> bool:
+        """In a lookup's backward: whether it also gives a gradient to the weight of one of these tables."""
+        if names and self._accumulators is None:
+            self._find_nodes()
+        nodes: Any = self._accumulators
+        return any(name in nodes and _runs(nodes[name]) for name in names)
 
     def _warn_of_others(self) -> None:
         """UserWarning: torch was told to run an optimizer in the backward for the tables, which never does."""
@@ -168,12 +183,17 @@ class DenseGradients:
     def _will_arrive(self) -> bool:
         """True if the backward that runs now gives a table a dense gradient, or runs that of another lookup."""
         try:
-            if any(map(_will_run, self._accumulators)):
+            if any(map(_will_run, self._accumulators.values())):
                 return True
             nodes = [node() for node in list(self._open)] if len(self._open) > 1 else []
             return sum(node is not None and _will_run(node) for node in nodes) > 1
         except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
             return False
+
+    def runs_lookups(self) -> bool:
+        """True in a backward that also runs that of a lookup, or has run it."""
+        nodes = [node() for node in list(self._open)]
+        return any(node is not None and _runs(node) for node in nodes)
 
     def _is_apart(self) -> bool:
         """True in the backward of a reentrant checkpoint if lookups outside of it may be part of the outer backward."""
@@ -264,6 +284,14 @@ class DenseGradients:
         """Dense gradients by table, in their order; none are kept."""
         found, self._dense = self._dense, {}
         return {i: found[i] for i in sorted(found)}
+
+
+def _runs(node: Any) -> bool:
+    """True in a backward that runs a node, or has run it."""
+    try:
+        return _will_run(node)
+    except RuntimeError:  # of torch.autograd.grad with respect to what the node is of: it does not run then
+        return False
 
 
 def _is_compiled_backward() -> bool:
