@@ -161,8 +161,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """This rank's blocks of tables, name -> module with a ``weight``: of tables that it has none of, no name.
 
         A second block of a table has "#" and a number behind the name. ``requires_grad_(False)`` of a weight freezes
-        the block; of a replica it is to be called on every rank. A loss may use a block if every
-        rank's loss uses one of its own, that no other rank has; else the backward raises RuntimeError.
+        the block; of a replica it is to be called on every rank. A loss may use a block if every rank's loss uses one
+        of its own, that no other rank has; else the backward raises RuntimeError.
         """
         return self._shown[0]
 

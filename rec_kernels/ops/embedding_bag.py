@@ -192,8 +192,10 @@ def _flatten_bags(
         raise ValueError("offsets must be None when input has two dimensions: every row is a bag")
     if weights is not None:
         check_tensor("per_sample_weights", weights)
-    if weights is not None and weights.shape != input.shape:
-        raise ValueError(f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}")
+        if weights.shape != input.shape:
+            raise ValueError(
+                f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}"
+            )
     bags, length = input.shape
     offsets = torch.arange(bags + 1, device=input.device) * length
     return input.reshape(-1), offsets, None if weights is None else weights.reshape(-1)

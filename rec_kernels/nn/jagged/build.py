@@ -97,7 +97,7 @@ def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tup
     counts = _lengths("values", values)
     if weights is not None and (other := _lengths("weights", weights)) != counts:
         raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
-    joined = torch.cat(list(values))
+    joined = torch.cat(values)
     lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
     return joined, to_offsets(lengths), None if weights is None else torch.cat(list(weights))
 
@@ -120,8 +120,8 @@ def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tu
         raise ValueError(f"lengths must be one for each of {values.shape[0]} rows, got {list(lengths.shape)}")
     if weights is not None:
         check_tensor("weights", weights)
-    if weights is not None and weights.shape != values.shape[:2]:
-        raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
+        if weights.shape != values.shape[:2]:
+            raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
     if has_data(lengths) and len(bad := ((lengths < 0) | (lengths > values.shape[1])).nonzero()):
         i = int(bad[0])
         raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be in [0, {values.shape[1]}], the columns of values")

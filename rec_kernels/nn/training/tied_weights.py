@@ -148,12 +148,12 @@ class DenseGradients:
 
     def _find_nodes(self) -> None:
         self._warn_of_others()
-        leaves = {n: w for n, w in zip(self._names, self.weights, strict=True) if w.requires_grad}
+        tables = zip(self._names, self.weights, strict=True)
         # Autograd may have saved one, and would take the update of the others for one of it: they share a counter.
         self._has_frozen = any(w.is_floating_point() and not w.requires_grad for w in self.weights)
         with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
             edge = torch.autograd.graph.get_gradient_edge
-            self._accumulators = {n: edge(w).node for n, w in leaves.items() if not w.is_inference()}
+            self._accumulators = {n: edge(w).node for n, w in tables if w.requires_grad and not w.is_inference()}
 
     def are_used(self, names: Sequence[str]) -> bool:
         """In a lookup's backward: whether it also gives a gradient to the weight of one of these tables."""
@@ -185,24 +185,25 @@ class DenseGradients:
         try:
             if any(map(_will_run, self._accumulators.values())):
                 return True
-            nodes = [node() for node in list(self._open)] if len(self._open) > 1 else []
-            return sum(node is not None and _will_run(node) for node in nodes) > 1
+            return len(self._open) > 1 and sum(map(_will_run, self._lookup_nodes())) > 1
         except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
             return False
 
+    def _lookup_nodes(self) -> list[Any]:
+        """The autograd nodes of lookups whose graphs are there."""
+        return [node for open_ in list(self._open) if (node := open_()) is not None]
+
     def runs_lookups(self) -> bool:
         """True in a backward that also runs that of a lookup, or has run it."""
-        nodes = [node() for node in list(self._open)]
-        return any(node is not None and _runs(node) for node in nodes)
+        return any(map(_runs, self._lookup_nodes()))
 
     def _is_apart(self) -> bool:
         """True in the backward of a reentrant checkpoint if lookups outside of it may be part of the outer backward."""
         frame: Any = sys._getframe()
         while frame is not None and frame.f_code is not _REENTRANT:
             frame = frame.f_back
-        nodes = [node() for node in list(self._open)] if frame is not None else []
         try:
-            return any(node is not None and not _will_run(node) for node in nodes)
+            return frame is not None and not all(map(_will_run, self._lookup_nodes()))
         except RuntimeError:  # as in _will_arrive
             return False
 
