@@ -11,9 +11,11 @@ import torch
 from collection_cases import assert_same, snapshot
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import rec_kernels as rk
+from rec_kernels.nn.training.accumulate import Kept, Lookup
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
@@ -262,7 +264,7 @@ def test_bad_id_reported_late() -> None:
             for seed, size in enumerate((4, 0, 3)):
                 part = rows(size, seed)
                 found(jagged(part)).values().backward(part.grad)
-            found._update.pending.lookups[bad].status[0] = 2
+            found._update.pending.kept.lookups[bad].status[0] = 2
         assert_same(found, make())
 
 
@@ -375,3 +377,35 @@ def test_compiled() -> None:
     whole = torch.compile(loss, backend=counter, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"accumulate\(\) collects gradients"), found.accumulate():
         whole(found, batches[0])
+
+
+class Stream:
+    """Takes the place of a stream of a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+def test_backwards_on_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update waits for the streams of all backwards, and what they left there is not given away before it."""
+    main, beside, other = (Stream() for _ in range(3))
+    current = [main]
+    recorded: list[tuple[Tensor, Stream]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: recorded.append((t, stream)))
+    kept = Kept()
+    with FakeTensorMode():  # tensors of a GPU, without one
+        lookups = [Lookup(*(torch.empty(2, device="cuda") for _ in range(3)), None, torch.empty(2)) for _ in range(3)]
+        for current[0], lookup in zip((beside, main, other), lookups, strict=True):
+            kept.add(lookup)
+        current[0] = main
+        assert kept.take() == lookups
+    assert main.waited_for == [beside, other]
+    assert [id(t) for t, _ in recorded] == [id(t) for lookup in lookups[::2] for t in lookup[:3]]
+    assert {stream for _, stream in recorded} == {main}
+    assert kept.take() == []

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.jagged.shared_bags import join as join_shared
@@ -39,8 +40,38 @@ class Lookup(NamedTuple):
     found_inf: Tensor | None = None
 
 
+class Kept:
+    """Lookups that one update is to be made of, in the order of their backwards."""
+
+    def __init__(self) -> None:
+        self.lookups: list[Lookup] = []
+        self._streams: list[torch.cuda.Stream] = []  # of a GPU, those that the backwards ran on
+
+    def add(self, lookup: Lookup) -> None:
+        """Takes up a lookup, in its backward."""
+        self.lookups.append(lookup)
+        if lookup.grad.is_cuda:
+            self._streams.append(torch.cuda.current_stream(lookup.grad.device))
+
+    def take(self) -> list[Lookup]:
+        """The lookups, for the current stream; none are kept.
+
+        Autograd has made it wait for one of their streams alone, on which the collection's token was first used.
+        """
+        lookups, self.lookups = self.lookups, []
+        streams, self._streams = self._streams, []
+        for lookup, stream in zip(lookups, streams, strict=False):
+            here = torch.cuda.current_stream(stream.device)
+            if stream != here:
+                here.wait_stream(stream)
+                for t in tree_leaves(lookup):
+                    if isinstance(t, Tensor) and t.is_cuda:
+                        t.record_stream(here)
+        return lookups
+
+
 class Pending:
-    """The lookups of one ``accumulate()`` block, in the order of their backwards.
+    """The lookups of one ``accumulate()`` block.
 
     Args:
         token: the collection's, whose gradient arrives when a compiled lookup from before the block has run its
@@ -48,7 +79,7 @@ class Pending:
     """
 
     def __init__(self, token: Tensor) -> None:
-        self.lookups: list[Lookup] = []
+        self.kept = Kept()
         self._is_open = True
         # A token of its own: the collection's belongs to lookups that update at once.
         self._token = torch.empty_like(token, requires_grad=True)
@@ -57,7 +88,7 @@ class Pending:
     def close(self) -> None:
         """No further backward is taken."""
         self._is_open = False
-        self.lookups = []
+        self.kept = Kept()
         self._watch.remove()
 
     def add(self, lookup: Lookup) -> None:
@@ -75,7 +106,7 @@ class Pending:
         if shared is not None:
             shared = shared._replace(inverse=shared.inverse.clone())
         tensors: Any = (t.detach().clone() if isinstance(t, Tensor) else None for t in lookup)
-        self.lookups.append(Lookup._make(tensors)._replace(shared=shared))
+        self.kept.add(Lookup._make(tensors)._replace(shared=shared))
 
     def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
         """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.

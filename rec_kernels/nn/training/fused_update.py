@@ -293,7 +293,7 @@ class FusedUpdate:
         self.dense.take()  # what a failed backward has left
         try:
             yield
-            finish(pending.lookups, scaling)
+            finish(pending.kept.take(), scaling)
         finally:
             pending.close()
             self.dense.take()

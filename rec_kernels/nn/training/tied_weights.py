@@ -25,7 +25,7 @@ from rec_kernels.nn.jagged.select_features import NOTHING_BAD
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.feature_map import FeatureLookup, FeatureMap
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.accumulate import Lookup, join
+from rec_kernels.nn.training.accumulate import Kept, Lookup, join
 from rec_kernels.nn.training.dense_parameters import in_backward, mark_fused
 from rec_kernels.ops.autograd import node_of_op
 
@@ -61,7 +61,7 @@ class DenseGradients:
         self._open: set[weakref.ref] = set()  # autograd nodes of lookups whose graphs are there
         self.is_put_off = self.is_compiled = False
         self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
-        self._lookups: list[Lookup] = []
+        self._kept = Kept()
         self._dense: dict[int, Tensor] = {}
         self._task: int | None = None
         self._forget()
@@ -174,7 +174,7 @@ class DenseGradients:
 
     def add(self, lookup: Lookup) -> None:
         """Keeps a lookup that ``joins()`` the update of the backward that runs now."""
-        self._lookups.append(lookup)
+        self._kept.add(lookup)
 
     def is_waiting(self) -> bool:
         """True in a backward whose lookups are to be one update that has not been made yet."""
@@ -209,13 +209,13 @@ class DenseGradients:
 
     def _begin(self) -> None:
         """Has the update made when the backward that runs now has run. One that fails leaves nothing."""
-        self._task, self._lookups, self._dense = _current_task(), [], {}
+        self._task, self._kept, self._dense = _current_task(), Kept(), {}
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._refuse_nested(self._task)
         self._updated = self._task
-        lookups, self._lookups, self._task = self._lookups, [], None
+        lookups, self._task = self._kept.take(), None
         finish = self._finish()
         if finish is not None:
             finish(lookups)
