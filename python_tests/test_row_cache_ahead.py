@@ -171,8 +171,16 @@ class Stream:
         return object()
 
 
-def test_a_stream_beside_keeps_what_it_uses(monkeypatch) -> None:
-    """Every tensor of a GPU that the call holds or the insertion uses: none has its memory given away too early."""
+def fail() -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_beside_keeps_what_it_uses(fails: bool, monkeypatch) -> None:
+    """Every tensor of a GPU that the call holds or the insertion uses: none has its memory given away too early.
+
+    An insertion that finds no memory has launched kernels before.
+    """
     kept: list[torch.Tensor] = []
     main, beside = Stream(), Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
@@ -185,7 +193,8 @@ def test_a_stream_beside_keeps_what_it_uses(monkeypatch) -> None:
         call = TableCall(weights, (values, offsets, None), {"layout": records, "layout_sizes": [3]}, {"seed": seed})
         ahead = PrefetchedBatch()
         ahead.announce(call, call.bags)
-        ahead.insert(lambda given: given.bags[0], [tags])
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+            ahead.insert(lambda given: fail() if fails else given.bags[0], [tags])
     assert beside.waited_for == [main]
     assert {id(t) for t in kept} == {id(t) for t in (values, offsets, records, seed, tags)}
 

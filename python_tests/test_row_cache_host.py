@@ -126,11 +126,19 @@ def test_other_memory_is_copied(runtime) -> None:
     assert host_memory.pinned(torch.empty(0), GPU_0).numel() == host_memory.host_zeros(0, torch.uint8).numel() == 0
 
 
-def test_memory_that_cannot_be_pinned(runtime) -> None:
-    """RuntimeError with how much it was."""
-    runtime.error = 2
+def test_memory_that_cannot_be_pinned(runtime, monkeypatch) -> None:
+    """RuntimeError with how much it was; no kernel of the caller's is blamed for it afterwards."""
+    runtime.error, launched = 2, []
+
+    def launch(*_: object, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    flat = host_memory.host_zeros(1_000, torch.float32)
+    monkeypatch.setattr(torch, "ones", launch)
     with pytest.raises(RuntimeError, match="4000 bytes of tables in host memory cannot be page-locked: CUDA error 2"):
-        host_memory.pinned(host_memory.host_zeros(1_000, torch.float32), GPU_0)
+        host_memory.pinned(flat, GPU_0)
+    assert launched == [GPU_0]
 
 
 def test_collections_that_move(runtime, monkeypatch) -> None:

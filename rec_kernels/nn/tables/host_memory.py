@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,9 @@ def pinned(flat: Tensor, device: torch.device) -> Tensor:
     address, num_bytes, runtime = flat.data_ptr(), flat.numel() * flat.element_size(), torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, _whole_pages(num_bytes), _PORTABLE_AND_MAPPED))
     if error:
+        # It stays the last error of torch's runtime, which takes it for the next kernel's: this one's.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
         raise RuntimeError(f"{num_bytes} bytes of tables in host memory cannot be page-locked: CUDA error {error}")
     _gpus[address] = {gpu}
     weakref.finalize(_memory[address], _unpin, runtime, address).atexit = False

@@ -90,12 +90,12 @@ class PrefetchedBatch(Generic[Call]):
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            slots = insert(call)
-        # Whoever lets go of one of them before the lookup must not give its memory to others.
+        # Whoever lets go of one of them before the lookup, or after an error, must not give its memory to others.
         for t in (*tree_leaves(call), *used):
             if isinstance(t, Tensor) and t.is_cuda:
                 t.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            slots = insert(call)
         self._event = self._stream.record_event()
         return slots
 
