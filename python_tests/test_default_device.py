@@ -122,6 +122,19 @@ def caches() -> list[Tensor]:
     return found
 
 
+def scaled_losses() -> list[Tensor]:
+    """Updates that divide by a scale, and one that is skipped as its gradient has overflowed."""
+    torch.manual_seed(0)
+    collection = rk.EmbeddingBagCollection(_tables(), optimizer=ADAM, device="cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    collection.set_grad_scaler(scaler)
+    for given, factor in zip(BATCHES, (1.0, 3e38, 0.5, 2.0), strict=True):
+        scaler.scale(collection(given).values().sum() * factor).backward()
+        scaler.step(collection.fused_optimizer)
+        scaler.update()
+    return _held(collection)
+
+
 def compressions() -> list[Tensor]:
     """Tables of fewer numbers."""
     kinds = [rk.Hash(9), rk.QuotientRemainder(5), rk.MixedDimension(6), rk.QuotientRemainder(4, compose="pooled")]
@@ -230,7 +243,7 @@ WUKONG = rk.Wukong(3, 16, num_layers=2, fm_features=2, linear_features=2, factor
 @pytest.mark.parametrize(
     "case",
     [
-        *(collections, plain_collections, sequences, caches, compressions, single_tables),
+        *(collections, plain_collections, sequences, caches, scaled_losses, compressions, single_tables),
         *(choices, distinct, containers, row_formats, ops, networks),
     ],
     ids=lambda case: case.__name__,

@@ -321,7 +321,8 @@ def overflow_of(grad: Tensor) -> Tensor:
     if not grad.numel():
         return grad.new_zeros(())
     low, high = grad.aminmax()  # reads it once, and makes nothing of its size
-    return torch.where(torch.maximum(-low, high) <= _LARGEST, 0.0, torch.inf)  # a NaN is not
+    # A NaN is not. Two numbers have torch's default dtype.
+    return torch.where(torch.maximum(-low, high) <= _LARGEST, 0.0, torch.inf).float()
 
 
 def _check_version(watched: Tensor, version: int) -> None:
