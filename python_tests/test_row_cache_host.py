@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 
 import pytest
 import torch
@@ -88,13 +89,15 @@ def runtime(monkeypatch) -> Runtime:
     return found
 
 
-def test_memory_is_pinned_where_it_is(runtime) -> None:
-    """Pinned pages belong to the memory alone, and are unpinned with the last tensor that sees it."""
+@pytest.mark.parametrize("page", [4096, 65536])
+def test_memory_is_pinned_where_it_is(page: int, runtime, monkeypatch) -> None:
+    """Pinned pages, as large as the system's, belong to the memory alone; its last tensor's end unpins them."""
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
     flat = host_memory.host_zeros(5_000, torch.float32)
     assert not flat.any()
-    assert flat.data_ptr() % 4096 == 0
+    assert flat.data_ptr() % page == 0
     assert host_memory.pinned(flat, GPU_0) is flat is host_memory.pinned(flat, GPU_0)
-    assert runtime.pinned == {flat.data_ptr(): 20_480}
+    assert runtime.pinned == {flat.data_ptr(): max(page, 20_480)}
     row, flat = flat[7:9], None
     gc.collect()
     assert runtime.pinned

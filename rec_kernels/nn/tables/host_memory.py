@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor
 
 _ops = torch.ops.rec_kernels
 
-_PAGE = 4096
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 # Memory of the tensors of `host_zeros`, by address. torch's own page-locked memory is as large as a power of two.
 _memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
@@ -27,8 +27,8 @@ def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
     if type(like) is not Tensor or size == 0:  # a tracer's have no memory
         return like.new_zeros(size)
     num_bytes = size * dtype.itemsize
-    memory = np.empty(_whole_pages(num_bytes) + _PAGE, dtype=np.uint8)
-    first = -memory.ctypes.data % _PAGE
+    memory = np.empty(_whole_pages(num_bytes) + mmap.PAGESIZE, dtype=np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE
     flat = torch.from_numpy(memory[first : first + num_bytes]).view(dtype)
     _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
     _memory[flat.data_ptr()] = memory
@@ -68,7 +68,7 @@ def _unpin(runtime: Any, address: int) -> None:
 
 
 def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def staying(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
