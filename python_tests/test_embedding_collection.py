@@ -13,6 +13,7 @@ from jagged_cases import unchecked
 from test_embedding_bag_bounds import late, message
 from test_embedding_bag_module import batch, make
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rec_kernels as rk
 
@@ -158,6 +159,34 @@ def test_rows_without_the_host() -> None:
         b = batch(list("fghk"), seed)
         expected = straight.rows(rk.KeyedJaggedTensor(list("abcd"), b.values(), offsets=b.offsets()))
         assert torch.equal(compiled(b.values(), b.offsets()), expected)
+
+
+class _Lists(TorchDispatchMode):
+    """Counts the tensors that others are indexed by and no op has made: of lists, whose copies wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.index.Tensor:
+            self.count += sum(all(index is not t for t in self.made) for index in args[1])
+        self.made.append(function(*args, **(kwargs or {})))
+        return self.made[-1]
+
+
+def test_sizes_of_features_are_no_list() -> None:
+    """Batch sizes per feature are told to a device, here the meta device, without a copy that waits for it."""
+    tables = [rk.EmbeddingConfig(50, 8, name=f"t{key}", feature_names=[key]) for key in "ab"]
+    collection = rk.EmbeddingCollection(tables, optimizer=rk.SGD(lr=0.5), device="meta")
+    given = rk.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.arange(4), stride_per_key=[1, 3])
+    given = given.to("meta")
+    with _Lists() as seen:
+        given.offsets()[[0, 1, 3]]
+        assert seen.count == 1
+        assert collection.rows(given).shape == (6, 8)
+        assert seen.count == 1
 
 
 def _four_features() -> rk.EmbeddingCollection:

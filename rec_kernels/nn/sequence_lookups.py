@@ -85,7 +85,7 @@ def _each_id(given: SelectedKeys, features: int) -> tuple[SelectedKeys, Tensor]:
     batch = (offsets.shape[0] - 1) // max(features, 1)
     starts: Any
     if given.strides:
-        starts = given.bag_starts(features)
+        starts = given.own_starts()
     elif torch.compiler.is_compiling() or not batch:  # where the batch depends on data, it is not to be asked for
         starts = torch.arange(features + 1, device=offsets.device) * batch
     else:  # a view, on a device without a kernel
