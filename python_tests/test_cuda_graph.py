@@ -207,6 +207,26 @@ def test_replays(kind: str, optimizer: str, way: str) -> None:
     PASSED["cuda graph"] += REPLAYS
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["run", "run_autograd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_another_gpu_than_the_current(kind: str, way: str) -> None:
+    """Kernels run where the tensors are, on a stream of their own there, and the current GPU stays what it is."""
+    expected, buffers = _expected(kind, "rowwise_adagrad"), Buffers(kind, "rowwise_adagrad", "cuda:1")
+    side = torch.cuda.Stream(1)
+
+    def call() -> Tensor:
+        side.wait_stream(torch.cuda.current_stream(1))
+        with torch.cuda.stream(side), torch.cuda.device(0):
+            output = getattr(buffers, way)(torch.ops.rec_kernels)
+            assert torch.cuda.current_device() == 0
+        side.synchronize()
+        return output
+
+    _assert_same(_replays(buffers, call), expected, "cuda:1")
+    PASSED["cuda"] += REPLAYS
+
+
 @needs_gpu
 @pytest.mark.parametrize("way", ["run", "run_autograd"])
 @pytest.mark.parametrize("kind", KINDS)
