@@ -239,6 +239,14 @@ def run(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return outputs, blocks(model.module.ebc.state_dict())
 
 
+def run_compiled(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """``run`` of a model that torch compiles as TorchRec's TrainPipelinePT2 does."""
+    model = sharded(case, collection(case))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        outputs = train(case, torch.compile(model, backend="eager"), [dist.get_rank()])
+    return outputs, blocks(model.module.ebc.state_dict())
+
+
 def run_reduced(case: Case) -> tuple[list[Tensor], dict[str, Any], list[list[int]]]:
     """Outputs and blocks of this rank, and the shape of what it got of each collective that adds parts."""
     from rec_kernels.distributed import exchange

@@ -111,6 +111,12 @@ def test_reduced_parts(plan: str, sizes: tuple[int, ...], pooling: str) -> None:
         assert all(same_bits(*pair) for pair in pairs)
 
 
+def test_compiled() -> None:
+    """torch.compile leaves sharded lookups out of its graphs, also where it captures numbers that are read."""
+    case = Case("table_wise")
+    check_found(pool(2).run("distributed_cases", "run_compiled", case), *one_process(case))
+
+
 @pytest.mark.parametrize("plan", ["mixed", "one_rank", *full("table_wise", "row_wise", "data_parallel")])
 def test_optimizers_of_tables(plan: str) -> None:
     """Each table is trained by its own, and each rank counts for all, also one without a table of some of them."""

@@ -183,6 +183,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             self.shards.bounds_check = "ignore"
         self._bounds_check = value
 
+    @torch.compiler.disable(reason="shards are looked up by collectives, which are begun and awaited in Python")
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """Looks up a batch of this rank's samples, as the whole collection's ``forward``; a collective."""
+        return super().forward(*input, **kwargs)
+
     # The steps of a lookup, as TorchRec and its pipelines call them.
 
     def create_context(self) -> RowContext:
