@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,32 @@ def test_errors() -> None:
     theirs.embedding_bag_configs()[1].num_embeddings_post_pruning = 5
     with pytest.raises(ValueError, match=r"theirs: table .item.: num_embeddings_post_pruning must be left"):
         rk.convert_embeddings(theirs)
+
+
+def test_wrappers_take_fused_optimizers() -> None:
+    """TorchRec's warm-up sets the learning rates of tables and layers together, and warns of nothing."""
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+    tables = rk.convert_embeddings(collection_of(), optimizer=rk.Adam(lr=1.0))
+    layer = torch.nn.Linear(28, 1)
+    own = KeyedOptimizerWrapper(dict(tables.named_parameters()), lambda _: tables.fused_optimizer)
+    dense = KeyedOptimizerWrapper(dict(layer.named_parameters()), torch.optim.SGD)
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.25)]
+    optimizer = WarmupOptimizer(CombinedOptimizer([("tables", own), ("layer", dense)]), stages, lr=0.5)
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for step in range(4):
+            optimizer.zero_grad()
+            layer(tables(jagged(step)).values()).sum().backward()
+            rates.append(float(tables.lr))
+            optimizer.step()
+    assert rates == [0.125, 0.21875, 0.3125, 0.40625]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    state = optimizer.state_dict()
+    assert state["state"]["tables.embedding_bags.user.weight"] == {"step": torch.tensor(4)}
+    optimizer.load_state_dict(state)
 
 
 def test_models_of_torchrec_take_collections() -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
+from rec_kernels.nn.training.fused_optimizer import FusedGroup, FusedOptimizer
 from rec_kernels.ops.exporting import is_exporting
 
 _MARK = "_rec_kernels_mark"  # an attribute of a parameter
@@ -108,7 +108,8 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
         return
     _seen.add(optimizer)
-    given = [p for group in optimizer.param_groups for p in group["params"]]
+    # TorchRec's CombinedOptimizer has groups of fused optimizers beside others.
+    given = [p for group in optimizer.param_groups if not isinstance(group, FusedGroup) for p in group["params"]]
     marks = {getattr(p, _MARK, None) for p in given}
     if any(getattr(p, _MARK, None) is _UNTRAINED and RequiresGrad.of(p).requires_grad for p in given):
         warnings.warn(

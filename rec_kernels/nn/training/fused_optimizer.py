@@ -56,7 +56,7 @@ class RateGroup(NamedTuple):
     shows_numbers: bool
 
 
-class _Group(dict):
+class FusedGroup(dict):
     """A parameter group whose "lr", a number, is written into the tensors that the kernels read, too.
 
     It is a number and not a tensor, because code that sets a learning rate aside and puts it back later (as
@@ -102,7 +102,7 @@ class _Group(dict):
             self[key] = default
         return self[key]
 
-    def _updated(self, other: Any) -> _Group:
+    def _updated(self, other: Any) -> FusedGroup:
         self.update(other)
         return self
 
@@ -148,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._rate_groups = rate_groups
         shown = [g.numbers if g.shows_numbers else {} for g in rate_groups]
         groups = [
-            _Group(params=[tables[i] for i in g.stored], lr=g.rate, **numbers)
+            FusedGroup(params=[tables[i] for i in g.stored], lr=g.rate, **numbers)
             for g, numbers in zip(rate_groups, shown, strict=True)
         ]
         super().__init__(groups, {"lr": rate_groups[0].rate})
@@ -156,7 +156,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copying and unpickling the collection ties its tables again. By itself, a copy has none.
-        groups = [_Group({**group, "params": []}) for group in self.param_groups]
+        groups = [FusedGroup({**group, "params": []}) for group in self.param_groups]
         own = {"param_groups": groups, "state": defaultdict(dict), "_step": None, "_rate_groups": self._rate_groups}
         return super().__getstate__() | own
 
