@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +205,28 @@ def test_errors() -> None:
     theirs.embedding_bag_configs()[1].num_embeddings_post_pruning = 5
     with pytest.raises(ValueError, match=r"theirs: table .item.: num_embeddings_post_pruning must be left"):
         rk.convert_embeddings(theirs)
+
+
+def test_wrappers_let_tables_go() -> None:
+    """TorchRec's wrappers keep replaced tables neither in memory nor in norms; their clipping has no counterpart."""
+    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+    model = torch.nn.ModuleDict({"tables": collection_of(), "top": torch.nn.Linear(28, 1)})
+    wrapped = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: torch.optim.Adagrad(p, lr=0.25))
+    clipped = GradientClippingOptimizer(wrapped, clipping=GradientClipping.NORM, max_gradient=1.0)
+    with pytest.raises(ValueError, match=r"^tables: GradientClippingOptimizer with clipping='NORM', max_g"):
+        rk.replace_embeddings(model, trained_by=clipped)
+    old = weakref.ref(model["tables"].embedding_bags["user"].weight)
+    old().grad = torch.full_like(old(), 1e3)  # what the last step has left
+    rk.replace_embeddings(model, trained_by=clipped, optimizer=rk.Adagrad(lr=0.25))
+    gc.collect()
+    assert old() is None
+    assert list(wrapped.params) == ["top.weight", "top.bias"]
+    for parameter in model["top"].parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    clipped.step()
+    assert model["top"].bias.grad == 1e-3  # of a norm below 1
 
 
 def test_wrappers_take_fused_optimizers() -> None:

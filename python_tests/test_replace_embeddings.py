@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -267,6 +268,24 @@ def test_fbgemm_is_left() -> None:
     assert [(f.tables[0], f.reason) for f in found.left] == [
         (("t0", 30, 8), "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it")
     ]
+
+
+def test_others_are_left() -> None:
+    """Tables of TorchRec and FBGEMM that are of no class known here are told, and named with their module."""
+    pytest.importorskip("fbgemm_gpu")
+    torchrec = pytest.importorskip("torchrec")
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    config = torchrec.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="u", feature_names=["u"])
+    fused = FusedEmbeddingBagCollection([config], torch.optim.SGD, {"lr": 0.1})
+    dense = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], use_cpu=True)
+    found = rk.replace_embeddings(nn.ModuleDict({"fused": fused, "dense": dense}))
+    kinds = [f"{type(module).__module__}.{type(module).__name__}" for module in (fused, dense)]
+    assert [f.reason for f in found.left] == [f"no module here takes the place of {kind}" for kind in kinds]
+    assert str(found).startswith("0 swapped, 2 left\nfused: FusedEmbeddingBagCollection left: no module here")
+    with pytest.raises(TypeError, match=f"^theirs must be a .* got {re.escape(kinds[0])}$"):
+        rk.convert_embeddings(fused)
 
 
 def test_nothing_is_lost_in_silence() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert.modules import ConvertOptions, convert_embeddings, refusal
-from rec_kernels.convert.tables import is_fbgemm, is_ours, is_sharded, torchrec_layers
-from rec_kernels.convert.torch_peer import TrainedBy, flat, parameters_of
+from rec_kernels.convert.tables import is_fbgemm, is_other, is_ours, is_sharded, torchrec_layers
+from rec_kernels.convert.torch_peer import TrainedBy, every, parameters_of
 from rec_kernels.nn.training.dense_parameters import dense_parameters, in_backward, mark_replaced
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class FoundEmbedding:
 
     def __str__(self) -> str:
         tables = ", ".join(f"{name} {rows} x {columns}" for name, rows, columns in self.tables)
-        what = f"{' = '.join(self.names)}: {self.kind} ({tables})"
+        what = f"{' = '.join(self.names)}: {self.kind}" + (f" ({tables})" if tables else "")
         if self.reason:
             return f"{what} left: {self.reason}"
         new = "; its parameters are new, for an optimizer of torch made from now on" if self.has_new_parameters else ""
@@ -82,15 +82,15 @@ def replace_embeddings(
 
     Returns:
         What was swapped and what was left: subclasses, modules with hooks, sharded ones, FBGEMM's (whose ``forward``
-        takes other arguments), options that are not offered, and weights that a fused optimizer would have to share
-        with another module.
+        takes other arguments), TorchRec's fused and quantized collections, options that are not offered, and weights
+        that a fused optimizer would have to share with another module.
 
     Raises:
         TypeError: the model is itself an embedding, or no module. ValueError: DistributedDataParallel has it;
         ``trained_by`` has no table of the model; and as ``rk.convert_embeddings``, with the module's name in front.
         Nothing was changed.
     """
-    trainers = flat(trained_by)
+    trainers = every(trained_by)
     _check(model, trainers)
     places: dict[nn.Module, list[_Place]] = defaultdict(list)
     for place in _walk(model, "", set()):
@@ -172,13 +172,15 @@ def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Pla
 
 def _is_embedding(module: Any) -> bool:
     is_layer = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return is_layer or is_fbgemm(module) or torchrec_layers(module) is not None or is_sharded(module)
+    is_theirs = is_fbgemm(module) or torchrec_layers(module) is not None or is_other(module)
+    return is_layer or is_theirs or is_sharded(module)
 
 
 def _tables(module: Any) -> list[tuple[str, int, int]]:
     if is_fbgemm(module):
         return [(f"t{i}", *spec[:2]) for i, spec in enumerate(module.embedding_specs)]
-    layers: dict[str, Any] = torchrec_layers(module) or ({} if is_sharded(module) else {"weight": module})
+    unknown = is_sharded(module) or is_other(module)
+    layers: dict[str, Any] = torchrec_layers(module) or ({} if unknown else {"weight": module})
     return [(name, layer.num_embeddings, layer.embedding_dim) for name, layer in layers.items()]
 
 
@@ -202,6 +204,8 @@ def _reason(module: Any, own: _Trained, holders: dict[Tensor, list[str]]) -> str
     """A reason to leave a module; "": it can be swapped."""
     if is_fbgemm(module):
         return "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it"
+    if is_other(module):
+        return f"no module here takes the place of {type(module).__module__}.{type(module).__name__}"
     if reason := refusal(module):
         return reason
     for parameter in module.parameters():
@@ -227,8 +231,14 @@ def _convert(own: _Trained, name: str, number: int) -> nn.Module:
         raise kind(f"{name}: {error}") from error
 
 
-def _forget(trainer: torch.optim.Optimizer, gone: set[Any]) -> None:
-    """Takes parameters out of an optimizer. Groups stay, as schedulers count them."""
+def _forget(trainer: Any, gone: set[Any]) -> None:
+    """Takes parameters out of an optimizer or a wrapper of TorchRec's. Groups stay, as schedulers count them."""
+    named = vars(trainer).get("params")
+    if isinstance(named, dict):
+        for name in [name for name, parameter in named.items() if parameter in gone]:
+            del named[name]
+    if hasattr(trainer, "_replicate_params"):  # whose gradients are clipped together
+        trainer._replicate_params = [p for p in trainer._replicate_params if p not in gone]
     for group in trainer.param_groups:
         group["params"] = [p for p in group["params"] if p not in gone]
     for parameter in gone:

@@ -111,8 +111,9 @@ def peer_of(theirs: Any, trained_by: TrainedBy) -> Peer:
     if layers:
         return TorchPeer(layers, trained_by)
     raise TypeError(
-        f"theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection or "
-        f"EmbeddingCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got {type(theirs).__name__}"
+        "theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection or "
+        "EmbeddingCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got "
+        + (f"{type(theirs).__module__}.{type(theirs).__name__}" if is_other(theirs) else type(theirs).__name__)
         + (": rk.distributed.torchrec_state is for tables that TorchRec has sharded" if is_sharded(theirs) else "")
     )
 
@@ -121,6 +122,16 @@ def is_fbgemm(module: Any) -> bool:
     """True for FBGEMM's training tables; FBGEMM is not imported."""
     found = getattr(sys.modules.get(_FBGEMM), "SplitTableBatchedEmbeddingBagsCodegen", None)
     return found is not None and isinstance(module, found)
+
+
+def is_other(module: Any) -> bool:
+    """True for tables of TorchRec or FBGEMM that are not converted, as fused and quantized collections are."""
+    if is_fbgemm(module) or torchrec_layers(module) is not None:
+        return False
+    found = sys.modules.get(_TORCHREC)
+    if found and isinstance(module, (found.EmbeddingBagCollectionInterface, found.EmbeddingCollectionInterface)):
+        return True
+    return type(module).__module__.startswith("fbgemm_gpu.") and hasattr(module, "embedding_specs")
 
 
 def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:

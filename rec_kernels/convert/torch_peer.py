@@ -56,6 +56,7 @@ class TorchPeer(Peer):
                 raise ValueError(f"tables {other!r} and {name!r} have one weight: each must have its own")
             self._weights[name] = weight
         self._trainers: list[torch.optim.Optimizer] = []
+        self._given = every(trained_by)
         self.is_trained = any(weight.requires_grad for weight in self._weights.values())
         given = flat(trained_by)
         for name, weight in self._weights.items():
@@ -137,7 +138,9 @@ class TorchPeer(Peer):
 
     def counterparts(self) -> list[Optimizer]:
         """This package's optimizer with the formulas and numbers of each table's."""
-        trained = zip(self._weights.values(), self._trainers, self.families, strict=True)
+        trained = list(zip(self._weights.values(), self._trainers, self.families, strict=True))
+        for weight, _, _ in trained:
+            _refuse_clipping(weight, self._given)
         return [_counterpart(weight, trainer, family) for weight, trainer, family in trained]
 
 
@@ -171,23 +174,42 @@ def _group(trainer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, An
     return next(group for group in trainer.param_groups if any(weight is p for p in group["params"]))
 
 
-def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers, each once."""
+def every(trained_by: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in what was given, each once: those of torch, and TorchRec's wrappers of them."""
     if trained_by is None:
         return []
     if isinstance(trained_by, (list, tuple)):
-        return list(dict.fromkeys(inner for each in trained_by for inner in flat(each)))
+        return list(dict.fromkeys(inner for each in trained_by for inner in every(each)))
     if not isinstance(trained_by, torch.optim.Optimizer):
         raise TypeError(f"trained_by must be a torch.optim.Optimizer, a list of some or None, got {trained_by!r}")
-    if type(trained_by).__module__.startswith("torchrec.optim."):
-        if hasattr(trained_by, "_optimizer"):  # a KeyedOptimizerWrapper, or one that clips or warms up
-            return flat(trained_by._optimizer)
-        if hasattr(trained_by, "optimizers"):  # a CombinedOptimizer
-            return flat([inner for _, inner in trained_by.optimizers])
-    return [trained_by]
+    return [trained_by, *every(_inside(trained_by))]
 
 
-def _having(weight: nn.Parameter, trainers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers, each once."""
+    return [optimizer for optimizer in every(trained_by) if _inside(optimizer) is None]
+
+
+def _inside(optimizer: Any) -> list[torch.optim.Optimizer] | None:
+    """The optimizers that one of TorchRec's wrappers has; None: it is no wrapper."""
+    if type(optimizer).__module__.startswith("torchrec.optim."):
+        if hasattr(optimizer, "_optimizer"):  # a KeyedOptimizerWrapper, or one that clips or warms up
+            return [optimizer._optimizer]
+        if hasattr(optimizer, "optimizers"):  # a CombinedOptimizer
+            return [inner for _, inner in optimizer.optimizers]
+    return None
+
+
+def _refuse_clipping(weight: nn.Parameter, given: Sequence[Any]) -> None:
+    """Raises ValueError if one of TorchRec's wrappers clips the gradient of a table."""
+    for clipper in _having(weight, [o for o in given if getattr(o, "_clipping", None) is not None]):
+        if clipper._clipping.name != "NONE":
+            options = {"clipping": clipper._clipping.name, "max_gradient": clipper._max_gradient}
+            why = "clip_grad_value and clip_grad_norm of an optimizer here are of a row's summed gradient"
+            refuse_options(type(clipper).__name__, options, why)
+
+
+def _having(weight: nn.Parameter, trainers: Sequence[Any]) -> list[Any]:
     return [t for t in trainers if any(weight is p for p in parameters_of(t))]
 
 
