@@ -127,6 +127,23 @@ def test_half_rows() -> None:
     assert all(map(torch.equal, theirs.split_embedding_weights(), rounded))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipping_is_a_hook(name: str) -> None:
+    """FBGEMM's gradient_clipping is of the output's gradient, which a hook clips."""
+    theirs = fbgemm(name, pooling="SUM", gradient_clipping=True, max_gradient=2**-8)
+    ours = rk.convert_embeddings(theirs, optimizer=OPTIMIZERS[name])
+    plain = rk.convert_embeddings(fbgemm(name, pooling="SUM"))
+
+    def clipped(step: int) -> Tensor:
+        pooled = of_ours(ours)(step)
+        pooled.register_hook(lambda grad: grad.clamp(-(2**-8), 2**-8))
+        return pooled
+
+    losses = train(of_theirs(theirs), range(5))
+    torch.testing.assert_close(train(clipped, range(5)), losses, rtol=5e-6, atol=0)
+    assert abs(train(of_ours(plain), range(5))[-1] - losses[-1]) > 1e-3 * losses[-1]
+
+
 def test_rows_only() -> None:
     """trained_by=[] leaves FBGEMM's optimizer out, so that another one may go on."""
     theirs = fbgemm("EXACT_ADAGRAD")

@@ -89,6 +89,33 @@ def test_fbgemm_fused_rows(format: str) -> None:
     assert torch.equal(numbers, rk.dequantize_rows(rows, format, 64))
 
 
+@needs_fbgemm
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_pruned_tables(pooling: str) -> None:
+    """Ids without a row are left out of sums here, too; FBGEMM counts them in a mean."""
+    module = fbgemm()
+    remapping = torch.full((40,), -1, dtype=torch.int32)
+    remapping[::2] = torch.arange(20, dtype=torch.int32)
+    bags = module.IntNBitTableBatchedEmbeddingBagsCodegen(
+        [("table", 20, 8, module.SparseType.INT8, module.EmbeddingLocation.HOST)],
+        device="cpu",
+        output_dtype=module.SparseType.FP32,
+        index_remapping=[remapping],
+        pooling_mode=module.PoolingMode[pooling.upper()],
+    )
+    bags.fill_random_weights()
+    rows = rk.rows_to_fbgemm(rk.quantize_rows(torch.randn(20, 8), "int8"), "int8", 8)
+    bags.split_embedding_weights(split_scale_shifts=False)[0][0].copy_(rows)
+    table = rk.EmbeddingBagConfig(20, 8, name="t", feature_names=["f"], format="int8", pooling=pooling)
+    ours = rk.EmbeddingBagCollection([table], bounds_check="ignore")
+    with torch.no_grad():
+        ours.embedding_bags["t"].weight.copy_(rk.rows_from_fbgemm(rows, "int8", 8))
+    ids = torch.arange(40).view(4, 10)
+    found = ours.for_serving()({"f": remapping[ids]}).values()
+    theirs = bags(ids.flatten().int(), torch.arange(0, 41, 10, dtype=torch.int32))
+    torch.testing.assert_close(found / (2 if pooling == "mean" else 1), theirs)
+
+
 def fbgemm_lookup(
     table: Tensor, format: str, columns: int, alignment: int | None, ids: Tensor, offsets: Tensor
 ) -> Tensor:
