@@ -138,7 +138,7 @@ class TableCollection(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self._holder and name in self._modules:
-            refuse_replacing(self, name)
+            refuse_replacing(self, name, value)
         super().__setattr__(name, value)
 
     @property

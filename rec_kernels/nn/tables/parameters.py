@@ -41,9 +41,9 @@ class RequiresGrad:
             after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
 
 
-def refuse_replacing(module: nn.Module, name: str) -> None:
-    """Raises RuntimeError: no module may take the place of one that holds tables. Replicas of DataParallel pass."""
-    if "_is_replica" not in module.__dict__:
+def refuse_replacing(module: nn.Module, name: str, other: object) -> None:
+    """Raises RuntimeError if another module takes the place of one that holds tables. Replicas of DataParallel pass."""
+    if "_is_replica" not in module.__dict__ and other is not module._modules.get(name):
         raise RuntimeError(
             f"{name} of {type(module).__name__} cannot be another module: lookups read the memory that the "
             "collection's tables were made with. Make a new collection, or write the weights in place, with "
@@ -140,12 +140,12 @@ class Tables(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
-            refuse_replacing(self, name)
+            refuse_replacing(self, name, value)
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Raises RuntimeError: a table is not added, and not replaced."""
-        refuse_replacing(self, name)
+        refuse_replacing(self, name, module)
 
     def weights(self) -> list[nn.Parameter]:
         """The tables' parameters."""
