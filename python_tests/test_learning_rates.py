@@ -191,6 +191,10 @@ def test_refused_rates() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == before
     with pytest.raises(ValueError, match="lr = inf must be at least 0, and finite as float32"):
         optimizer.param_groups[1]["lr"] = float("inf")
+    collection = _make()
+    for rate in (0.5, torch.tensor(0.5)):
+        with pytest.raises(AttributeError, match=r"^lr cannot be set to .*: set param_groups\[0\]"):
+            collection.lr = rate
 
 
 def test_no_further_groups() -> None:

@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from rec_kernels.nn import late_errors
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.collection_options import check_options, is_traced, read_only
+from rec_kernels.nn.collection_options import check_options, is_traced, read_only, refuse_setting
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, shown
@@ -28,7 +28,7 @@ from rec_kernels.nn.tables.make_store import make_store
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, refuse_written, tie_tables
-from rec_kernels.nn.tables.parameters import Tables, refuse_replacing
+from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
@@ -137,8 +137,7 @@ class TableCollection(nn.Module):
         return self._features.is_weighted
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == self._holder and name in self._modules:
-            refuse_replacing(self, name, value)
+        refuse_setting(self, self._holder, name, value)
         super().__setattr__(name, value)
 
     @property

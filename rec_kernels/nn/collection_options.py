@@ -1,4 +1,4 @@
-"""The arguments that both kinds of collections take, and what becomes of them."""
+"""The arguments that both kinds of collections take, what becomes of them, and what cannot be set."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
-from rec_kernels.nn.tables.parameters import Tables
+from rec_kernels.nn.tables.parameters import Tables, refuse_replacing
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.fused_update import FusedUpdate
 from rec_kernels.ops.exporting import is_exporting
@@ -23,6 +24,21 @@ def read_only(name: str, count: int) -> Iterator[Any]:
         return property(lambda self: getattr(self, name)[item])
 
     return map(of_item, range(count))
+
+
+def refuse_setting(collection: nn.Module, holder: str, name: str, value: object) -> None:
+    """Raises AttributeError or RuntimeError if an attribute that is set is the learning rate, or holds the tables.
+
+    Args:
+        holder: name of the module that has the tables.
+    """
+    if name == "lr" and name in collection.__dict__.get("_buffers", ()):
+        raise AttributeError(
+            f"lr cannot be set to {value!r}: set param_groups[0]['lr'] of the collection's fused_optimizer, which "
+            "writes it where kernels read it"
+        )
+    if name == holder and name in collection._modules:
+        refuse_replacing(collection, name, value)
 
 
 def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
