@@ -1,16 +1,17 @@
 """Compiles every Triton kernel for NVIDIA and AMD GPUs, of which none has to be there.
 
-Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
-compiles the kernel for its arguments instead of running it; ``architectures`` says for which GPUs. Prints Triton's
-version and then a line for each kernel and target: the architecture, the kernel (with its row format; of products, with
-their precision and dtype), how often the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16,
-has instructions that approximate or flush denormals, and multiplies tiles of TF32 and of half precision; and how many
-bytes of shared memory a program takes.
+Run by test_triton.py in a process of its own; by hand, names of ops restrict it to theirs. The functions of
+rec_kernels.triton are called as usual, but a launch compiles the kernel for its arguments instead of running it;
+``architectures`` says for which GPUs. Prints Triton's version and then a line for each kernel and target: the
+architecture, the kernel (with its row format; of products, with their precision and dtype), how often the PTX fuses a
+multiplication and an addition, divides exactly, rounds to BF16, has instructions that approximate or flush denormals,
+and multiplies tiles of TF32 and of half precision; and how many bytes of shared memory a program takes.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 
 import torch
 import triton
@@ -36,6 +37,7 @@ COUNTED = [
     r"mma(?:\.sync|_async).*\.tf32\.tf32|tcgen05\.mma.*kind::tf32",
     r"mma(?:\.sync|_async).*\.(?:b?f16)\.(?:b?f16)|tcgen05\.mma.*kind::f16",
 ]
+OPS = ("embedding_bag", "expand", "fake_quantize", "grouped_projection", "dot_interaction", "factorization_machine")
 _seen: set[tuple] = set()
 _kernels: set[str] = set()
 
@@ -176,9 +178,5 @@ def compile_factorization_machine() -> None:
 if __name__ == "__main__":
     print("triton", triton.__version__)
     JITFunction.run = compile_instead
-    compile_embedding_bag()
-    compile_expand()
-    compile_fake_quantize()
-    compile_grouped_projection()
-    compile_dot_interaction()
-    compile_factorization_machine()
+    for op in sys.argv[1:] or OPS:
+        globals()[f"compile_{op}"]()

@@ -115,6 +115,17 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
+def test_the_way_of_an_id_names_what_there_is() -> None:
+    """Each function of CONTRIBUTING.md's table is in the file of its line, or in the file that is named behind it."""
+    way = (ROOT / "CONTRIBUTING.md").read_text().partition("## The way of an id")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| `([^`]+)` \| (.+) \|$", way, re.MULTILINE)
+    assert len(lines) > 10
+    for file, text in lines:
+        beside = [(ROOT / file).parent / name for name in re.findall(r"`(\w+\.(?:h|py))`", text)]
+        code = "".join(path.read_text() for path in [ROOT / file, *beside])
+        assert [name for name in re.findall(r"`(\w+)`", text) if name not in code] == [], file
+
+
 def slugs(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)

@@ -13,7 +13,7 @@ from row_cache_samples import cached_calls
 from tiers import cross
 
 import rec_kernels as rk
-from rec_kernels.ops.autograd import overload_of
+from rec_kernels.ops.autograd import Differentiable, overload_of
 from rec_kernels.testing import same_bits
 
 RECORDED = Path(__file__).with_name("schemas.json")
@@ -434,6 +434,17 @@ def test_compiled_training_with_a_row_cache(backend: str, policy: str) -> None:
     assert all(table["evicted"] and table["hits"] and table["dirty_rows"] for table in eager.memory_report())
     for (name, a), b in zip(eager.state_dict().items(), other.state_dict().values(), strict=True):
         assert same_bits(a, b), name
+
+
+def test_an_op_of_one_argument_may_return_its_gradient() -> None:
+    """A backward returns a tensor or a tuple of one, as for torch.library.register_autograd."""
+    with torch.library._scoped_library("rec_kernels", "FRAGMENT") as library:
+        library.define("_of_one(Tensor x) -> Tensor")
+        library.impl("_of_one", lambda x: 3 * x, "CompositeExplicitAutograd")
+        for backward in (lambda ctx, grad: 3 * grad, lambda ctx, grad: (3 * grad,)):
+            x = torch.randn(4, 2, requires_grad=True)
+            Differentiable("_of_one", backward, None)([x], [0]).sum().backward()
+            assert torch.equal(x.grad, torch.full((4, 2), 3.0))
 
 
 def test_dynamic_batch() -> None:

@@ -80,8 +80,9 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
 
     Args:
         op: its name. At most one argument may be a list of tensors; results are tensors.
-        backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each argument of the schema; for a list of
-            tensors, a list of them. ``ctx.needs_input_grad`` has an element, or a list of them, for each argument.
+        backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each argument of the schema (of a single
+            argument, also the gradient alone); for a list of tensors, a list of them. ``ctx.needs_input_grad`` has an
+            element, or a list of them, for each argument.
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what ``backward`` needs. ``inputs`` are all
             arguments of the schema, defaults included.
     """
@@ -177,6 +178,8 @@ class Differentiable:
             found: Any = ctx.needs_input_grad
             return None, *(None for i in ctx.wanted for _ in (found[i] if i == self.list_place else (i,)))
         found = self._backward(ctx, *grads)
+        if isinstance(found, Tensor):  # an op of one argument: not a tuple of its rows
+            found = (found,)
         gradients: list[Tensor | None] = [None]
         for i in ctx.wanted:
             if i == self.list_place:
