@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pydoc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +52,13 @@ def test_changes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_library, "changed_source", lambda folder: folder / "a.cpp")
     with pytest.warns(RuntimeWarning, match=r"a\.cpp has changed .* run `make build`"):
         _library._warn_of_changes()
+
+
+def test_completion_shows_the_public_names() -> None:
+    """``dir(rk)``, which consoles complete by, has no function or class that is not public; ``help(rk)`` works."""
+    shown = {name for name in dir(rk) if not name.startswith("_")}
+    assert {name for name in shown - set(rk.__all__) if not inspect.ismodule(getattr(rk, name))} == set()
+    assert "EmbeddingBagCollection" in pydoc.render_doc(rk)
 
 
 LOOKED_FOR = "rec_kernels, importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"

@@ -429,8 +429,9 @@ def test_some_without_an_optimizer() -> None:
     """Fused and torch's gradients do not go together in one collection; all tables may have their own."""
     with pytest.raises(ValueError, match=r"tables \['a'\] have no optimizer, as the collection has optimizer=None"):
         made(OWN, None)
-    with pytest.raises(ValueError, match=r"table 'a': optimizer must be rk\.SGD, .* or None, got 'adam'"):
-        rk.EmbeddingBagConfig(3, 4, name="a", feature_names=["a"], optimizer="adam")
+    for wrong in ("adam", rk.SGD):  # a name, a class
+        with pytest.raises(ValueError, match=r"table 'a': optimizer must be rk\.SGD, .* an instance such .* or None"):
+            rk.EmbeddingBagConfig(3, 4, name="a", feature_names=["a"], optimizer=wrong)
     every = OWN | {"a": ALL[0]}
     collections = [made(every, None), made(OWN)]
     for collection in collections:

@@ -1,10 +1,12 @@
 """Embedding kernels for recommendation models, as ``torch.ops.rec_kernels.*`` ops and thin modules over them."""
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from rec_kernels import ops
-from rec_kernels._library import build_info, use_triton
+from rec_kernels._library import build_info
+from rec_kernels._library import use_triton as _use_triton
 from rec_kernels._version import __version__
 from rec_kernels.convert.fuse import FusedEmbeddingBags, fuse_embedding_bags
 from rec_kernels.convert.modules import convert_embeddings
@@ -48,7 +50,10 @@ from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
 from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, TableLayout, set_frozen, table_layout
 
-use_triton()
+if _TYPE_CHECKING:  # editors complete it; dir(rk) does not have it, as help(rk) imports what dir() has
+    from rec_kernels import distributed as distributed
+
+_use_triton()
 _register_pytrees()
 
 

@@ -42,7 +42,7 @@ class ConvertOptions(TypedDict, total=False):
 
 
 def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]) -> nn.Module:
-    """A module of this package with the tables of another one's, which is left as it is.
+    """Makes a module of this package with the tables of another one's, which is left as it is.
 
     Args:
         theirs: ``torch.nn.Embedding`` -> ``rk.Embedding``; ``torch.nn.EmbeddingBag`` -> ``rk.EmbeddingBag``; TorchRec's

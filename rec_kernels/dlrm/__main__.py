@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="Reference trainer of DLRM, DCN V2 and Wukong.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,evaluate}")
     _add_train(commands)
     _add_evaluate(commands)
     return parser

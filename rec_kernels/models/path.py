@@ -15,6 +15,7 @@ from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.tables.compression import Hash
 from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.optimizers import Optimizer
 
 _ops = torch.ops.rec_kernels
 
@@ -62,7 +63,7 @@ class PathEmbeddingBag(OneTable):
         pooling: str = "sum",
         format: str = "fp32",
         device: torch.device | str | None = None,
-        optimizer=None,
+        optimizer: Optimizer | None = None,
         bounds_check: str = "error",
         rounding: str = "stochastic",
         seed: int = 0,

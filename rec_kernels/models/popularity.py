@@ -22,6 +22,7 @@ from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import has_data
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
+from rec_kernels.nn.tables.optimizers import Optimizer
 
 
 def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int]]:
@@ -114,7 +115,7 @@ class MixedDimensionEmbeddingBag(OneTable):
         pooling: str = "sum",
         format: str = "fp32",
         device: torch.device | str | None = None,
-        optimizer=None,
+        optimizer: Optimizer | None = None,
         bounds_check: str = "error",
         rounding: str = "stochastic",
         seed: int = 0,
@@ -136,8 +137,9 @@ class MixedDimensionEmbeddingBag(OneTable):
             for k, (size, dim) in enumerate(zip(sizes, dims, strict=True))
         ]
         # Ids of other blocks are left out by every block.
-        options = {"optimizer": optimizer, "rounding": rounding, "seed": seed}
-        self.blocks = EmbeddingBagCollection(tables, device=device, bounds_check="ignore", **options)
+        self.blocks = EmbeddingBagCollection(
+            tables, device=device, optimizer=optimizer, bounds_check="ignore", rounding=rounding, seed=seed
+        )
         self._ends = list(itertools.accumulate(sizes))
         self._starts = [0, *self._ends[:-1]]
         self._sorts_by = torch.uint8 if len(sizes) < 255 else torch.int32

@@ -26,17 +26,21 @@ def read_only(name: str, count: int) -> Iterator[Any]:
     return map(of_item, range(count))
 
 
+#: Numbers that the kernels read, and how they are written.
+_WAYS = {
+    "lr": "set param_groups[0]['lr'] of the collection's fused_optimizer, which writes it where kernels read it",
+    "step": "write the tensor that it is, with step.fill_()",
+}
+
+
 def refuse_setting(collection: nn.Module, holder: str, name: str, value: object) -> None:
-    """Raises AttributeError or RuntimeError if an attribute that is set is the learning rate, or holds the tables.
+    """Raises AttributeError or RuntimeError if an attribute that is set is read by kernels, or holds the tables.
 
     Args:
         holder: name of the module that has the tables.
     """
-    if name == "lr" and name in collection.__dict__.get("_buffers", ()):
-        raise AttributeError(
-            f"lr cannot be set to {value!r}: set param_groups[0]['lr'] of the collection's fused_optimizer, which "
-            "writes it where kernels read it"
-        )
+    if name in _WAYS and name in collection.__dict__.get("_buffers", ()):
+        raise AttributeError(f"{name} cannot be set to {value!r}: {_WAYS[name]}")
     if name == holder and name in collection._modules:
         refuse_replacing(collection, name, value)
 

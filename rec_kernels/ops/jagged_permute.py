@@ -23,7 +23,7 @@ def jagged_permute(
     *,
     total: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Features of a key-major batch in the order that ``permute`` says.
+    """Reorders the features of a key-major batch, as ``permute`` says.
 
     Args:
         values: [N] of any dtype; the bags of feature 0, then those of feature 1, and so on.

@@ -17,18 +17,7 @@ State = dict[str, bool]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Common:
-    """Options of every optimizer: clipping and weight decay, in this order, before the gradient is used.
-
-    Args:
-        clip_grad_value: elements of a row's summed gradient are limited to +-this; None: not.
-        clip_grad_norm: a row's gradient that is longer than this is shortened to it; None: not.
-        weight_decay: the rate, of rows that the batch names.
-        weight_decay_mode: "l2": weight_decay * w is added to the gradient. "decoupled": w shrinks by
-            lr * weight_decay * w beside the update; LAMB scales the decay, too, with the row's length.
-
-    Raises:
-        ValueError: a number is out of its range, or a name unknown.
-    """
+    """Options of every optimizer; ``SGD`` describes them, where users and editors find them."""
 
     weight_decay: float = 0.0
     weight_decay_mode: str = "l2"
@@ -74,7 +63,21 @@ class _Common:
 
 @dataclass(frozen=True, repr=False)
 class SGD(_Common):
-    """Stochastic gradient descent: ``w -= lr * g``. No state."""
+    """Stochastic gradient descent: ``w -= lr * g``. No state.
+
+    Every optimizer has these arguments. Clipping and "l2" decay change the gradient, in this order, before its use.
+
+    Args:
+        lr: the learning rate to begin with, at least 0; ``collection.fused_optimizer`` changes it.
+        clip_grad_value: elements of a row's summed gradient are limited to +-this; None: not.
+        clip_grad_norm: a row's gradient that is longer than this is shortened to it; None: not.
+        weight_decay: the rate, of rows that the batch names.
+        weight_decay_mode: "l2": weight_decay * w is added to the gradient. "decoupled": w shrinks by
+            lr * weight_decay * w beside the update; LAMB scales the decay, too, with the row's length.
+
+    Raises:
+        ValueError: a number is out of its range, or a name unknown.
+    """
 
     lr: float = 0.01
     eps: ClassVar[float] = 0.0
@@ -86,7 +89,7 @@ class SGD(_Common):
 class RowwiseAdagrad(_Common):
     """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row.
 
-    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014.
+    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014. Other arguments are ``rk.SGD``'s.
     """
 
     lr: float = 0.01
@@ -97,13 +100,7 @@ class RowwiseAdagrad(_Common):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Elementwise(_Common):
-    """Options of optimizers with state for every element.
-
-    Args:
-        state_dtype: of that state: torch.float32, or torch.bfloat16, half the bytes. It is rounded as the collection's
-            ``rounding`` says, stochastically by default, so that small contributions are not lost. State per row stays
-            float32.
-    """
+    """Options of optimizers with state for every element; ``Adagrad`` describes ``state_dtype``."""
 
     state_dtype: torch.dtype = torch.float32
 
@@ -118,6 +115,13 @@ class Adagrad(_Elementwise):
     """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a ``v`` per element.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
+
+    Args:
+        state_dtype: of state for every element: torch.float32, or torch.bfloat16, half the bytes. It is rounded as the
+            collection's ``rounding`` says, stochastically by default, so that small contributions are not lost. State
+            per row stays float32.
+
+    Other arguments are ``rk.SGD``'s.
     """
 
     lr: float = 0.01
@@ -134,7 +138,7 @@ class Adam(_Elementwise):
     ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. ``eps`` is
     ``torch.optim.Adam``'s, which SparseAdam adds to ``sqrt(v)``, before the correction. Two numbers per
     element. ``betas``: beta1 and beta2, in [0, 1). Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR
-    2015.
+    2015. ``state_dtype`` is ``rk.Adagrad``'s; other arguments are ``rk.SGD``'s.
     """
 
     lr: float = 0.001
@@ -173,7 +177,10 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, repr=False)
 class RowwiseAdam(Adam):
-    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one number per element and row."""
+    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one number per element and row.
+
+    Arguments are ``rk.Adam``'s.
+    """
 
     op_name: ClassVar[str] = "rowwise_adam"
     state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": False}
@@ -184,7 +191,7 @@ class LAMB(Adam):
     """Adam whose step goes with the row's length: ``lr * |w| / |r|`` for ``lr``, r being ``m' / (sqrt(v') + eps)``.
 
     Norms are of a row; where one is 0, the factor is ``lr``. You et al., "Large Batch Optimization for Deep Learning:
-    Training BERT in 76 minutes", ICLR 2020.
+    Training BERT in 76 minutes", ICLR 2020. Arguments are ``rk.Adam``'s.
     """
 
     op_name: ClassVar[str] = "lamb"
@@ -197,6 +204,6 @@ def check_optimizer(name: str, value: object) -> None:
     """Raises ValueError unless ``value`` is a fused optimizer or None."""
     if not isinstance(value, (Optimizer, type(None))):
         raise ValueError(
-            f"{name} must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, rk.LAMB or "
-            f"None, got {value!r}"
+            f"{name} must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB, an "
+            f"instance such as rk.SGD(lr=0.1), or None, got {value!r}"
         )

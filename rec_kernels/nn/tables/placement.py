@@ -59,7 +59,7 @@ def place_tables(
         cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
             share slots, a cache may take ``ways`` - 1 slots more.
         device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
-        policy: of the cache; "lfu" keeps a byte for each row of all tables.
+        policy: of the cache, whose own default is "lru"; "lfu" keeps a byte for each row of all tables.
         ways: of the cache. Tables with slots for all rows, and those of at most ``ways`` rows, which get slots for all
             or none, have whole sets of their own.
 
