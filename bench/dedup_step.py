@@ -27,7 +27,7 @@ from bench.script import options_of, parser_of, positive, write_result
 from bench.timing import take_turns
 from rec_kernels.dlrm import DLRM, Batch, DataSet, load_completejourney
 from rec_kernels.dlrm.completejourney import HISTORY
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.synthetic import Synthetic
 
 WAYS = ("without", "with")

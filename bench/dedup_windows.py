@@ -26,7 +26,7 @@ from bench.dedup_step import INPUTS, num_bytes, some_batches, times
 from bench.script import options_of, parser_of, positive, write_result
 from rec_kernels.dlrm import Batch, CompleteJourney, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 
 HISTORIES, BATCHES = (10, 50, 200), (2048, 8192, 65536)
 ORDERS = ("time", "household")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from bench.script import options_of, parser_of, positive, write_result
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 
 PARTS = ("batch", "forward", "backward", "optimizer")
 

@@ -11,7 +11,7 @@ from rec_kernels.dlrm import checkpoint
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.datasets import MEMBERS, open_data
+from rec_kernels.dlrm.reader import MEMBERS, open_data
 from rec_kernels.dlrm.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

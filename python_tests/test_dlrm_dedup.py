@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dlrm_cases import Changed, reader
+from dlrm_cases import Changed
+from dlrm_cases import reader as reader_of
 from dlrm_records import records, without_times
 from dlrm_stops import stopped_after
 
@@ -23,14 +24,14 @@ from rec_kernels.dlrm import (
     TrainConfig,
     checkpoint,
     completejourney,
-    dedup,
     evaluate,
     load_completejourney,
+    reader,
     train,
 )
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, Feature
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import TrainingError, predict
 
@@ -145,7 +146,7 @@ def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, run
         train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
         found, expected = (without_times(run) for run in (tmp_path / mode, runs[mode]))
         assert found == expected
-    assert reader(given, SIZE).dedup.on
+    assert reader_of(given, SIZE).dedup.on
     batch = knows(next(data.batches("train", SIZE)))
     assert dedup_batch(batch).shared is batch.shared
 
@@ -153,20 +154,20 @@ def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, run
 @pytest.mark.parametrize("size", [16, 500, 2048])
 def test_auto_deduplicates_what_is_clustered(size: int) -> None:
     clustered, own = (Synthetic(ROWS, samples_per_session=12, unchanged=d) for d in (1.0, 0.0))
-    found = reader(clustered, size).dedup
+    found = reader_of(clustered, size).dedup
     assert found.on
     assert found.factor == pytest.approx(12, rel=0.4) if size > 16 else found.factor > 2
-    assert reader(own, size).dedup == (False, pytest.approx(1.0, abs=0.01))
-    assert reader(clustered, size).dedup == found
+    assert reader_of(own, size).dedup == (False, pytest.approx(1.0, abs=0.01))
+    assert reader_of(clustered, size).dedup == found
     for mode in ("on", "off"):
-        assert {reader(data, size, dedup=mode).dedup for data in (own, clustered)} == {(mode == "on", None)}
+        assert {reader_of(data, size, dedup=mode).dedup for data in (own, clustered)} == {(mode == "on", None)}
 
 
 @pytest.mark.parametrize(("unchanged", "on"), [(0.1, False), (0.4, True)])
 def test_auto_has_a_threshold(unchanged: float, on: bool) -> None:
     """Sessions of 9 rows with d = 0.1 and 0.4 have factors of 1.10 and 1.55, on either side of the threshold."""
-    assert 1.1 < dedup.THRESHOLD < 1.55
-    assert reader(Synthetic(20_000, unchanged=unchanged, history=30), 2048).dedup.on == on
+    assert 1.1 < reader.THRESHOLD < 1.55
+    assert reader_of(Synthetic(20_000, unchanged=unchanged, history=30), 2048).dedup.on == on
 
 
 def test_auto_looks_for_batches_with_a_past(data: Synthetic) -> None:
@@ -176,12 +177,12 @@ def test_auto_looks_for_batches_with_a_past(data: Synthetic) -> None:
         seen.append(len(seen))
         return without_past(batch) if len(seen) <= 20 else batch
 
-    assert reader(each_changed(data, change), 50).dedup.on
-    assert len(seen) == 20 + dedup.MEASURED
+    assert reader_of(each_changed(data, change), 50).dedup.on
+    assert len(seen) == 20 + reader.MEASURED
     seen.clear()
     endless = each_changed(data, lambda batch: seen.append(0) or without_past(batch))
-    assert reader(endless, 20).dedup == (False, 1.0)
-    assert len(seen) == dedup.LOOKED_AT
+    assert reader_of(endless, 20).dedup == (False, 1.0)
+    assert len(seen) == reader.LOOKED_AT
 
 
 def test_data_without_shared_features(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_data_without_shared_features(tmp_path: Path) -> None:
             self.features = [feature for feature in data.features if not feature.shared]
 
     data = Plain(Synthetic(ROWS, 200))
-    assert reader(data, SIZE).dedup == (False, None)
+    assert reader_of(data, SIZE).dedup == (False, None)
     for mode in ("auto", "on"):
         test = train(config(tmp_path, run=mode, dedup=mode), data, progress=False)
         assert "dedup" not in test
@@ -206,7 +207,7 @@ def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pyte
     settings = json.loads((run / "config.json").read_text())
     assert settings["config"]["dedup"] == "auto"
     assert settings["dedup"] == {"on": True, "factor": pytest.approx(7, rel=0.3)}
-    monkeypatch.setattr(dedup, "THRESHOLD", 1e9)  # of a later version
+    monkeypatch.setattr(reader, "THRESHOLD", 1e9)  # of a later version
     train(config(tmp_path, epochs=2), resume=run, progress=False)
     found, expected = (without_times(path) for path in (run, tmp_path / "whole"))
     assert found == expected
@@ -277,13 +278,13 @@ def test_bags_that_are_not_one_for_every_row(data: Synthetic, tmp_path: Path) ->
 
 
 def test_batches_of_every_split(data: Synthetic) -> None:
-    rows = reader(data, SIZE, 0.34, "on")
+    rows = reader_of(data, SIZE, 0.34, "on")
     for split in ("train", "valid", "test"):
         batches = list(rows.batches(split, SIZE))
         assert sum(len(batch.label) for batch in batches) == rows.num_rows(split)
         assert all(isinstance(batch.features, rk.InverseKeyedJaggedTensor) for batch in batches)
     model = DLRM(data.features, data.num_dense)
-    scores = [predict(model, made, "test")[1] for made in (rows, reader(data, SIZE, dedup="off"))]
+    scores = [predict(model, made, "test")[1] for made in (rows, reader_of(data, SIZE, dedup="off"))]
     np.testing.assert_array_equal(*scores)
 
 
@@ -346,4 +347,4 @@ def test_the_whole_year_of_complete_journey(tmp_path: Path) -> None:
     numbers = range(10, data.num_rows("train") // 2048, 40)
     batches = [dedup_batch(next(data.batches("train", 2048, number))).shared for number in numbers]
     assert np.mean([shared.dedup_factor() for shared in batches]) >= 9
-    assert reader(data, 2048).dedup.on
+    assert reader_of(data, 2048).dedup.on

@@ -22,12 +22,12 @@ from rec_kernels.dlrm import (
     checkpoint,
     devices,
     evaluate,
+    scores,
     train,
-    window,
 )
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.scores import Window
 from rec_kernels.dlrm.synthetic import Synthetic
-from rec_kernels.dlrm.window import Window
 from rec_kernels.nn import late_errors
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -143,7 +143,7 @@ def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch:
 def test_scores_of_a_window_come_to_the_cpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window's scores are copied at once, because each copy waits for a backward. A saved window goes on the same."""
     Window().add(torch.empty(3, device="meta"), torch.empty(3, device="meta"))  # which has nothing to be fetched
-    monkeypatch.setattr(window, "AT_ONCE", 3)
+    monkeypatch.setattr(scores, "AT_ONCE", 3)
     logits, labels = torch.randn(8, 5), torch.rand(8, 5).round()
     whole, stopped = Window(), Window()
     for i in range(8):

@@ -155,7 +155,7 @@ def test_scores_that_are_not_defined_are_dashes(write):
 
 def axes_of(records: list[dict]) -> list:
     """The axes of every panel."""
-    return [report.figure(label, draw).axes[0] for label, draw in report.panels(records).items()]
+    return [figure.axes[0] for figure in report.draw(records).values()]
 
 
 def test_learning_rate_is_drawn_if_it_changes(write):

@@ -21,7 +21,7 @@ from dlrm_stops import stopped_after
 from rec_kernels.dlrm import TrainConfig, TrainingError, checkpoint, devices, evaluate, load_completejourney, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.interruption import StopAtSignal
+from rec_kernels.dlrm.runs import StopAtSignal
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parents[1]

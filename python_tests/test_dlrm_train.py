@@ -361,13 +361,11 @@ def test_missing_data_package_is_one_line(command, tmp_path, monkeypatch, capsys
 
 def test_tables_start_uniform_within_one_over_root_rows(data):
     rows = {feature.name: feature.num_embeddings for feature in data.features}
-    model = DLRM(data.features, data.num_dense, init=None)
+    model = DLRM(data.features, data.num_dense)
     tables = model.embeddings.embedding_bags
     for name in tables:
         bound = rows[name] ** -0.5
         assert 0.8 * bound < tables[name].weight.abs().max() <= bound
-    model = DLRM(data.features, data.num_dense, init=lambda weight: torch.nn.init.constant_(weight, 0.5))
-    assert all((weight == 0.5).all() for weight in model.embeddings.parameters())
 
 
 def test_scores():

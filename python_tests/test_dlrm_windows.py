@@ -14,7 +14,7 @@ from dlrm_records import without_times
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import TrainingError
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from bench.studies import compare, compare_report
 from bench.studies.__main__ import main
-from rec_kernels.dlrm import TrainConfig, report, runs, train
+from rec_kernels.dlrm import TrainConfig, runs, train
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.train import Run, RunInterruptedError
 
@@ -23,8 +23,6 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     TinyData.opened = 0
-    # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
-    monkeypatch.setattr(report, "draw", lambda records: [])
     # Collecting the garbage of all tests of the process after each run takes longer still.
     monkeypatch.setattr(compare.gc, "collect", lambda: 0)
 

@@ -20,10 +20,9 @@ from bench.studies import compare, experiments, reproduce, reproduce_pictures, r
 from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster
 from bench.studies.compare import DATA_OPTIONS
 from bench.studies.experiments import EXPERIMENTS, Experiment
-from rec_kernels.dlrm import report, runs
+from rec_kernels.dlrm import runs
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError
-from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.runs import NotFiniteError, RunExistsError, RunInterruptedError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parent.parent
@@ -154,7 +153,6 @@ def test_the_list_is_what_the_results_are_of():
 
 def test_every_experiment_is_run_and_judged(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", SAVEFIG)
-    monkeypatch.setattr(report, "draw", lambda *_: [])  # the runs' own curves are other tests'
     monkeypatch.setattr(compare, "train", TRAIN)
     assert command("--quick") == 0
     folder = tmp_path / "reproduce-quick"

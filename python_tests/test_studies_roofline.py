@@ -16,7 +16,7 @@ from bench.studies import roofline
 from bench.studies.__main__ import main
 from rec_kernels.dlrm import Batch, TrainConfig, train
 from rec_kernels.dlrm.config import MODELS
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import build_model
 

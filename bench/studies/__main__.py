@@ -10,7 +10,7 @@ from typing import Any
 from bench.studies import compare, compare_report, reproduce, reproduce_report, roofline
 from rec_kernels.dlrm.__main__ import Parser, add_run, config_of, config_of_run, execute
 from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, add_options
-from rec_kernels.dlrm.datasets import open_data
+from rec_kernels.dlrm.reader import open_data
 from rec_kernels.dlrm.train import RunInterruptedError
 
 

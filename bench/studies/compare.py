@@ -29,9 +29,8 @@ from rec_kernels.dlrm.config import (
     widths,
 )
 from rec_kernels.dlrm.data import DataError, DataSet
-from rec_kernels.dlrm.datasets import open_data
-from rec_kernels.dlrm.interruption import NotFiniteError
-from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
+from rec_kernels.dlrm.reader import open_data
+from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, NotFiniteError, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import train
 
 # All that decides what open_data gives.

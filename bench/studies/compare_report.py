@@ -18,10 +18,10 @@ from scipy import stats
 from bench.studies.compare import Comparison, comparable_defaults
 from rec_kernels.dlrm import files, page
 from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.files import TEXT, Check, Each, Maybe, mismatch, whole
+from rec_kernels.dlrm.files import number as a_number
 from rec_kernels.dlrm.page import number
 from rec_kernels.dlrm.runs import MACHINE
-from rec_kernels.dlrm.shapes import TEXT, Check, Each, Maybe, mismatch, whole
-from rec_kernels.dlrm.shapes import number as a_number
 
 ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as the differences that one looks for
 CONFIDENCE = 0.95

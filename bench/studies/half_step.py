@@ -20,10 +20,9 @@ from bench.script import environment, options_of, parser_of
 from bench.studies import compare, compare_report
 from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint
 from rec_kernels.dlrm.data import DataError, DataSet
-from rec_kernels.dlrm.datasets import open_data
-from rec_kernels.dlrm.interruption import RunInterruptedError
 from rec_kernels.dlrm.model_factory import build_model
-from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.reader import open_data
+from rec_kernels.dlrm.runs import RunExistsError, RunInterruptedError
 from rec_kernels.nn.tables.rows import decode
 
 # Steps of rows whose elements lie in [1, 2): bf16 has 7 bits after the point; int8 has 255 steps from LOW to HIGH.

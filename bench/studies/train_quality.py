@@ -23,7 +23,7 @@ from bench.script import environment, options_of, parser_of, positive
 from bench.train_step import RecipeDLRM, TunedDLRM
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
 from rec_kernels.dlrm.data import ahead
-from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.scores import predict, score
 
 IMPLEMENTATIONS = {"ours": DLRM, "torch": TunedDLRM, "recipe": RecipeDLRM}

@@ -22,12 +22,11 @@ from rec_kernels.dlrm.config import (
     refuse_options_without_effect,
 )
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
-from rec_kernels.dlrm.interruption import out_of_memory
 from rec_kernels.dlrm.ranks import launched_rank
+from rec_kernels.dlrm.reader import open_data
 from rec_kernels.dlrm.report import scores_text, summary
-from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.runs import RunExistsError, out_of_memory
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
 
 PROGRAM = "python -m rec_kernels.dlrm"

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig, changes
 from rec_kernels.dlrm.data import DataError, DataSet
+from rec_kernels.dlrm.files import FLAG, TEXT, Check, Each, mismatch, number, shown, whole
 from rec_kernels.dlrm.runs import CONFIG, MACHINE, PARTS
-from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, mismatch, number, shown, whole
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections

@@ -121,10 +121,6 @@ def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
         raise DataError(f"{PACKAGE} is version {version}, supported is {PACKAGE_VERSION}: run `{install}`")
     source = get_data(["transactions", "products"])
     transactions, products = source["transactions"], source["products"]
-    expected = {"transactions": TRANSACTION_COLUMNS, "products": ("product_id", *PRODUCT_COLUMNS.values())}
-    for name, columns in expected.items():
-        if missing := [column for column in columns if column not in source[name].columns]:
-            raise DataError(f"{name} of {PACKAGE}: missing columns {missing}, found {list(source[name].columns)}")
     found = len(transactions), transactions["basket_id"].nunique()
     if found != (ROWS, BASKETS):
         raise DataError(

@@ -15,9 +15,9 @@ import rec_kernels as rk
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.completejourney import HISTORY_LENGTHS, LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
+from rec_kernels.dlrm.files import TEXT, Check, shown
 from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
-from rec_kernels.dlrm.shapes import TEXT, Check, shown
 from rec_kernels.nn.arguments import LARGEST_FLOAT
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import BAG_FORMATS as FORMATS

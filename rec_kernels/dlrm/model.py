@@ -102,10 +102,8 @@ class DLRM(nn.Module):
         optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the rest of the model is
             the business of the caller's optimizer (``dense_parameters``).
         seed: fixes every initial weight, which is the same in every format but for rounding to it, and the noise of
-            stochastic rounding. Tables that are not compressed, and the MLPs, start with the same numbers whichever
-            others are.
-        init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
-            ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
+            stochastic rounding. Tables that are not compressed are uniform(-1/sqrt(E), 1/sqrt(E)); they, and the MLPs,
+            start with the same numbers whichever others are compressed.
         cache: row cache of the tables.
         sharded: the tables are on the meta device, where another process may have their rows; the MLPs are as ever.
         precision: what MLPs and interaction compute in, "fp32" or "bf16": under torch.autocast, from pooled embeddings
@@ -129,7 +127,6 @@ class DLRM(nn.Module):
         compressions: Mapping[str, Compression] = MappingProxyType({}),
         optimizer=None,
         seed: int = 0,
-        init: Callable[[torch.Tensor], object] | None = None,
         cache: rk.RowCache | None = None,
         precision: str = "fp32",
         activations: str = "fp32",
@@ -140,11 +137,11 @@ class DLRM(nn.Module):
         self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
         self.precision, self._dense_side = precision, DLRM.dense_side  # takes the model: copies of it have their own
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
-        tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, None if sharded else generator)
+        tables, skipped = _tables(ordered, embedding_dim, format, compressions, None if sharded else generator)
         noise = seed % 2**63
         options: dict[str, Any] = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
         options["output_dtype"] = dtype_of(precision)
-        # Seed for tables without an init and the interaction. torch.manual_seed would reseed GPUs, too; it counts down,
+        # Seed for compressed tables and the interaction. torch.manual_seed would reseed GPUs, too; it counts down,
         # because counted up it would be the generator's stream.
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(~noise % 2**32)
@@ -152,8 +149,7 @@ class DLRM(nn.Module):
             self.embeddings = rk.EmbeddingBagCollection(tables, **options, seed=noise, cache=cache)
             torch.default_generator.manual_seed((~noise ^ 1 << 31) % 2**32)  # another stream, whatever the tables drew
             self.interaction = interaction(len(features), embedding_dim)
-        if init is None:
-            _skip(generator, skipped)
+        _skip(generator, skipped)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
         width: Any = self.interaction.out_features
         self.top = _mlp([width, *top, 1], generator, final_relu=False)
@@ -217,16 +213,13 @@ def _tables(
     embedding_dim: int,
     format: str,
     compressions: Mapping[str, Compression],
-    init: Callable[[torch.Tensor], object] | None,
     generator: torch.Generator | None,
 ) -> tuple[list[rk.EmbeddingBagConfig], int]:
     """A table each; how many numbers of the generator are to be skipped after the last. None: tables begin without."""
     tables, skipped = [], 0
     for f in features:
         given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
-        start = None if given else init
-        if start is None and not given and generator is not None:
-            start = _UniformInit(generator, skipped, f.num_embeddings)
+        start = None if given or generator is None else _UniformInit(generator, skipped, f.num_embeddings)
         names: dict[str, Any] = {"name": f.name, "feature_names": [f.name]}
         more: dict[str, Any] = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
         tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))

@@ -13,10 +13,10 @@ import rec_kernels as rk
 from rec_kernels.dlrm import checkpoint, devices, files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
-from rec_kernels.dlrm.interruption import TrainingError
+from rec_kernels.dlrm.files import shown
 from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, WukongInteraction
 from rec_kernels.dlrm.ranks import ALONE
-from rec_kernels.dlrm.shapes import shown
+from rec_kernels.dlrm.runs import TrainingError
 
 #: Options of a config that are arguments of the model.
 OPTIONS = ("bottom", "top", "format", "rounding", "seed", "precision", "activations")

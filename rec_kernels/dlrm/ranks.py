@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rec_kernels.dlrm.interruption import TrainingError
+from rec_kernels.dlrm.runs import TrainingError
 
 Made = TypeVar("Made")
 

@@ -1,21 +1,130 @@
-"""The batches of a run: those of a data set, checked, split, and with the bags that rows have in common once."""
+"""The batches of a run: a data set by its name, checked, split, and with the bags that rows have in common once.
+
+Deduplication moves, looks up and updates such bags once; with windows, ids that different bags have in common are moved
+once, too. All is done on the reader's thread: a step does not wait for it while it takes less time than the step.
+
+Source: Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model Training Infrastructure",
+MLSys 2023, arXiv:2211.05239.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+import rec_kernels as rk
 from rec_kernels.dlrm import batch_checks as checks
-from rec_kernels.dlrm import dedup
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.batch_checks import WrongBatchError
-from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.completejourney import load_completejourney
+from rec_kernels.dlrm.config import DATA, FUNCTION, TrainConfig, options_of, refuse_options_of_others
+from rec_kernels.dlrm.criteo import Criteo
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, Rows
-from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.ranks import ALONE, Ranks
+from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
+from rec_kernels.dlrm.synthetic import Synthetic
+
+MEMBERS = ("name", "num_dense", "features", "num_rows", "batches")
+#: Ids before over ids stored from which "auto" deduplicates. Below it, writing pooled rows out to all samples takes as
+#: long as the lookups and updates that are saved: with histories of 50 ids, they break even at 1.1 (docs/results.md,
+#: "Deduplicated batches"); the rest is for finding the bags, and for what varies from batch to batch.
+THRESHOLD = 4 / 3
+#: Batches that "auto" looks at: so many with ids in shared features, among so many from the beginning of the training.
+#: The first rows of a log may have no past.
+MEASURED, LOOKED_AT = 8, 64
+
+
+def open_data(config: TrainConfig) -> DataSet:
+    """The data set that the config names.
+
+    Raises:
+        DataError: it is missing, damaged, no data set, ``data`` names nothing, or an option belongs to another one.
+    """
+    if config.data not in DATA and ":" not in config.data:
+        raise DataError(f"data is {config.data!r}, allowed are {', '.join(DATA)} and {FUNCTION}")
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    try:
+        refuse_options_of_others(given, "data", [config.data])
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    own = {name: given[name] for name in options_of(config.data) if name in given}
+    if config.data == "completejourney":
+        return load_completejourney(**own, data_dir=config.data_dir, progress=True)
+    if config.data == "criteo":
+        if config.path is None:
+            raise DataError("data is 'criteo', which needs path: a file in Criteo's format or a folder of such files")
+        return Criteo(**own, data_dir=config.data_dir, progress=True)
+    if config.data == "synthetic":
+        return Synthetic(**own)
+    return _call(config)
+
+
+def _call(config: TrainConfig) -> DataSet:
+    """Calls ``module:function``."""
+    data = config.data
+    module, _, function = data.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"data is {data!r}: {error}") from error
+    if not callable(make):
+        raise DataError(
+            f"data is {data!r}, which is {type(make).__name__}, expected a function that returns a data set"
+        )
+    made = make(**_arguments(make, config))
+    missing = [member for member in MEMBERS if not hasattr(made, member)]
+    if missing:
+        raise DataError(
+            f"data is {data!r}, which returned {type(made).__name__} without {', '.join(missing)}: "
+            f"a data set has {', '.join(MEMBERS)} (rec_kernels.dlrm.DataSet)"
+        )
+    if not isinstance(made.name, str) or not is_run_name(made.name):
+        raise DataError(f"data is {data!r}, which returned a data set of name {made.name!r}, allowed are {RUN_NAMES}")
+    return made
+
+
+def _arguments(make: Callable, config: TrainConfig) -> dict[str, str]:
+    """The options ``path`` and ``data_dir`` that are given, for the function's parameters of these names."""
+    try:
+        parameters = tuple(inspect.signature(make).parameters)
+    except ValueError:  # of some that are written in C
+        parameters = ()
+    if config.path is not None and "path" not in parameters:
+        raise DataError(f"path is {config.path!r}, but data is {config.data!r}, which takes no path: leave it out")
+    given = {name: getattr(config, name) for name in ("path", "data_dir") if name in parameters}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class Decision(NamedTuple):
+    """A run's decision to deduplicate or not.
+
+    Args:
+        on: yes or no.
+        factor: what "auto" has measured; None without "auto", and of data without shared features.
+    """
+
+    on: bool
+    factor: float | None = None
+
+
+def dedup_batch(batch: Batch, windows: bool = False) -> Batch:
+    """The batch with its shared features as one group of distinct bags; those of a data set that knows them stay.
+
+    With ``windows``, the bags are windows of one buffer.
+    """
+    shared = batch.shared
+    if shared is None:
+        return batch
+    if not isinstance(shared, rk.InverseKeyedJaggedTensor):
+        shared = rk.InverseKeyedJaggedTensor.from_kjt(shared, [list(shared.keys())])
+    return batch._replace(shared=shared.with_windows() if windows else shared)
 
 
 class Reader:
@@ -54,8 +163,7 @@ class Reader:
         self._rows["train"] = min(self._trained * self.batch_size, rows)
         self._rows["valid"] = rows - self._rows["train"]
         self.ranks = ranks
-        alone = ranks.world_size == 1
-        self.dedup = (dedup.recorded(config.dedup, run) or self._decide()) if alone else dedup.Decision(False)
+        self.dedup = self._decision(run) if ranks.world_size == 1 else Decision(False)
 
     def num_rows(self, split: str) -> int:
         """Rows of "train", "valid" or "test"."""
@@ -67,7 +175,7 @@ class Reader:
             raise ValueError(f"batch_size is {batch_size}, for {split!r} it must be {self.batch_size}")
         windows = self.mode == "windows"  # smaller to move than the bags they become
         for batch in self._checked(split, batch_size, start):
-            batch = dedup.dedup_batch(batch, windows) if self.dedup.on else batch.expanded()
+            batch = dedup_batch(batch, windows) if self.dedup.on else batch.expanded()
             if self.ranks.world_size > 1:
                 batch = batch.part(self.ranks.own(len(batch.label)))
             yield batch if windows else batch.joined()
@@ -101,8 +209,24 @@ class Reader:
             raise WrongBatchError(f"batches() gave {type(batches).__name__}, must be an iterator of Batch")
         yield from batches
 
-    def _decide(self) -> dedup.Decision:
-        """Decides dedup "auto" by the first batches of the training."""
+    def _decision(self, run: Path | None) -> Decision:
+        """Decides by the option ``dedup``, by what "auto" has decided in ``run``, or by the first batches."""
+        if self.mode != "auto":
+            return Decision(self.mode != "off")
+        if run is not None:
+            found = files.read_json(run / CONFIG).get("dedup")
+            shape = {"on": files.FLAG, "factor": files.Maybe(files.number())}
+            if wrong := files.mismatch(found, shape, "dedup"):
+                raise DataError(f"{run / CONFIG}: {wrong}")
+            return Decision(found["on"], found["factor"])
         if not any(feature.shared for feature in self.features):
-            return dedup.Decision(False)
-        return dedup.measured(self._checked("train", self.batch_size, 0))
+            return Decision(False)
+        factors: list[float] = []
+        for batch in islice(self._checked("train", self.batch_size, 0), LOOKED_AT):
+            shared: Any = dedup_batch(batch).shared
+            if shared is not None and len(shared.stored().values()):
+                factors.append(shared.dedup_factor())
+            if len(factors) == MEASURED:
+                break
+        factor = sum(factors) / len(factors) if factors else 1.0
+        return Decision(factor >= THRESHOLD, factor)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -152,24 +151,23 @@ def write(directory: Path) -> None:
     settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
     try:
-        text = render(directory.name, settings, records, draw(records))
+        text = render(directory.name, settings, records)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{CONFIG} or {METRICS} of {directory} is not what a run writes: {error!r}") from error
     files.write_text(directory / "report.html", text)
 
 
-def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tuple[str, str]]) -> str:
+def render(name: str, settings: dict, records: list[dict]) -> str:
     """The page, as HTML in which every text is escaped.
 
     Args:
         name: of the run. settings: content of ``config.json``.
         records: of ``metrics.jsonl``; none of them has to be there.
-        pictures: label and address of each.
     """
     test = next(iter(_of_kind("test", records)), None)
     figures = "".join(
-        f'<figure><img src="{escape(source)}" alt="{escape(label)} over the rows trained on"></figure>'
-        for label, source in pictures
+        f'<figure><img src="{page.picture(figure)}" alt="{escape(label)} over the rows trained on"></figure>'
+        for label, figure in draw(records).items()
     )
     memory = caches = about = ""
     if test is not None:
@@ -244,57 +242,42 @@ def _of_kind(kind: str, records: list[dict]) -> list[dict]:
     return [record for record in records if record["kind"] == kind]
 
 
-def draw(records: list[dict]) -> list[tuple[str, str]]:
-    """Label and address of each panel as a picture that is small enough for a phone; none before the first record."""
-    shown = panels(records) if _of_kind("train", records) else {}
-    return [(label, page.picture(figure(label, panel))) for label, panel in shown.items()]
+def draw(records: list[dict]) -> dict[str, Figure]:
+    """Loss, AUC, and a rate that changes, over the rows trained on, by label; nothing before the first record."""
+    train = _of_kind("train", records)
+    examples = np.cumsum([record["examples"] for record in train])
+    figures = {}
+    for key, score_key, label in SCORES if train else ():
+        figures[label], axes = _panel(label)
+        values = [np.nan if record[key] is None else record[key] for record in train]
+        axes.plot(examples, values, marker=".", label="training, scored before learning")
+        _draw_scores(axes, records, score_key, [0, *(r["step"] for r in train)], [0, *examples])
+    if len({record["lr"] for record in train}) > 1:
+        figures[label], axes = _panel(label := "learning rate of the tables")
+        axes.plot(examples, [record["lr"] for record in train], marker=".")
+    return figures
 
 
-def panels(records: list[dict]) -> dict[str, Callable[[Axes], None]]:
-    """Panels over the rows trained on, by label: loss, AUC, and a rate that changes."""
-    drawn: dict[str, Callable[[Axes], None]]
-    drawn = {label: partial(_draw_scores, records, key, score_key) for key, score_key, label in SCORES}
-    if len({record["lr"] for record in _of_kind("train", records)}) > 1:
-        drawn["learning rate of the tables"] = partial(_draw_rate, records)
-    return drawn
-
-
-def figure(label: str, draw: Callable[[Axes], None]) -> Figure:
-    """A panel, drawn."""
-    made = Figure(figsize=(5.2, 3.2), layout="constrained")
-    axes = made.subplots()
-    draw(axes)
+def _panel(label: str) -> tuple[Figure, Axes]:
+    """An empty panel, which is small enough for a phone."""
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    axes = figure.subplots()
     axes.set_xlabel("rows trained on")
     axes.set_ylabel(label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
-    return made
+    return figure, axes
 
 
-def _progress(records: list[dict]) -> tuple[list[dict], np.ndarray]:
-    """The training records, and the rows trained on at each."""
-    train = _of_kind("train", records)
-    return train, np.cumsum([record["examples"] for record in train])
-
-
-def _draw_rate(records: list[dict], axes: Axes) -> None:
-    train, examples = _progress(records)
-    axes.plot(examples, [record["lr"] for record in train], marker=".")
-
-
-def _draw_scores(records: list[dict], key: str, score_key: str, axes: Axes) -> None:
-    """Progressive during the training, at the evaluations, and of the test."""
-    train, examples = _progress(records)
-    values = [np.nan if record[key] is None else record[key] for record in train]
-    axes.plot(examples, values, marker=".", label="training, scored before learning")
-    evaluations = [r for r in _of_kind("eval", records) if r[score_key] is not None]
-    if evaluations and train:
-        # Evaluations know their step only. Between two records steps have the same number of rows.
-        where = np.interp([r["step"] for r in evaluations], [0, *(r["step"] for r in train)], [0, *examples])
+def _draw_scores(axes: Axes, records: list[dict], key: str, steps: list, examples: list) -> None:
+    """Draws a score at the evaluations, and of the test. Between two of ``steps``, each has as many examples."""
+    evaluations = [r for r in _of_kind("eval", records) if r[key] is not None]
+    if evaluations:
+        where = np.interp([r["step"] for r in evaluations], steps, examples)
         split = "rows set apart" if evaluations[0]["split"] == "valid" else "test rows"
-        axes.plot(where, [r[score_key] for r in evaluations], "s", ms=4, color="tab:green", label=f"on the {split}")
+        axes.plot(where, [r[key] for r in evaluations], "s", ms=4, color="tab:green", label=f"on the {split}")
     for test in _of_kind("test", records)[:1]:
-        if (value := test[score_key]) is not None:
+        if (value := test[key]) is not None:
             axes.axhline(value, color="tab:orange", linestyle="--", linewidth=1)
             axes.plot(test["train_examples"], value, "D", color="tab:orange", label=f"test, model frozen: {value:.4f}")
     axes.legend(fontsize="small")

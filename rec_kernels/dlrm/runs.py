@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its config, its records."""
+"""A run: its folder, which has its name and its records, and what ends it early: errors, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from rec_kernels.dlrm import devices, files
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.shapes import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
+from rec_kernels.dlrm.files import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
 
 RUN_NAMES = "at most 200 letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
@@ -55,6 +59,22 @@ _RECORDS = {
         "dedup_factor?": Maybe(number()),
     },
 }
+
+
+class TrainingError(RuntimeError):
+    """The training cannot go on."""
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a prediction is not finite: the same config comes to it again, whatever else is changed."""
+
+
+class RunInterruptedError(Exception):
+    """Ctrl-C or SIGTERM; a checkpoint has been written to ``directory``."""
+
+    def __init__(self, message: str, directory: Path):
+        super().__init__(message)
+        self.directory = directory
 
 
 class RunExistsError(RuntimeError):
@@ -193,3 +213,31 @@ def peak_memory_bytes() -> int:
     """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True if an error says that memory was not enough; the CPU's have no type of their own."""
+    texts = ("DefaultCPUAllocator", "(out of memory?)")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in texts)
+
+
+class StopAtSignal:
+    """An event that Ctrl-C and SIGTERM set, so that a step ends before the run does. A second one ends it at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> threading.Event:
+        self.event, self.before = threading.Event(), {}
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._set) for number in self.SIGNALS}
+        return self.event
+
+    def __exit__(self, *_) -> None:
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+
+    def _set(self, number: int, frame) -> None:
+        if self.event.is_set():
+            raise KeyboardInterrupt
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        self.event.set()

@@ -28,8 +28,8 @@ from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, ahead
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.ranks import Ranks
+from rec_kernels.dlrm.scores import Clock
 from rec_kernels.dlrm.train import Run
-from rec_kernels.dlrm.window import Clock
 
 
 def shard_tables(model: DLRM, config: TrainConfig, ranks: Ranks, device: torch.device) -> None:

@@ -19,13 +19,12 @@ from tqdm import tqdm
 from rec_kernels.dlrm import checkpoint, devices, report, runs
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, ahead
-from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
 from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.model_factory import build_model, restored_model
 from rec_kernels.dlrm.ranks import Ranks, joined_ranks
 from rec_kernels.dlrm.reader import Reader
-from rec_kernels.dlrm.scores import predict, score
-from rec_kernels.dlrm.window import Clock, Window
+from rec_kernels.dlrm.runs import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
+from rec_kernels.dlrm.scores import Clock, Window, predict, score
 from rec_kernels.threads import ShortWaits
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
