@@ -61,7 +61,8 @@ CHECKPOINTS = [
     ("window/seconds/data", "x", "window['seconds']['data'] is 'x', allowed is a number"),
     ("window", {}, "window has no 'steps'"),
     ("data/rows/train", torch.zeros(2), "was made with other data: {"),
-    ("network", 3, "network is 3, allowed is a text"),
+    ("options", 3, "options is 3, allowed is an object"),
+    ("options/lr", torch.zeros(2), "does not fit the run: Boolean value of Tensor with more than one value"),
     ("model", [], "model is [], allowed is an object"),
     (
         "model/embeddings.file_generation",

@@ -147,12 +147,15 @@ def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -
         train(config(tmp_path, model=model, run=model), data, progress=False)
     with pytest.raises(TrainingError, match="model is 'dcnv2', was 'dlrm'"):
         train(config(tmp_path, model="dcnv2", run="dlrm"), data, resume=tmp_path / "dlrm")
-    message = "checkpoint.pt is of model dlrm, and the run's config.json says dcnv2: put dlrm there, or train a new run"
-    (tmp_path / "dcnv2" / checkpoint.NAME).write_bytes((tmp_path / "dlrm" / checkpoint.NAME).read_bytes())
-    with pytest.raises(DataError, match=message):
-        evaluate(tmp_path / "dcnv2", data)
-    with pytest.raises(DataError, match=message):
-        train(config(tmp_path, model="dcnv2", run="dcnv2"), data, resume=tmp_path / "dcnv2")
+    message = "config.json has other options than it was trained with: model is 'dcnv2', was 'dlrm'"
+    state = checkpoint.load(tmp_path / "dlrm")
+    older = {name: value for name, value in state.items() if name != "options"} | {"network": "dlrm"}
+    for written in (state, older | {"row_format": "fp32"}):
+        checkpoint.save(tmp_path / "dcnv2", written)
+        with pytest.raises(DataError, match=message):
+            evaluate(tmp_path / "dcnv2", data)
+        with pytest.raises(DataError, match=message):
+            train(config(tmp_path, model="dcnv2", run="dcnv2"), data, resume=tmp_path / "dcnv2")
 
 
 @pytest.mark.parametrize(

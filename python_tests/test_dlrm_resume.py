@@ -210,7 +210,7 @@ def test_another_config_is_refused_with_the_differences(copied, capsys):
     edited.write_text(edited.read_text().replace('"lr": 0.05', '"lr": 0.5').replace('"threads": 2', '"threads": 1'))
     assert main(["train", "--resume", str(copied)]) == 1
     assert main(["evaluate", str(copied)]) == 1
-    message = r"config\.json has other options than checkpoint\.pt was trained with: lr is 0\.5, was 0\.05\n"
+    message = r"config\.json has other options than it was trained with: lr is 0\.5, was 0\.05\n"
     assert len(re.findall(message, capsys.readouterr().err)) == 2
 
 

@@ -56,12 +56,6 @@ class Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="Reference trainer of DLRM, DCN V2 and Wukong.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,evaluate}")
-    _add_train(commands)
-    _add_evaluate(commands)
-    return parser
-
-
-def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
         usage=f"{PROGRAM} train [--resume RUN] [--show-config] [option ...]",
@@ -73,9 +67,6 @@ def _add_train(commands: Any) -> None:
     command.add_argument("--resume", type=Path, metavar="RUN", help="folder of a run to go on with, with its config")
     command.add_argument("--show-config", action="store_true", help="print every option as JSON, and do nothing")
     add_options(command)
-
-
-def _add_evaluate(commands: Any) -> None:
     command = commands.add_parser(
         "evaluate", help="score the last checkpoint of a run", description="Score the last checkpoint of a run."
     )
@@ -85,6 +76,7 @@ def _add_evaluate(commands: Any) -> None:
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
     command.add_argument("--device", choices=DEVICES, help="where to compute (default: as the run)")
+    return parser
 
 
 def add_run(command: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig, changes
 from rec_kernels.dlrm.data import DataError, DataSet
-from rec_kernels.dlrm.files import FLAG, TEXT, Check, Each, mismatch, number, shown, whole
+from rec_kernels.dlrm.files import FLAG, Check, Each, mismatch, number, shown, whole
 from rec_kernels.dlrm.runs import CONFIG, MACHINE, PARTS
 
 NAME = "checkpoint.pt"
@@ -75,13 +75,6 @@ def check_position(state: dict[str, Any], steps: int) -> None:
         wrong = "seconds is 0 after the last step"
     if wrong is not None:
         raise ValueError(wrong)
-
-
-def check_options(directory: Path, state: dict[str, Any], config: TrainConfig) -> None:
-    """Raise ValueError if the run has another config than its checkpoint was trained with; older ones have none."""
-    given = state.get("options")
-    if given is not None and (changed := changes(given, config.outcome())):
-        raise ValueError(f"{directory / CONFIG} has other options than {NAME} was trained with: {'; '.join(changed)}")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -238,25 +231,22 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
     """The checkpoint of a run with this config and data.
 
     Raises:
-        DataError: it is missing, damaged, of other data, of another format or of another model.
+        DataError: it is missing, damaged, of another format, or was made with other data or other options.
     """
     state = load(directory)
     path, found, expected = directory / NAME, state.get("data"), identity(data)
     if not _same(found, expected):
         raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
-    if wrong := mismatch(state, {"network": TEXT, "row_format": TEXT, "model": {}, "shards?": _SHARDS}, ""):
-        raise DataError(f"{path} does not fit the run: {wrong}")
-    kind, format = state["network"], state["row_format"]
-    if kind != config.model:
-        raise DataError(
-            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
-            f"run with --model {config.model}"
-        )
-    if format != config.format:
-        raise DataError(
-            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
-            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
-        )
+    with fitting(directory):
+        if wrong := mismatch(state, {"model": {}, "options?": {}, "shards?": _SHARDS}, ""):
+            raise ValueError(wrong)
+        options, here = state.get("options"), config.outcome()
+        if options is None:  # of an older version, which wrote two of them
+            options = {"model": state["network"], "format": state["row_format"]}
+            here = {name: here[name] for name in options}
+        if changed := changes(options, here):
+            told = "; ".join(changed)
+            raise ValueError(f"{directory / CONFIG} has other options than it was trained with: {told}")
     return state
 
 

@@ -134,7 +134,7 @@ class DLRM(nn.Module):
     ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
+        self.embedding_dim, self.num_features = embedding_dim, len(features)
         self.precision, self._dense_side = precision, DLRM.dense_side  # takes the model: copies of it have their own
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
         tables, skipped = _tables(ordered, embedding_dim, format, compressions, None if sharded else generator)

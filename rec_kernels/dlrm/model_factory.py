@@ -76,7 +76,6 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
         DataError: the two do not fit. Others: as ``build_model``.
     """
     with checkpoint.fitting(directory):
-        checkpoint.check_options(directory, state, config)
         generation = generation_of(state["model"])
     if (in_file := generation is not None) != (config.backing == "disk"):  # before a file of tables is made
         there, wanted = ("a file", "disk") if in_file else ("memory", "device or --backing host")

@@ -105,18 +105,15 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
         ranks.once(lambda: held.enter_context(runs.claimed(directory)))
         if resume is None and ranks.rank == 0:
             runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
-        kind = Run if alone else _sharded_run()
-        return kind(config, reader, directory, resume=resume is not None)
+        if alone:
+            return Run(config, reader, directory, resume=resume is not None)
+        from rec_kernels.dlrm.sharded import ShardedRun  # imports TorchRec
+
+        return ShardedRun(config, reader, directory, resume=resume is not None)
     except BaseException:
         if resume is None and ranks.rank == 0:
             shutil.rmtree(directory)  # nothing was trained: the next run may have its name
         raise
-
-
-def _sharded_run() -> type[Run]:
-    from rec_kernels.dlrm.sharded import ShardedRun  # imports TorchRec
-
-    return ShardedRun
 
 
 #: Options that several processes cannot have, with what they can.
@@ -316,9 +313,7 @@ class Run:
                 **{name: getattr(self, name) for name in POSITION},
                 "window": self.window.state(),
                 "records": self.records.mark(),
-                "network": self.config.model,
                 "options": self.config.outcome(),
-                "row_format": self.model.format,
                 "model": self.model.state_dict(),
                 "dense_optimizer": self.dense_optimizer.state_dict(),
             }
