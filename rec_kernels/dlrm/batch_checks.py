@@ -16,8 +16,6 @@ from rec_kernels.dlrm.data import Batch, DataError, DataSet, Feature
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
 from rec_kernels.ops.layout_records import ID_DTYPES
 
-POOLINGS = ("sum", "mean")
-
 
 class WrongBatchError(Exception):
     """A fault of a batch."""
@@ -35,16 +33,15 @@ def checked_features(data: DataSet) -> list[Feature]:
     features = []
     for feature in data.features:
         where = f"data set {data.name!r}: a feature is {feature!r}, "
-        if not isinstance(feature, Feature) or not isinstance(feature.name, str):
+        if not isinstance(feature, Feature):
             raise DataError(f"{where}must be Feature(name, num_embeddings)")
-        if feature.pooling not in POOLINGS:
-            raise DataError(f"{where}whose pooling must be one of {', '.join(POOLINGS)}")
         rows = whole_number(data, feature.num_embeddings, f"num_embeddings of feature {feature.name!r}", 1)
         try:
-            EmbeddingBagConfig(rows, 1, name=feature.name, feature_names=[feature.name])
+            name, pooling = feature.name, feature.pooling
+            table = EmbeddingBagConfig(rows, 1, name=name, feature_names=[name], pooling=pooling)
         except ValueError as error:
             raise DataError(f"{where}of which no table can be made: {error}") from error
-        features.append(feature._replace(num_embeddings=rows, shared=bool(feature.shared)))
+        features.append(feature._replace(num_embeddings=rows, pooling=table.pooling, shared=bool(feature.shared)))
     if not features:
         raise DataError(f"data set {data.name!r} has no features: a model needs one or more")
     names = [feature.name for feature in features]
