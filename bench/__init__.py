@@ -3,11 +3,29 @@
 On the CPU: `python -m bench.run --help`. On a GPU: `python -m bench.gpu --help`.
 """
 
+import json
+import os
 import subprocess
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+
+
+def save(document: object, path: Path) -> None:
+    """Writes a JSON file; a run that is ended at any moment leaves a whole one, the one before or this."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def table(heads: Sequence[str], rows: Iterable[Iterable[object]], texts: Collection[str] = ()) -> str:
+    """A table in Markdown. Columns are aligned to the right but the first and those with the heads ``texts``."""
+    rule = ["---" if number == 0 or head in texts else "---:" for number, head in enumerate(heads)]
+    lines = ["|" + "|".join(f" {cell}".rstrip() + " " for cell in cells) + "|" for cells in (heads, *rows)]
+    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
 
 
 def commit() -> dict[str, object]:

@@ -14,6 +14,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 
+import bench
 from bench.figures import FiguresError, Group, is_other, load, passes, where
 
 CONFIDENCE = 0.95
@@ -83,10 +84,8 @@ def compare_group(before: Group, after: Group, against: str | None) -> dict[str,
 
 def table(before: dict, after: dict, against: str | None) -> str:
     """A markdown table of all groups that both documents have, and what it comes to."""
-    lines = [
-        "| benchmark | implementation | before | after | after / before | 95 % interval | others | verdict |",
-        "|---|---|---:|---:|---:|---:|---:|---|",
-    ]
+    heads = ["benchmark", "implementation", "before", "after", "after / before", "95 % interval", "others", "verdict"]
+    lines = []
     own: list[tuple[Ratio, str]] = []
     for group in after["results"]:
         sides = [document["results"].get(group, {}) for document in (before, after)]
@@ -97,9 +96,9 @@ def table(before: dict, after: dict, against: str | None) -> str:
             interval = "" if r.low is None else f"{r.low:.3f} to {r.high:.3f}"
             others = f"{moved[0]:.3f} to {moved[-1]:.3f}" if moved and not is_other(name) else ""
             cells += [f"{r.value:.3f}", interval, others, said]
-            lines.append(f"| {group} | {name} | {' | '.join(cells)} |")
+            lines.append([group, name, *cells])
             own += [] if is_other(name) else [(r, said)]
-    return "\n".join([*lines, "", _summary(own)])
+    return f"{bench.table(heads, lines, texts=('implementation', 'verdict'))}\n\n{_summary(own)}"
 
 
 def _mean(values: list[float]) -> float:

@@ -8,7 +8,6 @@ all workloads of other kinds. docs/tuning.md has the formula, docs/benchmarks.md
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import bench
 from bench.figures import FiguresError, load, where
 from bench.run import machine
 from bench.shapes import WORKLOADS, Shape
@@ -85,8 +85,7 @@ def calibrate(file: Path, threads: int) -> None:
     run = Run([named[key] for key in CALIBRATION], EFFORT, Tables(alone=True))
     document = measured(run, PASSES, SECONDS, machine(threads, "python -m bench.cost_model"))
     model.add_model(document)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(document, indent=1) + "\n")
+    bench.save(document, file)
 
 
 def kinds(document: dict, of: Model) -> str:
@@ -99,31 +98,32 @@ def kinds(document: dict, of: Model) -> str:
     without = {name: model.fit_to(document, [row for row in rows if row["sweep"] != name]) for name in names}
     errors = [(s, 0, s.error(of)) for s in rest] + [(s, 1, s.error(without[s.kind])) for s in of_points(rows)]
     heads = [f"{d}, {how}" for d in DIRECTIONS.values() for how in ("fitted to nine", "to other kinds")]
-    lines = [f"| kind | workloads | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
+    lines = []
     for name in [*names, None]:
         own = [(s.direction, how, error) for s, how, error in errors if name in (s.kind, None)]
         cells = [_median([e for *which, e in own if which == [d, how]]) for d in DIRECTIONS.values() for how in (0, 1)]
         count = sum(name in (row["sweep"], None) for row in rows)
-        lines.append(f"| {name or 'all'} | {count} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((name or "all", count, *cells))
+    return bench.table(["kind", "workloads", *heads], lines)
 
 
 def _median(errors: Sequence[float]) -> str:
-    return f"{statistics.median(map(abs, errors)):.1%}" if errors else " "
+    return f"{statistics.median(map(abs, errors)):.1%}" if errors else ""
 
 
 def held_out(samples: Sequence[Sample], of: Model) -> str:
     """Measured beside predicted, in markdown, and the median errors."""
     names = list(dict.fromkeys(s.name for s in samples))
-    lines = ["| held out | lookup, ms | predicted | step, ms | predicted |", "|---|---:|---:|---:|---:|"]
+    lines = []
     for name in names:
         cells = []
         for d in DIRECTIONS.values():
             own = [s for s in samples if (s.name, s.direction) == (name, d)]
-            cells += [f"{own[0].ns / 1e6:.3g}", f"{own[0].error(of):+.0%}"] if own else [" ", " "]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            cells += [f"{own[0].ns / 1e6:.3g}", f"{own[0].error(of):+.0%}"] if own else ["", ""]
+        lines.append((name, *cells))
     medians = [_median([s.error(of) for s in samples if s.direction == d]) for d in DIRECTIONS.values()]
-    return "\n".join([*lines, f"| median error | | {medians[0]} | | {medians[1]} |"])
+    lines.append(("median error", "", medians[0], "", medians[1]))
+    return bench.table(("held out", "lookup, ms", "predicted", "step, ms", "predicted"), lines)
 
 
 def predictions(of: Model, workloads: Sequence[str]) -> str:

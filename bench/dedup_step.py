@@ -21,6 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+import bench
 import rec_kernels as rk
 from bench import RESULTS
 from bench.script import options_of, parser_of, positive, write_result
@@ -143,11 +144,9 @@ def cases(options: argparse.Namespace) -> list[dict]:
 
 def table(results: list[dict]) -> str:
     """The results as Markdown; in parentheses: without over with."""
-    lines = [
-        "| data | history | batch | ids per row | factor | MB, without | MB, with | dedup, ms | embedding, ms, without "
-        "| with | step, ms, without | with | examples/s, without | with |",
-        "|---|" + "---:|" * 13,
-    ]
+    heads = ["data", "history", "batch", "ids per row", "factor", "MB, without", "MB, with", "dedup, ms"]
+    heads += ["embedding, ms, without", "with", "step, ms, without", "with", "examples/s, without", "with"]
+    lines = []
     for r in results:
         cells = [r["data"], r["history"], f"{r['rows']:,}", f"{r['ids_per_row']:.1f}", f"{r['factor']:.2f}"]
         cells += [f"{r['bytes'][way] / 1e6:.2f}" for way in WAYS]
@@ -156,8 +155,8 @@ def table(results: list[dict]) -> str:
             without, with_ = (r[part][way]["median"] for way in WAYS)
             cells += [f"{without:.2f}", f"{with_:.2f} ({without / with_:.2f}x)"]
         cells += [f"{r['examples_per_second'][way]:,.0f}" for way in WAYS]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return bench.table(heads, lines)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import bench
 import rec_kernels as rk
 from bench.dedup_step import INPUTS, num_bytes, some_batches, times
 from bench.script import options_of, parser_of, positive, write_result
@@ -99,11 +100,8 @@ def cases(options: argparse.Namespace) -> list[dict]:
 
 def table(results: list[dict]) -> str:
     """The results as Markdown; in parentheses: how many times fewer bytes than with whole bags."""
-    lines = [
-        "| order | history | batch | factor, on | windows | MB, without | on | windows | stage, ms, on | windows "
-        "| bags, ms |",
-        "|---|" + "---:|" * 10,
-    ]
+    heads = ["order", "history", "batch", "factor, on", "windows", "MB, without", "on", "windows", "stage, ms, on"]
+    lines = []
     for r in sorted(results, key=lambda r: ORDERS.index(r["order"])):
         size, stage = r["bytes"], r["stage_ms"]
         cells = [r["order"], r["history"], f"{r['rows']:,}", *(f"{r['factor'][way]:.2f}" for way in ("on", "windows"))]
@@ -111,8 +109,8 @@ def table(results: list[dict]) -> str:
         cells.append(f"{size['windows'] / 1e6:.3f} ({size['on'] / size['windows']:.2f}x)")
         cells += [f"{stage[way]['median']:.2f}" for way in ("on", "windows")]
         cells.append(f"{r['bags_ms']['median']:.2f}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return bench.table([*heads, "windows", "bags, ms"], lines)
 
 
 def main() -> None:

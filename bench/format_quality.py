@@ -7,7 +7,6 @@ markers. Takes seconds; nothing here depends on the machine, only on torch's ran
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from datetime import datetime, timezone
@@ -15,6 +14,7 @@ from datetime import datetime, timezone
 import torch
 from torch import Tensor
 
+import bench
 import rec_kernels as rk
 from bench import RESULTS, ROOT
 
@@ -93,7 +93,7 @@ def table(formats: dict[str, dict]) -> str:
     """The table of docs/results.md."""
     heads = ["format", "bits", "nearest, floor", "nearest, rceil", "stochastic"]
     heads += ["worst block, floor", "worst block, rceil", "bias", "bias, floor"]
-    lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    lines = []
     for name, row in formats.items():
         blocks = name in BLOCKS
         near = [_db(row["nearest_db"][rule]) if blocks or rule == "floor" else "" for rule in RULES]
@@ -101,9 +101,9 @@ def table(formats: dict[str, dict]) -> str:
         biases = [f"{row['bias']['rceil']:+.1f}", f"{row['bias']['floor']:+.1f}" if blocks else ""]
         if row["stochastic_db"] is None:
             biases = ["", ""]
-        cells = [f"`{name}`", f"{row['bits_per_column']:.4g}", *near, _db(row["stochastic_db"]), *worst, *biases]
-        lines.append(f"| {' | '.join(cells)} |".replace("|  ", "| "))
-    return "\n".join(lines) + "\n"
+        bits = f"{row['bits_per_column']:.4g}"
+        lines.append((f"`{name}`", bits, *near, _db(row["stochastic_db"]), *worst, *biases))
+    return bench.table(heads, lines) + "\n"
 
 
 def _db(value: float | None) -> str:
@@ -131,7 +131,7 @@ def main(given: list[str] | None = None) -> None:
     }
     print(table(formats))
     if write:
-        RESULT.write_text(json.dumps({"about": about, "formats": formats}, indent=1) + "\n")
+        bench.save({"about": about, "formats": formats}, RESULT)
         PAGE.write_text(PART.sub(lambda match: match[1] + table(formats) + match[2], PAGE.read_text()))
 
 

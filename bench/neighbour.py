@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import bench
 from bench.script import environment, parser_of, positive
 
 WAITS = {
@@ -54,7 +55,7 @@ def write(path: Path, threads: int, passes: dict[str, dict[str, list[float]]]) -
     """Writes the figures of all passes so far, and their medians."""
     medians = {name: {key: statistics.median(all) for key, all in keys.items()} for name, keys in passes.items()}
     document = {"machine": environment(), "trained_with": threads, "examples_per_second": medians, "passes": passes}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    bench.save(document, path)
 
 
 def main() -> None:

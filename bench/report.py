@@ -9,13 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
+import bench
 from bench import RESULTS
 from bench.figures import LIMITS, FiguresError, Group, load, moved, passes, share_of_limit, where
 
-HEAD = (
-    "| benchmark | implementation | MB | MB, distinct | ms | passes, ms | GB/s | % of limit | time over ours |",
-    "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-)
+HEADS = ("benchmark", "implementation", "MB", "MB, distinct", "ms", "passes, ms", "GB/s", "% of limit")
 # Colours that colour-blind readers can tell apart; limits are grey.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 LIMIT_COLOUR = "#777777"
@@ -39,10 +37,9 @@ def summary(document: dict) -> str:
 
 def table(document: dict) -> str:
     """Every group and implementation of a document."""
-    lines = list(HEAD)
-    for title, group in document["results"].items():
-        lines += [f"| {title} | {name} | {' | '.join(_cells(group, name))} |" for name in group]
-    return "\n".join(lines)
+    groups = document["results"].items()
+    rows = ([title, name, *_cells(group, name)] for title, group in groups for name in group)
+    return bench.table([*HEADS, "time over ours"], rows, texts=("implementation",))
 
 
 def _cells(group: Group, name: str) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import bench
 import rec_kernels as rk
 from bench.script import environment, parser_of, positive
 from bench.shapes import Workload
@@ -104,19 +105,15 @@ def run(name: str, has_model: bool, folder: Path | None, budget: int, threads: i
 
 def table(found: dict[str, dict[str, dict]]) -> str:
     """A line for each kind of step and implementation."""
-    lines = [
-        "| step | tables | ms | of memory's speed | hit rate | grown, MB | read a step, MB | written a step, MB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["step", "tables", "ms", "of memory's speed", "hit rate"]
+    heads += ["grown, MB", "read a step, MB", "written a step, MB"]
+    lines = []
     for kind, runs in found.items():
         for name, r in runs.items():
             numbers = (r["grown_bytes"], r["read_bytes"], r["written_bytes"])
-            lines.append(
-                f"| {kind} | {name} | {r['ms']:.2f} | {runs['memory']['ms'] / r['ms']:.2f} | {r['hit_rate']:.3f} | "
-                + " | ".join(f"{n / 1e6:.1f}" for n in numbers)
-                + " |"
-            )
-    return "\n".join(lines)
+            cells = [f"{r['ms']:.2f}", f"{runs['memory']['ms'] / r['ms']:.2f}", f"{r['hit_rate']:.3f}"]
+            lines.append([kind, name, *cells, *(f"{n / 1e6:.1f}" for n in numbers)])
+    return bench.table(heads, lines, texts=("tables",))
 
 
 def main() -> None:
@@ -141,7 +138,7 @@ def main() -> None:
             sys.exit(f"{kind}: the losses differ: { {name: r['loss'] for name, r in runs.items()} }")
     print(f"tables {4 * budget / 1e6:.0f} MB, memory budget {budget / 1e6:.0f} MB\n\n{table(found)}")
     workload = WORKLOAD.__dict__ | {"fraction": FRACTION, "budget": budget}
-    args.output.write_text(json.dumps(environment() | {"workload": workload, "runs": found}, indent=1) + "\n")
+    bench.save(environment() | {"workload": workload, "runs": found}, args.output)
 
 
 if __name__ == "__main__":

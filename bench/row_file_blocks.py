@@ -7,7 +7,6 @@ own. Times are the processor's, of all threads, on data that the system keeps in
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+import bench
 from bench.limits import limits
 from bench.script import environment, options_of, parser_of, positive
 from rec_kernels._library import host
@@ -74,7 +74,7 @@ def main() -> None:
         f"({found['loop'] / found['load']:.2f} of the load); {found['read']:.0f} blocks read and "
         f"{found['written']:.0f} written by a load"
     )
-    args.output.write_text(json.dumps(environment() | {"found": found}, indent=1) + "\n")
+    bench.save(environment() | {"found": found}, args.output)
 
 
 if __name__ == "__main__":

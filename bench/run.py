@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import rec_kernels
-from bench import RESULTS, ROOT, commit
+from bench import RESULTS, ROOT, commit, save
 from bench.figures import where
 from bench.peers import fbgemm_version
 from bench.report import table
@@ -134,8 +134,7 @@ def main() -> None:
     print(f"\n{where(document)}\n\n{table(document)}")
     what = "-".join([*(args.op or ["cpu"]), *args.workload])
     output = args.output or RESULTS / f"{what}-{about['threads']}threads.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n")
+    save(document, output)
     print(f"\nsaved to {output}")
 
 

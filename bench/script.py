@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench import RESULTS, ROOT
+from bench import RESULTS, ROOT, save
 from rec_kernels.dlrm.devices import cpu_model
 
 
@@ -65,6 +64,5 @@ def write_result(options: argparse.Namespace, settings: Sequence[str], results: 
     """Writes results to ``options.output``, with the environment and the options that ``settings`` names."""
     given = {name: getattr(options, name) for name in settings}
     result = {"environment": environment(), "settings": given, "results": results}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.output)
     print(f"written to {options.output}")

@@ -7,13 +7,13 @@ that is asked for numbers; "under no_grad" also disables them.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+import bench
 import rec_kernels as rk
 from bench.peers import available
 from bench.script import environment, parser_of, positive
@@ -98,8 +98,7 @@ def main() -> None:
         ratio = found[name]["ours"] / found[name]["torch"]
         figures = "  ".join(f"{who} {time:7.2f} us" for who, time in found[name].items())
         print(f"{name:<32} {figures}  ours / torch {ratio:.2f}", flush=True)
-    document = {"machine": environment(), "threads": 1, "microseconds": found}
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    bench.save({"machine": environment(), "threads": 1, "microseconds": found}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ in says which part of a step it belongs to. Needs `perf` (Debian: linux-perf) an
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import bench
 from bench import RESULTS
 from bench.bench_embedding_bag import Lookups
 from bench.run import machine
@@ -105,7 +105,7 @@ def main() -> None:
         found = results[name] = measure(name, args.turns, args.seconds)
         parts = ", ".join(f"{part} {share:.0%}" for part, share in found["parts"].items())
         print(f"{name}: {found['ms']:.2f} ms, bare loop {found['limit_ms']:.2f} ms; {parts}", flush=True)
-    args.output.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+    bench.save({"machine": about, "results": results}, args.output)
     print(f"saved to {args.output}")
 
 

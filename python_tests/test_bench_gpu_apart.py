@@ -13,8 +13,9 @@ import pytest
 import torch
 from test_bench_gpu import CPU, SMALL, Ticks
 
+import bench
 from bench.gpu import __main__ as command
-from bench.gpu import apart, context, report, subjects
+from bench.gpu import apart, context, subjects
 from bench.gpu import implementations as imp
 
 #: A module without torch, whose import would take the processes seconds: what a case does is its name.
@@ -106,7 +107,7 @@ def test_a_lost_case_ends_the_command_with_an_error(tmp_path: Path, monkeypatch:
     lost = {"name": "one", "op": "expand", "results": [], "error": apart.LOST + "it lasted 90 s"}
     found = {"about": {"gpu": None}, "cases": [lost, {"name": "two", "op": "expand", "results": []}]}
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
-    monkeypatch.setattr(command, "measure_apart", lambda *given: report.save(found, output))
+    monkeypatch.setattr(command, "measure_apart", lambda *given: bench.save(found, output))
     with pytest.raises(SystemExit, match=r"^cases that ended their process: one$"):
         command.main()
 

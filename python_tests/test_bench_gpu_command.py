@@ -15,6 +15,7 @@ import torch
 from backends import ROOT
 from test_bench_gpu import CPU, SMALL, Ticks
 
+import bench
 from bench.gpu import __main__ as command
 from bench.gpu import cases, kernel_times, report, subjects
 from bench.gpu import implementations as imp
@@ -174,9 +175,9 @@ def test_table() -> None:
     """Replays beside replays, calls beside calls; what failed, with its reason."""
     assert report.table(FOUND).splitlines() == [
         "| case | operation | ours, ms | graph, ms | GB/s, all rows | GB/s, unique rows | torch | fbgemm |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
         "| one | forward | 2.00 | 0.2500 | 400 (40 %) | 300 (30 %) | 0.5000 graph (2.00x) | 3.00 (1.50x) |",
-        "|  | step, sgd | failed |  |  |  | 8.00 |  |",
+        "| | step, sgd | failed | | | | 8.00 | |",
         "",
         "Not measured:",
         "- one, forward, fbgemm: RuntimeError: capturing",
@@ -205,7 +206,7 @@ def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyP
     assert command.wrong_results(FOUND) == ["one, step, sgd"]
     output = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
-    monkeypatch.setattr(command, "measure_apart", lambda *given: report.save(FOUND, output))
+    monkeypatch.setattr(command, "measure_apart", lambda *given: bench.save(FOUND, output))
     monkeypatch.setattr(report, "picture", lambda found, path: "")
     with pytest.raises(SystemExit, match="wrong results, hence no figures: one, step, sgd"):
         command.main()
@@ -214,7 +215,7 @@ def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyP
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Drawn where matplotlib is installed, also from a file; a message otherwise."""
     file, drawn = tmp_path / "gpu.json", tmp_path / "gpu.png"
-    report.save(FOUND, file)
+    bench.save(FOUND, file)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--show", str(file)])
     if importlib.util.find_spec("matplotlib"):
         command.main()

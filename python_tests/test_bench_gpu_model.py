@@ -296,6 +296,6 @@ def test_the_report_has_what_was_said_before(tmp_path: Path) -> None:
     assert held == "Predictions of our times: 1 of 1 held."
     assert head.endswith("| predicted, ms | published |")
     assert first.endswith("| 0.6000, held (within 1.4x) | 0.345 ms (FBGEMM) |")
-    assert second.endswith("|  | 64.7 % of peak (FBGEMM) |")
+    assert second.endswith("| | 64.7 % of peak (FBGEMM) |")
     drawn = report.picture(found, tmp_path / "gpu.png")
     assert drawn.startswith("picture: ") or "matplotlib is not installed" in drawn

@@ -269,7 +269,7 @@ def test_report_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(sys, "argv", ["bench.report", name, bare, "--pictures", str(tmp_path / "images")])
     report.main()
     out = capsys.readouterr().out
-    assert "| g | ours | 4 |  | 2 | 2 to 4 | 2.0 | 50% | 1.00 |" in out
+    assert "| g | ours | 4 | | 2 | 2 to 4 | 2.0 | 50% | 1.00 |" in out
     assert out.index("- g: ours 2 ms; torch 2.00x; limit 0.50x\n") < out.index("| g | ours |")
     assert "no pictures of bare: no benchmark in it has bytes and a limit" in out
     pictures = sorted((tmp_path / "images").iterdir())

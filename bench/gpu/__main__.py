@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+import bench
 from bench.gpu import recorded, report
 from bench.gpu.apart import CASE_SECONDS, LOST, measure_apart
 from bench.gpu.context import BROKEN, context_works
@@ -79,14 +80,14 @@ def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: li
         found["copy_gb_per_s"] = {"before": copied()}
     print(f"copy: {found['copy_gb_per_s']['before']:.0f} GB/s", flush=True)
     for case in chosen:
-        report.save(found | {"running": case.about()}, args.output)
+        bench.save(found | {"running": case.about()}, args.output)
         measured = measure_case(case, device, timer, effort, found["copy_gb_per_s"]["before"])
         measured["predicted"] = recorded.beside(measured, (found["about"].get("gpu") or {}).get("name"))
         if lost := not context_works():
             measured["error"] = f"{LOST}it has left the CUDA context broken"
         found["cases"].append(measured)
         found["seconds"] = round(effort.seconds(), 1)
-        report.save(found, args.output)
+        bench.save(found, args.output)
         rows = measured["results"]
         failed = f"{sum('error' in row for row in rows)} failed"
         print(f"{found['seconds']:6.1f} s  {case.name}: {len(rows)} figures, {failed}", flush=True)
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: li
         found["copy_gb_per_s"]["after"] = copied()
     except Exception as error:  # a kernel may have ended the GPU's context
         found["copy_gb_per_s"]["after_error"] = str(error)[:500]
-    report.save(found, args.output)
+    bench.save(found, args.output)
 
 
 def show(found: dict, output: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import bench
 from bench.gpu import report
 from bench.gpu.context import BROKEN
 
@@ -43,7 +44,7 @@ def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.
         if running := found.pop("running", None):
             how = f"its process ended with status {process.exitcode}" if ended else f"it lasted {case_seconds:.0f} s"
             found["cases"].append(running | {"results": [], "error": LOST + how})
-            report.save(found, args.output)
+            bench.save(found, args.output)
             print(f"{running['name']}: {how}; another process goes on", flush=True)
         elif not ended or process.exitcode != BROKEN:
             return process.exitcode if ended and process.exitcode >= 0 else 1

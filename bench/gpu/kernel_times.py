@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import bench
 from bench.gpu.cases import ADAGRAD, ADAM, SGD, TRIAL, workloads
 from bench.gpu.implementations import Ops, Tables
-from bench.gpu.report import about, read, save
+from bench.gpu.report import about, read
 from bench.gpu.timing import CudaTimer
 from bench.shapes import Workload
 
@@ -108,7 +109,7 @@ def main() -> None:
         run = {"label": args.label} | update_times(known[name], args.optimizer, device)
         found["runs"].append(run)
         print(f"{args.label:12} {name:32} {run['kernels_us']} {run['digest']}", flush=True)
-        save(found, args.output)
+        bench.save(found, args.output)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import bench
 import rec_kernels as rk
 
 ARCHITECTURE = "sm_90"
@@ -258,26 +259,14 @@ def find(kernels: Sequence[Kernel], name: str) -> Kernel:
 
 def table(kernels: Sequence[Kernel]) -> str:
     """A row for each kernel, as Markdown."""
-    lines = [
-        "| kernel | registers | stack | spills | shared | blocks an SM | loop: instructions | loads | bytes a lane "
-        "| before the first wait | KiB in flight an SM |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["kernel", "registers", "stack", "spills", "shared", "blocks an SM", "loop: instructions", "loads"]
+    lines = []
     for k in kernels:
         loop = k.loop
         of_loop = (loop.instructions, loop.loads, loop.bytes, loop.first_wait_bytes) if loop else ("",) * 4
-        cells = (
-            k.name,
-            k.registers,
-            k.stack,
-            k.spills,
-            k.shared,
-            k.blocks,
-            *of_loop,
-            f"{k.bytes_in_flight / 1024:.0f}",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        sizes = (k.registers, k.stack, k.spills, k.shared, k.blocks)
+        lines.append((k.name, *sizes, *of_loop, f"{k.bytes_in_flight / 1024:.0f}"))
+    return bench.table([*heads, "bytes a lane", "before the first wait", "KiB in flight an SM"], lines)
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ and the page's tables. After a change to the model alone, --recorded --record ne
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 
+import bench
 from bench import ROOT
 from bench.gpu import code_paths, machine_code, published, recorded, report
 from bench.gpu.code_paths import Paths
@@ -108,7 +108,7 @@ def table(found: dict, short: bool = False) -> str:
     others = {name: {(r["case"], r["operation"]): r for r in rows} for name, rows in found["gpus"].items()}
     keys = list(dict.fromkeys(key for rows in others.values() for key in rows))
     heads = [head for name in others for head in (f"{name}, ms", "% of copy")]
-    lines = [["case", "operation", *heads, "limit", "published"], ["---", "---", *["---:"] * len(heads), "---", "---"]]
+    lines = []
     for key in keys:
         rows = [rows.get(key) for rows in others.values()]
         first = next(row for row in rows if row)
@@ -117,12 +117,13 @@ def table(found: dict, short: bool = False) -> str:
         cells = [c for r in rows for c in ((f"{r['ms']:.3f}", f"{r['percent_of_copy']['all']:.0f}") if r else ("", ""))]
         figure = published.best(*key)
         lines.append([*key, *cells, first["limit"], published.said(figure) if figure else ""])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    texts = ("operation", "limit", "published")
+    return bench.table(["case", "operation", *heads, "limit", "published"], lines, texts)
 
 
 def beside_others(found: dict) -> str:
     """Markdown: the best published figure of each operation, our prediction for an H100, and who is ahead."""
-    lines = [["case", "operation", "theirs", "ours, predicted", "ours are"], ["---"] * 5]
+    lines, heads = [], ("case", "operation", "theirs", "ours, predicted", "ours are")
     for row in found["gpus"]["H100"]:
         figure = published.best(row["case"], row["operation"])
         if figure is None:
@@ -134,12 +135,12 @@ def beside_others(found: dict) -> str:
             verdict += ", by less than the error"
         ours = f"{row['ms']:.3f} ms" + ("" if figure.ms else f", {of_peak:.0f} % of peak")
         lines.append([row["case"], row["operation"], published.said(figure), ours, f"{verdict} ({ratio:.2f}x)"])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return bench.table(heads, lines, texts=heads)
 
 
 def write(found: dict) -> None:
     """The JSON file, and the tables of docs/gpu-model.md, each between its two marks."""
-    recorded.PATH.write_text(json.dumps(found, indent=1) + "\n")
+    bench.save(found, recorded.PATH)
     page = PAGE.read_text()
     for name, text in (("predictions", table(found, short=True)), ("others", beside_others(found))):
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

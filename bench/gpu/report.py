@@ -96,16 +96,8 @@ def default_output(gpu: str) -> Path:
     return RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
-def save(found: dict[str, object], path: Path) -> None:
-    """Writes the JSON file; a run that is ended at any moment leaves a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(part, path)
-
-
 def read(path: Path) -> dict[str, Any]:
-    """Returns what ``save`` has written; {} where there is no file."""
+    """Returns the content of a result's file; {} where there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -162,14 +154,14 @@ def table(found: dict[str, object]) -> str:
     said = [
         name for name, any_of in _SAID.items() if any(any_of(c, o) for c in found["cases"] for o in by_operation(c))
     ]
-    lines = [head + said, ["---", "---", *["---:"] * (len(head) - 2), *["---"] * len(said)]]
+    lines = []
     for case in found["cases"]:
         for number, (operation, rows) in enumerate(by_operation(case).items()):
             ours = _ours(rows)
             others = [_peer_cell(rows.get(peer), ours) for peer in peers]
             lines.append(["" if number else case["name"], operation, *_ours_cells(ours), *others])
             lines[-1] += [_SAID[name](case, operation) for name in said]
-    text = ["| " + " | ".join(cells) + " |" for cells in lines]
+    text = [bench.table(head + said, lines, texts=("operation", *said))]
     failed = [line for case in found["cases"] for line in _failures(case)]
     held = [p["held"] for case in found["cases"] for p in case.get("predicted", {}).values()]
     if held:

@@ -9,7 +9,6 @@ in one second the movies with the highest ids, is the test. Writes the mean squa
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from scipy.stats import t
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import bench
 import rec_kernels as rk
 from bench.run import machine
 from bench.studies.movielens_reader import find, read_ratings
@@ -122,7 +122,7 @@ def configurations(args: argparse.Namespace) -> list[dict]:
 
 def summary(runs: list[dict]) -> str:
     """A markdown table: parameters, the error's mean, and its paired difference to the first configuration's."""
-    lines = ["| tables | parameters | test MSE | minus the first's, 95 % |", "|---|---:|---:|---:|"]
+    lines = []
     groups: dict[str, list[dict]] = {}
     for r in runs:
         name = f"uniform {r['dim']}" if r["kind"] == "uniform" else f"blocks, temperature {r['temperature']:g}"
@@ -135,8 +135,8 @@ def summary(runs: list[dict]) -> str:
             half = t.ppf(0.975, len(members) - 1) * differences.std(ddof=1) / math.sqrt(len(members))
             paired = f"{differences.mean():+.4f} ± {half:.4f}"
         error = first.mean() + differences.mean()
-        lines.append(f"| {name} | {members[0]['parameters']:,} | {error:.4f} | {paired} |")
-    return "\n".join(lines)
+        lines.append((name, f"{members[0]['parameters']:,}", f"{error:.4f}", paired))
+    return bench.table(("tables", "parameters", "test MSE", "minus the first's, 95 %"), lines)
 
 
 def parse() -> argparse.Namespace:
@@ -170,7 +170,7 @@ def main() -> None:
     if args.output:
         about = machine(args.threads, "python -m bench.studies.collaborative_filtering")
         settings = {name: str(value) if name in ("path", "output") else value for name, value in vars(args).items()}
-        args.output.write_text(json.dumps({"machine": about, "settings": settings, "runs": runs}, indent=1) + "\n")
+        bench.save({"machine": about, "settings": settings, "runs": runs}, args.output)
 
 
 if __name__ == "__main__":

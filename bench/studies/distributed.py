@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+import bench
 from bench import ROOT
 from bench.gpu.report import commit_here
 from bench.script import environment, options_of, parser_of, positive
@@ -78,7 +79,7 @@ def main() -> None:
         found = {str(world): on_processes(world, part, options) for world in PARTS[part]}
         about = environment() | {"commit": commit_here(), "load": os.getloadavg()[0]}
         result[part] = {"environment": about, "results": summarised(part, found)}
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+        bench.save(result, options.output)
         print(json.dumps(result[part]["results"], indent=2))
 
 

@@ -9,12 +9,12 @@ Runs of the training are ordinary runs in runs/half-step, those that are there a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import bench
 import rec_kernels as rk
 from bench.script import environment, options_of, parser_of
 from bench.studies import compare, compare_report
@@ -168,8 +168,7 @@ def main() -> None:
         result["training"] = training(comparison)
     except (DataError, RunExistsError, RunInterruptedError) as error:
         raise SystemExit(f"error: {error}") from error
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    bench.save(result, options.output)
     print(f"{text(result)}\nwritten to {options.output}")
 
 

@@ -10,6 +10,7 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
+import bench
 from bench.studies.movielens import GENRE, HISTORY, PRIOR, MovieLens, Prepared
 
 ITERATIONS = 2000
@@ -62,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "logistic regression, user and movie": logistic(data, one_hot(data, ["user", "movie"])),
         "logistic regression, all but the history": logistic(data, everything),
     }
-    print("| | test AUC | log loss |\n|---|---:|---:|")
-    for name, predictions in rows.items():
-        print(f"| {name} | {roc_auc_score(label, predictions):.4f} | {log_loss(label, predictions):.4f} |")
+    scores = ((n, f"{roc_auc_score(label, p):.4f}", f"{log_loss(label, p):.4f}") for n, p in rows.items())
+    print(bench.table(("", "test AUC", "log loss"), scores))
 
 
 if __name__ == "__main__":

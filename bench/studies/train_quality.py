@@ -10,7 +10,6 @@ are kept, so an interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import bench
 from bench.script import environment, options_of, parser_of, positive
 from bench.train_step import RecipeDLRM, TunedDLRM
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
@@ -135,12 +135,9 @@ def summarise(runs: list[dict]) -> dict:
 
 
 def write(path: Path, settings: dict, runs: list[dict]) -> None:
-    """Replace the result file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
+    """Writes the result file."""
     content = {"environment": environment(), "settings": settings, "summary": summarise(runs), "runs": runs}
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(fresh, path)
+    bench.save(content, path)
 
 
 def main() -> None:

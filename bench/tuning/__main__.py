@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import bench
 from bench.run import RESULTS, machine
 from bench.tuning import measure, model, pictures, report
 from bench.tuning.measure import FULL, QUICK
@@ -61,8 +62,7 @@ def main() -> None:
         sys.exit(f"{args.output} does not exist: measure first, or name another file with --output")
     document = json.loads(args.output.read_text()) if args.docs else measured_points(args)
     model.add_model(document)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(document, indent=1) + "\n")
+    bench.save(document, args.output)
     print(f"{report.tables(document)}\nfigures: {args.output}")
     if args.pictures:
         print(pictures.draw(document, args.pictures))

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import bench
 from bench.tuning.points import Point
 
 #: A part of the page that is made from a run's file.
@@ -29,23 +30,14 @@ def label(point: Point) -> str:
 
 def curves(document: dict, direction: str) -> str:
     """The measured points of a direction beside the model and FBGEMM."""
-    lines = [
-        "| | unique rows | MB | ms | GB/s | model's error | FBGEMM, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row in document["points"]:
         ours, moved, found = row[direction]["ours"], row["bytes"][direction], row["model"][direction]
         name = label(Point.read(row)) + ("" if row["model"]["fitted"] else " *")
-        cells = [
-            f"{row['unique_rows']:,.0f}",
-            f"{moved['unique'] / 1e6:.3g}",
-            _ms(ours["ms"]),
-            f"{moved['unique'] / ours['ms'] / 1e6:.1f}",
-            f"{found['error']:+.0%}",
-            _peer(row[direction].get("fbgemm")),
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join(lines)
+        cells = [name, f"{row['unique_rows']:,.0f}", f"{moved['unique'] / 1e6:.3g}", _ms(ours["ms"])]
+        cells += [f"{moved['unique'] / ours['ms'] / 1e6:.1f}", f"{found['error']:+.0%}"]
+        lines.append([*cells, _peer(row[direction].get("fbgemm"))])
+    return bench.table(("", "unique rows", "MB", "ms", "GB/s", "model's error", "FBGEMM, ms"), lines)
 
 
 def _ms(ms: float) -> str:
@@ -58,21 +50,20 @@ def _peer(found: dict | None) -> str:
 
 def errors(document: dict) -> str:
     """Mean absolute relative errors of the model."""
-    lines = ["| | forward | step |", "|---|---:|---:|"]
-    for name, found in document["model"]["errors"].items():
-        lines.append(f"| {NAMES.get(name, name)} | {found['forward']:.0%} | {found['step']:.0%} |")
-    return "\n".join(lines)
+    found = document["model"]["errors"].items()
+    rows = ((NAMES.get(name, name), f"{of['forward']:.0%}", f"{of['step']:.0%}") for name, of in found)
+    return bench.table(("", "forward", "step"), rows)
 
 
 def prices(document: dict) -> str:
     """Rates and prices."""
     rates = document["rates"]
-    lines = ["| measured rate | GB/s |", "|---|---:|"]
-    lines += [f"| {name} | {rates[name]:.1f} |" for name in ("gather", "cached", "stream", "update")]
+    loops = ((name, f"{rates[name]:.1f}") for name in ("gather", "cached", "stream", "update"))
+    found = [bench.table(("measured rate", "GB/s"), loops)]
     if rates["decode"]:
-        lines += ["", "| format | decode, ns a column | encode, ns a column |", "|---|---:|---:|"]
-        lines += [f"| `{f}` | {rates['decode'][f]:.3f} | {rates['encode'][f]:.3f} |" for f in rates["decode"]]
-    return "\n".join([*lines, "", fitted_prices(document["model"])])
+        coded = ((f"`{f}`", f"{rates['decode'][f]:.3f}", f"{rates['encode'][f]:.3f}") for f in rates["decode"])
+        found.append(bench.table(("format", "decode, ns a column", "encode, ns a column"), coded))
+    return "\n\n".join([*found, fitted_prices(document["model"])])
 
 
 def fitted_prices(model: dict) -> str:
@@ -88,7 +79,7 @@ def fitted_prices(model: dict) -> str:
         ("caches, MB", model["caches_bytes"] / 1e6),
         ("near, MB", model["near_bytes"] / 1e6),
     ]
-    return "\n".join(["| fitted | |", "|---|---:|", *(f"| {name} | {value:.3g} |" for name, value in values)])
+    return bench.table(("fitted", ""), ((name, f"{value:.3g}") for name, value in values))
 
 
 def tables(document: dict) -> str:
