@@ -186,25 +186,6 @@ def test_other_backings(of: str, backing: str, message: str, config, whole, tmp_
     assert sorted(run.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache": 1.5}, "cache is 1.5, allowed is 0 to 1"),
-        ({"policy": "x"}, "policy is 'x', allowed is lru or lfu"),
-        ({"backing": "tape"}, "backing is 'tape', allowed is device, host or disk"),
-        ({"memory_budget": "12 parsecs"}, "memory_budget is '12 parsecs', allowed is a number of bytes, or of kB"),
-        ({"memory_budget": "0"}, "memory_budget is '0'"),
-        ({"decay_every": 5}, "decay_every is 5, which needs a cache .now 0.0."),
-        ({"decay_every": 5, "cache": 0.1, "policy": "lru"}, "policy 'lfu' .now 'lru'."),
-        ({"backing": "disk", "device": "cuda"}, "backing is 'disk', which needs device 'cpu' .now 'cuda'."),
-    ],
-)
-def test_wrong_options(options: dict, message: str) -> None:
-    """Named, with what is allowed."""
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**options)
-
-
 @pytest.mark.usefixtures("no_pictures")
 def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     """The error says how much the slots need; a batch that needs more fails at its step."""

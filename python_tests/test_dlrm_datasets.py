@@ -69,14 +69,6 @@ def test_what_is_no_data_set_is_refused(options, message):
         open_data(TrainConfig(**options))
 
 
-def test_histories_have_limits():
-    """Those of Complete Journey; synthetic ones may be shorter."""
-    for history in (9, 201):
-        with pytest.raises(ValueError, match=f"history is {history}, allowed for completejourney is 10 to 200"):
-            TrainConfig(history=history)
-    assert TrainConfig(data="synthetic", history=9).history == 9
-
-
 @pytest.mark.parametrize("missing", MEMBERS)
 def test_a_missing_member_is_named(module, missing):
     members = ", ".join(f"{member}='x'" for member in MEMBERS if member != missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -63,13 +64,10 @@ def test_no_gpu_is_one_line(command: str, tmp_path: Path, capsys: pytest.Capture
     assert not list(tmp_path.glob("compared/*/*/*"))
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "compare"])
-def test_other_devices_are_refused(command: str, capsys: pytest.CaptureFixture) -> None:
+def test_other_devices_are_refused(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([command, *{"evaluate": ["run"], "compare": ["a", "b"]}.get(command, []), "--device", "tpu"])
-    error = capsys.readouterr().err
-    assert "tpu" in error
-    assert "cuda" in error
+        main(["evaluate", "run", "--device", "tpu"])
+    assert re.search("'tpu' .choose from '?cpu'?, '?cuda'?", capsys.readouterr().err)
 
 
 def test_a_gpu_needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

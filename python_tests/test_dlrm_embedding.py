@@ -140,31 +140,3 @@ def test_a_configuration_gives_what_no_list_gives() -> None:
         "b-fp32": ("hash", "fp32"),
         "b-int8-stochastic": ("hash", "int8"),
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--embedding", "qr4"], "embedding is 'qr4', allowed is full, hash, qr, qr_add, qr_concat or mixed"),
-        (["train", "--collisions", "0"], "collisions is 0, allowed is 1 or more"),
-        (["train", "--temperature", "-1"], "temperature is -1.0, allowed is 0 or more"),
-        (["train", "--threshold", "-1"], "threshold is -1, allowed is 0 or more"),
-        (["compare", "--embedding", "full,qr4"], "embedding is 'full,qr4', allowed is full, hash, qr,"),
-        (["compare", "--embedding", "qr,qr"], "embedding is 'qr,qr', allowed is"),
-        (["compare", "--embedding", "qr"], "there is nothing to compare"),
-        (
-            ["compare", "a", "b:embedding=qr", "--embedding", "full,hash"],
-            "configuration 'b:embedding=qr': 'embedding' is given, and --embedding is a list: leave one out",
-        ),
-        (
-            ["compare", "a:rounding=nearest", "--format", "fp32,int8"],
-            "'rounding' is given, and --format or --rounding is a ",
-        ),
-    ],
-)
-def test_wrong_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Named with what is allowed; nothing is made."""
-    with pytest.raises(SystemExit, match="2"):
-        main([*arguments, "--runs-dir", str(tmp_path / "runs")])
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()

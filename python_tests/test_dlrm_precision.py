@@ -243,18 +243,3 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert found["bf16"] == found["fp32"] | {"precision": "bf16"}
     assert found["mx9"] == found["fp32"] | {"activations": "mx9"}
     assert len(found) == 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--precision", "fp16"], "precision is 'fp16', allowed is fp32 or bf16"),
-        (["--precision", ""], "precision is '', allowed is fp32 or bf16"),
-        (["--activations", "int8"], "activations is 'int8', allowed is fp32, mx9, mx6 or mx4"),
-    ],
-)
-def test_wrong_names(flags: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    """One line that says what is allowed."""
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", *flags])
-    assert message in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -257,54 +258,87 @@ def test_nan_loss_leaves_the_tables_untouched_and_names_the_batch(data, tmp_path
         assert torch.equal(weight, before[name])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--lr", "0"], "lr is 0.0, allowed is a finite number above 0, as float32"),
-        (["--lr", "1e-50"], "lr is 1e-50, allowed is a finite number above 0, as float32"),
-        (["--lr", "1e39"], "lr is 1e+39, allowed is a finite number above 0, as float32"),
-        (["--embedding-dim", "1048577"], "embedding_dim is 1048577, allowed is 1 to 1048576"),
-        (["--dense-lr", "nan"], "dense_lr is nan, allowed is a finite number above 0"),
-        (["--epochs", "0"], "epochs is 0, allowed is 1 or more"),
-        (["--batch-size", "-5"], "batch_size is -5, allowed is 1 or more"),
-        (["--seed", "-1"], "seed is -1, allowed is 0 or more"),
-        (["--weeks", "53"], "weeks is 53, allowed is 1 to 52"),
-        (["--run", "../x"], "run is '../x', allowed is at most 200 letters"),
-        (["--threads", "100000"], "threads is 100000, allowed is 1 to 1024"),
-        (["--rounding", "nearest"], "rounding is 'nearest', which does nothing without a format other than 'fp32'"),
-        (["--policy", "lru"], "policy is 'lru', which does nothing without a cache: leave it out, or give both"),
-        (["--collisions", "9", "--embedding", "mixed"], "collisions is 9, which does nothing without embedding 'hash'"),
-        (["--decay-start", "5"], "decay_start is 5, which does nothing without decay_steps"),
-        (["--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
-        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
-        (["--batch", "3"], "unrecognized arguments: --batch 3 (did you mean --batch-size?)"),
-        (["--epoch", "3"], "unrecognized arguments: --epoch 3 (did you mean --epochs?)"),
-        (["--batchsize=3"], "unrecognized arguments: --batchsize=3 (did you mean --batch-size?)"),
-        (["--bottom", "64,x"], "argument --bottom: invalid widths value: '64,x'"),
-        (["--top", "64,0"], "top is (64, 0), allowed is widths of 1 or more"),
-        (
-            ["--optimizer", "adamw"],
-            "optimizer is 'adamw', allowed is rowwise_adagrad, sgd, adagrad, adam, rowwise_adam or lamb",
-        ),
-        (["--valid-fraction", "1"], "valid_fraction is 1.0, allowed is 0 or more, below 1"),
-        (["--warmup-steps", "5", "--decay-steps", "9"], "decay_start is 0, must be at least warmup_steps (now 5)"),
-        (["--patience", "3"], "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
-        (
-            ["--cross-rank", "16"],
-            "cross_rank is 16, an option of model 'dcnv2', and model is 'dlrm': leave it out (allowed here: none)",
-        ),
-        (
-            ["--model", "dcnv2", "--wukong-layers", "2"],
-            "wukong_layers is 2, an option of model 'wukong', and model is 'dcnv2': leave it out "
-            "(allowed here: cross_layers, cross_rank)",
-        ),
-    ],
-)
-def test_wrong_flags_give_readable_errors(flags, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["train", *flags])
-    assert exit.value.code == 2
+ABOVE_0 = "allowed is a finite number above 0, as float32"
+WRONG_FLAGS = [
+    ("--lr 0", f"lr is 0.0, {ABOVE_0}"),
+    ("--lr 1e-50", f"lr is 1e-50, {ABOVE_0}"),
+    ("--lr 1e39", f"lr is 1e+39, {ABOVE_0}"),
+    ("--dense-lr nan", f"dense_lr is nan, {ABOVE_0}"),
+    ("--embedding-dim 1048577", "embedding_dim is 1048577, allowed is 1 to 1048576"),
+    ("--epochs 0", "epochs is 0, allowed is 1 or more"),
+    ("--batch-size -5", "batch_size is -5, allowed is 1 or more"),
+    ("--seed -1", "seed is -1, allowed is 0 or more"),
+    ("--weeks 53", "weeks is 53, allowed is 1 to 52"),
+    ("--history 9", "history is 9, allowed for completejourney is 10 to 200"),
+    ("--history 201", "history is 201, allowed for completejourney is 10 to 200"),
+    ("--run ../x", "run is '../x', allowed is at most 200 letters"),
+    ("--resume runs/first --run second", "run is given beside resume"),
+    ("--threads 100000", "threads is 100000, allowed is 1 to 1024"),
+    ("--device tpu", "device is 'tpu', allowed is cpu or cuda"),
+    ("--dedup maybe", "dedup is 'maybe', allowed is auto, on, windows or off"),
+    ("--top 64,0", "top is (64, 0), allowed is widths of 1 or more"),
+    ("--optimizer adamw", "optimizer is 'adamw', allowed is rowwise_adagrad, sgd, adagrad, adam, rowwise_adam or lamb"),
+    ("--valid-fraction 1", "valid_fraction is 1.0, allowed is 0 or more, below 1"),
+    # models
+    ("--model dcn", "model is 'dcn', allowed is dlrm, dcnv2 or wukong"),
+    ("--cross-layers 0", "cross_layers is 0, allowed is 1 or more, below 2**63"),
+    ("--cross-rank 0", "cross_rank is 0, allowed is 1 or more, below 2**63"),
+    ("--wukong-layers 0", "wukong_layers is 0, allowed is 1 or more, below 2**63"),
+    ("--wukong-features -1", "wukong_features is -1, allowed is 1 or more, below 2**63"),
+    ("--wukong-factors 0", "wukong_factors is 0, allowed is 1 or more, below 2**63"),
+    ("--wukong-hidden 3,0", "wukong_hidden is (3, 0), allowed is widths of 1 or more"),
+    ("--embedding qr4", "embedding is 'qr4', allowed is full, hash, qr, qr_add, qr_concat or mixed"),
+    ("--collisions 0", "collisions is 0, allowed is 1 or more"),
+    ("--temperature -1", "temperature is -1.0, allowed is 0 or more"),
+    ("--threshold -1", "threshold is -1, allowed is 0 or more"),
+    ("--precision fp16", "precision is 'fp16', allowed is fp32 or bf16"),
+    ("--precision ''", "precision is '', allowed is fp32 or bf16"),
+    ("--activations int8", "activations is 'int8', allowed is fp32, mx9, mx6 or mx4"),
+    ("--cache 1.5", "cache is 1.5, allowed is 0 to 1"),
+    ("--policy x", "policy is 'x', allowed is lru or lfu"),
+    ("--backing tape", "backing is 'tape', allowed is device, host or disk"),
+    ("--memory-budget '12 parsecs'", "memory_budget is '12 parsecs', allowed is a number of bytes, or of kB"),
+    ("--memory-budget 0", "memory_budget is '0'"),
+    # options that need others
+    ("--warmup-steps 5 --decay-steps 9", "decay_start is 0, must be at least warmup_steps (now 5)"),
+    ("--patience 3", "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
+    ("--decay-every 5", "decay_every is 5, which needs a cache (now 0.0)"),
+    (
+        "--decay-every 5 --cache 0.1 --policy lru",
+        "decay_every is 5, which needs a cache (now 0.1) with policy 'lfu' (now 'lru')",
+    ),
+    ("--backing disk --device cuda", "backing is 'disk', which needs device 'cpu' (now 'cuda')"),
+    ("--rounding nearest", "rounding is 'nearest', which does nothing without a format other than 'fp32'"),
+    ("--policy lru", "policy is 'lru', which does nothing without a cache: leave it out, or give both"),
+    ("--collisions 9 --embedding mixed", "collisions is 9, which does nothing without embedding 'hash'"),
+    ("--decay-start 5", "decay_start is 5, which does nothing without decay_steps"),
+    (
+        "--cross-rank 16",
+        "cross_rank is 16, an option of model 'dcnv2', and model is 'dlrm': leave it out (allowed here: none)",
+    ),
+    (
+        "--model dcnv2 --wukong-layers 2",
+        "wukong_layers is 2, an option of model 'wukong', and model is 'dcnv2': leave it out "
+        "(allowed here: cross_layers, cross_rank)",
+    ),
+    # what is no option, or no value of its kind
+    ("--epochs two", "argument --epochs: invalid int value: 'two'"),
+    ("--bottom 64,x", "argument --bottom: invalid widths value: '64,x'"),
+    ("--frobnicate", "unrecognized arguments: --frobnicate"),
+    ("--batch 3", "unrecognized arguments: --batch 3 (did you mean --batch-size?)"),
+    ("--epoch 3", "unrecognized arguments: --epoch 3 (did you mean --epochs?)"),
+    ("--batchsize=3", "unrecognized arguments: --batchsize=3 (did you mean --batch-size?)"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG_FLAGS)
+def test_wrong_flags_give_readable_errors(flags, message, tmp_path, monkeypatch, capsys):
+    """Nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *shlex.split(flags)])
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_output_that_nobody_reads_or_can_show(monkeypatch, capsys):
@@ -325,12 +359,6 @@ def test_output_that_nobody_reads_or_can_show(monkeypatch, capsys):
         patch.setattr("rec_kernels.dlrm.__main__.summary", lambda test: "0.5")
         assert main(["train"]) == 0
         assert written.getvalue() == b"0.5\nwritten to r\\xfcns\n"
-
-
-def test_a_run_that_goes_on_has_no_other_folder(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "--resume", "runs/first", "--run", "second"])
-    assert "run is given beside resume" in capsys.readouterr().err
 
 
 def test_help_names_every_flag_in_its_group_with_its_choices(capsys):

@@ -196,6 +196,17 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, an option of model 'dcnv2'"),
         (["a:model=dcnv2", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, an option of model"),
         ([], "there is nothing to compare: give configurations, or lists as in --format fp32,int8"),
+        (["--embedding", "qr"], "there is nothing to compare"),
+        (["--embedding", "full,qr4"], "embedding is 'full,qr4', allowed is full, hash, qr,"),
+        (["--embedding", "qr,qr"], "embedding is 'qr,qr', allowed is"),
+        (["--model", "dlrm,dcn"], "model is 'dlrm,dcn', allowed is dlrm, dcnv2, wukong, or several of them"),
+        (
+            ["a", "b:embedding=qr", "--embedding", "full,hash"],
+            "configuration 'b:embedding=qr': 'embedding' is given, and --embedding is a list: leave one out",
+        ),
+        (["a:model=dcnv2", "--model", "dlrm,dcnv2"], "'model' is given, and --model is a list: leave one out"),
+        (["a:rounding=nearest", "--format", "fp32,int8"], "'rounding' is given, and --format or --rounding is a "),
+        (["a", "b", "--device", "tpu"], "device is 'tpu', allowed is cpu or cuda"),
     ],
 )
 def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, capsys):
