@@ -133,6 +133,8 @@ def test_wrong_batches_are_told_in_one_line(name, tmp_path, monkeypatch, capsys)
     [
         (lambda *_: None, r"batch 0 of split 'train': batches\(\) gave NoneType, must be an iterator of Batch"),
         (lambda *_: int("x"), r"batch 0 of split 'train', made in test_dlrm_own_data\.py, line \d+: invalid literal"),
+        (lambda *_: iter(()), "batch 0 of split 'train' is not there"),
+        (lambda *_: TinyData().batches("train", 20), "batch 0 of split 'train': it has 20 rows, must be 50"),
     ],
 )
 def test_batches_that_are_none_are_told(batches, message, tmp_path):

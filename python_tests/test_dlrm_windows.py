@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
-from rec_kernels.dlrm.train import TrainingError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
@@ -63,20 +61,11 @@ def test_the_bits_of_whole_bags(data: Changed, tmp_path: Path, options: dict) ->
         train(given, data, progress=False)
     on, windows = (without_times(tmp_path / mode) for mode in ("on", "windows"))
     assert windows == on
+    assert windows[-1]["dedup"] is True
     models = [checkpoint.load(tmp_path / mode)["model"] for mode in ("on", "windows")]
     assert models[0].keys() == models[1].keys()
     assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
     assert evaluate(tmp_path / "windows", data) == evaluate(tmp_path / "on", data)
-
-
-def test_records_and_report(data: Changed, tmp_path: Path) -> None:
-    test = train(config(tmp_path, run="run", dedup="windows"), data, progress=False)
-    assert test["dedup"] is True
-    settings = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert settings["config"]["dedup"] == "windows"
-    assert settings["dedup"] == {"on": True, "factor": None}
-    with pytest.raises(TrainingError, match="another config: dedup is 'on', was 'windows'"):
-        train(config(tmp_path, dedup="on"), data, resume=tmp_path / "run", progress=False)
 
 
 def test_a_data_set_that_gives_windows(data: Changed) -> None:
