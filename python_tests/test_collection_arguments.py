@@ -39,18 +39,6 @@ def test_compressions_for_every_id() -> None:
         assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize(
-    ("tables", "name"),
-    [([config(features="aa")], "a@t"), ([config(features=["a", "a@u"]), config("u", "a")], "a@u")],
-    ids=["twice", "of another table"],
-)
-@pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
-def test_outputs_of_one_name(kind, tables: list, name: str) -> None:
-    """Are refused: one of them would be lost."""
-    with pytest.raises(ValueError, match=rf"feature_names .* name \['{name}'\]: a table must name a feature once"):
-        kind(tables)
-
-
 @pytest.mark.parametrize("rate", [torch.tensor([0.1], requires_grad=True), np.float32(0.1), torch.tensor(0.1)])
 def test_rates_are_read_once(rate) -> None:
     """A tensor of one element is its number of then."""
@@ -79,15 +67,6 @@ def test_counts_of_a_state(name: str, given) -> None:
     assert int(collection.step) == 3
 
 
-@pytest.mark.parametrize("size", [10.0, "10", True, 0, -1, 2**63, None])
-@pytest.mark.parametrize("name", ["num_embeddings", "embedding_dim"])
-def test_sizes_of_tables(name: str, size: object) -> None:
-    """Are integers."""
-    sizes = {"num_embeddings": 10, "embedding_dim": 4} | {name: size}
-    with pytest.raises(ValueError, match=rf"table 't': {name} must be an integer, at least 1 .*, got {size!r}"):
-        rk.EmbeddingBagConfig(**sizes, name="t", feature_names=["a"])
-
-
 def test_sizes_of_other_kinds() -> None:
     """Are kept as ints."""
     table = rk.EmbeddingConfig(np.int64(10), torch.tensor(4), name="t", feature_names=["a"])
@@ -98,26 +77,7 @@ def test_sizes_of_other_kinds() -> None:
 @pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
 def test_tables(kind) -> None:
     """Are several configs, in any iterable."""
-    with pytest.raises(ValueError, match=r"tables must be a list of rk\.EmbeddingBagConfig .*, got EmbeddingBagConfig"):
-        kind(config())
-    with pytest.raises(ValueError, match=r"tables\[1\] must be an rk\.EmbeddingBagConfig .*, got 'u'"):
-        kind([config(), "u"])
     assert len(kind(config(name) for name in "tu").embedding_bags) == 2
-
-
-@pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
-def test_batches_of_one_feature(kind) -> None:
-    """A JaggedTensor does not say of which."""
-    jagged = rk.JaggedTensor(torch.tensor([1, 2]), offsets=torch.tensor([0, 2]))
-    with pytest.raises(TypeError, match=r"features must be an rk\.KeyedJaggedTensor .*, got JaggedTensor"):
-        kind([config()])(jagged)
-
-
-@pytest.mark.parametrize("generation", [-1, "1", 1.0, True])
-def test_generations(generation: object) -> None:
-    """Are integers from 0 on."""
-    with pytest.raises(ValueError, match=rf"generation must be an integer, at least 0 .*, got {generation!r}"):
-        rk.RowCache(backing="disk", path="rows", memory_budget=10**6, generation=generation)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, int, float])
@@ -127,13 +87,6 @@ def test_fractions_of_other_kinds(kind) -> None:
         module = rk.EmbeddingBagCollection([config()], optimizer=rk.SGD(), cache=rk.RowCache(fraction))
         assert module.row_cache.fractions == [1.0]
         assert type(module.row_cache.fractions[0]) is float
-
-
-@pytest.mark.parametrize("betas", [0.9, (0.9,), "ab", (0.9, "b"), (0.9, None), None, ((0.9,), (0.9,)), (0.9, 1.0)])
-def test_betas(betas: object) -> None:
-    """Are two numbers."""
-    with pytest.raises(ValueError, match=re.escape(f"betas = {betas!r} must be two numbers in [0, 1)")):
-        rk.Adam(betas=betas)
 
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])

@@ -298,54 +298,6 @@ def test_compiled(backend: str) -> None:
         assert same_bits(weight, other.get_parameter(name))
 
 
-BAD = {
-    "buckets": (lambda: rk.Hash(0), "Hash: buckets must be an integer, at least 1 and below 2\\^63, got 0"),
-    "float buckets": (lambda: rk.Hash(1e3), "Hash: buckets must be an integer, .*, got 1000.0"),
-    "huge buckets": (lambda: rk.Hash(2**63), "Hash: buckets must be .* below 2\\^63, got 9223372036854775808"),
-    "collisions": (lambda: rk.QuotientRemainder(0), "QuotientRemainder: collisions must be an integer, .*, got 0"),
-    "float collisions": (lambda: rk.QuotientRemainder(4.0), "QuotientRemainder: collisions must .*, got 4.0"),
-    "bool collisions": (lambda: rk.QuotientRemainder(True), "QuotientRemainder: collisions must .*, got True"),
-    "dim": (lambda: rk.MixedDimension(2.5), "MixedDimension: dim must be an integer, .*, got 2.5"),
-    "combine": (lambda: rk.QuotientRemainder(2, "max"), "combine must be one of concat, add, mult, got 'max'"),
-    "compose": (lambda: rk.QuotientRemainder(2, compose="bag"), "compose must be 'per_id' or 'pooled', got 'bag'"),
-    "modulus": (
-        lambda: rk.Partitions([(1, 0)]),
-        r"Partitions: pairs\[0\]: modulus must be an integer, at least 1 .*, got 0",
-    ),
-    "float modulus": (lambda: rk.Partitions([(1, 10.9)]), r"Partitions: pairs\[0\]: modulus must be .*, got 10\.9"),
-    "text divisor": (lambda: rk.Partitions([("1", 9)]), r"pairs\[0\]: divisor must be an integer, .*, got '1'"),
-    "huge divisor": (lambda: rk.Partitions.mixed_radix([2**32, 2**32, 2]), "divisor must .*, got 18446744073709551616"),
-    "float columns": (
-        lambda: rk.Partitions([(1, 9)], combine="concat", columns=[2.0]),
-        "Partitions: columns\\[0\\] must be an integer, .*, got 2.0",
-    ),
-    "many": (lambda: rk.Partitions([(1, 2)] * 5), "there must be 1 to 4"),
-    "none": (lambda: rk.Partitions([]), "there must be 1 to 4"),
-    "columns": (lambda: rk.Partitions([(1, 9)], columns=[4]), "columns must be one number for each pair"),
-    "collide": (
-        lambda: _collection(rk.Partitions([(1, 4), (1, 6)])),
-        r"table 'big': partitions \[\(1, 4\), \(1, 6\)\] are not complementary for 50 ids: ids 0 and 12 both",
-    ),
-    "unequal": (
-        lambda: _collection(rk.QuotientRemainder(4, "concat"), dim=7),
-        "embedding_dim = 7 does not divide into 2 parts of equal width, side by side; it must be even, or combine ",
-    ),
-    "sum of columns": (
-        lambda: _collection(rk.Partitions([(1, 10), (10, 5)], combine="concat", columns=[4, 4])),
-        r"columns = \[4, 4\] must add up to embedding_dim = 6",
-    ),
-    "kind": (lambda: _collection("hash"), "compression must be rk.Hash, .* or None, got 'hash'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    """Refused at construction, with what is allowed."""
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_integers_of_other_kinds() -> None:
     """Are kept as ints: those of numpy and of torch."""
     assert rk.Hash(np.int64(7)) == rk.Hash(7)

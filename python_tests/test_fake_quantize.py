@@ -243,11 +243,3 @@ def test_bad_arguments(message: str) -> None:
         call(*good.values())
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call(*(good | BAD[message]).values())
-
-
-def test_bad_numbers_for_seed_and_step() -> None:
-    """A seed or step that is neither an int nor a tensor is named."""
-    with pytest.raises(ValueError, match=r"step must be an int or an int64 tensor with 0 dimensions, got 1.5"):
-        rk.fake_quantize(X, "mx6", step=1.5)
-    with pytest.raises(ValueError, match="same device"):
-        rk.fake_quantize(X.to("meta"), "mx6", rounding="stochastic", seed=torch.tensor(1))

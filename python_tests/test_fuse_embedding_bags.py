@@ -330,11 +330,3 @@ def test_models_that_are_not_traced() -> None:
         assert not [name for name in vars(model) if "constant" in name]
         assert [m.training for m in model.bags] == [True, False, True, True]
         assert [m.collection.training for m in model.bags] == [True, False, True, True]
-
-
-def test_errors() -> None:
-    """A model that is none, and an example that is missing."""
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
-        rk.fuse_embedding_bags(3, torch.ones(1))
-    with pytest.raises(ValueError, match="example_inputs must be arguments of the model's forward"):
-        rk.fuse_embedding_bags(Model())

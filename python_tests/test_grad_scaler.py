@@ -306,12 +306,6 @@ def test_not_told() -> None:
         scaler.step(found.fused_optimizer)
 
 
-@pytest.mark.parametrize("wrong", [2.0, torch.ones(1), "scaler", GradScaler])
-def test_no_scaler(wrong: object) -> None:
-    with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler or None, got"):
-        make().set_grad_scaler(wrong)
-
-
 def test_a_scaler_after_the_lookup() -> None:
     """The backward raises: its update would have the scale of the lookup. The next step is as any."""
     found, scaler = make(), GradScaler("cpu", init_scale=2.0**16)

@@ -257,15 +257,3 @@ def test_compiled() -> None:
         plain(batch).values().square().sum().backward()
         run(batch).values().square().sum().backward()
     assert all(same_bits(a, b) for a, b in zip(_rows(plain).values(), _rows(compiled).values(), strict=True))
-
-
-@pytest.mark.parametrize("lr", [-0.1, torch.inf, torch.nan, 1e39])
-def test_wrong_rates_of_tables(lr: float) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"table 'b': lr = {lr} must be a number, at least 0, and finite")):
-        _tables({"b": lr})
-
-
-def test_a_rate_without_a_fused_optimizer() -> None:
-    """torch's optimizer trains the table then, and would not know it."""
-    with pytest.raises(ValueError, match=r"table 'b': lr = 0\.3 is for a fused optimizer"):
-        rk.EmbeddingBagCollection(_tables())

@@ -163,13 +163,3 @@ def test_compiled(backend: str) -> None:
     collection = _collection(rk.SGD(lr=0.1))
     compiled = torch.compile(lambda batch: collection(batch).values(), backend=backend, fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(_batch()), collection(_batch()).values())
-
-
-def test_bad_input() -> None:
-    """Widths that do not fit the projection, and lookups that are not pooled."""
-    with pytest.raises(ValueError, match=r"table 't': MixedDimension: dim = 9 must be at most embedding_dim = 8"):
-        rk.EmbeddingBagConfig(5, 8, name="t", feature_names=["f"], compression=rk.MixedDimension(9))
-    with pytest.raises(ValueError, match=r"dim must be an integer, at least 1 .*, got 0"):
-        rk.MixedDimension(0)
-    with pytest.raises(ValueError, match=r"must not be MixedDimension\(dim=2\): these lookups are not pooled"):
-        rk.EmbeddingConfig(5, 8, name="t", feature_names=["f"], compression=rk.MixedDimension(2))

@@ -138,34 +138,6 @@ def test_devices_agree() -> None:
         assert output.tolist() == [[8.0, 9.0, 10.0, 11.0, 20.0, 22.0, 24.0, 26.0]]
 
 
-@pytest.mark.parametrize(
-    ("padding_idx", "message"),
-    [
-        (ROWS, f"table 'a': padding_idx = {ROWS} must be in [-{ROWS}, {ROWS})"),
-        (-ROWS - 1, f"table 'a': padding_idx = {-ROWS - 1} must be in [-{ROWS}, {ROWS})"),
-        (1.5, "table 'a': padding_idx = 1.5 must be an integer"),
-        (True, "table 'a': padding_idx = True must be an integer"),
-    ],
-)
-def test_errors_of_a_table(padding_idx: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        rk.EmbeddingBagConfig(ROWS, DIM, name="a", feature_names=["a"], padding_idx=padding_idx)
-
-
-@pytest.mark.parametrize(
-    ("padding_idx", "message"),
-    [
-        ([5, None], "padding_idx[0] = 5 must be None or an id of the feature, in [0, 5)"),
-        ([None, -1], "padding_idx[1] = -1 must be None or an id of the feature, in [0, 3)"),
-        ([None], "padding_idx must have an element for each of the 2 features, got 1"),
-        (2, "padding_idx = 2 must be a list"),
-    ],
-)
-def test_errors_of_a_layout(padding_idx: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        rk.table_layout([5, 3], [16, 32], padding_idx=padding_idx)
-
-
 def test_errors_of_the_ops_for_one_table() -> None:
     """Below -1 there is no id, and nothing is counted from the end, as ``rk.embedding_bag`` does."""
     table, values, offsets = torch.ones(ROWS, DIM), torch.tensor([1, ROWS - 2]), torch.tensor([0, 2])

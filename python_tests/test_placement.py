@@ -182,25 +182,3 @@ def test_a_cache_keeps_to_the_budget(seed: int, ways: int, policy: str) -> None:
         assert planned <= found <= planned + more + counted, (budget, placed)
         small = [placed[t.name].fraction for t in tables if t.num_embeddings <= ways]
         assert set(small) <= {0.0, 1.0}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"counts": {}}, "nothing of table 'a'"),
-        ({"counts": {"a": torch.ones(3)}}, r"table 'a' must be \[4\]"),
-        ({"counts": {"a": torch.tensor([1, 2, -1, 0])}}, r"counts of table 'a': \[2\] is -1.0, must be finite"),
-        ({"counts": {"a": torch.tensor([1, 2, 0, torch.nan])}}, r"\[3\] is nan, must be finite, 0 or more"),
-        ({"tables": [table("a", 4, 8), table("a", 5, 8)]}, r"tables \['a'\] are there more than once"),
-        ({"cache_bytes": float("nan")}, r"cache_bytes must be an integer, at least 0 and below 2\^63, got nan"),
-        ({"cache_bytes": -1}, "cache_bytes must be an integer, at least 0 .* got -1"),
-        ({"host_bytes": -5}, "host_bytes must be an integer, at least 0 .* got -5"),
-        ({"ways": 0}, "ways must be"),
-        ({"policy": "fifo"}, "policy must be 'lru' or 'lfu', got 'fifo'"),
-    ],
-)
-def test_bad_input(change: dict, message: str) -> None:
-    """Named, with what is allowed."""
-    given = {"tables": [table("a", 4, 8)], "counts": {"a": torch.ones(4)}, "cache_bytes": 100} | change
-    with pytest.raises(ValueError, match=message):
-        rk.place_tables(**given)
