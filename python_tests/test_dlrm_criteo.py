@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rec_kernels.dlrm.criteo import BLANK, Criteo, hashed_ids, train_rows
-from rec_kernels.dlrm.criteo_reader import BLOCK, CATEGORIES, INTEGERS, read_rows
+from rec_kernels.dlrm.criteo import BLANK, BLOCK, CATEGORIES, INTEGERS, Criteo, hashed_ids, read_rows, train_rows
 from rec_kernels.dlrm.data import DataError
 
 SAMPLE = Path(__file__).parents[1] / "../shared/data/criteo_8000.tsv.gz"
