@@ -11,7 +11,6 @@ from dlrm_cases import PLAIN, flags_of
 from dlrm_records import records
 
 import rec_kernels as rk
-from bench.studies import compare
 from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, model, train
 from rec_kernels.dlrm.config import EMBEDDINGS
 from rec_kernels.dlrm.data import Feature
@@ -112,31 +111,3 @@ def test_projections_are_dense_parameters(data: Synthetic) -> None:
     narrow = [t.projection for t in made.embeddings.tables if t.projection]
     assert narrow
     assert all(shape in shapes for shape in narrow)
-
-
-def test_compare(tmp_path: Path) -> None:
-    """A list of kinds with one of formats."""
-    both = ["--embedding", "full,qr", "--format", "fp32,int8", "--seeds", "1", "--runs-dir", str(tmp_path)]
-    assert main(["compare", *FLAGS, *both, "--name", "both"]) == 0
-    runs = {path.name for path in (tmp_path / "both").iterdir() if path.is_dir()}
-    assert runs == {f"{name}-seed0" for name in ("full-fp32", "full-int8-stochastic", "qr-fp32", "qr-int8-stochastic")}
-
-
-def test_a_configuration_gives_what_no_list_gives() -> None:
-    """The format where kinds are listed, and the kind where formats are."""
-    plan = compare.plan(["a", "b:format=int8,rounding=nearest"], TrainConfig(), "1", "c", embeddings="full,qr")
-    found = {name: (config.embedding, config.format, config.rounding) for name, config in plan.configs.items()}
-    assert found == {
-        "a-full": ("full", "fp32", "stochastic"),
-        "a-qr": ("qr", "fp32", "stochastic"),
-        "b-full": ("full", "int8", "nearest"),
-        "b-qr": ("qr", "int8", "nearest"),
-    }
-    plan = compare.plan(["a", "b:embedding=hash"], TrainConfig(), "1", "c", formats="fp32,int8")
-    found = {name: (config.embedding, config.format) for name, config in plan.configs.items()}
-    assert found == {
-        "a-fp32": ("full", "fp32"),
-        "a-int8-stochastic": ("full", "int8"),
-        "b-fp32": ("hash", "fp32"),
-        "b-int8-stochastic": ("hash", "int8"),
-    }

@@ -12,7 +12,6 @@ from command_lines import main
 from dlrm_cases import OPTIONS as SMALL
 
 import rec_kernels as rk
-from bench.studies import compare
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
 from rec_kernels.dlrm.config import MODELS, options_of
 from rec_kernels.dlrm.data import DataError
@@ -155,14 +154,3 @@ def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -
             evaluate(tmp_path / "dcnv2", data)
         with pytest.raises(DataError, match=message):
             train(config(tmp_path, model="dcnv2", run="dcnv2"), data, resume=tmp_path / "dcnv2")
-
-
-def test_a_list_of_models_to_compare() -> None:
-    """Each configuration with each of them, in front of the lists of kinds and formats."""
-    plan = compare.plan([], TrainConfig(), "1", "c", models="dlrm,wukong")
-    assert {name: c.model for name, c in plan.configs.items()} == {"dlrm": "dlrm", "wukong": "wukong"}
-    plan = compare.plan(["a"], TrainConfig(), "1", "c", models="dlrm,dcnv2", embeddings="full,qr", formats="fp32,int8")
-    assert list(plan.configs)[:3] == ["a-dlrm-full-fp32", "a-dlrm-full-int8-stochastic", "a-dlrm-qr-fp32"]
-    assert len(plan.configs) == 8
-    alone = compare.plan(["a", "b:model=dcnv2"], TrainConfig(), "1", "c")
-    assert [c.model for c in alone.configs.values()] == ["dlrm", "dcnv2"]

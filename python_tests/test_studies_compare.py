@@ -217,6 +217,50 @@ def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, ca
     assert not (tmp_path / "runs").exists()
 
 
+INT8, QR = {"format": "int8"}, {"embedding": "qr"}
+LISTS = [
+    ([], {"models": "dlrm,wukong"}, {"dlrm": {}, "wukong": {"model": "wukong"}}),
+    (["a", "b:model=dcnv2"], {}, {"a": {}, "b": {"model": "dcnv2"}}),
+    (
+        ["a", "b:format=int8,rounding=nearest"],
+        {"embeddings": "full,qr"},
+        {
+            "a-full": {},
+            "a-qr": QR,
+            "b-full": INT8 | {"rounding": "nearest"},
+            "b-qr": INT8 | QR | {"rounding": "nearest"},
+        },
+    ),
+    (
+        ["a", "b:embedding=hash"],
+        {"formats": "fp32,int8"},
+        {
+            "a-fp32": {},
+            "a-int8-stochastic": INT8,
+            "b-fp32": {"embedding": "hash"},
+            "b-int8-stochastic": INT8 | {"embedding": "hash"},
+        },
+    ),
+    (
+        ["a"],
+        {"models": "dlrm,dcnv2", "embeddings": "full,qr", "formats": "fp32,int8"},
+        {
+            f"a-{model}-{kind}-{format}": {"model": model, "embedding": kind, "format": format.split("-")[0]}
+            for model in ("dlrm", "dcnv2")
+            for kind in ("full", "qr")
+            for format in ("fp32", "int8-stochastic")
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("configurations", "lists", "expected"), LISTS)
+def test_lists_of_models_tables_and_formats(configurations, lists, expected):
+    """Every configuration with each of a list; it gives itself what no list gives."""
+    plan = compare.plan(configurations, TrainConfig(), "1", "c", **lists)
+    assert list(plan.configs.items()) == [(name, TrainConfig(**options)) for name, options in expected.items()]
+
+
 def test_options_of_one_model_reach_the_configurations_of_it():
     """Configurations of other models in the same comparison ignore them."""
     base = TrainConfig(cross_rank=8)
