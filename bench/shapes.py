@@ -105,11 +105,7 @@ class Shape(abc.ABC):
         return rows * (row_bytes or 4 * self.dim) + self.num_ids * 8 + self.tables * self.batch * self.dim * 4
 
     def backward_bytes(
-        self,
-        unique_rows: float,
-        row_bytes: int | None = None,
-        state_bytes: int = 4,
-        gradient_rows: int | None = None,
+        self, unique_rows: float, row_bytes: int | None = None, state_bytes: int = 4, gradient_rows: int | None = None
     ) -> float:
         """Gradient rows read + touched rows and ``state_bytes`` each read and written + ids.
 

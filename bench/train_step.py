@@ -79,10 +79,7 @@ class RecipeDLRM(TorchDLRM):
         self.tables = nn.ModuleDict(
             {
                 feature: nn.EmbeddingBag.from_pretrained(
-                    weight.clone(),
-                    freeze=False,
-                    sparse=True,
-                    mode="mean" if feature == HISTORY else "sum",
+                    weight.clone(), freeze=False, sparse=True, mode="mean" if feature == HISTORY else "sum"
                 )
                 for feature, weight in weights.items()
             }

@@ -158,18 +158,8 @@ MUTANTS = [
         "row_cache",
     ),
     # Argument checks.
-    Mutant(
-        "csrc/dense/expand.cpp",
-        'check_value(rows >= 0, "rows = "',
-        'check_value(rows >= -1, "rows = "',
-        "expand",
-    ),
-    Mutant(
-        "csrc/dense/dot_interaction.cpp",
-        '  check_dtype(grad, dense.scalar_type(), "grad");\n',
-        "",
-        "products",
-    ),
+    Mutant("csrc/dense/expand.cpp", 'check_value(rows >= 0, "rows = "', 'check_value(rows >= -1, "rows = "', "expand"),
+    Mutant("csrc/dense/dot_interaction.cpp", '  check_dtype(grad, dense.scalar_type(), "grad");\n', "", "products"),
     Mutant(
         "csrc/embedding_bag/embedding_bag.cpp",
         "check_value(groups[f] >= -1 &&",
@@ -196,10 +186,7 @@ MUTANTS = [
         "version_counters",
     ),
     Mutant(
-        "rec_kernels/nn/deduplicated.py",
-        "        _check_rows(x.offsets().shape[0] - 1, rows)\n",
-        "",
-        "deduplicated",
+        "rec_kernels/nn/deduplicated.py", "        _check_rows(x.offsets().shape[0] - 1, rows)\n", "", "deduplicated"
     ),
     Mutant(
         "rec_kernels/dlrm/config.py",

@@ -230,13 +230,7 @@ def test_a_case() -> None:
     found = measured(imp.Ours)
     assert found["unique_rows"] == cases.unique_rows(SMALL, cases.batches_of_ids(SMALL, CPU))
     labels = [(row["implementation"], report.label(row)) for row in found["results"]]
-    operations = [
-        "forward",
-        "backward, rowwise_adagrad",
-        "step, rowwise_adagrad",
-        "backward, sgd",
-        "step, sgd",
-    ]
+    operations = ["forward", "backward, rowwise_adagrad", "step, rowwise_adagrad", "backward, sgd", "step, sgd"]
     assert labels == [(name, operation) for name in ("ours", "torch") for operation in operations]
     row, step = found["results"][1:3]
     assert (step["ms"], step["graph_ms"], step["repetitions"]) == (0.5, 0.5, 2)

@@ -62,10 +62,10 @@ def test_expected_rows_are_those_of_drawn_ids() -> None:
 def test_widths_are_those_of_the_kernels() -> None:
     """with_widths and with_few_lanes of csrc/core/cuda/group.cuh, with_lookup_widths of pool_table.cu."""
     assert [expected.widths(d) for d in (1, 16, 17, 64, 128, 129, 256, 512, 2000)] == [
-        *((4, 1), (4, 1), (8, 1), (16, 1), (32, 1), (32, 2), (32, 2), (32, 4), (32, 4)),
+        *((4, 1), (4, 1), (8, 1), (16, 1), (32, 1), (32, 2), (32, 2), (32, 4), (32, 4))
     ]
     assert [expected.update_widths(d, cases.SGD) for d in (16, 17, 64, 128, 129, 257)] == [
-        *((4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (32, 4)),
+        *((4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (32, 4))
     ]
     assert [expected.update_widths(d, cases.ADAM) for d in (64, 128, 129, 257)] == [(8, 2), (16, 2), (32, 2), (32, 4)]
     of_int8 = [expected.lookup_widths(d, "int8") for d in (16, 17, 64, 128, 129, 512)]

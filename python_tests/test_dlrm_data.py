@@ -106,10 +106,7 @@ def test_hand_made_baskets():
     made = build(transactions.iloc[::-1], products, weeks=1)
     assert made.train_rows == 4
     assert made.ids[ROW["household"]].tolist() == [1, 1, 1, 1, 0]
-    assert sorted(made.ids[ROW["brand"], 2:4].tolist()) == [
-        1,
-        2,
-    ]  # product b has no brand: a value of its own
+    assert sorted(made.ids[ROW["brand"], 2:4].tolist()) == [1, 2]  # product b has no brand: a value of its own
     sales = [2, 0] if made.ids[ROW["product"], 2] == 1 else [0, 2]
     expected = np.log1p([[0, 0, 0], [0, 0, 0], [2, 1, sales[0]], [2, 1, sales[1]], [0, 0, 3]])
     np.testing.assert_allclose(made.dense, expected, rtol=1e-6)
@@ -155,11 +152,7 @@ def test_test_rows_are_the_last_quarter_cut_between_baskets(data):
 
 def test_ids_of_a_feature_stand_for_its_values(source, ordered, data):
     products = source[1].set_index("product_id")
-    values = {
-        "household": ordered["household_id"],
-        "store": ordered["store_id"],
-        "product": ordered["product_id"],
-    }
+    values = {"household": ordered["household_id"], "store": ordered["store_id"], "product": ordered["product_id"]}
     for name, column in PRODUCT_COLUMNS.items():
         values[name] = ordered["product_id"].map(products[column]).astype(object).fillna("missing")
     values["weekday"] = ordered["transaction_timestamp"].dt.day_of_week

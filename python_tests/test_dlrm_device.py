@@ -15,17 +15,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rec_kernels
-from rec_kernels.dlrm import (
-    DLRM,
-    Batch,
-    DeviceError,
-    TrainConfig,
-    checkpoint,
-    devices,
-    evaluate,
-    scores,
-    train,
-)
+from rec_kernels.dlrm import DLRM, Batch, DeviceError, TrainConfig, checkpoint, devices, evaluate, scores, train
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.scores import Window
 from rec_kernels.dlrm.synthetic import Synthetic

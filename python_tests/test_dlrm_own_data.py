@@ -155,11 +155,7 @@ def test_wrong_test_rows_are_told(tmp_path):
         ("num_dense", 2.0, "num_dense is 2.0, must be a whole number of 0 or more"),
         ("features", [("id", 20)], r"a feature is \('id', 20\), must be Feature\(name, num_embeddings\)"),
         ("features", [Feature("id", 0)], "num_embeddings of feature 'id' is 0, must be a whole number of 1 or more"),
-        (
-            "features",
-            [Feature("id", 20, "max")],
-            "no table can be made: .*pooling must be 'sum' or 'mean', got 'max'",
-        ),
+        ("features", [Feature("id", 20, "max")], "no table can be made: .*pooling must be 'sum' or 'mean', got 'max'"),
         ("features", [Feature(3, 20)], "of which no table can be made: table name 3 must be a string"),
         ("features", [Feature("id", 20)] * 2, r"has features \['id', 'id'\], whose names must differ"),
         ("features", [], "has no features: a model needs one or more"),

@@ -161,10 +161,7 @@ def axes_of(records: list[dict]) -> list:
 def test_learning_rate_is_drawn_if_it_changes(write):
     rising = [train_record(step, lr=step / 100) for step in (10, 20)]
     assert "learning rate of the tables over the rows trained on" in pictures(write(rising))
-    assert axes_of(rising)[-1].lines[0].get_xydata().tolist() == [
-        [1000, 0.1],
-        [2000, 0.2],
-    ]
+    assert axes_of(rising)[-1].lines[0].get_xydata().tolist() == [[1000, 0.1], [2000, 0.2]]
 
 
 def test_curves_put_evaluations_and_the_test_where_they_were():

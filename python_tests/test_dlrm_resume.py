@@ -295,20 +295,13 @@ def test_a_run_does_not_decide_what_is_called(data, tmp_path, monkeypatch, capsy
 
 def test_other_data_is_refused(data_dir, copied, tmp_path):
     other = load_completejourney(2, data_dir)
-    for go_on in (
-        lambda: train(config(tmp_path), other, resume=copied),
-        lambda: evaluate(copied, other),
-    ):
+    for go_on in (lambda: train(config(tmp_path), other, resume=copied), lambda: evaluate(copied, other)):
         with pytest.raises(DataError, match=r"checkpoint\.pt was made with other data: .*completejourney-weeks1"):
             go_on()
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file"),
-        ('{"config": {"colour": 1}}', "unknown option(s) colour"),
-    ],
+    ("content", "message"), [(None, "No such file"), ('{"config": {"colour": 1}}', "unknown option(s) colour")]
 )
 def test_folders_that_are_no_runs_are_refused(content, message, tmp_path, capsys):
     if content is not None:

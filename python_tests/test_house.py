@@ -22,12 +22,7 @@ FILE, FUNCTION, KERNEL, PARAMETERS = 450, 60, 120, 12
 # A comment or docstring that begins so lacks a subject and a verb: "Of the flat tensor.", "What the host knows."
 FRAGMENT = re.compile(r"(Of|The same|Which|Whose|Whether|What)\b")
 # Files that every op's stem has; not every op has CUDA and Triton kernels.
-LAYERS = (
-    "rec_kernels/ops/{}.py",
-    "rec_kernels/reference/{}.py",
-    "python_tests/test_{}.py",
-    "bench/bench_{}.py",
-)
+LAYERS = ("rec_kernels/ops/{}.py", "rec_kernels/reference/{}.py", "python_tests/test_{}.py", "bench/bench_{}.py")
 CSRC = ROOT / "csrc"
 # The folders of csrc that ops are made of: each may include what comes before it.
 ROOMS = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")

@@ -138,10 +138,7 @@ print(failed, *sorted(messages), sep="\\n")
 
 @pytest.mark.parametrize(
     ("optimizer", "cached", "threads"),
-    [
-        ("RowwiseAdagrad", True, 2),
-        *full(("SGD", False, 1), ("Adam", False, 2), ("LAMB", False, 1), ("Adam", True, 1)),
-    ],
+    [("RowwiseAdagrad", True, 2), *full(("SGD", False, 1), ("Adam", False, 2), ("LAMB", False, 1), ("Adam", True, 1))],
 )
 def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> None:
     """Tables, state, cache and counters are as before the step, or as after it."""

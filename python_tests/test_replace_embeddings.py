@@ -137,19 +137,9 @@ def test_errors() -> None:
     model = Model()
     before = list(model.modules())
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (
-            nn.Embedding(5, 4),
-            {},
-            TypeError,
-            "model must be a module that has embeddings inside, got Embedding: ",
-        ),
+        (nn.Embedding(5, 4), {}, TypeError, "model must be a module that has embeddings inside, got Embedding: "),
         ("model", {}, TypeError, "model must be a module that has embeddings inside, got str"),
-        (
-            model,
-            {"trained_by": 3},
-            TypeError,
-            "trained_by must be a torch.optim.Optimizer, a list of some .*, got 3",
-        ),
+        (model, {"trained_by": 3}, TypeError, "trained_by must be a torch.optim.Optimizer, a list of some .*, got 3"),
         (
             model,
             {"trained_by": torch.optim.SGD(model.top.parameters())},

@@ -54,11 +54,7 @@ FORMATS = {
 }
 #: Formats whose lookups take half as many lanes for a row of up to 128 columns: kHalfTheLanes of csrc.
 HALF_THE_LANES = ("int8", "int4", "mx9", "mx4")
-TARGETS = {
-    SGD: "UpdateTarget",
-    ADAGRAD: "UpdateTarget",
-    ADAM: "ElementwiseTarget<UpdateTarget>",
-}
+TARGETS = {SGD: "UpdateTarget", ADAGRAD: "UpdateTarget", ADAM: "ElementwiseTarget<UpdateTarget>"}
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from rec_kernels.dlrm.train import RunInterruptedError
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m bench.studies",
-        description="Studies: many runs of the trainer, and what they show together.",
+        prog="python -m bench.studies", description="Studies: many runs of the trainer, and what they show together."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compare(commands)

@@ -140,18 +140,8 @@ EXPERIMENTS = (
                 "the paper: networks in 16-bit fixed point; here: rows of 4 bits",
                 strictly=True,
             ),
-            Claim(
-                "MX9 takes 9 bits a number, FP32 32",
-                MX,
-                Fewer("weight_bytes", "mx9-stochastic", "fp32"),
-                32 / 9,
-            ),
-            Claim(
-                "MX6 takes 6 bits a number, FP32 32",
-                MX,
-                Fewer("weight_bytes", "mx6-stochastic", "fp32"),
-                32 / 6,
-            ),
+            Claim("MX9 takes 9 bits a number, FP32 32", MX, Fewer("weight_bytes", "mx9-stochastic", "fp32"), 32 / 9),
+            Claim("MX6 takes 6 bits a number, FP32 32", MX, Fewer("weight_bytes", "mx6-stochastic", "fp32"), 32 / 6),
         ),
     ),
     Experiment(
@@ -201,11 +191,7 @@ EXPERIMENTS = (
                 strictly=True,
             ),
             Claim(
-                "stochastic rounding loses 0.001 at most",
-                BF16,
-                Auc("bf16-stochastic", ("fp32",)),
-                -0.001,
-                ALL_ROUNDED,
+                "stochastic rounding loses 0.001 at most", BF16, Auc("bf16-stochastic", ("fp32",)), -0.001, ALL_ROUNDED
             ),
             Claim(
                 "the same of int8: stochastic rounding is better than to the nearest",

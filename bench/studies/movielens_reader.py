@@ -187,9 +187,7 @@ def _read(file: File) -> pa.Table:
             ignore_empty_lines=False,
         ),
         convert_options=arrow_csv.ConvertOptions(
-            column_types={name: types.get(name, pa.null()) for name in needed},
-            include_columns=needed,
-            null_values=[""],
+            column_types={name: types.get(name, pa.null()) for name in needed}, include_columns=needed, null_values=[""]
         ),
     )
 

@@ -130,10 +130,7 @@ def backward_cost(load: Load, rates: Rates, caches: float, near: float) -> Cost:
         "ids, offsets": load.index_bytes / rates.stream,
         "decoding, encoding": load.unique_rows * load.dim * coded,
     }
-    return Cost(
-        known,
-        {"call": 1.0, "id or row": load.ids + load.unique_rows, "byte of gradient": load.output_bytes},
-    )
+    return Cost(known, {"call": 1.0, "id or row": load.ids + load.unique_rows, "byte of gradient": load.output_bytes})
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,7 @@ def moved(point: Point, unique_rows: float) -> dict[str, dict[str, float]]:
         the gradient for every id; "unique" a row that was read once as one that stays in the cache: U, and T * B.
     """
     w, row, offsets = point.workload, point.row_bytes, OFFSET_BYTES * (point.num_bags + 1)
-    forward = {
-        "all": w.forward_bytes(row) + offsets,
-        "unique": w.forward_bytes(row, unique_rows) + offsets,
-    }
+    forward = {"all": w.forward_bytes(row) + offsets, "unique": w.forward_bytes(row, unique_rows) + offsets}
     backward = {
         "all": w.backward_bytes(unique_rows, row) + offsets,
         "unique": w.backward_bytes(unique_rows, row, gradient_rows=point.num_bags) + offsets,
