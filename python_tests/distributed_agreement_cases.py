@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -72,8 +73,8 @@ def raised(call: Callable[[], Any]) -> str:
 
 def replicas_apart(case: Case) -> tuple[list[str], bool]:
     """Errors where one rank freezes a replica, where a block ends with an exception on one, which a state mends, of one
-    rank's loss that uses a replica beside its lookups and of one without; and whether a replica stays as it is that
-    both freeze."""
+    rank's loss that uses a replica beside its lookups, also in a block, and of one without; and whether a replica stays
+    as it is that both freeze."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     ebc = model.module.ebc
     state = {n: t.clone() for n, t in ebc.state_dict().items()}
@@ -95,13 +96,17 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
         loss = model(batch(case, 0, [rank])).sum()
         (loss + ebc.embedding_bags["t0"].weight.sum() if rank == 1 else loss).backward()
 
+    def beside_in_block() -> None:
+        with ebc.accumulate():
+            beside()
+
     def alone() -> None:
         ebc.embedding_bags["t0"].weight.sum().backward()
 
     errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
     ebc.load_state_dict(state)
     errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
-    return [*errors, raised(beside), raised(alone)], frozen
+    return [*errors, raised(beside), raised(beside_in_block), raised(alone)], frozen
 
 
 class Unreadable:
@@ -119,7 +124,7 @@ def unreadable(case: Case) -> str:
 
 
 def settings(case: Case) -> tuple[list[str], float, str, float]:
-    """Refused settings of a sharded collection, the last in a block; the rate after an update() of TorchRec's group.
+    """Refused settings of a sharded collection, one in a block; the rate after an update() of TorchRec's group.
 
     Then the shards' rule for ids out of range, where the collection checked none and is to ignore them, and their sum.
     """
@@ -135,6 +140,9 @@ def settings(case: Case) -> tuple[list[str], float, str, float]:
             train(replace(case, steps=1), model, [dist.get_rank()])
 
     errors.append(raised(freezes_in_block))
+    errors.append(raised(lambda: setattr(ebc, "embedding_bags", nn.ModuleDict())))
+    ebc.bounds_check = "none" if dist.get_rank() else "error"
+    errors.append(raised(lambda: train(replace(case, steps=1), model, [dist.get_rank()])))
     group.update(lr=0.75)
     ebc.bounds_check = "ignore"
     ids = torch.full((len(KEYS),), 10**6)
@@ -170,13 +178,18 @@ def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
     return norm.item(), sum(g.square().sum() for g in left).sqrt().item()
 
 
-def shared_weight(case: Case) -> str:
-    """The error of an output layer that has the weight of a table that was sharded."""
-    ebc = collection(case)
+def shared_weight(case: Case) -> list[str]:
+    """Errors of an output layer that has the weight of a table that was sharded: with lookups on rank 1, and alone."""
+    ebc, rank = collection(case), dist.get_rank()
     layer = nn.Linear(16, 100, bias=False)
     layer.weight = ebc.embedding_bags["t0"].weight
-    model = sharded(case, ebc)
-    return raised(lambda: layer(model(batch(case, 0, [dist.get_rank()]))[:, :16]).sum().backward())
+    model, errors = sharded(case, ebc), []
+    for block in (contextlib.nullcontext, model.module.ebc.accumulate if ebc.optimizer else contextlib.nullcontext):
+        with block():
+            out = model(batch(case, 0, [rank]))
+            loss = out.sum() + layer(out[:, :16]).sum() if rank else out.sum()
+            errors.append(raised(loss.backward))
+    return [*errors, raised(layer(torch.ones(1, 16)).sum().backward)]
 
 
 def evaluating(case: Case) -> dict[str, Any]:

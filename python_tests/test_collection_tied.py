@@ -74,6 +74,8 @@ def test_replaced_modules(kind) -> None:
     tables, other = getattr(collection, name), nn.EmbeddingBag(10, 4)
     changes: list[Callable[[], object]] = [
         lambda: setattr(collection, name, nn.ModuleDict({"a": other})),
+        lambda: collection.add_module(name, nn.ModuleDict({"a": other})),
+        lambda: collection.register_module(name, nn.ModuleDict({"a": other})),
         lambda: setattr(tables, "a", other),
         lambda: tables.register_module("a", other),
     ]

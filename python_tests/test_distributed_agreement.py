@@ -76,9 +76,10 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
     assert kept
     assert others
     assert (first[1], second[1]) == ("none", "KeyError: 'mine'")
-    for flags, _, after, loaded, beside, alone in (first, second):
+    for flags, _, after, loaded, beside, in_block, alone in (first, second):
         used = "the weight of a table of which every rank has a replica is used beside lookups"
         assert beside.startswith(f"RuntimeError: on rank 1, {used}")
+        assert in_block == beside
         assert alone.startswith(f"RuntimeError: {used}")
         assert flags.startswith("RuntimeError: ranks must run the backwards")
         assert "requires_grad of replicas differ" in flags
@@ -96,18 +97,26 @@ def test_data_that_one_rank_cannot_begin_to_read() -> None:
 
 def test_settings_of_sharded_collections() -> None:
     """An unknown bounds_check and options that fused optimizers lack are refused; what is set reaches the shards."""
-    for (bounds, decay, frozen), rate, rule, total in pool(2).run(HERE, "settings", Case(optimizer="sgd")):
+    for (bounds, decay, frozen, replaced, unlike), rate, rule, total in pool(2).run(
+        HERE, "settings", Case(optimizer="sgd")
+    ):
         assert bounds == "ValueError: bounds_check must be 'error', 'ignore' or 'none', got 'warn'"
         assert decay.startswith("ValueError: weight_decay = 0.5 must be 0.0")
         assert frozen.startswith("RuntimeError: on rank 0, requires_grad of tables was changed inside accumulate()")
+        assert replaced.startswith("RuntimeError: embedding_bags of ShardedEmbeddingBagCollection cannot be another")
+        assert unlike.startswith(
+            "ValueError: bounds_check must be the same on all ranks: rank 0 has 'error', and rank 1 h"
+        )
         assert (rate, rule, total) == (0.75, "ignore", 0.0)
 
 
 @pytest.mark.parametrize("optimizer", ["torch", *full("sgd")])
 def test_weights_that_other_layers_share(optimizer: str) -> None:
-    """An output layer that shares the weight of a whole table would train apart from the shards."""
-    for error in pool(2).run(HERE, "shared_weight", Case(optimizer=optimizer)):
-        assert error.startswith("RuntimeError: table 't0' was sharded, and the weight of the whole one")
+    """An output layer that shares the weight of a whole table would train apart; a rank that has one tells all."""
+    for *told, alone in pool(2).run(HERE, "shared_weight", Case(optimizer=optimizer)):
+        assert alone.startswith("RuntimeError: the weight of a whole table, which was sharded, is used beside lookups")
+        for error in told:
+            assert error.startswith("RuntimeError: on rank 1, the weight of a whole table, which was sharded, is used")
 
 
 @pytest.mark.parametrize("plan", ["row_wise", *full("data_parallel")])

@@ -115,6 +115,7 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 #: Numbers that a rank tells of its batch: see ``facts_of``.
 FACTS = 5
 _WANTS, _TRAINS = 1, 2
+_RULES = ("error", "ignore", "none")  # of bounds_check, whose number is in the bits above those two
 
 
 class Agreed(NamedTuple):
@@ -135,23 +136,35 @@ class Agreed(NamedTuple):
 
     @classmethod
     def of(cls, told: list[list[int]]) -> Agreed | None:
-        """The batch by the ``facts_of`` all ranks; None: a rank's was refused."""
+        """The batch by the ``facts_of`` all ranks; None: a rank's was refused.
+
+        Raises:
+            ValueError: on all ranks, if a rank has another ``bounds_check`` than the first.
+        """
         sizes, weighted, modes, own_sizes, failed = zip(*told, strict=True)
         if any(failed):
             return None
+        rules = [_RULES[mode // (2 * _TRAINS)] for mode in modes]
+        if other := next((rank for rank, rule in enumerate(rules) if rule != rules[0]), 0):
+            raise ValueError(
+                f"bounds_check must be the same on all ranks: rank 0 has {rules[0]!r}, and rank {other} has "
+                f"{rules[other]!r}; nothing was looked up"
+            )
         wants, trains = [bool(mode & _WANTS) for mode in modes], any(mode & _TRAINS for mode in modes)
         return cls(list(sizes), any(weighted), wants, any(own_sizes), trains)
 
 
-def facts_of(given: CheckedBatch, error: Exception | None, *, training: bool) -> list[int]:
+def facts_of(given: CheckedBatch, error: Exception | None, *, training: bool, bounds_check: str) -> list[int]:
     """[FACTS] numbers that a rank tells all others of its batch.
 
     Args:
         given: the batch. error: what refused it, or None. training: whether the collection is in training mode.
+        bounds_check: the rank's, as ids that one rank lets pass are looked up by others.
     """
     bags = given.bags
     wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
     mode = _WANTS * wants + _TRAINS * (training and torch.is_grad_enabled())
+    mode += 2 * _TRAINS * _RULES.index(bounds_check)
     told = given.samples, bags.weights is not None, mode, bags.strides is not None, error is not None
     return list(map(int, told))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -15,17 +16,22 @@ from rec_kernels.distributed.wire import Draw, Wire, as_travelled
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, Pending
+from rec_kernels.nn.training.tied_weights import runs
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
-#: Says why no rank may update where one has used a replica beside its lookups.
-REPLICA_USED = (
+# These say why a weight may have no gradient but that of fused lookups.
+_REPLICA_USED = (
     "the weight of a table of which every rank has a replica is used beside lookups: each rank would train its own by "
     "its own loss; shard the table in another way"
+)
+_WHOLE_USED = (
+    "the weight of a whole table, which was sharded, is used beside lookups, as by an output layer that shares it: its "
+    "gradient trains no shard; give what uses it a weight of its own"
 )
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
 FACTS = 5
 # Other messages, of integers, have less than 1 in their place, read as floats.
-_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN, _REPLICA = range(1, 10)
+_NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN, _REPLICA, _WHOLE = range(1, 11)
 _WHEN = {
     _NOW: "at once",
     _TOGETHER: "together with others of the same backward",
@@ -50,7 +56,8 @@ _REFUSED = {
         "on rank {}, requires_grad of tables was changed inside accumulate(), whose one update has one set of tables: "
         "call it before or after the block"
     ),
-    _REPLICA: f"on rank {{}}, {REPLICA_USED}",
+    _REPLICA: f"on rank {{}}, {_REPLICA_USED}",
+    _WHOLE: f"on rank {{}}, {_WHOLE_USED}",
 }
 
 
@@ -87,7 +94,11 @@ class Backwards:
         self, shards: TableCollection, wire: Wire, *, trained_by_torch: bool, replicas: Sequence[str] = ()
     ) -> None:
         self._shards, self._trained_by_torch, self._number = shards, trained_by_torch, 0
-        self._replicas = replicas
+        self._replicas, self._whole = replicas, list[weakref.ref[Tensor]]()
+        self._open: set[weakref.ref] = set()  # autograd nodes of lookups whose graphs are there
+        if shards._update is not None:
+            for name in replicas:
+                self._refuse(shards._held[name].weight, _REPLICA_USED)
         self._draws, self._format = wire.rounding == "stochastic", wire.backward
         self._version, self._first = -1, 0  # of the tables' step, and the first lookup since
         #: Features of the whole collection that are frozen by ``freeze()``.
@@ -96,6 +107,41 @@ class Backwards:
         self.trains = True
         #: The number of ``accumulate()`` blocks that no exception has ended.
         self.blocks = 0
+
+    def refuse_whole(self, weights: Sequence[Tensor]) -> None:
+        """Has a backward raise RuntimeError that gives a gradient to a table of a whole collection, now sharded."""
+        for weight in weights:
+            if weight.requires_grad:
+                self._refuse(weight, _WHOLE_USED)
+                self._whole.append(weakref.ref(weight))
+
+    def _refuse(self, weight: Tensor, text: str) -> None:
+        """Has a backward raise RuntimeError with a text where a weight gets a gradient that is not of fused lookups.
+
+        Where a lookup's backward is part of it, that one raises, as it tells all ranks, which wait for it.
+        """
+        told = weakref.WeakMethod(self._runs_lookups)
+
+        def refuse(_: Tensor) -> None:
+            is_told = told()
+            if is_told is None or not is_told():
+                raise RuntimeError(text)
+
+        if weight.is_floating_point():
+            wanted = weight.requires_grad
+            weight.requires_grad = True  # torch registers a hook of no other tensor, and keeps it
+            weight.register_post_accumulate_grad_hook(refuse)
+            weight.requires_grad = wanted
+
+    def _runs_lookups(self) -> bool:
+        """True in a backward that also runs that of a lookup, or has run it."""
+        return any(runs(node) for opened in list(self._open) if (node := opened()) is not None)
+
+    def _uses_whole(self) -> bool:
+        """In a lookup's backward: whether it also gives a gradient to a whole table, which somebody has kept."""
+        weights = [weight for kept in self._whole if (weight := kept()) is not None and weight.requires_grad]
+        with torch.inference_mode(False), torch.enable_grad():
+            return any(runs(torch.autograd.graph.get_gradient_edge(weight).node) for weight in weights)
 
     def begin(self, *, needs_rows: bool = False) -> Begun:
         """Takes note of a lookup, before its output is there.
@@ -138,6 +184,8 @@ class Backwards:
 
     def watch(self, begun: Begun, output: Tensor) -> None:
         """Takes note of its output, by whose autograd node torch knows which lookups a backward has."""
+        if output.grad_fn is not None:
+            self._open.add(weakref.ref(output.grad_fn, self._open.discard))
         if begun.pending is None and self._shards._update is not None:
             self._shards._update.dense.opened(output)
 
@@ -167,6 +215,8 @@ class Backwards:
                 when = _TOGETHER if update.dense.joins(waits_for_frozen=False) else _NOW
         if begun.rows is not None and begun.rows != self._versions():
             when = _CHANGED
+        if self._uses_whole():
+            when = _WHOLE
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
         replicas = [p for name in self._replicas for p in self._shards._held[name]._parameters.values()]
         flags = [self.blocks, self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]

@@ -31,7 +31,8 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
     ) -> None:
         super().__init__()
         self._module, self._ctx, self._given, self._error = module, ctx, given, error
-        entries, facts = module.routes.entries, facts_of(given, error, training=module.training)
+        entries = module.routes.entries
+        facts = facts_of(given, error, training=module.training, bounds_check=module.bounds_check)
         with torch.no_grad():
             self._sorted = None if error else module._sorted(ctx, given)
         told, at = [], 0
@@ -52,7 +53,8 @@ class IdSplits(Awaitable[KJTAllToAllTensorsAwaitable]):
         """Waits for what all ranks tell, of which the batch's context takes note.
 
         Raises:
-            The error that refused the batch; RuntimeError: another rank's was refused, with its message.
+            The error that refused the batch; RuntimeError: another rank's was refused, with its message. ValueError:
+            ranks have other rules for ids out of range.
         """
         if self._agreed is None:
             module, ctx = self._module, self._ctx

@@ -7,14 +7,12 @@ import dataclasses
 import functools
 import hashlib
 import os
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rec_kernels.distributed.backwards import REPLICA_USED
 from rec_kernels.distributed.optimizer_face import ShardedRates
 from rec_kernels.distributed.parts import PartMap
 from rec_kernels.distributed.plan import Shard
@@ -186,36 +184,8 @@ def make_collection(
     for piece in pieces:
         weight = module._held[module._features.stored[piece.stored].name].weight
         block = made._held[piece.name].weight
-        if piece.shard.replica and made._update is not None:
-            _refuse_gradients(block, REPLICA_USED, weakref.WeakMethod(made._update.dense.runs_lookups))
         block.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
-
-
-def refuse_whole(module: TableCollection) -> None:
-    """Has a backward raise RuntimeError that gives a gradient to a table of a whole collection, which was sharded."""
-    for name, table in module._held.items():
-        _refuse_gradients(
-            table.weight,
-            f"table {name!r} was sharded, and the weight of the whole one, which trains no shard, has a gradient: what "
-            "uses it beside lookups, as an output layer that shares it, needs a weight of its own",
-        )
-
-
-def _refuse_gradients(weight: Tensor, text: str, told: weakref.WeakMethod | None = None) -> None:
-    """Has a backward raise RuntimeError with a text where a weight gets a gradient that is not of fused lookups.
-
-    Args:
-        told: whether it is told to all ranks in a lookup of this backward, for which the others wait.
-    """
-
-    def refuse(_: Tensor) -> None:
-        is_told = None if told is None else told()
-        if is_told is None or not is_told():
-            raise RuntimeError(text)
-
-    if weight.requires_grad:
-        weight.register_post_accumulate_grad_hook(refuse)
 
 
 def _cache(

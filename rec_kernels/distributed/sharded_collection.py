@@ -20,7 +20,7 @@ from rec_kernels.distributed import agreement, batches, reports, shard_files
 from rec_kernels.distributed.backwards import Backwards
 from rec_kernels.distributed.compositions import Composition
 from rec_kernels.distributed.id_splits import IdSplits
-from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of, refuse_whole
+from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.messages import Post
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.parts import PartMap
@@ -35,7 +35,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe, shown
 from rec_kernels.nn.tables.load_state import refuse_names
-from rec_kernels.nn.tables.parameters import RequiresGrad
+from rec_kernels.nn.tables.parameters import RequiresGrad, refuse_replacing
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import rate_groups
 
@@ -56,6 +56,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
     """
 
+    _holder = "embedding_bags"
     _is_strict = True  # whether a state is to have all names
     _are_alike = True  # whether ranks have the same numbers in what each of them has, as they do but at the beginning
 
@@ -114,7 +115,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             self._are_alike = True
             state = collection.state_dict()
             agreement.broadcast([state[name] for name in self._state.replicated_names(state)], group)
-            refuse_whole(module)
+            self.backwards.refuse_whole(module._held.weights())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replacing(self, name, value, self._holder)
+        super().__setattr__(name, value)
 
     def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""

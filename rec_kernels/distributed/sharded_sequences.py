@@ -46,6 +46,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         ValueError: ranks have other tables, plans, optimizers or options than the first.
     """
 
+    _holder = "embeddings"
+
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
         """The type of the module that it takes the place of."""

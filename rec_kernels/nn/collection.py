@@ -94,9 +94,8 @@ class TableCollection(nn.Module):
         self.row_cache = self._store.cache
         try:
             places = None if self.row_cache is None else self.row_cache.places()
-            self._layout = LayoutBuffers(
-                self._features, places, bounds_check=bounds_check, seed=self.seed, device=device
-            )
+            layout = {"bounds_check": bounds_check, "seed": self.seed, "device": device}
+            self._layout = LayoutBuffers(self._features, places, **layout)
             self._make_tables(device)
         except BaseException:
             self.close()  # the exception's traceback keeps the collection alive, which would keep a file locked
@@ -109,7 +108,7 @@ class TableCollection(nn.Module):
         self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
         numbers = self._store.numbers()
         held = Tables(features, self._weights, in_file=bool(numbers), trains=self._is_trained, device=device)
-        self.add_module(self._holder, held)
+        self._modules[self._holder] = held
         for name, (tensor, persistent) in optimizer_buffers(features, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
@@ -139,6 +138,11 @@ class TableCollection(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, self._holder, name, value)
         super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
+        refuse_replacing(self, name, module, self._holder)
+        super().add_module(name, module)
 
     @property
     def _held(self) -> Tables:
@@ -401,10 +405,8 @@ class TableCollection(nn.Module):
         dense = self._update.dense.take()
         if not lookups and not dense:
             return
-        if not dense and (scaling is not None or are_alike(lookups)):
-            lookup = join(lookups, len(self.feature_names))
-        else:
-            lookup = join_dense(lookups, dense, self._features)
+        joins = not dense and (scaling is not None or are_alike(lookups))
+        lookup = join(lookups, len(self.feature_names)) if joins else join_dense(lookups, dense, self._features)
         scaling = self._update.scaling() if scaling is None else scaling
         self._apply_update(lookup, list(dense), self._update.found_by(scaling, lookup))
         self._store.updated()

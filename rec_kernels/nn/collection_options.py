@@ -41,8 +41,7 @@ def refuse_setting(collection: nn.Module, holder: str, name: str, value: object)
     """
     if name in _WAYS and name in collection.__dict__.get("_buffers", ()):
         raise AttributeError(f"{name} cannot be set to {value!r}: {_WAYS[name]}")
-    if name == holder and name in collection._modules:
-        refuse_replacing(collection, name, value)
+    refuse_replacing(collection, name, value, holder)
 
 
 def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:

@@ -41,9 +41,14 @@ class RequiresGrad:
             after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
 
 
-def refuse_replacing(module: nn.Module, name: str, other: object) -> None:
-    """Raises RuntimeError if another module takes the place of one that holds tables. Replicas of DataParallel pass."""
-    if "_is_replica" not in module.__dict__ and other is not module._modules.get(name):
+def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | None = None) -> None:
+    """Raises RuntimeError: no other module takes the place of one that holds tables. Replicas of DataParallel pass.
+
+    Args:
+        module: in which it would. name: of the place. other: what would be there. holder: the only place that is
+            refused; None: each is.
+    """
+    if holder in (None, name) and "_is_replica" not in module.__dict__ and other is not module._modules.get(name):
         raise RuntimeError(
             f"{name} of {type(module).__name__} cannot be another module: lookups read the memory that the "
             "collection's tables were made with. Make a new collection, or write the weights in place, with "

@@ -160,7 +160,7 @@ class DenseGradients:
         if names and self._accumulators is None:
             self._find_nodes()
         nodes: Any = self._accumulators
-        return any(name in nodes and _runs(nodes[name]) for name in names)
+        return any(name in nodes and runs(nodes[name]) for name in names)
 
     def _warn_of_others(self) -> None:
         """UserWarning: torch was told to run an optimizer in the backward for the tables, which never does."""
@@ -192,10 +192,6 @@ class DenseGradients:
     def _lookup_nodes(self) -> list[Any]:
         """The autograd nodes of lookups whose graphs are there."""
         return [node for open_ in list(self._open) if (node := open_()) is not None]
-
-    def runs_lookups(self) -> bool:
-        """True in a backward that also runs that of a lookup, or has run it."""
-        return any(map(_runs, self._lookup_nodes()))
 
     def _is_apart(self) -> bool:
         """True in the backward of a reentrant checkpoint if lookups outside of it may be part of the outer backward."""
@@ -287,7 +283,7 @@ class DenseGradients:
         return {i: found[i] for i in sorted(found)}
 
 
-def _runs(node: Any) -> bool:
+def runs(node: Any) -> bool:
     """True in a backward that runs a node, or has run it."""
     try:
         return _will_run(node)
