@@ -136,11 +136,10 @@ def test_from_parts() -> None:
     assert parts().dedup_factor("c") == 7 / 3
     assert parts().dedup_factor("b") == 1
     one = rk.KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))  # one batch size for all
-    assert rk.InverseKeyedJaggedTensor(one, [["a"]], torch.tensor([[1, 0, 1]])).to_kjt().values().tolist() == [
-        *[1, 2],
-        0,
-        *[1, 2],
-    ]
+    shared = rk.InverseKeyedJaggedTensor(one, [["a"]], torch.tensor([[1, 0, 1]]))
+    assert shared.to_kjt().values().tolist() == [*[1, 2], 0, *[1, 2]]
+    tables = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(3, 4, name="t", feature_names=["a"])])
+    assert torch.equal(tables(shared).values(), tables(shared.to_kjt()).values())
 
 
 def _kjt(keys: list[str], strides: list[int], **options) -> rk.KeyedJaggedTensor:

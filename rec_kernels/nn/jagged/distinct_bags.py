@@ -46,11 +46,13 @@ def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[Sel
     if used <= {None}:
         return select_keys(features.rest() if used else features.bags(), keys), None
     bags = features.bags()
-    if bags.keys() == keys:
-        given = select_keys(bags, keys)
-    elif len(used) == 1:
-        unique = features.unique(groups[0])
-        given = select_keys(unique, keys)._replace(strides=[unique.stride()] * len(keys))
-    else:
-        given = select_keys(bags, keys, features.known_offset_per_key())
+    known = None
+    if bags.keys() != keys:
+        if len(used) == 1:
+            bags = features.unique(groups[0])
+        else:
+            known = features.known_offset_per_key()
+    given = select_keys(bags, keys, known)
+    if given.strides is None:  # all have as many
+        given = given._replace(strides=[bags.stride()] * len(keys))
     return given, SharedBags.of_named(features.inverse_of_groups(), groups, given.strides, keys)
