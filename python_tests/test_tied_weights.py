@@ -399,7 +399,7 @@ def test_part_of_a_compressed_table() -> None:
 
 
 def test_shared_bags() -> None:
-    """Distinct bags that samples share: a bag gets what its samples get."""
+    """Distinct bags that samples share: a bag gets what its samples get, in several lookups of a backward, too."""
     found, expected = make(rk.SGD(lr=0.1)), make(rk.SGD(lr=0.1))
     values, lengths = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([1, 1, 2, 1, 1])
     inverse = (["a", "b", "c"], torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]))
@@ -413,6 +413,7 @@ def test_shared_bags() -> None:
     )
     for one, features in ((found, few), (expected, full)):
         loss_of(one(features).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+        (one(features).values().square().sum() + one(features).values().sum()).backward()
     for table in ("item", "other"):
         rows = [one.embedding_bags[table].weight.detach() for one in (found, expected)]
         torch.testing.assert_close(*rows)

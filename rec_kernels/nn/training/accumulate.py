@@ -192,7 +192,9 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
         grad = torch.cat([lookup.grad for lookup in lookups])
     if lookups[0].bag_starts is not None:
         starts = torch.stack([lookup.bag_starts for lookup in lookups]).sum(0)
-    shared = None if lookups[0].shared is None else join_shared([lookup.shared for lookup in lookups])
+    shared = None
+    if lookups[0].shared is not None:
+        shared = join_shared([lookup.shared._replace(sizes=own) for lookup, own in zip(lookups, sizes, strict=True)])
     return Lookup(grad, values, offsets, weights, status, starts, shared, found_inf)
 
 
