@@ -73,8 +73,8 @@ def raised(call: Callable[[], Any]) -> str:
 
 def replicas_apart(case: Case) -> tuple[list[str], bool]:
     """Errors where one rank freezes a replica, where a block ends with an exception on one, which a state mends, of one
-    rank's loss that uses a replica beside its lookups, also in a block, and of one without; and whether a replica stays
-    as it is that both freeze."""
+    rank's loss that uses a replica beside its lookups, also in a block, and of one without, and after a backward that
+    fails on one; and whether a replica stays as it is that both freeze."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     ebc = model.module.ebc
     state = {n: t.clone() for n, t in ebc.state_dict().items()}
@@ -106,7 +106,29 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
     errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
     ebc.load_state_dict(state)
     errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
-    return [*errors, raised(beside), raised(beside_in_block), raised(alone)], frozen
+
+    def failing() -> None:
+        output, layer = ebc(batch(case, 0, [rank])), torch.ones(1, requires_grad=True)
+        other = Failing.apply(layer) if rank == 1 else 2 * layer
+        (output.values().sum() + other).sum().backward()  # fails when gradients are sent and not received
+
+    errors += [raised(beside), raised(beside_in_block), raised(alone), raised(failing)]
+    errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
+    return errors, frozen
+
+
+class Failing(torch.autograd.Function):
+    """A layer whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """A copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Raises MemoryError."""
+        raise MemoryError("mine")
 
 
 class Unreadable:

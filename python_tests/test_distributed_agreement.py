@@ -76,14 +76,16 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
     assert kept
     assert others
     assert (first[1], second[1]) == ("none", "KeyError: 'mine'")
-    for flags, _, after, loaded, beside, in_block, alone in (first, second):
+    assert (first[-2], second[-2]) == ("none", "MemoryError: mine")
+    for flags, _, after, loaded, beside, in_block, alone, _, after_failing in (first, second):
         used = "the weight of a table of which every rank has a replica is used beside lookups"
         assert beside.startswith(f"RuntimeError: on rank 1, {used}")
         assert in_block == beside
         assert alone.startswith(f"RuntimeError: {used}")
         assert flags.startswith("RuntimeError: ranks must run the backwards")
         assert "requires_grad of replicas differ" in flags
-        assert "an exception has ended an accumulate() block of one of them" in after
+        for told in (after, after_failing):
+            assert "have made other numbers of updates, as an exception has ended a backward, or an accu" in told
         assert loaded == "none"
 
 

@@ -29,7 +29,7 @@ _WHOLE_USED = (
     "gradient trains no shard; give what uses it a weight of its own"
 )
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
-FACTS = 5
+FACTS = 6
 # Other messages, of integers, have less than 1 in their place, read as floats.
 _NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN, _REPLICA, _WHOLE = range(1, 11)
 _WHEN = {
@@ -105,8 +105,8 @@ class Backwards:
         self.frozen: set[str] = set()
         #: False: no table is trained, as ``requires_grad_(False)`` says.
         self.trains = True
-        #: The number of ``accumulate()`` blocks that no exception has ended.
-        self.blocks = 0
+        #: Where torch's optimizers train: how many backwards no exception has ended, since ranks were made alike.
+        self.taken = 0
 
     def refuse_whole(self, weights: Sequence[Tensor]) -> None:
         """Has a backward raise RuntimeError that gives a gradient to a table of a whole collection, now sharded."""
@@ -190,10 +190,10 @@ class Backwards:
             self._shards._update.dense.opened(output)
 
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
-        """[FACTS] float32: the lookup's number, when the update is to be, the scale, choices, inf after an overflow.
+        """[FACTS] float32: the lookup's number, when the update is to be, the scale, choices, the step, an overflow.
 
-        Choices are learning rates, what is frozen, and how many blocks have ended well: others would hardly have the
-        same number below 2^24.
+        Choices are learning rates and what is frozen: others would hardly have the same number below 2^24. Steps differ
+        where an exception has ended a backward, or an ``accumulate()`` block, of some ranks. An overflow is inf.
 
         Args:
             grad: of this rank's samples, float32, as it is sent.
@@ -219,12 +219,14 @@ class Backwards:
             when = _WHOLE
         rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
         replicas = [p for name in self._replicas for p in self._shards._held[name]._parameters.values()]
-        flags = [self.blocks, self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]
+        flags = [self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]
         choices = zlib.crc32(str([*flags, *sorted(self.frozen)]).encode(), zlib.crc32(array("f", rates)))
-        told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), 0]
+        told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), self.taken % (1 << 24), 0]
         facts = torch.tensor(told, dtype=torch.float32).to(grad.device)
-        if update is not None and (scaling := update.scaling()):
-            facts[2], facts[4] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
+        if update is not None:
+            facts[4] = self._shards.step % (1 << 24)
+            if scaling := update.scaling():
+                facts[2], facts[5] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
         return facts
 
     def take(self, begun: Begun, lookup: Lookup, facts: Tensor) -> None:
@@ -236,10 +238,11 @@ class Backwards:
         update = self._shards._update
         if update is None:
             begun.arrived.append(lookup)
+            self.taken += 1
             return
         scaling = update.scaling()
         if scaling:
-            lookup = lookup._replace(found_inf=facts[:, 4].amax())
+            lookup = lookup._replace(found_inf=facts[:, 5].amax())
         if begun.pending is not None:
             begun.pending.add(lookup)
         elif update.dense.is_waiting():
@@ -254,7 +257,7 @@ class Backwards:
 
         On a GPU the process ends with the message instead: the host would have to wait for each backward.
         """
-        told, text = facts[:, :4], ""
+        told, text = facts[:, :5], ""
         alike = (
             "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
             "calls and accumulate() blocks, and with the same loss scale, learning rates, frozen features and replicas"
@@ -284,7 +287,12 @@ class Backwards:
             if by_rank[0][3] != by_rank[other][3]:
                 text += (
                     ", whose learning rates, frozen features or requires_grad of replicas differ: set them on every "
-                    "rank; or an exception has ended an accumulate() block of one of them: load a checkpoint on all"
+                    "rank"
+                )
+            if by_rank[0][4] != by_rank[other][4]:
+                text += (
+                    ", which have made other numbers of updates, as an exception has ended a backward, or an "
+                    "accumulate() block, of one of them: load a checkpoint on all"
                 )
         if text:
             raise RuntimeError(f"{text}; no rank has updated its tables")

@@ -340,7 +340,6 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
         with self.shards.accumulate():
             yield
-        self.backwards.blocks += 1
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Tells it that losses are scaled, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank alike.
@@ -527,7 +526,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._agreed(lambda: shard_files.write_rows(self.shards, local))
         self.shards.load_state_dict(local, strict=False)
         if not missing:
-            self.backwards.blocks = 0  # ranks are alike again
+            self.backwards.taken = 0  # ranks are alike again
 
 
 def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
