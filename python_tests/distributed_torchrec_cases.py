@@ -28,18 +28,27 @@ from distributed_cases import (
     train,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import rec_kernels as rk
 
 
 def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Trains, saves, loads into a model of another plan, which had rows of its own: the blocks of both."""
+    """Trains, saves while it trains on, loads into a model of another plan, which had rows of its own.
+
+    Returns:
+        The blocks of the model when it was saved, and those of the other.
+    """
     model = sharded(case, collection(case))
     train(case, model, [dist.get_rank()])
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    saved, state = blocks(model.module.ebc.state_dict()), {"model": model.state_dict()}
+    apart = {"async_stager": BlockingAsyncStager(), "process_group": dist.new_group(backend="gloo")}
+    under_way = dcp.async_save(state, checkpoint_id=folder, **apart)
+    train(case, model, [dist.get_rank()])
+    under_way.result()
     loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
     restore(loaded, folder)
-    return blocks(model.module.ebc.state_dict()), blocks(loaded.module.ebc.state_dict())
+    return saved, blocks(loaded.module.ebc.state_dict())
 
 
 def load(case: Case, folder: str) -> tuple[list[Tensor], dict[str, Any]]:
