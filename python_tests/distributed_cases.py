@@ -196,9 +196,18 @@ def plan_of(case: Any, world: int, dims: tuple[int, ...] = (DIM,) * 3) -> dict[s
 
 
 def sharded(
-    case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = Model, *, replicates: bool = True
+    case: Case,
+    ebc: rk.EmbeddingBagCollection,
+    kind: type[nn.Module] = Model,
+    *,
+    replicates: bool = True,
+    group: Any = None,
 ) -> nn.Module:
-    """A model of a kind that TorchRec has sharded, of this rank; ``replicates``: what is dense is under DDP."""
+    """A model of a kind that TorchRec has sharded, of this rank.
+
+    Args:
+        replicates: whether what is dense is under DDP. group: the ranks; None: all.
+    """
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -206,8 +215,8 @@ def sharded(
 
     return DistributedModelParallel(
         kind(ebc),
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
+        env=ShardingEnv.from_process_group(group or dist.group.WORLD),
+        plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size(group))}),
         sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient, row_wise=case.row_wise, wire=case.wire)],
         device=torch.device("cpu"),
         init_data_parallel=replicates,

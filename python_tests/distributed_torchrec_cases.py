@@ -51,6 +51,15 @@ def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], 
     return saved, blocks(loaded.module.ebc.state_dict())
 
 
+def in_a_group(case: Case) -> dict[str, Any]:
+    """The blocks of a model that this rank trains in a group of its own, where it is rank 0, and loads again."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = sharded(case, collection(case), replicates=False, group=groups[dist.get_rank()])
+    train(case, model, [0])
+    model.load_state_dict(model.state_dict())
+    return blocks(model.module.ebc.state_dict())
+
+
 def load(case: Case, folder: str) -> tuple[list[Tensor], dict[str, Any]]:
     """Loads a checkpoint of one process, and trains: outputs and blocks."""
     model = sharded(case, collection(case, device="meta"))

@@ -43,6 +43,13 @@ def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None
     assert all(torch.equal(t, whole[name]) for name, t in alone.state_dict().items())
 
 
+def test_groups_that_lack_the_first_rank() -> None:
+    """Plans count the ranks of a group, and states those of all: one process in a group of its own is one process."""
+    case = Case(sizes=(8,))
+    for found in pool(2).run(HERE, "in_a_group", case):
+        assert differences(one_process(case)[1], [found]) == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["mixed", "grid_shard"])
 def test_checkpoints_of_other_numbers_of_ranks(tmp_path: Path, plan: str) -> None:

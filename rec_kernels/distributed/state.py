@@ -105,7 +105,8 @@ class ShardedState:
     def _metadata(self, piece: Piece, shape: list[int]) -> ShardMetadata:
         place = self._place(piece, shape)
         offsets, sizes = [part.start for part in place], [part.stop - part.start for part in place]
-        return ShardMetadata(offsets, sizes, f"rank:{piece.shard.rank}/{self._device}")
+        rank = dist.get_global_rank(self._group, piece.shard.rank)  # ranks of the group are others than all there are
+        return ShardMetadata(offsets, sizes, f"rank:{rank}/{self._device}")
 
     def _place(self, piece: Piece, shape: list[int]) -> list[slice]:
         """A piece's rows of a whole tensor and, if it has any, columns; all of a matrix that is no rows."""
