@@ -141,7 +141,7 @@ class TableCollection(nn.Module):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
-        refuse_replacing(self, name, module, self._holder)
+        refuse_setting(self, self._holder, name, module)
         super().add_module(name, module)
 
     @property
