@@ -236,6 +236,31 @@ def test_updates_share_a_multiprocessor(usage) -> None:
     assert checked == set(UPDATES)
 
 
+# Kernels whose groups of lanes go in step (Pace of csrc/core/cuda/group.cuh).
+IN_STEP = (
+    "pool_kernel",
+    "pool_short_kernel",
+    "pool_cached_kernel",
+    "finish_kernel",
+    "sum_chunks_kernel",
+    "sum_chunk_sums_kernel",
+    "quantize_kernel",
+    "row_dot_kernel",
+)
+
+
+@pytest.mark.full
+def test_groups_in_step_know_who_is_there(functions) -> None:
+    """Their lanes exchange numbers without finding out which of them have come together."""
+    seen = set()
+    for symbol, code in functions:
+        name = (machine_code.kernel_name(symbol) or "").partition("<")[0]
+        if name in IN_STEP:
+            seen.add(name)
+            assert "MATCH." not in code, symbol
+    assert seen == set(IN_STEP)
+
+
 # Updates of a row that was read once: the most instructions from the start to its second gradient and from there to the
 # end, and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for
 # every element, eight of 16 columns.

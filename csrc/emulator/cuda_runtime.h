@@ -87,6 +87,13 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return out;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  const uint64_t* values = rec_kernels::emulator::meet_lanes("__reduce_max_sync", mask, value);
+  uint64_t most = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1 && values[lane] > most) most = values[lane];
+  return static_cast<unsigned>(most);
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::meet_lanes("__syncwarp", mask, 0); }
 inline void __syncthreads() { rec_kernels::emulator::meet_block(); }
 

@@ -12,32 +12,37 @@ inline namespace RK_ISA {
 constexpr int kThreads = 256, kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+// How the groups of a warp go on: each at its own pace or, in step, all together, where those that have nothing to say
+// make every exchange, too. The compiler knows the lanes of an exchange then; else the GPU finds out, at each of them,
+// which lanes have come together.
+enum class Pace { kOwn, kInStep };
+
 // A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of
 // every block of 4G columns.
 template <int G>
 struct Group {
   int lane;       // in the group
-  unsigned mask;  // of its lanes in the warp
+  unsigned mask;  // of the lanes in the warp that make an exchange: its own, or, in step, all
+  bool in_step;   // with other groups
 
-  __device__ __forceinline__ Group() {
-    const int in_warp = threadIdx.x % kWarpSize;
-    lane = in_warp % G;
-    mask = (G == kWarpSize ? kFullWarp : (1u << G % kWarpSize) - 1) << (in_warp - lane);
+  __device__ __forceinline__ explicit Group(Pace pace = Pace::kOwn)
+      : lane(threadIdx.x % kWarpSize % G), in_step(pace == Pace::kInStep && G < kWarpSize) {
+    mask = in_step ? kFullWarp : lanes();
   }
   // Number of this group in its warp.
   __device__ __forceinline__ static int in_warp() { return static_cast<int>(threadIdx.x) % kWarpSize / G; }
   __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
   __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
-  // x of lane `from` of the group.
-  template <class T>
+  // x of lane `from` of the group, or of kWidth lanes around it that make the exchange.
+  template <int kWidth = G, class T>
   __device__ __forceinline__ T broadcast(T x, int from) const {
-    return __shfl_sync(mask, x, from, G);
+    return __shfl_sync(mask, x, from, kWidth);
   }
   // Broadcasts an address in global memory; the conversion tells the compiler that it is one.
-  template <class T>
+  template <int kWidth = G, class T>
   __device__ __forceinline__ T* broadcast(T* x, int from) const {
     return static_cast<T*>(
-        __cvta_global_to_generic(static_cast<size_t>(broadcast(reinterpret_cast<intptr_t>(x), from))));
+        __cvta_global_to_generic(static_cast<size_t>(broadcast<kWidth>(reinterpret_cast<intptr_t>(x), from))));
   }
   // The sum of the lanes' x, on every lane: floats by the xor butterfly G / 2, ..., 2, 1 of docs/numerics.md.
   template <class T>
@@ -46,9 +51,20 @@ struct Group {
     for (int distance = G / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(mask, x, distance, G);
     return x;
   }
-  // Bit l: what lane l of the group says.
-  __device__ __forceinline__ unsigned ballot(bool x) const {
-    return (__ballot_sync(mask, x) & mask) >> (threadIdx.x % kWarpSize - lane);
+  // A bit for each of the group's lanes in the warp.
+  __device__ __forceinline__ unsigned lanes() const {
+    return G == kWarpSize ? kFullWarp : ((1u << G % kWarpSize) - 1) << (threadIdx.x % kWarpSize - lane);
+  }
+  // Bit l: what lane l of the group says, of a bit for each lane of the warp.
+  __device__ __forceinline__ unsigned bits_of(unsigned all) const {
+    return (all & lanes()) >> (threadIdx.x % kWarpSize - lane);
+  }
+  __device__ __forceinline__ unsigned ballot(bool x) const { return bits_of(__ballot_sync(mask, x)); }
+  // True if x is: that of the group, which all of its lanes have, or, in step, that of any.
+  __device__ __forceinline__ bool any_group(bool x) const { return in_step ? __any_sync(kFullWarp, x) != 0 : x; }
+  // The group's x or, in step, the largest.
+  __device__ __forceinline__ uint32_t most_of_groups(uint32_t x) const {
+    return in_step ? __reduce_max_sync(kFullWarp, x) : x;
   }
 };
 

@@ -65,7 +65,7 @@ template <int G>
 __global__ void __launch_bounds__(kThreads)
     row_dot_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
   using Rows = RowsOfGroup<G>;
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
   for (int64_t base = Rows::first(); base < rows; base += Rows::stride()) {
     const int64_t first = base + Group<G>::in_warp();
     float s[kRows][4] = {};

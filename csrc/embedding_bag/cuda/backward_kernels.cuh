@@ -180,7 +180,8 @@ __device__ __forceinline__ float sum_row(const Target& target, int64_t D, const 
   }
 }
 
-// Sums a row's gradient and gives it to the target.
+// Sums a row's gradient and gives it to the target. Groups go in step: those without a row take part, with a part of no
+// columns, and read what row and run 0 have.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
                                            const Part& f, int64_t row, int64_t run, const Sum& sum) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     else put_row(target, f, row, run, factor, group, g, w, gradient);
   };
   if constexpr (Target::kUpdates) __syncwarp(group.mask);  // all lanes have read the state that one of them advances
-  const float scalar = target.open(f, row, run, before, square_sum / static_cast<float>(D), group.lane == 0);
+  const float scalar = target.open(f, row, run, before, square_sum / static_cast<float>(D), group.lane == 0 && D > 0);
   if constexpr (Target::kElementwise) {
     const auto state = target.state_of(part, f, row, scalar);
     // Replaces gradients by directions: for a wider row on every request, and for good on the last.
@@ -273,12 +274,13 @@ __device__ __forceinline__ uint32_t sums_left(uint32_t occurrences) {
 
 // Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
 template <int G, int kBlocks, int kRuns, class Target>
-__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group,
-                                           uint32_t first, uint32_t num_runs, RunAhead* ahead) {
+__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group, int64_t first,
+                                           uint32_t num_runs, RunAhead* ahead) {
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
-  const uint32_t run = first + group.lane / lanes.count * static_cast<uint32_t>(Group<G>::stride());
+  const int64_t here = first + group.lane / lanes.count * Group<G>::stride();
   RunAhead known{};
-  if (run >= first && run < num_runs) {  // not beyond 2^32
+  if (here < num_runs) {
+    const auto run = static_cast<uint32_t>(here);
     const uint32_t start = a.runs.starts[run], count = a.runs.starts[run + 1] - start, payload = a.runs.payloads[start];
     const int64_t row = a.runs.keys[start], part = part_of_entry(a.runs, a.bags, payload);
     if (a.finishes(run, part)) {
@@ -304,19 +306,22 @@ __global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>
     finish_kernel(SumArgs a, Target target) {
   if (a.skip.now()) return;
   constexpr int kRuns = kRunsAhead<kBlocks, G>;
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
   RunAhead* ahead = shared_memory<RunAhead>() + threadIdx.x / G * kRuns;
-  const uint32_t num_runs = *a.runs.num_runs, stride = static_cast<uint32_t>(Group<G>::stride());
-  for (int64_t first = Group<G>::first(); first < num_runs; first += int64_t{kRuns} * stride) {
+  const uint32_t num_runs = *a.runs.num_runs;
+  const int64_t stride = Group<G>::stride();
+  for (int64_t first = Group<G>::first(); first - group.in_warp() < num_runs; first += kRuns * stride) {
     __syncwarp(group.mask);  // the runs before are read
-    look_ahead<G, kBlocks, kRuns>(a, target, group, static_cast<uint32_t>(first), num_runs, ahead);
+    look_ahead<G, kBlocks, kRuns>(a, target, group, first, num_runs, ahead);
     __syncwarp(group.mask);
 #pragma unroll 1
     for (int r = 0; r < kRuns; ++r) {
       const RunAhead known = ahead[r];
-      if (known.terms.count == 0) continue;
-      const uint32_t run = static_cast<uint32_t>(first) + r * stride;
-      const Part f = a.table_of(run, known.part, known.row);
+      const bool there = known.terms.count > 0;
+      if (!group.any_group(there)) continue;
+      const uint32_t run = there ? static_cast<uint32_t>(first + r * stride) : 0;
+      Part f = a.table_of(run, known.part, known.row);
+      if (!there) f.embedding_dim = 0;
       const TermSum<G, kBlocks, kGradientsOf<kBlocks, G, Target>> sum{a, group, known.terms, f.embedding_dim};
       finish_row<G, kBlocks>(a, target, group, known.part, f, known.row, run, sum);
     }
@@ -351,15 +356,21 @@ __device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>
 template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
   if (a.skip.now()) return;
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
   const int64_t chunks = *a.runs.num_chunks;
-  for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
-    const int64_t run = a.runs.owners[chunk], part = part_of_run(a.runs, a.bags, run);
-    if (a.weights && a.parts.records[part].multiplied) continue;
-    const int64_t D = a.parts[part].embedding_dim;
-    const ChunkOfRun here(a.runs, run, chunk);
-    const Terms terms = Terms::of_entries(a, a.runs.payloads[here.first], static_cast<uint32_t>(here.first),
-                                          static_cast<uint32_t>(here.count));
+  for (int64_t chunk = Group<G>::first(); chunk - group.in_warp() < chunks; chunk += Group<G>::stride()) {
+    int64_t D = 0;
+    Terms terms{};
+    if (chunk < chunks) {
+      const int64_t run = a.runs.owners[chunk], part = part_of_run(a.runs, a.bags, run);
+      if (!(a.weights && a.parts.records[part].multiplied)) {
+        const ChunkOfRun here(a.runs, run, chunk);
+        D = a.parts[part].embedding_dim;
+        terms = Terms::of_entries(a, a.runs.payloads[here.first], static_cast<uint32_t>(here.first),
+                                  static_cast<uint32_t>(here.count));
+      }
+    }
+    if (!group.any_group(D > 0)) continue;
     // Rows of up to 16 columns, which have few bytes on their way, are asked for eight at a time.
     constexpr int kRows = G == 4 ? 2 * kInFlight : kGradientsInFlight<kBlocks>;
     write_chunk_sum<G, kBlocks>(a, group, chunk, D, TermSum<G, kBlocks, kRows>{a, group, terms, D});
@@ -371,7 +382,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
 template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
   if (a.skip.now()) return;
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
   const int mine = threadIdx.x / G, groups = blockDim.x / G;
   const uint32_t chunks = *a.runs.num_chunks;
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -385,9 +396,10 @@ __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
         const int64_t sum = done + mine, first = sum * kChunk, left = count - first;
         for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kBlocks * 4 * G) {
           Vec4 g[kBlocks];
-          if (left > 0) {
+          if (group.any_group(left > 0)) {
             const auto count = static_cast<uint32_t>(left < kChunk ? left : kChunk);
-            TermSum<G, kBlocks>{a, group, Terms::of_sums(rows + first * a.max_dim, count), D}(column, g);
+            const Terms terms = left > 0 ? Terms::of_sums(rows + first * a.max_dim, count) : Terms{};
+            TermSum<G, kBlocks>{a, group, terms, left > 0 ? D : 0}(column, g);
           }
           __syncthreads();  // the terms are read that the sums replace
           if (left > 0) store_row(rows + sum * a.max_dim, column, D, aligned, group, g);

@@ -63,15 +63,18 @@ __device__ __forceinline__ void note_bad_ids(int64_t* status, const Group<G>& gr
 }
 
 // Ids [begin, begin + G) of a bag, one to a lane: where its row is, and its factor. Of an id that does not count, the
-// row is another's, if there is one.
+// row is another's of the bag or, in step, if none of these count, one of another group's, which has `columns`.
 template <class Source, int G>
 struct IdsOfLanes {
   typename Source::Place place{};
   float factor = 1.0f;
   unsigned counting;  // a bit for each lane whose id counts
+  bool any;           // whether one counts, of those of all groups in step
+  uint32_t columns;
 
   __device__ __forceinline__ IdsOfLanes(const PoolArgs& a, const Source& source, const Part& f, const Group<G>& group,
-                                        int64_t begin, int64_t stop, bool report) {
+                                        int64_t begin, int64_t stop, bool report)
+      : columns(static_cast<uint32_t>(f.embedding_dim)) {
     const int64_t i = begin + group.lane;
     bool counts = false, bad = false;
     if (i < stop) {
@@ -81,10 +84,14 @@ struct IdsOfLanes {
       if (counts) place = source.find(id, i);
       if (counts && a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
     }
-    if (report) note_bad_ids(a.status, group, i, bad);
-    counting = group.ballot(counts);
-    if (counting == 0) return;
-    const typename Source::Place another = source.pass(group, place, lowest_bit(counting));
+    if (group.in_step || report) note_bad_ids(a.status, group, i, bad && report);
+    const unsigned all = __ballot_sync(group.mask, counts);
+    counting = group.bits_of(all);
+    any = all != 0;
+    if (!any) return;
+    const int lane = lowest_bit(counting ? all & group.lanes() : all);
+    const typename Source::Place another = source.place_of_lane(group, place, lane);
+    if (group.in_step) columns = group.template broadcast<kWarpSize>(columns, lane);
     if (!counts) place = another;
   }
 };
@@ -111,7 +118,7 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
     if constexpr (!Source::kPassFirst) pass_place(u);
-    row[u].load(source, place[u], first);
+    row[u].load(source, place[u], first, mine.columns);
   }
   const unsigned counting = mine.counting >> next;
 #pragma unroll
@@ -119,7 +126,7 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
     if constexpr (!Source::kPassFirst) pass_factor(u);
     const bool counts = counting & 1u << u;
     Vec4 x[kBlocks];
-    row[u].decode(source, place[u], first, x);
+    row[u].decode(source, place[u], first, mine.columns, x);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k)
 #pragma unroll
@@ -130,27 +137,30 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
   }
 }
 
-// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. Source is where rows come
-// from: find() says where that of an id is, pass() what another lane has found, its Row is what a lane holds of a row.
-// load() asks memory for the row, decode() waits for it. kPassFirst: the places and factors of all rows on their way
-// are passed around before the first row is asked for. A shuffle among loads shares scoreboards with them, of which a
-// warp has six, and would wait for them. kEights: a lane's two blocks of four columns are neighbours. Where the bag's
-// output is, is found when it is stored: an address would take two registers, or more, while rows are read.
+// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. In step, a group that is not
+// `there` has no ids, and stores nothing. Source is where rows come from: find() says where that of an id is, pass()
+// what another lane of the group has found, place_of_lane() what any lane that makes the exchange has, its Row is what a
+// lane holds of a row. load() asks memory for the row, decode() waits for it. kPassFirst: the places and factors of all
+// rows on their way are passed around before the first row is asked for. A shuffle among loads shares scoreboards with
+// them, of which a warp has six, and would wait for them. kEights: a lane's two blocks of four columns are neighbours.
+// Where the bag's output is, is found when it is stored: an address would take two registers, or more, while rows are
+// read.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
-                                             bool report) {
+                                             bool report, bool there) {
   // A round of eight rows shrinks to four where no more are left: a bag of few ids asks for few rows twice.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
   const int64_t first = column + (Source::kEights ? 8 : 4) * group.lane;
   const auto nothing = [](int) {};
   Vec4 sum[kBlocks] = {};
   int64_t counted = 0;
-  for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
+  for (int64_t begin = ids.start; group.any_group(begin < ids.stop); begin += G) {
     const IdsOfLanes<Source, G> mine(a, source, f, group, begin, ids.stop, report);
-    if (mine.counting == 0) continue;
+    if (!mine.any) continue;
     counted += count_bits(mine.counting);
-    const int here = static_cast<int>(ids.stop - begin < G ? ids.stop - begin : G);
+    const int64_t left = ids.stop - begin;
+    const int here = static_cast<int>(group.most_of_groups(static_cast<uint32_t>(left < 0 ? 0 : left < G ? left : G)));
     int next = 0;
 #pragma unroll 1
     for (; next < here - (kRows - kLast); next += kRows)
@@ -158,6 +168,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
     if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, nothing);
   }
   constexpr int kStep = Source::kEights ? 4 : 4 * G;
+  if (!there) return;
   store_sums<kStep>(a, f, counted, a.output_of(bag.number, bag.feature, f.output_offset), first, sum);
 }
 

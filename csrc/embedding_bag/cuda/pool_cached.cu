@@ -25,6 +25,9 @@ struct CachedRows {
   __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
     return group.broadcast(place, from);
   }
+  __device__ __forceinline__ static Place place_of_lane(const Group<G>& group, Place place, int lane) {
+    return group.template broadcast<kWarpSize>(place, lane);
+  }
 
   static constexpr bool kPassFirst = true, kEights = false;
   // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
@@ -38,9 +41,9 @@ struct CachedRows {
     RawRow<Format, G, kBlocks> encoded;
     Vec4 decoded[kBlocks];
 
-    __device__ __forceinline__ void load(const CachedRows& rows, Place place, int64_t first) {
+    __device__ __forceinline__ void load(const CachedRows& rows, Place place, int64_t first, uint32_t D) {
       cached = place & 1;
-      const int64_t byte = place >> 1, D = rows.f.embedding_dim;
+      const int64_t byte = place >> 1;
       const auto* cache = reinterpret_cast<const uint8_t*>(rows.a.cache.rows);
       if constexpr (!kEncoded) {
         floats.load((cached ? cache : rows.a.weights) + byte, first, D, kAligned);
@@ -52,7 +55,8 @@ struct CachedRows {
         if (kInFlight == 1) encoded.decode(first, decoded);
       }
     }
-    __device__ __forceinline__ void decode(const CachedRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
+    __device__ __forceinline__ void decode(const CachedRows&, Place, int64_t first, uint32_t,
+                                           Vec4 (&x)[kBlocks]) const {
       if constexpr (!kEncoded) {
         floats.decode(first, x);
       } else if constexpr (kInFlight == 1) {
@@ -67,29 +71,33 @@ struct CachedRows {
 
 template <class Format, int G, int kBlocks, bool kAligned>
 __device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Part& f, const Group<G>& group,
-                                          Range ids, BagOfFeature bag, int64_t column) {
+                                          Range ids, BagOfFeature bag, int64_t column, bool there) {
   using Rows = CachedRows<Format, G, kBlocks, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
-  pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, bag, column, column == 0);
+  pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, bag, column, column == 0,
+                                                        there);
 }
 
 template <class Format, int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
-  const Group<G> group;
-  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
+  const Group<G> group(Pace::kInStep);
+  for (int64_t own = Group<G>::first(); own - group.in_warp() < a.bags.num_bags; own += Group<G>::stride()) {
+    const int64_t bag = own < a.bags.num_bags ? own : 0;
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (!a.parts.has_format(part, a.format) || !a.may_be_cached(feature)) continue;
+    const bool there = own == bag && a.parts.has_format(part, a.format) && a.may_be_cached(feature);
+    if (!group.any_group(there)) continue;
     const Part f = a.parts[part];
-    const Range ids = range_of(a.bags, bag, a.status);
-    const bool aligned = rows_aligned(a.cache.rows, f.embedding_dim) &&
-                         a.parts.records[part].cache_row_offset % 4 == 0 &&
-                         columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+    const Range ids = there ? range_of(a.bags, bag, a.status) : Range{};
+    const bool fits = rows_aligned(a.cache.rows, f.embedding_dim) && a.parts.records[part].cache_row_offset % 4 == 0 &&
+                      columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+    const bool aligned = !group.any_group(there && !fits);
     for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
-      if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, BagOfFeature(bag, feature), column);
-      else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, BagOfFeature(bag, feature), column);
+      const BagOfFeature out(bag, feature);
+      if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, out, column, there);
+      else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, out, column, there);
     }
-    store_zeros_behind(a, bag, f.embedding_dim, group);
+    if (there) store_zeros_behind(a, bag, f.embedding_dim, group);
   }
 }
 

@@ -63,16 +63,19 @@ struct PartRows {
   __device__ __forceinline__ static Passed pass(const Group<G>& group, const Place& place, int from) {
     return {&group, &place, from};
   }
+  __device__ __forceinline__ static Place place_of_lane(const Group<G>& group, const Place& place, int lane) {
+    return pass(group, place, lane % G);
+  }
 
   // The rows of two parts are on their way at once; those of more parts are asked for afterwards.
   struct Row {
     RawRow<Format, G, kBlocks> first_part, second_part;
 
-    __device__ __forceinline__ void load(const PartRows& rows, Passed place, int64_t first) {
+    __device__ __forceinline__ void load(const PartRows& rows, Passed place, int64_t first, uint32_t) {
       first_part.load(rows.a.weights + place.row(0), first, rows.D, kAligned);
       if constexpr (!kAlone) second_part.load(rows.a.weights + place.row(1), first, rows.D, kAligned);
     }
-    __device__ __forceinline__ void decode(const PartRows& rows, Passed place, int64_t first,
+    __device__ __forceinline__ void decode(const PartRows& rows, Passed place, int64_t first, uint32_t,
                                            Vec4 (&x)[kBlocks]) const {
       first_part.decode(first, x);
       if (rows.count() > 1) combine_with(rows, second_part, first, x);
@@ -103,7 +106,7 @@ __device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColum
   using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
   pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, bag,
-                                                            column, report);
+                                                            column, report, true);
 }
 
 template <class Format>

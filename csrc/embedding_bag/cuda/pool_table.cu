@@ -73,14 +73,17 @@ struct TableRows {
   __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
     return group.broadcast(place, from);
   }
+  __device__ __forceinline__ static Place place_of_lane(const Group<G>& group, Place place, int lane) {
+    return group.template broadcast<kWarpSize>(place, lane);
+  }
 
   struct Row {
     typename RawOf<Format, G, kBlocks>::type raw;
 
-    __device__ __forceinline__ void load(const TableRows& table, Place place, int64_t first) {
-      raw.load(place, first, table.D, kAligned);
+    __device__ __forceinline__ void load(const TableRows&, Place place, int64_t first, uint32_t D) {
+      raw.load(place, first, D, kAligned);
     }
-    __device__ __forceinline__ void decode(const TableRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
+    __device__ __forceinline__ void decode(const TableRows&, Place, int64_t first, uint32_t, Vec4 (&x)[kBlocks]) const {
       raw.decode(first, x);
       if constexpr (kDecodesAll<Format, kBlocks>)
         for (int k = 0; k < kBlocks; ++k) keep_here(x[k]);
@@ -99,13 +102,13 @@ constexpr int kRowsOf =
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
-                                           BagOfFeature bag, int64_t column) {
+                                           BagOfFeature bag, int64_t column, bool there) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
   constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks> : 1;
   using Rows = TableRows<Format, G, kBlocks, kWeighted, kAligned>;
   pool_columns<Rows, G, kBlocks, kInFlight, kWeighted>(a, Rows{a.weights + f.weight_offset, f.embedding_dim}, f, group,
-                                                       ids, bag, column, column == 0);
+                                                       ids, bag, column, column == 0, there);
 }
 
 // Blocks that a multiprocessor holds at least, the most that take no spills: told nothing, the compiler spills a little
@@ -117,30 +120,37 @@ template <class Format, int kBlocks, bool kWeighted>
 constexpr int kResident = kBlocks == 1 ? (kWeighted || FourColumns<Format>::kWhole ? 3 : 4)
                                        : (kBlocks == 2 && kThreeOfTwo<Format, kWeighted> ? 3 : 2);
 
+// Looks up a bag, if its rows are of the kernel's format; in step, a group that has none says so by `there`.
 template <class Format, int G, int kBlocks, bool kWeighted>
-__device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
+__device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag, bool there) {
   const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-  if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) return;
+  there = there && a.parts.has_format(part, a.format) && a.parts.is_plain(part);
+  if (!group.any_group(there)) return;
   const Part f = a.parts[part];
-  const Range ids = range_of(a.bags, bag, a.status);
+  const Range ids = there ? range_of(a.bags, bag, a.status) : Range{};
   constexpr int kBytes = RawOf<Format, G, kBlocks>::kBytes;
-  const bool aligned = columns_aligned<Format, kBytes>(a.weights + f.weight_offset, f.embedding_dim);
+  const bool aligned =
+      !group.any_group(there && !columns_aligned<Format, kBytes>(a.weights + f.weight_offset, f.embedding_dim));
   for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
-    if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, BagOfFeature(bag, feature), column);
-    else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, BagOfFeature(bag, feature), column);
+    const BagOfFeature own(bag, feature);
+    if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, own, column, there);
+    else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, own, column, there);
   }
-  store_zeros_behind(a, bag, f.embedding_dim, group);
+  if (there) store_zeros_behind(a, bag, f.embedding_dim, group);
 }
 
 template <class Format, int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighted>)) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
+  const auto number = static_cast<uint32_t>(group.in_warp());
   // 32 bits hold every bag's number; 64 would take one register too many.
   const auto bags = static_cast<uint32_t>(a.bags.num_bags), stride = static_cast<uint32_t>(Group<G>::stride());
-  for (auto bag = static_cast<uint32_t>(Group<G>::first()); bag < bags;
-       bag += stride < bags - bag ? stride : bags - bag)
-    pool_bag<Format, G, kBlocks, kWeighted>(a, group, bag);
+  for (uint32_t first = static_cast<uint32_t>(Group<G>::first()) - number; first < bags;
+       first += stride < bags - first ? stride : bags - first) {
+    const bool there = number < bags - first;
+    pool_bag<Format, G, kBlocks, kWeighted>(a, group, there ? first + number : first, there);
+  }
 }
 
 // Bags that a group of pool_short_kernel takes together: finding a feature, and waiting for ids, costs as much as for
@@ -160,7 +170,7 @@ struct BagOfRow {
   uint8_t* out;   // where its sum goes
   int counted;    // its ids that count, if their mean is asked for
   unsigned last;  // a bit for each row that is the last of its bag
-  bool whole;     // whether four columns of a sum are stored as they are, at once
+  bool whole;     // whether four columns of a sum are stored as they are, at once, by all groups in step
 
   __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Part& f, const Group<G>& group, const ShortBags& bags,
                                       unsigned counting) {
@@ -171,8 +181,8 @@ struct BagOfRow {
     last = group.ballot(group.lane + 1 == stop);
     out = a.output_of(bags.first + bag, bags.feature, f.output_offset);
     const auto rows = reinterpret_cast<uintptr_t>(a.bags.rows_of(bags.feature, a.output));
-    whole = a.output_format == RowFormat::kFp32 && !f.mean && rows % 16 == 0 &&
-            ((a.output_dim | f.output_offset | f.embedding_dim) & 3) == 0;
+    whole = !group.any_group(a.output_format != RowFormat::kFp32 || f.mean || rows % 16 != 0 ||
+                             ((a.output_dim | f.output_offset | f.embedding_dim) & 3) != 0);
     counted =
         f.mean ? count_bits(static_cast<uint32_t>(counting & ((uint64_t{1} << stop) - (uint64_t{1} << start)))) : 0;
   }
@@ -208,12 +218,14 @@ __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& 
   // Once in the machine code, not for each of the rows.
 #pragma unroll 1
   for (int u = 0; u < kFewInFlight; ++u) {
+    const int counted = group.broadcast(bag.counted, next + u);
+    uint8_t* out = group.broadcast(bag.out, next + u);
     if (!(bag.last >> (next + u) & 1u)) continue;
     Vec4 sum[1] = {sums[0]};
 #pragma unroll
     for (int v = 1; v < kFewInFlight; ++v)
       if (u == v) sum[0] = sums[v];
-    store_sums<4 * G>(a, f, group.broadcast(bag.counted, next + u), group.broadcast(bag.out, next + u), first, sum);
+    store_sums<4 * G>(a, f, counted, out, first, sum);
   }
 }
 
@@ -227,11 +239,12 @@ __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source&
   const bool zero = group.lane < bags.count && (mine.counting == 0 || bags.start == bags.stop);
   const unsigned zeros = group.ballot(zero);
   if (zeros != 0 || a.bags.own_rows) store_zeros_of(a, f, group, bags, zeros);
-  if (mine.counting == 0) return;
+  if (!mine.any) return;
   const BagOfRow<G> bag(a, f, group, bags, mine.counting);
+  const int most = static_cast<int>(group.most_of_groups(static_cast<uint32_t>(total)));
   Vec4 sum[1] = {};
 #pragma unroll 1
-  for (int next = 0; next < total; next += kFewInFlight) {
+  for (int next = 0; next < most; next += kFewInFlight) {
     Vec4 sums[kFewInFlight];
     add_rows<kFewInFlight, kWeighted>(source, group, mine, next, first, sum, [&](int u) {
       sums[u] = sum[0];
@@ -242,25 +255,31 @@ __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source&
 }
 
 // Bags that are not of one feature, that have more ids than the group has lanes, bad offsets, or rows that are not
-// aligned, are taken one after the other.
+// aligned, are taken one after the other, and so are those of the groups in step with theirs.
 template <class Format, int G, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
   const int64_t items = ceil_div(a.bags.num_bags, kShortBags);
-  for (int64_t item = Group<G>::first(); item < items; item += Group<G>::stride()) {
-    const int64_t first = item * kShortBags, left = a.bags.num_bags - first;
-    const int count = left < kShortBags ? static_cast<int>(left) : kShortBags;
+  for (int64_t item = Group<G>::first(); item - group.in_warp() < items; item += Group<G>::stride()) {
+    const int64_t first = item < items ? item * kShortBags : 0, left = a.bags.num_bags - first;
+    int count = left < kShortBags ? static_cast<int>(left) : kShortBags;
     const int64_t feature = a.bags.feature_of(first), part = a.bags.first_part(feature);
     const bool together = first + count <= a.bags.first_bag(feature + 1);
-    if (together && !(a.parts.has_format(part, a.format) && a.parts.is_plain(part))) continue;
-    const int64_t bag = first + (group.lane < count ? group.lane : count - 1);
-    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1), begin = group.broadcast(start, 0);
-    const bool good =
-        together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids && stop - begin <= G;
+    if (item >= items || (together && !(a.parts.has_format(part, a.format) && a.parts.is_plain(part)))) count = 0;
+    if (!group.any_group(count > 0)) continue;
+    const int last = count > 0 ? count - 1 : 0;
+    const int64_t bag = first + (group.lane < last ? group.lane : last);
+    const int64_t start = count > 0 ? a.bags.offset(bag) : 0, stop = count > 0 ? a.bags.offset(bag + 1) : 0;
+    const int64_t begin = group.broadcast(start, 0);
     const Part f = a.parts[part];
-    if (group.ballot(!good) != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
-      for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
+    const bool fits = together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids &&
+                      stop - begin <= G && columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+    const bool all_fit = group.ballot(!fits) == 0;
+    if (group.any_group(count > 0 && !all_fit)) {
+#pragma unroll 1
+      for (int b = 0; b < kShortBags; ++b)
+        pool_bag<Format, G, 1, kWeighted>(a, group, first + (b < count ? b : 0), b < count);
       continue;
     }
     using Rows = TableRows<Format, G, 1, kWeighted, true>;

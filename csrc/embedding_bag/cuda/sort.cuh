@@ -153,7 +153,8 @@ struct Terms {
   __device__ __forceinline__ static Terms of_sums(const float* row, uint32_t count) { return {row, 1.0f, 0, count, 1}; }
 };
 
-// Sums terms. Each lane finds out where some of the rows are that come next, and all lanes read them together.
+// Sums terms, in step: groups without terms, whose D is 0, take part. Each lane finds out where some of the rows are
+// that come next, and all lanes read them together.
 template <int G, int kBlocks, int kRows = kGradientsInFlight<kBlocks>>
 struct TermSum {
   static constexpr int kOfLane = kRows < G ? 1 : kRows / G, kRound = G * kOfLane;  // rows
@@ -164,7 +165,7 @@ struct TermSum {
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr, summed = terms.summed;
-    const int count = terms.count;
+    const int count = terms.count, most = static_cast<int>(group.most_of_groups(terms.count));
     uint32_t payloads[kOfLane] = {};
     ask(1, payloads);
     load_row(terms.row, column, D, rows_aligned(terms.row, D), group, sum);
@@ -173,7 +174,7 @@ struct TermSum {
       for (int k = 0; k < kBlocks; ++k)
         for (int j = 0; j < 4; ++j) sum[k].v[j] = terms.coefficient * sum[k].v[j];
     }
-    for (int begin = 1; begin < count; begin += kRound) {
+    for (int begin = 1; begin < most; begin += kRound) {
       const float* own[kOfLane];
       float c[kOfLane];
 #pragma unroll
@@ -187,7 +188,7 @@ struct TermSum {
         if (weighted && !summed) c[p] = a.coefficient_of(payloads[p]);
       }
       ask(begin + kRound, payloads);  // the next round's come while this round's gradients do
-      add(column, count - begin, own, c, sum);
+      add(column, most - begin, count - begin, own, c, sum);
     }
   }
 
@@ -200,10 +201,10 @@ struct TermSum {
       if (i < terms.count && !terms.summed) payloads[p] = a.runs.payloads[terms.first + i];
     }
   }
-  // Adds the rows of a round, or those that are left, kRows of them on their way.
-  __device__ __forceinline__ void add(int64_t column, int left, const float* (&own)[kOfLane], const float (&c)[kOfLane],
-                                      Vec4 (&sum)[kBlocks]) const {
-    const int here = left < kRound ? left : kRound;
+  // Adds the rows of a round, or those that are left, kRows of them on their way; another group may have `most` left.
+  __device__ __forceinline__ void add(int64_t column, int most, int left, const float* (&own)[kOfLane],
+                                      const float (&c)[kOfLane], Vec4 (&sum)[kBlocks]) const {
+    const int here = most < kRound ? most : kRound;
 #pragma unroll 1
     for (int next = 0; next < here; next += kRows) {
       float factor[kRows];
@@ -213,11 +214,11 @@ struct TermSum {
         const int lane = kOfLane > 1 ? u % G : next + u, place = kOfLane > 1 ? u / G : 0;
         const float* row = group.broadcast(own[place], lane);
         factor[u] = a.runs.coefficients ? group.broadcast(c[place], lane) : 1.0f;
-        if (next + u < here) load_row(row, column, D, rows_aligned(row, D), group, x[u]);
+        if (next + u < left) load_row(row, column, D, rows_aligned(row, D), group, x[u]);
       }
 #pragma unroll
       for (int u = 0; u < kRows; ++u)
-        if (next + u < here) add_term(sum, x[u], factor[u]);
+        if (next + u < left) add_term(sum, x[u], factor[u]);
     }
   }
 };

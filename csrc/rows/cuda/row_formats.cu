@@ -38,15 +38,17 @@ __device__ __forceinline__ void note_not_finite(const QuantizeArgs& a, int64_t n
       atomicMin(reinterpret_cast<long long*>(a.status), static_cast<long long>(n * a.D + c + j));
 }
 
-// A group of lanes takes a row.
+// A group of lanes takes a row. Groups go in step: those behind the last row read that one, and write nothing.
 template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
-  const Group<G> group;
+  const Group<G> group(Pace::kInStep);
   const Rounding how = {make_noise(a.seed ? *a.seed : 0, a.step ? *a.step : 0, {a.table, 0, 0}), a.round_up,
                         a.stochastic};
   const bool aligned = columns_aligned<Format>(a.rows, a.D);
-  for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
-    ColumnWriter<Format, G> writer{group, how, a.first_row + n, a.D, a.rows + n * a.bytes, aligned};
+  for (int64_t first = Group<G>::first(); first - group.in_warp() < a.N; first += Group<G>::stride()) {
+    const bool there = first < a.N;
+    const int64_t n = there ? first : a.N - 1;
+    ColumnWriter<Format, G> writer{group, how, a.first_row + n, there ? a.D : 0, a.rows + n * a.bytes, aligned};
     bool finite = true;
     if constexpr (ColumnWriter<Format, G>::kScans) {
       for (int64_t c = 0; c < a.D; c += 4 * G) writer.scan(c + 4 * group.lane, load_floats(a, n, c + 4 * group.lane));

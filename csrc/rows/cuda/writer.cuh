@@ -71,7 +71,8 @@ __device__ __forceinline__ uint32_t largest_of(uint32_t x, int lanes, unsigned m
 
 // ColumnWriter<Format, G>: a group of G lanes writes a row. scan() sees all columns first if kScans; all
 // lanes of the group call scan() and write() equally often, for c = 4 * lane, + 4 * G, ... until the row's last column
-// is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: close_scan() says so.
+// is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: close_scan() says so. Of no
+// columns, nothing is written.
 template <class Format, int G>
 struct ColumnWriter {  // floats
   static constexpr bool kScans = false;
@@ -138,7 +139,7 @@ struct ColumnWriter<Affine<kBits>, G> {
     if (high == 0.0f) high = zero;
     if (!finite) high = __builtin_inff();
     grid = how.stochastic ? Format::template grid<true>(low, high) : Format::template grid<false>(low, high);
-    if (group.lane == 0) {
+    if (group.lane == 0 && D > 0) {
       uint8_t* p = row + Format::code_bytes(D);
       if constexpr (kBits == 8) {
         store_little<4>(p, bits_of(grid.scale), aligned);
