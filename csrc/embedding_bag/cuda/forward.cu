@@ -1,32 +1,11 @@
 // embedding_bag on the GPU: forward (kernels in pool_table.cu) and the gradient of per_sample_weights.
 #include "core/boxing.h"
-#include "core/cuda/warp_dot.cuh"
-#include "embedding_bag/cuda/pool.cuh"
+#include "embedding_bag/cuda/input.cuh"
 #include "embedding_bag/cuda/shared_rows.cuh"
 #include "row_cache/row_cache.h"
 
 namespace rec_kernels {
 namespace {
-
-// A warp takes a bag: out[i] = (grad of the bag) . (row of id i), times 1 / n for mean.
-template <class Format>
-__global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
-  if (*a.status == kBadLayout) return;
-  const Group<kWarpSize> warp;
-  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
-    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) continue;
-    const Part f = a.parts[part];
-    const int64_t D = f.embedding_dim;
-    const float* g = a.bags.row_of(bag, feature, grad, a.output_dim) + f.output_offset;
-    write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
-      if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp);
-      const uint8_t* row = a.weights + f.weight_offset + id * Format::row_bytes(D);
-      const ColumnReader<Format> reader(row, D, columns_aligned<Format>(row, D));
-      return warp_dot(g, D, warp, [&](int64_t c) { return reader.read(c); });
-    });
-  }
-}
 
 PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& status) {
   const Lookup lookup{on_gpu(weights, in.values), in.bags, nullptr, RowFormat::kFp32, in.output_dim, CachedPool{}};
@@ -112,13 +91,12 @@ Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagIn
   PoolArgs args = pool_args(weights, in, status);
   args.bags.shared_rows = shared.rows();
   args.cache = cache;
+  const auto* of_bags = grad.const_data_ptr<float>();
+  auto* of_weights = out.mutable_data_ptr<float>();
   for (args.format = 0; args.format < in.parts.num_formats && in.bags.num_bags > 0; ++args.format)
-    with_bag_format(in.parts.formats[args.format], [&](auto format) {
-      launch(weight_gradient_kernel<decltype(format)>, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
-             stream, args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
-    });
-  if (in.parts.mapped && in.bags.num_bags > 0)
-    launch_composed_weight_gradient(args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>(), stream);
+    launch_weight_gradient(args, in.max_dim, of_bags, of_weights, stream);
+  if (in.parts.most_parts > 1 && in.bags.num_bags > 0)
+    launch_composed_weight_gradient(args, in.max_dim, of_bags, of_weights, stream);
   return out;
 }
 

@@ -105,10 +105,6 @@ struct PoolArgs : Lookup {
                                             static_cast<uint64_t>(slot) * D);
     return begin >= 0 && begin <= cache.num_elements - D ? begin : -1;
   }
-  __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
-    const int64_t place = cached_place(part, D, i);
-    return place < 0 ? nullptr : cache.rows + place;
-  }
 };
 // Pools every bag of the plain features of one format; no row is wider than max_dim.
 void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
@@ -116,8 +112,10 @@ void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 void launch_pool_cached(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // Pools the features that are not plain: mapped ids, several parts; with a cache, only those of several parts.
 void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
-// out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
-void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);
+// out[i]: the gradient of per_sample_weights[i], of all features of one part in one format, or of those of several.
+void launch_weight_gradient(const PoolArgs& args, int64_t max_dim, const float* grad, float* out, cudaStream_t stream);
+void launch_composed_weight_gradient(const PoolArgs& args, int64_t max_dim, const float* grad, float* out,
+                                     cudaStream_t stream);
 
 // The address of weights for kernels: in the memory of the GPU that has the values, or in the host's, if that is
 // pinned.

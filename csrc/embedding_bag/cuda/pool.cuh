@@ -137,14 +137,14 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
   }
 }
 
-// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. In step, a group that is not
-// `there` has no ids, and stores nothing. Source is where rows come from: find() says where that of an id is, pass()
-// what another lane of the group has found, place_of_lane() what any lane that makes the exchange has, its Row is what a
-// lane holds of a row. load() asks memory for the row, decode() waits for it. kPassFirst: the places and factors of all
-// rows on their way are passed around before the first row is asked for. A shuffle among loads shares scoreboards with
-// them, of which a warp has six, and would wait for them. kEights: a lane's two blocks of four columns are neighbours.
-// Where the bag's output is, is found when it is stored: an address would take two registers, or more, while rows are
-// read.
+// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. In step, a group that is
+// not `there` has no ids, and stores nothing. Source is where rows come from: find() says where that of an id is,
+// pass() what another lane of the group has found, place_of_lane() what any lane that makes the exchange has, its Row
+// is what a lane holds of a row. load() asks memory for the row, decode() waits for it. kPassFirst: the places and
+// factors of all rows on their way are passed around before the first row is asked for. A shuffle among loads shares
+// scoreboards with them, of which a warp has six, and would wait for them. kEights: a lane's two blocks of four columns
+// are neighbours. Where the bag's output is, is found when it is stored: an address would take two registers, or more,
+// while rows are read.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
@@ -183,27 +183,73 @@ __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t ba
 }
 
 // Counts the ids of a bag that count.
-__device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, Range ids) {
+template <int G>
+__device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids) {
   int64_t counted = 0;
-  for (int64_t i = ids.start; i < ids.stop; ++i) {
-    const int64_t id = a.bags.id(i);
-    counted += a.bags.counts(id, f, a.bags.padding_idx);
-  }
-  return counted;
+#pragma unroll 1
+  for (int64_t i = ids.start + group.lane; i < ids.stop; i += G)
+    counted += a.bags.counts(a.bags.id(i), f, a.bags.padding_idx);
+  return group.sum(counted);
 }
 
-// out[i] for the ids of a bag: dot(id, i), times 1 / n for mean.
-template <class Dot>
-__device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, Range ids, int lane, float* out,
-                                           const Dot& dot) {
-  const int64_t counted = f.mean ? count_ids(a, f, ids) : 0;
+// The dot products of g, the gradient of a bag, and the rows of ids [begin, begin + G), kRows of which are on their
+// way. A lane gets its id's, in the order of warp_dot(); 0 for one that does not count. kWide: rows may have more
+// columns than a group keeps at once.
+template <int kRows, int kBlocks, bool kWide, class Source, int G>
+__device__ __forceinline__ float dot_of_lane(const PoolArgs& a, const Source& source, const Part& f,
+                                             const Group<G>& group, int64_t begin, int64_t stop, const float* g) {
+  const IdsOfLanes<Source, G> mine(a, source, f, group, begin, stop, false);
+  if (mine.counting == 0) return 0.0f;
+  const int64_t D = f.embedding_dim;
+  const bool aligned = rows_aligned(g, D);
+  const int here = static_cast<int>(stop - begin < G ? stop - begin : G);
+  float dot = 0.0f;
+#pragma unroll 1
+  for (int next = 0; next < here; next += kRows) {
+    float s[kRows][4] = {};
+#pragma unroll 1
+    for (int64_t column = 0; column < (kWide ? D : 1); column += kBlocks * 4 * G) {
+      const int64_t first = column + 4 * group.lane;
+      const int left = columns_left<G, kBlocks>(first, D);
+      typename Source::Row row[kRows];
+      typename Source::Passed place[kRows];
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) place[u] = source.pass(group, mine.place, next + u);
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) row[u].load(source, place[u], first, mine.columns);
+      Vec4 y[kBlocks];
+      load_row(g, column, D, aligned, group, y);
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        Vec4 x[kBlocks];
+        row[u].decode(source, place[u], first, mine.columns, x);
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (k * 4 * G + j < left) s[u][j] = fused_multiply_add(y[k].v[j], x[k].v[j], s[u][j]);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      float own = (s[u][0] + s[u][1]) + (s[u][2] + s[u][3]);
+      if (G < kWarpSize) own += 0.0f;  // a warp would add zeros, which changes -0 alone
+      const float sum = group.sum(own);
+      if (group.lane == next + u) dot = sum;
+    }
+  }
+  return mine.counting >> group.lane & 1u ? dot : 0.0f;
+}
+
+// out[i] for the ids of a bag: dot(begin) of the lane that has id i of those from `begin` on, times 1 / n for mean.
+template <int G, class Dot>
+__device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
+                                           float* out, const Dot& dot) {
+  const int64_t counted = f.mean ? count_ids(a, f, group, ids) : 0;
   const float each = counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
-  for (int64_t i = ids.start; i < ids.stop; ++i) {
-    const int64_t id = a.bags.id(i);
-    float sum = 0.0f;
-    if (a.bags.counts(id, f, a.bags.padding_idx)) sum = dot(id, i);
-    else if (!a.bags.in_range(id, f) && lane == 0) note_bad(a.status, i);
-    if (lane == 0) out[i] = counted > 1 ? sum * each : sum;
+  for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
+    const float own = dot(begin);
+    if (begin + group.lane < ids.stop) out[begin + group.lane] = counted > 1 ? own * each : own;
   }
 }
 

@@ -1,14 +1,16 @@
-// Lookups of features of one part whose rows may lie in a row cache. As in pool_table.cu, a group of lanes
-// takes a bag and has several rows on their way; each comes from the cache, as floats, or from the table, decoded.
-// Bytes moved: those of the rows as they lie there, the ids and slots, the output written once.
+// Lookups of features of one part whose rows may lie in a row cache, and the gradient of per_sample_weights of all
+// features of one part. As in pool_table.cu, a group of lanes takes a bag and has several rows on their way; each comes
+// from the cache, as floats, or from the table, decoded. Bytes moved: those of the rows as they lie there, the ids and
+// slots, the output or, in its place, the gradients of bags and weights once.
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
 namespace {
 
-// The rows of a part, some of which are in the cache; kAligned: both can be read four columns at a time.
-template <class Format, int G, int kBlocks, bool kAligned>
-struct CachedRows {
+// The rows of a part, some of which are in the cache, if there is one (kCached); kAligned: both can be read four
+// columns at a time.
+template <class Format, int G, int kBlocks, bool kAligned, bool kCached>
+struct OnePartRows {
   const PoolArgs& a;
   const Part& f;
   int64_t part;
@@ -16,7 +18,7 @@ struct CachedRows {
   // Twice the row's first byte among the table's, or, and 1, among the cache's.
   using Place = int64_t;
   __device__ __forceinline__ Place find(int64_t id, int64_t i) const {
-    const int64_t cached = a.cached_place(part, f.embedding_dim, i);
+    const int64_t cached = kCached ? a.cached_place(part, f.embedding_dim, i) : -1;
     if (cached >= 0) return 2 * static_cast<int64_t>(sizeof(float)) * cached + 1;
     const int64_t number = a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id;
     return 2 * (f.weight_offset + number * Format::row_bytes(f.embedding_dim));
@@ -29,11 +31,11 @@ struct CachedRows {
     return group.template broadcast<kWarpSize>(place, lane);
   }
 
-  static constexpr bool kPassFirst = true, kEights = false;
-  // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
-  static constexpr bool kEncoded = !std::is_same<Format, Fp32>::value;
-  static constexpr int kInFlight =
-      !kAligned || kBlocks == kMaxBlocks ? 1 : (kEncoded ? kFewInFlight / 2 : kFewInFlight);
+  [[maybe_unused]] static constexpr bool kPassFirst = true, kEights = false;
+  // Rows on their way. Where a row may be of either kind, registers hold the raw bytes of both: of two rows, and of no
+  // wide one.
+  static constexpr bool kEither = kCached && !std::is_same<Format, Fp32>::value;
+  static constexpr int kInFlight = !kAligned || kBlocks == kMaxBlocks ? 1 : (kEither ? kFewInFlight / 2 : kFewInFlight);
 
   struct Row {
     bool cached;
@@ -41,12 +43,12 @@ struct CachedRows {
     RawRow<Format, G, kBlocks> encoded;
     Vec4 decoded[kBlocks];
 
-    __device__ __forceinline__ void load(const CachedRows& rows, Place place, int64_t first, uint32_t D) {
+    __device__ __forceinline__ void load(const OnePartRows& rows, Place place, int64_t first, uint32_t D) {
       cached = place & 1;
       const int64_t byte = place >> 1;
       const auto* cache = reinterpret_cast<const uint8_t*>(rows.a.cache.rows);
-      if constexpr (!kEncoded) {
-        floats.load((cached ? cache : rows.a.weights) + byte, first, D, kAligned);
+      if constexpr (!kEither) {
+        encoded.load((kCached && cached ? cache : rows.a.weights) + byte, first, D, kAligned);
       } else if (cached) {
         floats.load(cache + byte, first, D, kAligned);
         if (kInFlight == 1) floats.decode(first, decoded);
@@ -55,10 +57,10 @@ struct CachedRows {
         if (kInFlight == 1) encoded.decode(first, decoded);
       }
     }
-    __device__ __forceinline__ void decode(const CachedRows&, Place, int64_t first, uint32_t,
+    __device__ __forceinline__ void decode(const OnePartRows&, Place, int64_t first, uint32_t,
                                            Vec4 (&x)[kBlocks]) const {
-      if constexpr (!kEncoded) {
-        floats.decode(first, x);
+      if constexpr (!kEither) {
+        encoded.decode(first, x);
       } else if constexpr (kInFlight == 1) {
         for (int k = 0; k < kBlocks; ++k) x[k] = decoded[k];
       } else {
@@ -72,10 +74,18 @@ struct CachedRows {
 template <class Format, int G, int kBlocks, bool kAligned>
 __device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Part& f, const Group<G>& group,
                                           Range ids, BagOfFeature bag, int64_t column, bool there) {
-  using Rows = CachedRows<Format, G, kBlocks, kAligned>;
+  using Rows = OnePartRows<Format, G, kBlocks, kAligned, true>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
   pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, bag, column, column == 0,
                                                         there);
+}
+
+// True if rows of the part, in its table and in the cache, can be read four columns at a time.
+template <class Format>
+__device__ __forceinline__ bool are_aligned(const PoolArgs& a, int64_t part, const Part& f) {
+  const bool of_cache = !a.cache.slots || (rows_aligned(a.cache.rows, f.embedding_dim) &&
+                                           a.parts.records[part].cache_row_offset % 4 == 0);
+  return of_cache && columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
 }
 
 template <class Format, int G, int kBlocks>
@@ -89,15 +99,36 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
     if (!group.any_group(there)) continue;
     const Part f = a.parts[part];
     const Range ids = there ? range_of(a.bags, bag, a.status) : Range{};
-    const bool fits = rows_aligned(a.cache.rows, f.embedding_dim) && a.parts.records[part].cache_row_offset % 4 == 0 &&
-                      columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
-    const bool aligned = !group.any_group(there && !fits);
+    const bool aligned = !group.any_group(there && !are_aligned<Format>(a, part, f));
     for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
       const BagOfFeature out(bag, feature);
       if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, out, column, there);
       else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, out, column, there);
     }
     if (there) store_zeros_behind(a, bag, f.embedding_dim, group);
+  }
+}
+
+// A group of lanes takes a bag: out[i] = (gradient of the bag) . (row of id i), times 1 / n for mean.
+template <class Format, int G, int kBlocks, bool kCached>
+__global__ void __launch_bounds__(kThreads, 2) weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
+  if (*a.status == kBadLayout) return;
+  const Group<G> group;
+  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (!a.parts.has_format(part, a.format) || a.bags.first_part(feature + 1) - part > 1) continue;
+    const Part f = a.parts[part];
+    const float* g = a.bags.row_of(bag, feature, grad, a.output_dim) + f.output_offset;
+    const Range ids = range_of(a.bags, bag, a.status);
+    const bool aligned = are_aligned<Format>(a, part, f);
+    write_dots(a, f, group, ids, out, [&](int64_t begin) {
+      const auto dot = [&](auto rows) {
+        return dot_of_lane<decltype(rows)::kInFlight, kBlocks, kTakesWider<kBlocks>>(a, rows, f, group, begin, ids.stop,
+                                                                                     g);
+      };
+      if (aligned) return dot(OnePartRows<Format, G, kBlocks, true, kCached>{a, f, part});
+      return dot(OnePartRows<Format, G, kBlocks, false, kCached>{a, f, part});
+    });
   }
 }
 
@@ -110,6 +141,20 @@ void launch_pool_cached(const PoolArgs& a, int64_t max_dim, cudaStream_t stream)
       launch(pool_cached_kernel<decltype(format), G, kBlocks>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0,
              stream, a);
     });
+  });
+}
+
+void launch_weight_gradient(const PoolArgs& a, int64_t max_dim, const float* grad, float* out, cudaStream_t stream) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
+    using Format = decltype(format);
+    const auto start = [&](auto group, auto blocks) {
+      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+      const auto kernel = a.cache.slots ? weight_gradient_kernel<Format, G, kBlocks, true>
+                                        : weight_gradient_kernel<Format, G, kBlocks, false>;
+      launch(kernel, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream, a, grad, out);
+    };
+    if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, start);
+    else with_few_widths(max_dim, start);
   });
 }
 

@@ -4,7 +4,6 @@
 // A group of lanes takes a bag and one part of its feature, whose columns are its own, or all parts together. The lanes
 // map the group's ids, one each, to their rows and pass these around, as for plain features (pool_table.cu).
 // Bytes moved: every part's row read once per occurrence, the ids once per part, the output written once.
-#include "core/cuda/warp_dot.cuh"
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
@@ -21,14 +20,17 @@ __device__ __forceinline__ void combine(bool multiply, const Vec4& y, Vec4* x) {
   for (int j = 0; j < 4; ++j) x->v[j] = multiply ? x->v[j] * y.v[j] : x->v[j] + y.v[j];
 }
 
-// The rows that an id's parts make one of; kAlone: it is the row of one part.
-template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
+// The rows that an id's parts make one of; kAlone: it is the row of one part; `aligned`: all_aligned().
+template <class Format, int G, int kBlocks, bool kAlone>
 struct PartRows {
   const PoolArgs& a;
   const PartsOfColumns& parts;
   int64_t D;
+  bool aligned;
 
   static constexpr bool kPassFirst = false, kEights = false;
+  // Ids on their way: of one row each, the few that any plain feature has; else half of them, of two rows each or more.
+  static constexpr int kInFlight = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
 
   // First bytes, of as many rows as there are parts; the others are those of the first part.
   struct Place {
@@ -72,8 +74,8 @@ struct PartRows {
     RawRow<Format, G, kBlocks> first_part, second_part;
 
     __device__ __forceinline__ void load(const PartRows& rows, Passed place, int64_t first, uint32_t) {
-      first_part.load(rows.a.weights + place.row(0), first, rows.D, kAligned);
-      if constexpr (!kAlone) second_part.load(rows.a.weights + place.row(1), first, rows.D, kAligned);
+      first_part.load(rows.a.weights + place.row(0), first, rows.D, rows.aligned);
+      if constexpr (!kAlone) second_part.load(rows.a.weights + place.row(1), first, rows.D, rows.aligned);
     }
     __device__ __forceinline__ void decode(const PartRows& rows, Passed place, int64_t first, uint32_t,
                                            Vec4 (&x)[kBlocks]) const {
@@ -83,7 +85,7 @@ struct PartRows {
       for (int p = 2; p < kMaxParts; ++p) {
         if (p >= rows.count()) continue;
         RawRow<Format, G, kBlocks> other;
-        other.load(rows.a.weights + place.row(p), first, rows.D, kAligned);
+        other.load(rows.a.weights + place.row(p), first, rows.D, rows.aligned);
         combine_with(rows, other, first, x);
       }
     }
@@ -101,12 +103,10 @@ template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
 __device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Part& f,
                                            const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                            bool report) {
-  // Ids: of one row each, the few that any plain feature has on its way; else half of them, of two rows each or more.
-  constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
-  using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
+  using Rows = PartRows<Format, G, kBlocks, kAlone>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
-  pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, bag,
-                                                            column, report, true);
+  pool_columns<Rows, G, kBlocks, kAligned ? Rows::kInFlight : 1, true>(a, Rows{a, parts, f.embedding_dim, kAligned}, f,
+                                                                       group, ids, bag, column, report, true);
 }
 
 template <class Format>
@@ -146,50 +146,31 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
   }
 }
 
-// The dot product of g and the row that an id's parts make.
-template <class Format>
-__device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfColumns& parts, int64_t D, const float* g,
-                                              int64_t id, const Group<kWarpSize>& warp) {
-  const uint8_t* rows[kMaxParts] = {};
-#pragma unroll
-  for (int p = 0; p < kMaxParts; ++p)
-    if (p < parts.count)
-      rows[p] = a.weights + a.parts[parts.first + p].weight_offset +
-                a.parts.mapped[parts.first + p].partition.row(id) * Format::row_bytes(D);
-  const auto read = [&](const uint8_t* row, int64_t c) {
-    return ColumnReader<Format>(row, D, columns_aligned<Format>(row, D)).read(c);
-  };
-  return warp_dot(g, D, warp, [&](int64_t c) {
-    Vec4 x = read(rows[0], c);
-#pragma unroll
-    for (int p = 1; p < kMaxParts; ++p)
-      if (p < parts.count) combine(parts.multiply, read(rows[p], c), &x);
-    return x;
-  });
-}
-
-// A warp takes a bag. One launch for all formats: the dot products of parts side by side are added in the parts' order,
-// whatever their formats are.
-__global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
+// A group of lanes takes a bag of a feature of several parts. One launch for all formats: the dot products of parts
+// side by side are added in the parts' order, whatever their formats are.
+template <int G>
+__global__ void __launch_bounds__(kThreads, 2)
+    composed_weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
   if (*a.status == kBadLayout) return;
-  const Group<kWarpSize> warp;
-  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
+  const Group<G> group;
+  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (a.parts.is_plain(part)) continue;
     const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
+    if (count == 1) continue;
     const Combine how = a.parts.mapped[part].combine;
     const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
     const float* g = a.bags.row_of(bag, feature, grad, a.output_dim);
-    write_dots(a, a.parts[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
-      const Part first = a.parts[part];
-      const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;
-      if (cached) return warp_row_dot(g + first.output_offset, cached, first.embedding_dim, warp);
+    const Range ids = range_of(a.bags, bag, a.status);
+    write_dots(a, a.parts[part], group, ids, out, [&](int64_t begin) {
       float sum = 0.0f;
       for (int p = 0; p < count; p += combined) {
         const Part f = a.parts[part + p];
         const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
         const float dot = with_bag_format(f.format, [&](auto of) {
-          return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp);
+          using Rows = PartRows<decltype(of), G, 1, false>;
+          const bool aligned = all_aligned<decltype(of)>(a, parts, f.embedding_dim);
+          return dot_of_lane<Rows::kInFlight, 1, true>(a, Rows{a, parts, f.embedding_dim, aligned}, f, group, begin,
+                                                       ids.stop, g + f.output_offset);
         });
         sum = p == 0 ? dot : sum + dot;
       }
@@ -200,9 +181,11 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
 
 }  // namespace
 
-void launch_composed_weight_gradient(const PoolArgs& a, const float* grad, float* out, cudaStream_t stream) {
-  launch(composed_weight_gradient_kernel, blocks_for_bags(a.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, a,
-         grad, out);
+void launch_composed_weight_gradient(const PoolArgs& a, int64_t max_dim, const float* grad, float* out,
+                                     cudaStream_t stream) {
+  const bool few = max_dim <= 4 * kFewLanes;
+  launch(few ? composed_weight_gradient_kernel<kFewLanes> : composed_weight_gradient_kernel<kWarpSize>,
+         blocks_for_bags(a.bags.num_bags, few ? kFewLanes : kWarpSize), dim3(kThreads), 0, stream, a, grad, out);
 }
 
 void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
