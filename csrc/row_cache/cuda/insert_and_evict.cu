@@ -17,6 +17,10 @@ struct Moves {
   int64_t *slots, *evicted;
 };
 
+__device__ __forceinline__ void add_count(int64_t* count, int64_t n) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(n));
+}
+
 struct InsertArgs {
   CacheTensors cache;
   Parts parts;
@@ -51,9 +55,7 @@ struct InsertArgs {
   __device__ __forceinline__ void count_part(int64_t part, CacheStat stat, int64_t n = 1) const {
     if (!stats || n == 0) return;
     const int64_t table = parts.records[part].table_id;
-    if (table >= num_tables) return;
-    atomicAdd(reinterpret_cast<unsigned long long*>(stats + table * kCacheStats + stat),
-              static_cast<unsigned long long>(n));
+    if (table < num_tables) add_count(stats + table * kCacheStats + stat, n);
   }
   __device__ __forceinline__ void count_row(int64_t row, CacheStat stat) const {
     count_part(part_of_row(cache, parts, row), stat);
@@ -84,12 +86,11 @@ __global__ void __launch_bounds__(kThreads) halve_kernel(InsertArgs a, uint8_t* 
     counts[i] = halved[counts[i]];
 }
 
-__global__ void __launch_bounds__(kThreads)
-    start_entries_kernel(uint64_t* keys, uint32_t* positions, int64_t count, uint64_t left_out, Moves moves) {
-  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) {
-    keys[i] = left_out;
+__global__ void __launch_bounds__(kThreads) start_entries_kernel(InsertArgs a, uint64_t* keys, uint32_t* positions) {
+  for (int64_t i = Group<1>::first(); i < a.count; i += Group<1>::stride()) {
+    keys[i] = a.left_out;
     positions[i] = static_cast<uint32_t>(i);
-    moves.slots[i] = moves.evicted[i] = -1;
+    a.slots[i] = a.moves.slots[i] = a.moves.evicted[i] = -1;
   }
 }
 
@@ -268,16 +269,27 @@ __device__ void serve_set(const InsertArgs& a, int64_t begin, int64_t end, int l
   }
 }
 
-// A warp looks at an entry, and serves its set if it is the first of it. Those that want nothing come last.
-__global__ void __launch_bounds__(kThreads) serve_kernel(InsertArgs a) {
-  if (a.skip()) return;
+// A warp looks at an entry, and serves its set if it is the first of it. Those that want nothing come last. A block
+// counts in shared memory, if there is enough, and adds up what it has counted: rows of one table would queue up for
+// its counts.
+__global__ void __launch_bounds__(kThreads) serve_kernel(InsertArgs a, bool shares) {
+  const int64_t first = int64_t{blockIdx.x} * (kThreads / kWarpSize);  // of the block's entries
+  if (a.skip() || first >= a.count || a.keys[first] == a.left_out) return;
   const Group<kWarpSize> warp;
+  int64_t* all = a.stats;
+  const int64_t numbers = shares ? a.num_tables * kCacheStats : 0;
+  if (shares) a.stats = shared_memory<int64_t>();
+  for (int64_t i = threadIdx.x; i < numbers; i += kThreads) a.stats[i] = 0;
+  __syncthreads();
   for (int64_t i = Group<kWarpSize>::first(); i < a.count; i += Group<kWarpSize>::stride()) {
-    if (a.keys[i] == a.left_out) return;
+    if (a.keys[i] == a.left_out) break;
     if (i > 0 && a.set_of(i) == a.set_of(i - 1)) continue;
     const uint64_t behind = static_cast<uint64_t>(a.set_of(i) + 1) << a.row_bits;
     serve_set(a, i, end_of_set(a, i, behind), warp.lane);
   }
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < numbers; i += kThreads)
+    if (a.stats[i] > 0) add_count(all + i, a.stats[i]);
 }
 
 // A group of lanes takes a row that leaves.
@@ -331,20 +343,6 @@ void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction
   });
 }
 
-// Memory of sorting and moves, for as long as the call's kernels are launched.
-struct Entries {
-  Tensor keys, positions, sorted_keys, sorted_positions, moves;
-
-  Entries(int64_t N, const Tensor& like)
-      : keys(new_tensor(like, {N}, ScalarType::Long)),
-        positions(new_tensor(like, {N}, ScalarType::Int)),
-        sorted_keys(new_tensor(like, {N}, ScalarType::Long)),
-        sorted_positions(new_tensor(like, {N}, ScalarType::Int)),
-        moves(new_tensor(like, {2 * N}, ScalarType::Long)) {}
-  static uint64_t* unsigned_of(const Tensor& t) { return static_cast<uint64_t*>(t.mutable_data_ptr()); }
-  static uint32_t* positions_of(const Tensor& t) { return static_cast<uint32_t*>(t.mutable_data_ptr()); }
-};
-
 void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, const Eviction& eviction,
                 const Tensor& status, const Tensor& like, cudaStream_t stream) {
   const int64_t N = in.bags.num_ids;
@@ -355,13 +353,17 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   check_value(bits <= 64, "too many rows (", in.num_rows, ") and sets (", sets,
               ") for one call: their numbers must fit in 64 bits together");
   a.left_out = static_cast<uint64_t>(sets) << a.row_bits;
-  const Entries memory(N, like);
-  a.moves = {memory.moves.mutable_data_ptr<int64_t>(), memory.moves.mutable_data_ptr<int64_t>() + N};
-  const dim3 each = blocks_for(N, 1), block(kThreads);
-  uint64_t *keys = Entries::unsigned_of(memory.keys), *sorted = Entries::unsigned_of(memory.sorted_keys);
-  uint32_t *positions = Entries::positions_of(memory.positions),
-           *by_set = Entries::positions_of(memory.sorted_positions);
-  if (N > 0) launch(start_entries_kernel, each, block, 0, stream, keys, positions, N, a.left_out, a.moves);
+  // For as long as the call's kernels are launched: keys and positions, unsorted and sorted, and moves.
+  const Tensor memory = new_tensor(like, {40 * N}, ScalarType::Byte);
+  auto* keys = static_cast<uint64_t*>(memory.mutable_data_ptr());
+  uint64_t* sorted = keys + N;
+  a.moves.slots = reinterpret_cast<int64_t*>(sorted + N);
+  a.moves.evicted = a.moves.slots + N;
+  auto* positions = reinterpret_cast<uint32_t*>(a.moves.evicted + N);
+  uint32_t* by_set = positions + N;
+  const dim3 block(kThreads);
+  a.count = N;
+  if (N > 0) launch(start_entries_kernel, blocks_for(N, 1), block, 0, stream, a, keys, positions);
   find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
   const bool has_ids = N > 0 && in.bags.num_bags > 0;
   if (has_ids) sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
@@ -378,8 +380,9 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   });
   a.keys = sorted;
   a.positions = by_set;
-  a.count = N;
-  launch(serve_kernel, blocks_for(N, kWarpSize), block, 0, stream, a);
+  const int64_t bytes = (a.stats ? a.num_tables : 0) * kCacheStats * int64_t{sizeof(int64_t)};
+  const bool shares = bytes > 0 && bytes <= kSharedBytes;
+  launch(serve_kernel, blocks_for(N, kWarpSize), block, shares ? bytes : 0, stream, a, shares);
   move_rows(in, a, eviction, stream);
 }
 

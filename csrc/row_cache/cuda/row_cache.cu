@@ -232,7 +232,6 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
                        cuts.mutable_data_ptr<int64_t>(),
                        static_cast<unsigned long long*>(in_piece.mutable_data_ptr()),
                        out.mutable_data_ptr<int64_t>()};
-  constexpr int64_t kSharedBytes = 48 * 1024;  // of every GPU
   const int64_t bytes = numbers * int64_t{sizeof(int64_t)};
   const bool shares = bytes <= kSharedBytes;
   const dim3 block(kThreads);
@@ -265,7 +264,7 @@ Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* statu
 
 void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
                 int64_t* status, cudaStream_t stream) {
-  if (in.bags.num_ids > 0)
+  if (in.bags.num_ids > 0 && !missing.keys)
     launch(no_slots_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, slots, in.bags.num_ids);
   if (in.bags.num_bags == 0) return;
   with_lanes(lanes_of_bags(in.bags), [&](auto group) {

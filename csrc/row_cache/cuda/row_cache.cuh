@@ -7,6 +7,9 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
+// Bytes of shared memory that a block may ask for on every GPU.
+constexpr int64_t kSharedBytes = 48 * 1024;
+
 // The first cached part whose table has a linear row, or -1.
 __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Parts& parts, int64_t row) {
   int64_t low = 0, high = *cache.order.count;
@@ -48,7 +51,7 @@ Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* statu
 // The bags of one of the cache's own ops.
 BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream);
 
-// Sorting keys, for insertion, of the ids whose row is in no slot; null elsewhere.
+// Sorting keys, for insertion, of the ids whose row is in no slot, and slots that are -1 before; null elsewhere.
 struct MissingKeys {
   uint64_t* keys;
   int row_bits;
