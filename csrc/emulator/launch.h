@@ -15,8 +15,8 @@ constexpr int64_t kMostBlocks = 3;
 
 inline int64_t resident_threads() { return 1; }
 
-template <class... Parameters>
-int64_t resident_blocks(void (*)(Parameters...), int, size_t) {
+template <auto kKernel>
+int64_t resident_blocks(int, size_t) {
   return kMostBlocks;
 }
 

@@ -28,37 +28,51 @@ inline void check_cuda(cudaError_t error) {
 // Blocks of a grid, at most; kernels take more work than that in a grid stride.
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
-// Multiprocessors of a GPU, and threads that one of them holds at once.
-struct Multiprocessors {
-  int count, threads;
+// A number above 0 of the current GPU; each GPU is asked in the first call for it.
+class NumberOfGpu {
+ public:
+  template <class Ask>
+  int operator()(const Ask& ask) {
+    int device = 0;
+    check_cuda(cudaGetDevice(&device));
+    const int known = device < kKnown ? known_[device].load() : 0;
+    if (known > 0) return known;
+    const int found = ask(device);
+    if (device < kKnown) known_[device] = found;
+    return found;
+  }
+
+ private:
+  static constexpr int kKnown = 64;
+  std::atomic<int> known_[kKnown] = {};
 };
 
-// Those of the current GPU; each GPU is asked in the first call for it.
-inline Multiprocessors multiprocessors() {
-  constexpr int kKnown = 64;
-  static std::atomic<Multiprocessors> known[kKnown];
-  int device = 0;
-  check_cuda(cudaGetDevice(&device));
-  Multiprocessors found = device < kKnown ? known[device].load() : Multiprocessors{};
-  if (found.count > 0) return found;
-  check_cuda(cudaDeviceGetAttribute(&found.count, cudaDevAttrMultiProcessorCount, device));
-  check_cuda(cudaDeviceGetAttribute(&found.threads, cudaDevAttrMaxThreadsPerMultiProcessor, device));
-  if (device < kKnown) known[device] = found;
-  return found;
+template <cudaDeviceAttr kAttribute>
+int attribute_of_gpu() {
+  static NumberOfGpu number;
+  return number([](int device) {
+    int found = 0;
+    check_cuda(cudaDeviceGetAttribute(&found, kAttribute, device));
+    return found;
+  });
 }
 
 // Threads that the current GPU holds at once.
 inline int64_t resident_threads() {
-  const Multiprocessors all = multiprocessors();
-  return int64_t{all.count} * all.threads;
+  return int64_t{attribute_of_gpu<cudaDevAttrMultiProcessorCount>()} *
+         attribute_of_gpu<cudaDevAttrMaxThreadsPerMultiProcessor>();
 }
 
-// Blocks of a kernel that the current GPU holds at once.
-template <class... Parameters>
-int64_t resident_blocks(void (*kernel)(Parameters...), int threads, size_t shared_bytes) {
-  int each = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes));
-  return int64_t{multiprocessors().count} * each;
+// Blocks of a kernel, always of as many threads and bytes, that the current GPU holds at once.
+template <auto kKernel>
+int64_t resident_blocks(int threads, size_t shared_bytes) {
+  static NumberOfGpu number;
+  const int each = number([&](int) {
+    int found = 0;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kKernel, threads, shared_bytes));
+    return found;
+  });
+  return int64_t{attribute_of_gpu<cudaDevAttrMultiProcessorCount>()} * each;
 }
 
 // Makes the tensor's GPU current and gives torch's current stream on it, for the scope of a kernel's launches.

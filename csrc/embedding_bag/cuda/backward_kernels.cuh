@@ -416,10 +416,10 @@ __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
 // which rows of a table share are still in the L2 when the next row needs them.
 template <int G, int kBlocks, class Target>
 void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  const size_t ahead = kFinishThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
-  const auto kernel = finish_kernel<G, kBlocks, Target>;
-  const dim3 grid = at_most(resident_blocks(kernel, kFinishThreads, ahead), a.runs.most_runs, G, kFinishThreads);
-  launch(kernel, grid, dim3(kFinishThreads), ahead, stream, a, target);
+  constexpr size_t kAhead = kFinishThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
+  constexpr auto kKernel = finish_kernel<G, kBlocks, Target>;
+  const dim3 grid = at_most(resident_blocks<kKernel>(kFinishThreads, kAhead), a.runs.most_runs, G, kFinishThreads);
+  launch(kKernel, grid, dim3(kFinishThreads), kAhead, stream, a, target);
 }
 
 // An update of rows in `weights`.
