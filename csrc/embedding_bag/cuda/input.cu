@@ -79,7 +79,7 @@ struct MaskArgs {
   void* ids;
   Parts parts;
   int64_t* status;
-  bool wide, checks_ids, skips_frozen, hashes;  // wide: `ids` are int64
+  bool wide, checks_ids, skips_frozen;  // wide: `ids` are int64
 
   __device__ void put(int64_t i, int64_t id) const {
     if (wide) static_cast<int64_t*>(ids)[i] = id;
@@ -87,19 +87,15 @@ struct MaskArgs {
   }
 };
 
-// Notes bad offsets where ids become rows.
-__global__ void __launch_bounds__(kThreads) copy_ids_kernel(MaskArgs a) {
-  for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) a.put(i, a.bags.id(i));
-  if (!a.hashes) return;
-  for (int64_t bag = Group<1>::first(); bag < a.bags.num_bags; bag += Group<1>::stride())
-    range_of(a.bags, bag, a.status);
+__global__ void __launch_bounds__(kThreads) note_offsets_kernel(Bags bags, int64_t* status) {
+  for (int64_t bag = Group<1>::first(); bag < bags.num_bags; bag += Group<1>::stride()) range_of(bags, bag, status);
 }
 
-// Notes ids out of range, as the kernels behind it cannot tell them from padding. Bags with bad offsets, which those
-// note, are left as they are; where ids become rows, none counts then, as bags of two features may have one id.
+// Writes the ids of bags, the only ones that other kernels read. Notes ids out of range, as those cannot tell them from
+// padding. Where offsets are bad, none counts: bags of two features may have one id.
 __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
   if (*a.status == kBadLayout) return;
-  if (a.hashes && *a.status < 0) {
+  if (*a.status < 0) {
     for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) a.put(i, a.bags.padding_idx);
     return;
   }
@@ -107,16 +103,15 @@ __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
   for (int64_t bag = group.first(); bag < a.bags.num_bags; bag += group.stride()) {
     const int64_t p = a.bags.first_part(a.bags.feature_of(bag));
     const TablePart& part = a.parts.records[p];
-    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
-    if (start < 0 || start > stop || stop > a.bags.num_ids) continue;
-    for (int64_t i = start + group.lane; i < stop; i += kWarpSize) {
+    const int64_t stop = a.bags.offset(bag + 1);
+    for (int64_t i = a.bags.offset(bag) + group.lane; i < stop; i += kWarpSize) {
       const int64_t id = a.bags.id(i);
       if (part.takes_every_id()) {
         a.put(i, part.number_of(id, a.parts.mapped[p].partition.modulus, a.bags.padding_idx));
         continue;
       }
       const bool bad = a.checks_ids && static_cast<uint64_t>(id) >= static_cast<uint64_t>(part.id_limit);
-      if (bad || id == part.padding_idx) a.put(i, a.bags.padding_idx);
+      a.put(i, bad || id == part.padding_idx ? a.bags.padding_idx : id);
       if (!bad || (a.skips_frozen && part.frozen != 0)) continue;
       note_bad(a.status, i);
       atomicAdd(reinterpret_cast<unsigned long long*>(a.status + 1), 1ULL);
@@ -125,14 +120,12 @@ __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
 }
 
 void mask_ids(const BagInput& in, int64_t* status, bool skips_frozen, cudaStream_t stream) {
-  const bool hashes = (in.sizes.flags & kHashes) != 0;
-  MaskArgs args{in.bags, in.masked->mutable_data_ptr(), in.parts, status, in.bags.ids64, in.checks_masked, skips_frozen,
-                hashes};
+  MaskArgs args{in.bags,     in.masked->mutable_data_ptr(), in.parts, status, in.bags.ids64, in.checks_masked,
+                skips_frozen};
   args.bags.ids = in.values.const_data_ptr();
   args.bags.ids64 = in.values.scalar_type() == ScalarType::Long;
-  launch(copy_ids_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, args);
-  if (in.bags.num_bags > 0)
-    launch(mask_ids_kernel, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, args);
+  launch(note_offsets_kernel, blocks_for(in.bags.num_bags, 1), dim3(kThreads), 0, stream, args.bags, status);
+  launch(mask_ids_kernel, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, args);
 }
 
 void read_formats(const LayoutSizes& sizes, Parts* parts) {
@@ -243,7 +236,7 @@ Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& 
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
   const StartArgs args{in.parts, in.bags, in.sizes, limits, status.mutable_data_ptr<int64_t>()};
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
-  if (in.masked && in.bags.num_ids > 0) mask_ids(in, args.status, skips_frozen, stream);
+  if (in.masked && in.bags.num_ids > 0 && in.bags.num_bags > 0) mask_ids(in, args.status, skips_frozen, stream);
   return status;
 }
 
