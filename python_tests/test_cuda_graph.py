@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import row_cache_cases
 import torch
-from backends import PASSED, ROOT, device_backends
+from backends import CHOSEN, PASSED, ROOT, SOURCES, device_backends, emulated
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
 from layout_calls import make_layout
 from torch import Tensor
@@ -309,6 +310,28 @@ def test_errors_are_taken_back() -> None:
         for call in re.finditer(called, code):
             before = code[: call.start()]
             assert before.endswith(("check_cuda(", "static_cast<void>(")), (path, call[0])
+
+
+def test_small_calls_have_few_nodes() -> None:
+    """A call of few ids takes as long as its nodes: kernels, and those of a sum (2) and of a sort."""
+    if "cuda_emulated" not in CHOSEN or not SOURCES.exists():
+        pytest.skip("there are no emulated kernels to count")
+    ops, ids, offsets = emulated(), torch.tensor([3, 1, 2, 3]), torch.arange(5)
+    sample = row_cache_cases.CacheSample([(40, 16, "fp32")], [(0, "sum")], {16: 1}, 2, (4,), "lru", "nearest", 0)
+    case = row_cache_cases.CacheCase(sample)
+    given = case.arguments | case.state() | {"values": ids, "offsets": offsets}
+    calls = {
+        "jagged_dedup": (8, lambda: ops.jagged_dedup(ids, offsets, [0, 0])),
+        "jagged_permute": (6, lambda: ops.jagged_permute(ids, offsets, [1, 0], [2, 2])),
+        "jagged_index_select": (5, lambda: ops.jagged_index_select(ids, offsets, torch.tensor([2]))),
+        "row_cache_insert_": (15, lambda: row_cache_cases.call("row_cache_insert_", given, ops)),
+    }
+    found = {}
+    for name, (_, once) in calls.items():
+        ops._count_nodes()
+        once()
+        found[name] = ops._count_nodes()
+    assert found == {name: nodes for name, (nodes, _) in calls.items()}
 
 
 def test_a_total_is_not_read_back() -> None:

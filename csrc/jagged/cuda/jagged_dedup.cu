@@ -130,11 +130,18 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) insert_kernel(Dedup
   }
 }
 
-__global__ void __launch_bounds__(kThreads) flag_first_kernel(DedupArgs a, uint32_t* flags) {
-  const int64_t count = a.groups * a.batch;
-  for (int64_t i = Group<1>::first(); i <= count; i += Group<1>::stride())
-    flags[i] = i < count && a.first_of(i) == i % a.batch;
-}
+// 1 for a sample that is the first of those that look like it; 0 behind the last. Without branches, so that a thread of
+// a sum asks for all of its samples' slots before it needs the first.
+struct FirstOnes {
+  DedupArgs a;
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t i) const {
+    const auto batch = static_cast<uint32_t>(a.batch), count = static_cast<uint32_t>(a.groups) * batch;
+    const uint32_t there = i < count ? i : 0, g = there / batch;
+    const int32_t first = a.table[g * a.slots + a.slot_of[there]];
+    return static_cast<uint32_t>(i < count) & static_cast<uint32_t>(first == static_cast<int32_t>(there - g * batch));
+  }
+};
 
 // before[i]: first ones before the i-th of all samples.
 __global__ void __launch_bounds__(kThreads)
@@ -180,21 +187,20 @@ void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t st
   const Tensor hashes = new_tensor(like, {samples}, ScalarType::Long),
                table = new_tensor(like, {a.groups * a.slots}, ScalarType::Int),
                slot_of = new_tensor(like, {samples}, ScalarType::Int),
-               flags = new_tensor(like, {samples + 1}, ScalarType::Int);
+               firsts = new_tensor(like, {samples + 1}, ScalarType::Int);
   a.hashes = static_cast<uint64_t*>(hashes.mutable_data_ptr());
   a.table = table.mutable_data_ptr<int32_t>();
   a.slot_of = static_cast<uint32_t*>(slot_of.mutable_data_ptr());
-  auto* first = static_cast<uint32_t*>(flags.mutable_data_ptr());
-  const dim3 block(kThreads), each = blocks_for(samples + 1, 1);
+  auto* before = static_cast<uint32_t*>(firsts.mutable_data_ptr());
+  const dim3 block(kThreads);
   launch(clear_table_kernel, blocks_for(a.groups * a.slots, 1), block, 0, stream, a);
   with_lanes(lanes_for(4 * ceil_div(a.bags.num_ids, a.bags.num_bags)), [&](auto group) {
     constexpr int G = decltype(group)::value;
     launch(hash_kernel<G>, blocks_for(samples, G), block, 0, stream, a);
     launch(insert_kernel<G>, blocks_for(samples, G), block, 0, stream, a);
   });
-  launch(flag_first_kernel, each, block, 0, stream, a, first);
-  exclusive_sum(first, first, samples + 1, like, stream);
-  launch(number_kernel, each, block, 0, stream, a, first, out.rows.mutable_data_ptr<int64_t>(),
+  exclusive_sum(Computed<FirstOnes>{{a}}, before, samples + 1, like, stream);
+  launch(number_kernel, blocks_for(samples, 1), block, 0, stream, a, before, out.rows.mutable_data_ptr<int64_t>(),
          out.inverse.mutable_data_ptr<int64_t>(), out.counts.mutable_data_ptr<int64_t>());
 }
 
@@ -206,13 +212,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& value
   const cudaStream_t stream = device.stream();
   const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in);
   const OptionalTensor weights = as_contiguous(weights_in);
-  const Distinct out{new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
-                     new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
-                     new_zeros(values, {sizes.groups}, ScalarType::Long)};
+  const bool any = sizes.groups * sizes.batch > 0;
+  const Distinct out{
+      new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
+      new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
+      any ? new_tensor(values, {sizes.groups}, ScalarType::Long) : new_zeros(values, {sizes.groups}, ScalarType::Long)};
   const Tensor status = new_jagged_status(values, stream);
   const Bags bags = jagged_rows(values, offsets);
   auto* noted = status.mutable_data_ptr<int64_t>();
-  if (sizes.groups * sizes.batch == 0) {
+  if (!any) {
     launch(note_offsets_kernel, blocks_for(bags.num_bags + 1, 1), dim3(kThreads), 0, stream, bags, noted);
     return {out.rows, out.inverse, out.counts, status};
   }

@@ -1,4 +1,6 @@
-// jagged_permute: the rows to choose are counted out for the features that are named; copy_rows.cu does the rest.
+// jagged_permute: a thread looks at a bag of the features that are named; copy_rows.cu copies them.
+#include <algorithm>
+
 #include "core/boxing.h"
 #include "jagged/cuda/jagged.cuh"
 #include "jagged/jagged_permute.h"
@@ -6,35 +8,51 @@
 namespace rec_kernels {
 namespace {
 
-// bags.starts: where the bags of the features of the output start; from[i]: where those of the i-th do in the input.
-__global__ void __launch_bounds__(kThreads) index_kernel(Bags bags, const int64_t* from, int64_t* index) {
-  for (int64_t m = Group<1>::first(); m < bags.num_bags; m += Group<1>::stride()) {
-    const int64_t i = bags.feature_of(m);
-    index[m] = from[i] + (m - bags.starts[i]);
+// Bags of the input, and those of the output, which has features of its own.
+struct PermuteArgs {
+  Bags bags, output;
+  const int64_t* first_bags;  // of the features of the output: where their bags start in the input
+  int64_t *from, *lengths;    // lengths: [count + 1], the last of them 0
+  int64_t* status;
+};
+
+__global__ void __launch_bounds__(kThreads) lengths_kernel(PermuteArgs a) {
+  note_offsets(a.bags, a.status);
+  const int64_t count = a.output.num_bags;
+  for (int64_t m = Group<1>::first(); m <= count; m += Group<1>::stride()) {
+    Range r{0, 0};
+    if (m < count) {
+      const int64_t i = a.output.feature_of(m);
+      r = good_range(a.bags, a.first_bags[i] + (m - a.output.starts[i]));
+      a.from[m] = r.start;
+    }
+    a.lengths[m] = r.stop - r.start;
   }
 }
 
-// [M]: the bag of the input that each of the output is.
-Tensor index_of(const std::vector<int64_t>& permute, const std::vector<int64_t>& strides,
-                const std::vector<int64_t>& starts, const Tensor& like, cudaStream_t stream) {
+// The bags of the features that are named; `starts`: where those of each feature of the input start.
+Selection select_features(const Bags& bags, const std::vector<int64_t>& permute, const std::vector<int64_t>& strides,
+                          const std::vector<int64_t>& starts, int64_t* status, const Tensor& like,
+                          cudaStream_t stream) {
   // One tensor of both, for fewer launches: where features start in the input, then where in the output.
   std::vector<int64_t> places, ends{0};
   for (const int64_t f : permute) {
     places.push_back(starts[f]);
     ends.push_back(ends.back() + strides[f]);
   }
-  const int64_t features = static_cast<int64_t>(permute.size()), bags = ends.back();
+  const int64_t features = static_cast<int64_t>(permute.size()), count = ends.back();
   places.insert(places.end(), ends.begin(), ends.end());
-  Tensor index = new_tensor(like, {bags}, ScalarType::Long);
-  if (bags == 0) return index;
   const Tensor numbers = to_gpu(places, like, stream);
+  const auto* first_bags = numbers.const_data_ptr<int64_t>();
+  Selection out = new_selection(count, new_tensor(like, {count}, ScalarType::Long), status, "permute");
   Bags output{};
-  output.num_bags = bags;
+  output.num_bags = count;
   output.num_features = features;
-  output.starts = numbers.const_data_ptr<int64_t>() + features;
-  launch(index_kernel, blocks_for(bags, 1), dim3(kThreads), 0, stream, output, numbers.const_data_ptr<int64_t>(),
-         index.mutable_data_ptr<int64_t>());
-  return index;
+  output.starts = first_bags + features;
+  const PermuteArgs args{
+      bags, output, first_bags, out.from.mutable_data_ptr<int64_t>(), out.starts.mutable_data_ptr<int64_t>(), status};
+  launch(lengths_kernel, blocks_for(std::max(count, bags.num_bags) + 1, 1), dim3(kThreads), 0, stream, args);
+  return out;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_permute_cuda(const Tensor& values_in, const Tensor& offsets_in,
@@ -48,9 +66,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_permute_cuda(const Tensor& val
   const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in);
   if (!total && names_each_once(permute, strides.size())) total = values.size(0);
   Tensor status = new_jagged_status(values, stream);
-  const Tensor index = index_of(permute, strides, starts, values, stream);
-  const Selection rows =
-      select_rows(jagged_rows(values, offsets), index, offsets, total, status.mutable_data_ptr<int64_t>(), stream);
+  Selection rows = select_features(jagged_rows(values, offsets), permute, strides, starts,
+                                   status.mutable_data_ptr<int64_t>(), values, stream);
+  place_rows(rows, total, offsets, "offsets", stream);
   Tensor output = new_tensor(values, {rows.total}, values.scalar_type());
   Tensor output_offsets = new_tensor(offsets, {rows.count + 1}, offsets.scalar_type());
   Tensor output_weights = new_tensor(values, {weights ? rows.total : 0}, ScalarType::Float);
