@@ -270,6 +270,7 @@ def check_status(call: BadCall, backend: Backend) -> None:
     for op in FORWARDS:
         output, status = call.forward(op, ops)
         assert status[0].item() == complaint.noted, (op, status)
+        assert complaint.error is ValueError or status.tolist() == expected_status(call.encoded.case), (op, status)
         assert output.isfinite().all(), op
     assert all(map(same_bits, call.backward("fused_", ops), call.before())), "the update changed something"
     assert call.backward("per_sample_weights", ops).isfinite().all()

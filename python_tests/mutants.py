@@ -143,7 +143,7 @@ MUTANTS = [
         "csrc/embedding_bag/cuda/pool.cuh",
         "static_cast<unsigned long long>(count_bits(found)));",
         "static_cast<unsigned long long>(1));",
-        "embedding_bag_device embedding_bag_bounds",
+        "embedding_bag_fuzz embedding_bag_bounds",
     ),
     Mutant(
         "csrc/embedding_bag/cuda/shared_rows.cu",

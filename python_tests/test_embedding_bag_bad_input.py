@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from embedding_bag_cases import make_case
-from layout_calls import OF_LAYOUT, OPS, as_call, make_layout
+from backends import emulated
+from embedding_bag_cases import Case, make_case
+from layout_calls import OF_LAYOUT, OPS, InLists, as_call, make_layout
 
-from rec_kernels.ops.autograd import overload_of, signature_of
-from rec_kernels.ops.table_layout import Column
+from rec_kernels.ops.autograd import signature_of
 from rec_kernels.testing import same_bits, use_threads
 
 ops = OPS
@@ -34,8 +34,13 @@ def arguments() -> dict[str, object]:
     """A good call of any op of the family, by argument name: features of 5, 3 and 5 rows, two bags each, 7 ids."""
     case = make_case([(5, 16), (3, 32)], [0, 1, 0], [1, 2, 0, 1, 2, 1], weighted=True, seed=1)
     case.values.copy_(torch.tensor([4, 0, 1, 2, 3, 3, 4]))
-    layout = case.layout | {"row_offsets": torch.tensor([0, 5, 0])}  # embedding_bag_tables wants no unused row
-    return layout | {
+    # embedding_bag_tables wants no unused row.
+    return arguments_of(case) | {"row_offsets": torch.tensor([0, 5, 0]), "sum": torch.ones(8)}
+
+
+def arguments_of(case: Case) -> dict[str, object]:
+    """The arguments of any op of the family for a case."""
+    return case.layout | {
         "padding_idx": -1,
         "weights": case.weights,
         "tables": case.split(case.weights),
@@ -43,7 +48,7 @@ def arguments() -> dict[str, object]:
         "offsets": case.offsets,
         "per_sample_weights": case.per_sample_weights,
         "grad": case.grad,
-        "sum": torch.ones(8),
+        "sum": torch.ones(len(case.sum)),
         "step": torch.tensor(3),
         "lr": torch.tensor(0.1),
         "token": torch.empty(0, requires_grad=True),
@@ -58,10 +63,16 @@ def taken(op: str) -> list[str]:
     return list(signature_of(f"{op}.layout"))
 
 
-def call(op: str, given: dict[str, object]) -> object:
+def call(op: str, given: dict[str, object], namespace: InLists = ops) -> object:
     """Calls an op with those of the arguments that its schema has, and the layout that the others describe."""
     name, arguments = as_call(op, given)
-    return overload_of(name)(**{n: a for n, a in arguments.items() if n in signature_of(name)})
+    overload = getattr(getattr(namespace.ops, op), name.partition(".")[2])
+    return overload(**{n: a for n, a in arguments.items() if n in signature_of(name)})
+
+
+def with_layout(given: dict[str, object]) -> dict[str, object]:
+    """The arguments with the layout that those in lists describe, to be forged: a copy of it."""
+    return {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
 
 
 def takers(name: str) -> list[str]:
@@ -69,13 +80,15 @@ def takers(name: str) -> list[str]:
     return [op for op in FAMILY if name in OF_LAYOUT or name in taken(op)]
 
 
-def check_refused(op: str, changes: dict[str, object], error: type[Exception], message: str) -> None:
+def check_refused(
+    op: str, changes: dict[str, object], error: type[Exception], message: str, namespace: InLists = ops
+) -> None:
     """The call raises, the message is the whole one, and nothing that an op could write has changed."""
     given = arguments() | changes
     written = {name: given[name] for name in WRITTEN if given.get(name) is not None}
     before = {name: t.clone() for name, t in written.items() if not t.is_meta}
     with pytest.raises(error, match=re.escape(message)):
-        call(op, given)
+        call(op, given, namespace)
     assert all(same_bits(written[name], t) for name, t in before.items())
 
 
@@ -279,58 +292,45 @@ BAD_ARGUMENTS = [
 ]
 
 
+def is_on_the_host(name: str, message: str) -> bool:
+    """True of what an op finds before it reads a layout, which is checked where it is made, and on the device."""
+    return name not in OF_LAYOUT and not message.startswith("layout[")
+
+
 @pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
 def test_bad_argument(name: str, change, message: str) -> None:
-    """ValueError from every op that takes the argument."""
+    """ValueError from every op that takes the argument, on every kind of backend."""
     assert takers(name), name
     for op in takers(name):
-        check_refused(op, {name: change(arguments().get(name))}, ValueError, message)
+        for namespace in (ops, emulated()) if is_on_the_host(name, message) else (ops,):
+            check_refused(op, {name: change(arguments().get(name))}, ValueError, message, namespace)
 
 
-@pytest.mark.parametrize("op", FAMILY)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t[:, 1:], "layout must have shape [3, 26], got [3, 25]"),
-        (lambda t: t.int(), "layout must be int64, got int32"),
-        (lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
-        (lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
-        (lambda t: _changed(t, "row_offset", 4), "layout[2]: by_row must name the parts by their rows"),
-        (lambda t: _changed(t, "row_offset", 6), "layout[1]: row_offset and num_embeddings must describe rows below"),
-        (lambda t: _changed(t, "embedding_dim", 33), "layout[1]: embedding_dim must be at least 1, and at most"),
-        (lambda t: _changed(t, "num_embeddings", 4), "layout[1]: row_offset and num_embeddings must describe rows"),
-        (lambda t: _changed(t, "weight_offset", 4 * 81), "layout[1]: a table of 3 x 32 (fp32) at byte "),
-        (lambda t: _changed(t, "column", 17), "layout[1]: column and part_column must be those behind the part before"),
-        (lambda t: _changed(t, "feature", 2), "layout[1]: feature and part_start must name the features in order"),
-        (lambda t: _changed(t, "part_start", 2), "layout[0]: feature and part_start must name the features in order"),
-        (lambda t: _changed(t, "modulus", 0), "layout[1]: id_limit, divisor and modulus must lead to rows"),
-        (lambda t: _changed(t, "mean", 1), "layout[1]: id_limit, padding_idx, combine, mean and frozen must be those"),
-        (lambda t: _changed(t, "table_id", 65536), "layout[1]: table_id must be in [0, 65536)"),
-        (lambda t: _changed(t, "first_row", -1), "layout[1]: first_row and table_rows must be those of a shard"),
-        (lambda t: _changed(t, "table_rows", 2**44 + 1), "layout[1]: first_row and table_rows must be those of a"),
-        (lambda t: _changed(t, "first_column", 2), "layout[1]: first_row and table_rows must be those of a shard"),
-        (
-            lambda t: _changed(t, "multiplied", 1),
-            "layout[1]: id_limit, padding_idx, combine, mean and frozen must be those",
-        ),
-    ],
-)
-def test_forged_layout(op: str, change, message: str) -> None:
-    """A layout that ``rk.table_layout`` would not make: the op says which record is wrong, and changes nothing."""
-    given = arguments()
-    good = make_layout(given)
-    given = {n: a for n, a in given.items() if n not in OF_LAYOUT} | good._asdict()
-    written = {name: given[name].clone() for name in WRITTEN if given.get(name) is not None}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(op, given | {"layout": change(good.layout)})
-    assert all(same_bits(given[name], t) for name, t in written.items())
+#: Layouts whose records are not what the sizes say, or the other way round, which is seen before any record is read.
+NOT_LAYOUTS = [
+    ("layout", lambda t: t[0], "layout must have 2 dimension(s), got shape [26]"),
+    ("layout", lambda t: t[:, 1:], "layout must have shape [3, 26], got [3, 25]"),
+    ("layout", lambda t: t.int(), "layout must be int64, got int32"),
+    ("layout", lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
+    ("layout", lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
+    ("layout_sizes", lambda sizes: sizes[1:], "layout_sizes must have 9 elements, got 8"),
+    ("layout_sizes", lambda sizes: [-1, *sizes[1:]], "layout_sizes[0] = -1 must be the number of features"),
+    ("layout_sizes", lambda sizes: [sizes[0], -1, *sizes[2:]], "layout_sizes[1] = -1 must be the columns of all"),
+    ("layout_sizes", lambda sizes: [*sizes[:3], -5, *sizes[4:]], "layout_sizes[3] = -5 must be at least 0"),
+    ("layout_sizes", lambda sizes: [*sizes[:4], 0, *sizes[5:]], "layout_sizes[4] = 0 must be in [1, 2^31)"),
+    ("layout_sizes", lambda sizes: [*sizes[:4], 2**31, *sizes[5:]], f"layout_sizes[4] = {2**31} must be in [1"),
+]
 
 
-def _changed(layout: torch.Tensor, column: str, number: int) -> torch.Tensor:
-    """The layout with another number in part 1."""
-    layout = layout.clone()
-    layout[1, Column[column]] = number
-    return layout
+@pytest.mark.parametrize(("name", "change", "message"), NOT_LAYOUTS)
+def test_not_a_layout(name: str, change, message: str) -> None:
+    """Every op checks a layout's host part."""
+    for op in FAMILY:
+        given = with_layout(arguments())
+        given[name] = change(given[name])
+        for namespace in (ops, emulated()):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call(op, given, namespace)
 
 
 def adam(**changes: object) -> dict[str, object]:
@@ -360,6 +360,11 @@ def adam(**changes: object) -> dict[str, object]:
         ),
         ({"optimizer": "adagrad", "sum": torch.ones(176)}, 'exp_avg must not be given for optimizer "adagrad"'),
         (
+            {"optimizer": "rowwise_adagrad", "sum": torch.ones(7)}
+            | dict.fromkeys(("exp_avg", "exp_avg_sq", "beta_powers", "moment_offsets")),
+            "sum must have one element per row (8), got 7",
+        ),
+        (
             {"moment_offsets": torch.tensor([0, 81, 0])},
             "layout[1]: the state of a table of 3 x 32 at state_offset 81 does not fit in optimizer state of 176",
         ),
@@ -372,16 +377,10 @@ def adam(**changes: object) -> dict[str, object]:
         ),
     ],
 )
-def test_bad_state_of_elements(changes: dict[str, object], message: str) -> None:
+def test_bad_state(changes: dict[str, object], message: str) -> None:
     """State of another shape than the optimizer's, or at places where it does not fit."""
     call("embedding_bag_backward_fused_", arguments() | adam())
     check_refused("embedding_bag_backward_fused_", adam(**changes), ValueError, message)
-
-
-def test_short_state() -> None:
-    """State must reach the last row."""
-    message = "sum must have one element per row (8), got 7"
-    check_refused("embedding_bag_backward_fused_", {"sum": torch.ones(7)}, ValueError, message)
 
 
 @pytest.mark.parametrize(
@@ -407,8 +406,7 @@ def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None
 @pytest.mark.parametrize("op", FAMILY)
 def test_other_device(op: str) -> None:
     """One tensor on the meta device, every one in turn: refused, not answered with memory that nobody wrote."""
-    given = arguments()
-    given = {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
+    given = with_layout(arguments())
     for name in taken(op):
         value = given.get(name)
         if isinstance(value, torch.Tensor) or name == "tables":

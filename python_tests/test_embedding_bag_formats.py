@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from backends import Backend, device_backends, every_backend
+from backends import Backend, every_backend
 from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
 from embedding_bag_checks import check_lookups, check_update, check_updates
 from embedding_bag_format_cases import GAP, INT64_MAX, ROUNDINGS, STEP, EncodedCase, every_format_once
-from layout_calls import OPS, forged
+from layout_calls import OPS
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
@@ -196,32 +196,6 @@ def test_skipped_updates(rounding: str) -> None:
         assert all(map(same_bits, encoded.update("sgd", rounding, backend.ops, **nothing), plain)), backend.name
 
 
-@pytest.mark.parametrize("bad", [-1, 4, 2**40])
-def test_bad_ids(bad: int) -> None:
-    """ "error": IndexError or, on a device, a status, and nothing changes; "ignore": as if the id were not there."""
-    case = make_case([(4, 19)] * 8, list(range(8)), [2, 1] * 8, seed=11)
-    case.values[[4, 13]] = bad
-    encoded = every_format_once(case)
-    for backend in every_backend():
-        for call in (encoded.update, _look_up):
-            arguments = ("sgd", "stochastic", backend.ops) if call == encoded.update else (encoded, backend.ops)
-            if backend.kind == "cpu":
-                with pytest.raises(IndexError, match=rf"values\[4\] = {bad} \(feature 1, bag 0\) is out of range"):
-                    call(*arguments)
-            elif call == encoded.update:
-                assert encoded.unchanged(call(*arguments)), backend.name
-            else:
-                assert call(*arguments)[1].tolist() == [4, 2], backend.name
-        output, status = _look_up(encoded, backend.ops, bounds_check="ignore")
-        assert same_bits(output, case.expected_output()), backend.name
-        assert status.tolist() == [4, 2], backend.name
-    check_updates(encoded, roundings=["stochastic"], bounds_check="ignore")
-
-
-def _look_up(encoded: EncodedCase, backend_ops, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    return backend_ops.embedding_bag(encoded.flat, *encoded.case.jagged, **encoded.layout, **options)
-
-
 @pytest.mark.parametrize("batch", [0, 3])
 def test_empty_bags_only(batch: int) -> None:
     """No ids at all: zeros, and an update that counts the step and changes nothing else."""
@@ -277,14 +251,3 @@ def test_autograd(optimizer: str) -> None:
     output.backward(case.grad)
     assert all(map(same_bits, (flat, state, step), encoded.update(optimizer, "stochastic")))
     assert same_bits(factors.grad, case.expected_factor_gradient())
-
-
-@pytest.mark.parametrize(("column", "value"), [("format", 15), ("format", -1), ("table_id", 65536), ("table_id", -1)])
-def test_bad_numbers_are_noted_on_a_device(column: str, value: int) -> None:
-    """A device alone sees bad numbers: nothing is looked up, nothing is updated."""
-    encoded = every_format_once(make_case([(4, 19)] * 8, list(range(8)), [2, 1] * 8, seed=11))
-    bad = forged(encoded.layout | encoded.noise, column, 5, value)
-    for backend in device_backends():
-        _, status = backend.ops.embedding_bag(encoded.flat, *encoded.case.jagged, **bad)
-        assert status[0].item() == torch.iinfo(torch.int64).min, backend.name
-        assert encoded.unchanged(encoded.update("sgd", "stochastic", backend.ops, **bad)), backend.name

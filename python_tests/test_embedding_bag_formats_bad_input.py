@@ -9,7 +9,8 @@ import torch
 from backends import emulated
 from embedding_bag_cases import make_case
 from embedding_bag_format_cases import EncodedCase
-from layout_calls import OPS, InLists, as_call
+from layout_calls import OPS
+from test_embedding_bag_bad_input import arguments_of, call
 from torch import Tensor
 
 import rec_kernels as rk
@@ -34,21 +35,8 @@ def arguments() -> dict[str, object]:
     """A good call by argument name: int8 rows of 5 x 16, mx6 rows of 3 x 32, the first table for two features."""
     case = make_case([(5, 16), (3, 32)], [0, 1, 0], [1, 2, 0, 1, 2, 1], weighted=True, seed=1)
     encoded = EncodedCase(case, FORMATS, gaps=[0, 8])  # at 0 and 128, 200 bytes and one behind
-    given = {
-        "weights": encoded.flat,
-        "weights_shape": [len(encoded.flat)],
-        "tables": [torch.zeros(5, 16), torch.zeros(3, 32)],
-        "values": case.values,
-        "offsets": case.offsets,
-        "per_sample_weights": case.per_sample_weights,
-        "grad": case.grad,
-        "sum": torch.ones(9),
-        "step": torch.tensor(3),
-        "lr": torch.tensor(0.1),
-        "token": torch.empty(0, requires_grad=True),
-        "rounding": "stochastic",
-    }
-    return encoded.layout | encoded.noise | given
+    tables = {"weights": encoded.flat, "tables": [torch.zeros(5, 16), torch.zeros(3, 32)]}
+    return arguments_of(case) | encoded.layout | encoded.noise | tables | {"rounding": "stochastic"}
 
 
 def one_table() -> dict[str, object]:
@@ -57,13 +45,6 @@ def one_table() -> dict[str, object]:
     bags = {"values": torch.tensor([0, 3, 1]), "offsets": torch.tensor([0, 2, 3])}
     state = {"sum": torch.ones(4), "step": torch.tensor(3), "lr": torch.tensor(0.1), "token": torch.empty(0)}
     return bags | state | {"weights": rows, "formats": ["int8"], "embedding_dim": 16, "grad": torch.ones(2, 16)}
-
-
-def call(op: str, given: dict[str, object], namespace: InLists = ops) -> object:
-    """Calls an op with those of the arguments that its schema has, or whose place is in the layout."""
-    name, arguments = as_call(op, given)
-    overload = getattr(getattr(namespace.ops, op), name.partition(".")[2])
-    return overload(**{n: a for n, a in arguments.items() if n in signature_of(name)})
 
 
 def takers(name: str) -> list[str]:

@@ -15,6 +15,7 @@ from embedding_bag_samples import Sample
 from layout_calls import OPS
 from tiers import full
 
+from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import use_threads
 
 CPU = Backend("cpu", OPS)
@@ -29,7 +30,7 @@ def calls() -> list[BadCall]:
 
 
 def test_every_kind_of_fault_is_there() -> None:
-    """Offsets that fall, lead out or are too few; ids of each width; and calls that turn out to be right."""
+    """Offsets that fall, lead out or are too few; ids of each width; rows of several tables; calls that are right."""
     kinds = collections.Counter()
     for call in calls():
         text = call.complaint.message if call.complaint else "right, " + call.sample.bounds_check
@@ -37,7 +38,11 @@ def test_every_kind_of_fault_is_there() -> None:
             kinds[text if part == "right" else part] += part in text
         if "out of range" in text:
             kinds[f"{call.sample.ids} bits"] += 1
+        for error in ("out of range", "is below"):
+            composed = any(isinstance(table, Parts) for table, _ in call.sample.features)
+            kinds[f"composed, {error}"] += composed and error in text
     wanted = ["is below", "number of values", "num_features * batch + 1", "is out of range", "32 bits", "64 bits"]
+    wanted += ["composed, out of range", "composed, is below"]
     assert all(kinds[name] >= 15 for name in [*wanted, "right, ignore", "right, error", "right, none"]), kinds
 
 

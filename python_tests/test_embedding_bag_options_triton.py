@@ -15,8 +15,18 @@ import torch
 from backends import PASSED, OnDevice, moved
 from embedding_bag_cases import LR, make_case
 from jagged_cases import BAD_LAYOUT, BAD_OFFSETS
-from layout_calls import OF_LAYOUT, OPS, InLists, as_call, make_layout
-from test_embedding_bag_bad_input import BAD_ARGUMENTS, FAMILY, WRITTEN, arguments, call
+from layout_calls import OPS, InLists, as_call
+from test_embedding_bag_bad_input import (
+    BAD_ARGUMENTS,
+    FAMILY,
+    NOT_LAYOUTS,
+    WRITTEN,
+    arguments,
+    call,
+    is_on_the_host,
+    with_layout,
+)
+from test_embedding_bag_device import FORGED
 from test_embedding_bag_strides import _two_features
 from tiers import cross
 from torch import Tensor
@@ -206,15 +216,9 @@ def _call(op: str, given: dict[str, object]) -> object:
     return attrgetter(name)(on_device)(*(found.get(n, default) for n, default in signature_of(name).items()))
 
 
-def _with_layout(given: dict[str, object]) -> dict[str, object]:
-    """The arguments with the layout that those in lists describe, to be forged: a copy of it."""
-    made = make_layout(given)
-    return {n: a for n, a in given.items() if n not in OF_LAYOUT} | made._asdict()
-
-
 def test_the_three_lookups_are_one() -> None:
     """embedding_bag, embedding_bag_tables and embedding_bag_fused; num_rows and max_embedding_dim change nothing."""
-    plain, wide = _with_layout(arguments()), _with_layout(arguments())
+    plain, wide = with_layout(arguments()), with_layout(arguments())
     wide["layout_sizes"][Size.num_rows], wide["layout_sizes"][Size.max_embedding_dim] = 9, 40
     results = [_call(op, given) for given in (plain, wide) for op in FAMILY[:3]]
     assert all(same_bits(a, b) for result in results for a, b in zip(result, results[0], strict=True))
@@ -242,32 +246,21 @@ def _assert_nothing_changes(given: dict) -> None:
     assert not _call("embedding_bag_backward_sparse", given)[1].any()
 
 
+#: Columns that these kernels do not read: they offer neither tables of several parts, nor shards, nor products.
+_UNREAD = ("part_start", "mean", "first_row", "table_rows", "first_column", "multiplied")
+_SIZES = [("output_dim", 63), ("max_embedding_dim", 31), ("num_rows", 7)]
+
+
 @pytest.mark.parametrize(
     ("part", "column", "number"),
     [
-        *((1, "weight_offset", at) for at in (4 * 81, -4, 4 * 79 + 2, 2**62)),
-        *((1, "num_embeddings", rows) for rows in (2**62, -1, 2)),
-        (0, "embedding_dim", 0),
-        (1, "embedding_dim", 33),
-        *((1, "row_offset", row) for row in (-1, 6, 4, 0)),
-        *((1, "column", column) for column in (17, -1)),
-        *((1, "feature", feature) for feature in (0, 2)),
-        *((1, "id_limit", limit) for limit in (4, -1)),
-        (1, "divisor", 2),
-        (1, "modulus", 2),
-        (1, "format", 1),
-        *((1, "by_row", part) for part in (0, 1, 3, -1)),
-        (2, "row_offset", 1),
-        (2, "weight_offset", 4),
-        (2, "num_embeddings", 4),
-        (None, "output_dim", 63),
-        (None, "max_embedding_dim", 31),
-        (None, "num_rows", 7),
+        *((part, column, number) for part, column, number, *_ in FORGED if column not in _UNREAD),
+        *((None, column, number) for column, number in _SIZES),
     ],
 )
 def test_bad_layout(part: int | None, column: str, number: int) -> None:
     """Numbers on the device that do not fit: noted, nothing is read or written at the places they name."""
-    given = _with_layout(arguments())
+    given = with_layout(arguments())
     if part is None:
         given["layout_sizes"][Size[column]] = number
     else:
@@ -279,30 +272,14 @@ def test_bad_layout(part: int | None, column: str, number: int) -> None:
     _assert_nothing_changes(given | {"status": None})
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("layout", lambda t: t[0], "layout must have 2 dimension(s), got shape [26]"),
-        ("layout", lambda t: t[:, 1:], "layout must have shape [3, 26], got [3, 25]"),
-        ("layout", lambda t: t.int(), "layout must be int64, got int32"),
-        ("layout", lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
-        ("layout", lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
-        ("layout_sizes", lambda sizes: sizes[1:], "layout_sizes must have 9 elements, got 8"),
-        ("layout_sizes", lambda sizes: [-1, *sizes[1:]], "layout_sizes[0] = -1 must be the number of features"),
-        ("layout_sizes", lambda sizes: [sizes[0], -1, *sizes[2:]], "layout_sizes[1] = -1 must be the columns of all"),
-        ("layout_sizes", lambda sizes: [*sizes[:3], -5, *sizes[4:]], "layout_sizes[3] = -5 must be at least 0"),
-        ("layout_sizes", lambda sizes: [*sizes[:4], 0, *sizes[5:]], "layout_sizes[4] = 0 must be in [1, 2^31)"),
-        ("layout_sizes", lambda sizes: [*sizes[:4], 2**31, *sizes[5:]], f"layout_sizes[4] = {2**31} must be in [1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), NOT_LAYOUTS)
 def test_not_a_layout(name: str, change: Callable, message: str) -> None:
     """Every function checks a layout's host part in the words of the compiled ops."""
     for op in FAMILY:
-        given = _with_layout(arguments())
+        given = with_layout(arguments())
         given[name] = change(given[name])
-        for function in (_call, call):
-            with pytest.raises(ValueError, match=re.escape(message)):
-                function(op, given)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            _call(op, given)
 
 
 def test_id_limits() -> None:
@@ -323,13 +300,10 @@ def test_id_limits() -> None:
         PASSED["triton"] += 1
 
 
-# Records go to an op directly: layouts are checked where they are made, and records on the device.
 _REFUSED = [
-    (name, change, message)
-    for name, change, message in BAD_ARGUMENTS
-    if name not in OF_LAYOUT
-    and not message.startswith("layout[")
-    and message != "weights must be float32, got float16"  # which is no error here
+    row
+    for row in BAD_ARGUMENTS
+    if is_on_the_host(row[0], row[2]) and row[2] != "weights must be float32, got float16"  # which is no error here
 ]
 
 
@@ -339,7 +313,7 @@ def test_bad_argument(name: str, change: Callable, message: str) -> None:
     takers = [op for op in FAMILY if name in inspect.signature(getattr(triton, op).layout).parameters]
     assert takers
     for op in takers:
-        given = _with_layout(arguments())
+        given = with_layout(arguments())
         given[name] = change(given.get(name))
         before = {n: t.clone() for n, t in given.items() if isinstance(t, Tensor)}
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -113,16 +113,6 @@ def test_hot_remainder(occurrences: int, optimizer: str) -> None:
     check_update(encoded, optimizer, "stochastic", every_backend, grad_scale=3.7)
 
 
-def test_gradients_are_of_rows_before_the_update() -> None:
-    """The learning rate changes every row, and one table is a factor of two features."""
-    tables = [(5, 8), (3, 8), (4, 8)]
-    features = [Parts([0, 1], [(3, 5), (1, 3)], 15, "mult"), Parts([0, 2], [(4, 5), (1, 4)], 20, "mult")]
-    case = make_case(tables, features, [9, 7, 8, 5], seed=3)
-    for backend in every_backend():
-        weights, _, _ = case.update("sgd", backend.ops)
-        assert same_bits(weights, case.expected_update("sgd")[0]), backend.name
-
-
 @pytest.mark.parametrize("pairs", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(0, 3), (1, 2)]], ids=str)
 def test_many_gradients(pairs: list[tuple[int, int]]) -> None:
     """Tables so wide that they take turns, but for those that are multiplied with each other, wherever these lie."""
@@ -145,46 +135,6 @@ def test_one_id_each(combine: str, dim: int) -> None:
         output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout, bounds_check="ignore")
         assert same_bits(output, case.expected_output()), backend.name
         assert status.tolist() == [6, 2], backend.name
-
-
-@pytest.mark.parametrize("num_ids", [2**24 + 3, 2**31 + 11, 2**40 + 1, 2**62])
-def test_ids_beyond_float_and_int32(num_ids: int) -> None:
-    """Rows are found in int64: a float32 quotient is wrong for many ids above 2^24."""
-    collisions = num_ids // 1000 + 1
-    parts = Parts([0, 1], [(collisions, 1000), (1, 997)], num_ids, "mult")
-    case = make_case([(1000, 4), (997, 4)], [parts], [1] * 400, seed=1)
-    case.values[:4] = torch.tensor([0, num_ids - 1, collisions, collisions - 1])
-    for backend in every_backend():
-        output, _ = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout)
-        assert same_bits(output, case.expected_output()), backend.name
-
-
-def test_out_of_range() -> None:
-    """An id is held against the feature's limit, not a table's rows; it is named with that limit."""
-    tables, feature = _quotient_remainder(50, 7, 5)
-    case = make_case(tables, [feature], [1, 2, 1, 1], seed=1)
-    good = case.expected_output()
-    case.values[2] = 50
-    for backend in every_backend():
-        output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout, bounds_check="ignore")
-        assert status.tolist() == [2, 1], backend.name
-        assert same_bits(output[[0, 2, 3]], good[[0, 2, 3]]), backend.name
-    before = case.weights.clone()
-    for _ in cpu_backends():
-        with pytest.raises(IndexError, match=r"values\[2\] = 50 \(feature 0, bag 1\).*\[0, 50\)"):
-            ops.embedding_bag(case.weights, *case.jagged, **case.layout)
-        with pytest.raises(IndexError, match=r"values\[2\] = 50"):
-            ops.embedding_bag_backward_fused_(
-                case.weights,
-                None,
-                torch.tensor(0),
-                torch.tensor(0.1),
-                case.grad,
-                *case.jagged,
-                **case.layout,
-                optimizer="sgd",
-            )
-    assert torch.equal(case.weights, before)
 
 
 BAD_LAYOUTS = {

@@ -1,22 +1,22 @@
-"""Partitioned features: shared tables, wide rows, frozen features, any ids, and what is noted on a device."""
+"""Partitioned features: shared tables, wide rows, frozen features, any ids, and gradients that need other rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from backends import device_backends, every_backend
-from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
+from backends import every_backend
+from embedding_bag_cases import OPTIMIZERS, Case, make_case
 from embedding_bag_checks import check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import EncodedCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_calls import OPS, forged, make_layout
+from layout_calls import OPS, make_layout
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 
-BAD_LAYOUT, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+INT64_MAX = torch.iinfo(torch.int64).max
 NUMBERS = st.integers(1, 9) | st.sampled_from([2**31 - 1, 2**32, 2**32 + 1, 2**62 - 1, 2**62, INT64_MAX])
 
 
@@ -88,16 +88,6 @@ def test_rows_of_any_ids(divisor: int, rows: int, modulus: int, ids: list[int]) 
         assert status.tolist() == [INT64_MAX, 0]
 
 
-def test_ignored_ids() -> None:
-    """Ids out of range and padding are left out of output and gradients, once each."""
-    case = _shared_tables([4, 0, 3], mean=[True] * 6, weighted=True, padding_idx=2, seed=5)
-    case.values[[0, 2, 9, 15, 16]] = torch.tensor([35, -1, 12, 30, 2**40])
-    encoded = EncodedCase(case, ["fp32", "fp32", "fp32", "mx6"])
-    check_lookups(encoded, every_backend, bounds_check="ignore")
-    check_gradients(case, every_backend, bounds_check="ignore")
-    check_update(encoded, "sgd", "nearest", every_backend, bounds_check="ignore")
-
-
 @pytest.mark.parametrize("frozen", [[True] + 5 * [False], 5 * [False] + [True], 6 * [True], [False, True] * 3])
 def test_frozen_features(frozen: list[bool]) -> None:
     """Frozen features give no gradient to any of their parts; the others go on."""
@@ -116,72 +106,8 @@ def test_frozen_features(frozen: list[bool]) -> None:
         assert all(map(same_bits, found, case.update("sgd", frozen=mask))), backend.name
 
 
-BAD_NUMBERS = [
-    ("divisor", 1, 0),
-    ("modulus", 0, 0),
-    ("modulus", 0, 9),  # more rows than there are
-    ("modulus", 1, -1),
-    ("id_limit", 0, -1),
-    ("id_limit", 1, 51),
-    ("num_embeddings", 1, 6),
-    ("combine", 0, 3),
-    ("combine", 0, -1),
-    ("combine", 0, 0),  # whose columns would be side by side
-    ("embedding_dim", 1, 4),
-    ("row_offset", 1, 0),
-    ("column", 1, 5),
-    ("part_start", 0, 1),
-    ("feature", 1, 1),
-    ("multiplied", 0, 0),
-]
-
-
 def _two_parts() -> Case:
     return make_case([(8, 5), (7, 5)], [Parts([0, 1], [(1, 8), (8, 7)], 50, "mult")], [1, 2], seed=1)
-
-
-@pytest.mark.parametrize(("column", "part", "value"), BAD_NUMBERS)
-def test_bad_layouts_are_noted(column: str, part: int, value: int) -> None:
-    """A device notes them, returns NaN, updates nothing and gives no gradient."""
-    case = _two_parts()
-    wrong = forged(case.layout, column, part, value)
-    for backend in device_backends():
-        output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **wrong)
-        assert status[0] == BAD_LAYOUT, backend.name
-        assert output.isnan().all()
-        weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
-        rate, shape = torch.tensor(LR), list(case.weights.shape)
-        backend.ops.embedding_bag_backward_fused_(weights, state, step, rate, case.grad, *case.jagged, **wrong)
-        assert same_bits(weights, case.weights)
-        assert same_bits(state, case.sum)
-        assert step == 6
-        given = (case.grad, shape, *case.jagged)
-        assert not backend.ops.embedding_bag_backward_dense(*given, **wrong, weights=case.weights).any()
-        with pytest.raises((ValueError, RuntimeError), match="the layout, the offsets or inverse are not valid"):
-            backend.ops.embedding_bag_backward_sparse(*given, **wrong, weights=case.weights)
-        factors = backend.ops.embedding_bag_backward_per_sample_weights(
-            case.grad, case.weights, case.values, case.offsets, **wrong
-        )
-        assert not factors.any()
-
-
-@pytest.mark.parametrize("offsets", [[0, 4, 0, 8], [0, 8, 4, 8], [8, 8, 0, 8], [0, 4, 4, 2**40]])
-def test_bad_offsets_are_noted(offsets: list[int]) -> None:
-    """Bags of features with more and fewer parts that have ids in common: nothing outside is touched, or updated."""
-    tables = [(4, 5), (2, 5), (3, 5)]
-    features = [Parts([0, 1, 2], [(1, 4), (4, 2), (8, 3)], 24, "mult"), Parts([0], [(3, 4)], 24, "concat"), 2]
-    case = make_case(tables, features, [4, 2, 2], seed=4)
-    case.values %= 3
-    case.offsets.copy_(torch.tensor(offsets))
-    given = (case.grad, list(case.weights.shape), *case.jagged)
-    for backend in device_backends():
-        _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout)
-        assert BAD_LAYOUT < status[0] < 0, backend.name
-        weights, state, step = case.update("rowwise_adagrad", backend.ops)
-        assert same_bits(weights, case.weights)
-        assert same_bits(state, case.sum)
-        assert step == 6
-        assert not backend.ops.embedding_bag_backward_dense(*given, **case.layout, weights=case.weights).any()
 
 
 def test_gradients_need_the_rows() -> None:
