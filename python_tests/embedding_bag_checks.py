@@ -94,6 +94,21 @@ def check_update(
         assert count.item() == STEP + 1, backend.name
 
 
+def updated(encoded: EncodedCase, optimizer: str, rounding: str, ops: object, **options) -> tuple[Tensor, ...]:
+    """Bytes, step and all state after a fused update."""
+    if optimizer in ELEMENTWISE:
+        flat, state, step = MomentCase(encoded, optimizer).update(rounding, ops, **options)
+        return (flat, step, *state.values())
+    flat, state, step = encoded.update(optimizer, rounding, ops, **options)
+    return flat, step, state
+
+
+def before_update(encoded: EncodedCase, optimizer: str) -> tuple[Tensor, ...]:
+    """Bytes, step and all state that ``updated`` starts from."""
+    state = MomentCase(encoded, optimizer).state.values() if optimizer in ELEMENTWISE else [encoded.case.sum]
+    return (encoded.flat, torch.tensor(STEP), *state)
+
+
 def check_updates(
     encoded: EncodedCase,
     optimizers: Sequence[str] = OPTIMIZERS,

@@ -11,9 +11,16 @@ import torch
 from backends import Backend
 from embedding_bag_call_cases import ALL_OPTIMIZERS
 from embedding_bag_cases import EPS, LR
-from embedding_bag_checks import Backends, check_gradients, check_lookups, check_update, expected_status
+from embedding_bag_checks import (
+    Backends,
+    before_update,
+    check_gradients,
+    check_lookups,
+    check_update,
+    expected_status,
+    updated,
+)
 from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase
-from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from embedding_bag_samples import Sample
 from layout_calls import OPS
 from torch import Tensor
@@ -100,31 +107,16 @@ class BadCall:
         encoded, case = self.encoded, self.encoded.case
         values, offsets, _ = case.jagged
         if op == "fused_":
-            return self._update(ops)
+            return updated(self.encoded, self.sample.optimizer, self.sample.rounding, ops, **self.options)
         if op == "per_sample_weights":
             given, layout = (case.grad, encoded.flat, values, offsets), encoded.layout
         else:
             given, layout = (case.grad, list(case.weights.shape), *case.jagged), case.layout | {"weights": case.weights}
         return getattr(ops, f"embedding_bag_backward_{op}")(*given, **layout, **self.options)
 
-    @functools.cached_property
-    def moments(self) -> MomentCase | None:
-        """Adds state for every element if the sample's optimizer has it."""
-        optimizer = self.sample.optimizer
-        return MomentCase(self.encoded, optimizer) if optimizer in ELEMENTWISE else None
-
-    def _update(self, ops) -> tuple[Tensor, ...]:
-        sample = self.sample
-        if self.moments is None:
-            flat, state, step = self.encoded.update(sample.optimizer, sample.rounding, ops, **self.options)
-            return flat, step, state
-        flat, state, step = self.moments.update(sample.rounding, ops, **self.options)
-        return (flat, step, *state.values())
-
     def before(self) -> tuple[Tensor, ...]:
         """State that the ops ending in "fused_" start from."""
-        state = [self.encoded.case.sum] if self.moments is None else self.moments.state.values()
-        return (self.encoded.flat, torch.tensor(STEP), *state)
+        return before_update(self.encoded, self.sample.optimizer)
 
 
 def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import every_backend
-from embedding_bag_cases import Case, cases, make_case, wide_floats
+from embedding_bag_cases import OPTIMIZERS, Case, cases, make_case, wide_floats
 from embedding_bag_checks import check_gradients
 from layout_calls import OPS, make_layout
 from tiers import cross, drawn
@@ -18,55 +18,30 @@ ops = OPS
 INT64_MAX = torch.iinfo(torch.int64).max
 
 
-def _check_forward(case: Case) -> None:
-    expected = case.expected_output()
-    for backend in every_backend():
-        output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout)
-        assert same_bits(output, expected), backend.name
-        assert status.tolist() == [INT64_MAX, 0]
-
-
-def _check_gradients(case: Case) -> None:
-    """Gradients of the tables, dense and sparse, and of per_sample_weights."""
+def check(case: Case, *, updates: bool = True) -> None:
+    """Output, every gradient and every update of floats; what lies between tables is NaN, and stays what it is."""
     check_gradients(case)
-    (values, offsets, _), factors = case.jagged, case.expected_factor_gradient()
+    (values, offsets, _), layout = case.jagged, case.layout
+    output, factors = case.expected_output(), case.expected_factor_gradient()
     for backend in every_backend():
-        found = backend.ops.embedding_bag_backward_per_sample_weights(
-            case.grad, case.weights, values, offsets, **case.layout
-        )
-        assert same_bits(found, factors), backend.name
-
-
-def _check_updates(case: Case) -> None:
-    for optimizer in ("sgd", "rowwise_adagrad"):
+        found, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
+        assert same_bits(found, output), backend.name
+        assert status.tolist() == [INT64_MAX, 0]
+        backward = backend.ops.embedding_bag_backward_per_sample_weights
+        assert same_bits(backward(case.grad, case.weights, values, offsets, **layout), factors), backend.name
+    for optimizer in OPTIMIZERS if updates else ():
         weights, state = case.expected_update(optimizer)
         for backend in every_backend():
             found, found_state, step = case.update(optimizer, backend.ops)
-            # The gaps between tables are NaN, and stay what they are.
             assert same_bits(found, weights), (backend.name, optimizer)
-            assert same_bits(found_state, state if optimizer == "rowwise_adagrad" else case.sum), (
-                backend.name,
-                optimizer,
-            )
+            assert same_bits(found_state, case.sum if optimizer == "sgd" else state), (backend.name, optimizer)
             assert step.item() == 7
 
 
 @drawn(60, cases())
-def test_forward(case: Case) -> None:
-    """Any tables, features, pooling, weights, integer widths, padding and unused ids."""
-    _check_forward(case)
-
-
-@drawn(40, cases())
-def test_gradients(case: Case) -> None:
-    """Dense and sparse gradients of the weights, and the gradient of per_sample_weights."""
-    _check_gradients(case)
-
-
-@drawn(40, cases())
-def test_fused_updates(case: Case) -> None:
-    """SGD and row-wise Adagrad: weights and state; rows that no bag names keep their bits."""
-    _check_updates(case)
+def test_any_case(case: Case) -> None:
+    """Any tables, features, pooling, weights, integer widths, padding and unused ids; unnamed rows keep their bits."""
+    check(case)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 15, 16, 17, 64, 100, 128, 129, 256, 300, 4096])
@@ -76,9 +51,7 @@ def test_dimensions(dim: int, mean: bool) -> None:
     case = make_case(
         [(3, dim)], [0], [5, 0, 1, 4], mean=[mean], weighted=True, ids_dtype=torch.int32, seed=dim, gaps=[1]
     )
-    _check_forward(case)
-    _check_gradients(case)
-    _check_updates(case)
+    check(case)
 
 
 @pytest.mark.parametrize(("weighted", "occurrences"), cross([True, False], [64, 65, 128, 129, 4096, 4097], 65))
@@ -86,8 +59,7 @@ def test_hot_row(weighted: bool, occurrences: int) -> None:
     """A row with more than 64, and more than 64 * 64, occurrences: chunk sums of one level and of two."""
     lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4]
     case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)
-    _check_gradients(case)
-    _check_updates(case)
+    check(case)
 
 
 @pytest.mark.full
@@ -112,8 +84,7 @@ def test_one_id_each(dim: int, offsets_dtype: torch.dtype) -> None:
     for options in ({}, {"padding_idx": 1}, {"weighted": True}, {"mean": [True, False]}):
         case = make_case([(5, dim), (3, 7)], [0, 1], lengths, gaps=[1, 2], seed=dim, **sizes, **options)
         case.weights[case.starts[0] : case.starts[0] + 2] = -0.0  # a sum starts from 0, and is 0 again
-        _check_forward(case)
-        _check_gradients(case)
+        check(case, updates=False)
 
 
 def test_one_id_each_out_of_range() -> None:
@@ -138,18 +109,7 @@ def test_hot_row_among_features() -> None:
     lengths = [40, 30, 0, 50, 60, 20]
     for mean in ([False, False, False], [True, False, True]):
         case = make_case([(2, 5), (3, 2)], [0, 1, 0], lengths, mean=mean, seed=5)
-        _check_gradients(case)
-        _check_updates(case)
-
-
-@pytest.mark.parametrize("batch", [0, 3])
-def test_empty_bags_only(batch: int) -> None:
-    """No ids at all: zeros, empty gradients, and an update that counts the step and changes nothing else."""
-    case = make_case([(4, 5), (2, 3)], [0, 1], [0] * 2 * batch)
-    _check_forward(case)
-    _check_gradients(case)
-    _check_updates(case)
-    assert torch.equal(case.expected_output(), torch.zeros(batch, 8))
+        check(case)
 
 
 def test_no_features() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from backends import Backend, every_backend
 from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
-from embedding_bag_checks import check_lookups, check_update, check_updates
-from embedding_bag_format_cases import GAP, INT64_MAX, ROUNDINGS, STEP, EncodedCase, every_format_once
+from embedding_bag_checks import check_lookups, check_updates
+from embedding_bag_format_cases import GAP, ROUNDINGS, STEP, EncodedCase, every_format_once
 from layout_calls import OPS
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
@@ -38,18 +38,6 @@ def test_formats_mixed_in_one_call(shift: int, weighted: bool) -> None:
     encoded = every_format_once(mixed(dims, shift, weighted=weighted, **(options if weighted else {})), shift)
     check_lookups(encoded)
     check_updates(encoded, [OPTIMIZERS[weighted]])
-
-
-@pytest.mark.parametrize("format", BAG_FORMATS)
-def test_a_format_alone(format: str) -> None:
-    """A single format needs no format_of; starts need no alignment."""
-    case = make_case(
-        [(4, 24), (3, 7), (2, 50)], [0, 2, 1, 0], [2, 1, 0, 3, 1, 2, 2, 3], mean=[True, *[False] * 3], seed=3
-    )
-    encoded = EncodedCase(case, [format] * 3, gaps=[3, 1, 2])
-    encoded.layout["format_of"] = None
-    check_lookups(encoded)
-    check_updates(encoded, ["rowwise_adagrad"])
 
 
 @pytest.mark.parametrize("format", BAG_FORMATS)
@@ -176,35 +164,6 @@ def test_very_small_and_very_large_numbers(exponent: int, grad_exponent: int, di
     check_updates(encoded, ["rowwise_adagrad"], ["stochastic"], backends=flushed)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_grad_scale(optimizer: str) -> None:
-    """The summed gradient is multiplied by the rounded 1 / scale."""
-    encoded = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 1, weighted=True), 1)
-    check_update(encoded, optimizer, "stochastic", grad_scale=3.7)
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_skipped_updates(rounding: str) -> None:
-    """found_inf or a status of a bad id: bytes, state and step stay; then the noise of the next step is the same."""
-    encoded = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 2), 2)
-    nothing = {"found_inf": torch.tensor(0.0), "status": torch.tensor([INT64_MAX, 0])}
-    for backend in every_backend():
-        plain = encoded.update("sgd", rounding, backend.ops)
-        assert not encoded.unchanged(plain)
-        for options in ({"found_inf": torch.tensor(1.0)}, {"status": torch.tensor([3, 1])}):
-            assert encoded.unchanged(encoded.update("sgd", rounding, backend.ops, **options)), backend.name
-        assert all(map(same_bits, encoded.update("sgd", rounding, backend.ops, **nothing), plain)), backend.name
-
-
-@pytest.mark.parametrize("batch", [0, 3])
-def test_empty_bags_only(batch: int) -> None:
-    """No ids at all: zeros, and an update that counts the step and changes nothing else."""
-    encoded = every_format_once(make_case([(4, 5)] * 8, list(range(8)), [0] * 8 * batch))
-    check_lookups(encoded)
-    check_updates(encoded)
-    assert torch.equal(encoded.update("sgd", "stochastic")[0], encoded.flat)
-
-
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_one_table_without_layout(format: str) -> None:
     """weights [E, row_bytes] and embedding_dim are the same as a layout of one table, whose noise is table 0's."""
@@ -234,20 +193,3 @@ def test_one_table_without_layout(format: str) -> None:
         state = (mine, None, torch.tensor(STEP), torch.tensor(LR))
         backend.ops.embedding_bag_backward_fused_(*state, case.grad, *case.jagged, **options, **noise, optimizer="sgd")
         assert torch.equal(mine, encoded.split(updated)[0]), backend.name
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_autograd(optimizer: str) -> None:
-    """The backward of embedding_bag_fused updates the bytes; the gradient of factors is of the rows before."""
-    encoded = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 4, weighted=True), 4)
-    case, flat, state, step = encoded.case, encoded.flat.clone(), encoded.case.sum.clone(), torch.tensor(STEP)
-    values, offsets, factors = case.jagged
-    factors = factors.clone().requires_grad_()
-    token, options = torch.empty(0, requires_grad=True), {"optimizer": optimizer, "eps": 1e-8}
-    states = (flat, None if optimizer == "sgd" else state, step, torch.tensor(LR), token)
-    output, _ = ops.embedding_bag_fused(*states, values, offsets, factors, **encoded.layout, **encoded.noise, **options)
-    assert same_bits(output, case.expected_output())
-    assert torch.equal(flat, encoded.flat)
-    output.backward(case.grad)
-    assert all(map(same_bits, (flat, state, step), encoded.update(optimizer, "stochastic")))
-    assert same_bits(factors.grad, case.expected_factor_gradient())

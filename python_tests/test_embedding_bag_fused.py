@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 from backends import cpu_backends, every_backend
+from embedding_bag_call_cases import ALL_OPTIMIZERS
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
+from embedding_bag_checks import before_update, updated
+from embedding_bag_format_cases import STEP, EncodedCase, every_format_once
 from layout_calls import OPS
 
 import rec_kernels as rk
@@ -23,35 +27,41 @@ def _case(**options) -> Case:
     return make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], **arguments)
 
 
-def _unchanged(case: Case, result: tuple) -> bool:
-    weights, state, step = result
-    return same_bits(weights, case.weights) and same_bits(state, case.sum) and step.item() == 6
+def _encoded() -> EncodedCase:
+    """A table in every format, the first one of two features."""
+    tables = [(3, dim) for dim in (18, 5, 33, 16, 7, 40, 3, 64)]
+    lengths = [3, 0, 2, *[1 + i % 3 for i in range(24)]]
+    return every_format_once(make_case(tables, [*range(8), 0], lengths, weighted=True, seed=2), 2)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_found_inf(optimizer: str) -> None:
-    """found_inf != 0: weights, state and step stay. 0: as if it were absent."""
+def _of_floats(optimizer: str) -> tuple[Callable, tuple]:
     case = _case()
-    plain = case.update(optimizer)
-    assert not _unchanged(case, plain)
-    for backend in every_backend():
-        assert _unchanged(case, case.update(optimizer, backend.ops, found_inf=torch.tensor(1.0))), backend.name
-        for zero in (torch.tensor(0.0), torch.zeros(1)):
-            found = case.update(optimizer, backend.ops, found_inf=zero)
-            assert all(map(same_bits, found, plain)), backend.name
+    return functools.partial(case.update, optimizer), (case.weights, case.sum, torch.tensor(6))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_status(optimizer: str) -> None:
-    """A forward that found a bad id: skipped under "error", not under "ignore", where the id is left out again."""
-    case = _case()
-    plain = case.update(optimizer)
+def _of_bytes(optimizer: str) -> tuple[Callable, tuple]:
+    encoded = _encoded()
+    return functools.partial(updated, encoded, optimizer, "stochastic"), before_update(encoded, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer"), [*((_of_floats, o) for o in OPTIMIZERS), *((_of_bytes, o) for o in ALL_OPTIMIZERS)]
+)
+def test_skipped_updates(made: Callable, optimizer: str) -> None:
+    """found_inf, or a forward that found a bad id: rows, state and step stay. Else, as under "ignore": as if absent."""
+    update, before = made(optimizer)
+    plain = update(OPS)
+    assert not all(map(same_bits, plain, before))
     good, bad = torch.tensor([INT64_MAX, 0]), torch.tensor([3, 1])
     for backend in every_backend():
-        assert _unchanged(case, case.update(optimizer, backend.ops, status=bad)), backend.name
-        for options in ({"status": good}, {"status": bad, "bounds_check": "ignore"}):
-            found = case.update(optimizer, backend.ops, **options)
-            assert all(map(same_bits, found, plain)), (backend.name, options)
+        for options in ({"found_inf": torch.tensor(1.0)}, {"status": bad}):
+            assert all(map(same_bits, update(backend.ops, **options), before)), (backend.name, options)
+        for options in (
+            {"found_inf": torch.tensor(0.0), "status": good},
+            {"found_inf": torch.zeros(1)},
+            {"status": bad, "bounds_check": "ignore"},
+        ):
+            assert all(map(same_bits, update(backend.ops, **options), plain)), (backend.name, options)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -62,17 +72,6 @@ def test_grad_scale_power_of_two(optimizer: str, exponent: int) -> None:
     plain = case.update(optimizer)
     scaled = case.update(optimizer, grad=case.grad * scale, grad_scale=torch.tensor(scale))
     assert all(map(same_bits, scaled, plain))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_grad_scale_any(optimizer: str) -> None:
-    """Other scales multiply the summed gradient by the rounded 1 / scale."""
-    case, scale = _case(), torch.tensor([3.7])
-    weights, state = case.expected_update(optimizer, scale=(1 / scale).item())
-    for backend in every_backend():
-        found, found_state, _ = case.update(optimizer, backend.ops, grad_scale=scale)
-        assert same_bits(found, weights), backend.name
-        assert same_bits(found_state, case.sum if optimizer == "sgd" else state), backend.name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -153,31 +152,23 @@ def test_denormal_options_are_kept() -> None:
         assert all(map(same_bits, found, expected)), backend.name
 
 
+@pytest.mark.parametrize("kind", ["floats", "bytes"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_autograd(optimizer: str) -> None:
+def test_autograd(optimizer: str, kind: str) -> None:
     """The backward of embedding_bag_fused updates in place; the token's gradient is empty, that of weights none."""
-    case = _case()
-    weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
+    encoded = _encoded() if kind == "bytes" else None
+    case = encoded.case if encoded else _case()
+    before, layout = (encoded.flat, encoded.layout | encoded.noise) if encoded else (case.weights, case.layout)
+    weights, state, step = before.clone(), case.sum.clone(), torch.tensor(STEP if encoded else 6)
     token = torch.empty(0, requires_grad=True)
     values, offsets, factors = case.jagged
     factors = factors.clone().requires_grad_()
-    output, _ = ops.embedding_bag_fused(
-        weights,
-        None if optimizer == "sgd" else state,
-        step,
-        torch.tensor(LR),
-        token,
-        values,
-        offsets,
-        factors,
-        **case.layout,
-        optimizer=optimizer,
-        eps=EPS,
-    )
+    given = (weights, None if optimizer == "sgd" else state, step, torch.tensor(LR), token, values, offsets, factors)
+    output, _ = ops.embedding_bag_fused(*given, **layout, optimizer=optimizer, eps=EPS)
     assert same_bits(output, case.expected_output())
-    assert same_bits(weights, case.weights)
+    assert same_bits(weights, before)
     output.backward(case.grad)
-    expected = case.update(optimizer)
+    expected = encoded.update(optimizer, "stochastic") if encoded else case.update(optimizer)
     assert all(map(same_bits, (weights, state, step), expected))
     assert token.grad.shape == (0,)
     # The gradient is of the rows that were looked up, not of the updated ones.

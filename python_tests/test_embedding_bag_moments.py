@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import every_backend
-from embedding_bag_cases import Case, make_case
+from embedding_bag_cases import make_case
 from embedding_bag_checks import check_update, check_updates
-from embedding_bag_format_cases import STEP, EncodedCase, encoded_cases, every_format_once
+from embedding_bag_format_cases import EncodedCase, encoded_cases
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase, reference_step
 from hypothesis import strategies as st
 from tiers import drawn
@@ -110,26 +110,3 @@ def test_nan(optimizer: str) -> None:
     assert spoilt.all() == (optimizer in ("lamb", "rowwise_adam"))
     assert not rows[1:].isnan().any()
     check_update(encoded, optimizer, "nearest")
-
-
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
-def test_skipped(optimizer: str) -> None:
-    """found_inf, or a status that names a bad id: weights, all state and step stay."""
-    encoded = every_format_once(_small(), 2)
-    case = MomentCase(encoded, optimizer)
-    for skip in ({"found_inf": torch.tensor(1.0)}, {"status": torch.tensor([3, 1])}):
-        for backend in every_backend():
-            flat, state, step = case.update("nearest", backend.ops, **skip)
-            assert torch.equal(flat, encoded.flat)
-            assert step.item() == STEP
-            assert all(same_bits(state[name], t) for name, t in case.state.items()), backend.name
-
-
-def _small() -> Case:
-    return make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[False, True, False], seed=3)
-
-
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
-def test_grad_scale(optimizer: str) -> None:
-    """The summed gradient is multiplied by the rounded 1 / scale."""
-    check_update(every_format_once(_small()), optimizer, "nearest", grad_scale=3.7)

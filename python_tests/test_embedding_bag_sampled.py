@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from backends import cpu_backends, every_backend
 from embedding_bag_call_cases import ALL_OPTIMIZERS
 from embedding_bag_checks import Backends, check_gradients, check_lookups, check_update
@@ -12,6 +13,7 @@ from hypothesis import find, settings
 from tiers import drawn
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
+from rec_kernels.testing import same_bits
 
 
 def check(sample: Sample, backends: Backends) -> None:
@@ -41,12 +43,24 @@ GRID = [(o, pooling, (pooling == "sum") != i % 2) for i, o in enumerate(ALL_OPTI
 
 @pytest.mark.parametrize(("optimizer", "pooling", "weighted"), GRID)
 def test_grid(optimizer: str, pooling: str, weighted: bool) -> None:
-    """Every format in every width: a block or a vector, less, and a little more; both roundings."""
+    """Every format in every width: a block or a vector, less, and a little more; both roundings, and a scaled loss."""
     tables = [(3, columns, format) for format in BAG_FORMATS for columns in (1, 4, 5, 33)]
     features, lengths = [(t, pooling) for t in range(len(tables))], [[2, 1, 0]] * len(tables)
-    for rounding in ROUNDINGS:
-        options = {"weighted": weighted, "optimizer": optimizer, "rounding": rounding, "gaps": 1}
+    for rounding, scale in zip(ROUNDINGS, (1.0, 3.7), strict=True):
+        options = {"weighted": weighted, "optimizer": optimizer, "rounding": rounding, "grad_scale": scale, "gaps": 1}
         check(Sample(tables, features, lengths, **options), every_backend)
+
+
+@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
+@pytest.mark.parametrize("lengths", [[], [0, 0, 0]], ids=str)
+def test_empty_bags_only(lengths: list[int], optimizer: str) -> None:
+    """No ids at all: zeros, empty gradients, and an update that counts the step and changes nothing else."""
+    tables = [(4, 5, format) for format in BAG_FORMATS]
+    sample = Sample(tables, [(t, "sum") for t in range(8)], [lengths] * 8, optimizer=optimizer)
+    check(sample, every_backend)
+    case = sample.encoded().case
+    assert not case.row_gradients
+    assert same_bits(case.expected_output(), torch.zeros(len(lengths), 40))
 
 
 def test_samples_print_as_what_they_are() -> None:
