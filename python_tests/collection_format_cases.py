@@ -9,6 +9,7 @@ import rec_kernels as rk
 from rec_kernels.nn.tables.config import BAG_FORMATS
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
+WITH_MOMENTS = [rk.Adagrad(lr=0.1), rk.Adam(lr=0.1), rk.RowwiseAdam(lr=0.1), rk.LAMB(lr=0.1)]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIMS = dict(zip(BAG_FORMATS, [6, 7, 16, 20, 9, 33, 16, 5], strict=True))
 ROWS = 12

@@ -6,16 +6,13 @@ import re
 
 import pytest
 import torch
-from embedding_bag_cases import LR, make_case
-from embedding_bag_format_cases import every_format_once
-from layout_calls import OPS, as_call
+from layout_calls import OPS
 from tiers import full
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
 from rec_kernels.nn.tables.config import BAG_FORMATS
-from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits
 
 ops = OPS
@@ -175,27 +172,6 @@ def test_compiled(name: str, backend: str) -> None:
         arguments = torch.randint(ROWS, (2 * count,)), torch.arange(0, 2 * count + 1, 2)
         assert same_bits(compiled(*arguments), pooled(*arguments))
         assert counter.frame_count == (1 if count == 8 else 2)
-
-
-def _opcheck(op: str, given: dict[str, object]) -> None:
-    name, arguments = as_call(op, given)
-    torch.library.opcheck(overload_of(name), (), arguments)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_opcheck_of_many_tables(optimizer: str) -> None:
-    """All formats in one call; the backward that updates is part of what is checked."""
-    encoded = every_format_once(make_case([(3, 6)] * 8, list(range(8)), [2, 1] * 8, weighted=True, seed=4))
-    values, offsets, factors = encoded.case.jagged
-    state = {"sum": None if optimizer == "sgd" else encoded.case.sum.clone(), "step": torch.tensor(6)}
-    update = state | {"lr": torch.tensor(LR), "optimizer": optimizer} | encoded.noise
-    bags = {"weights": encoded.flat.clone(), "values": values, "offsets": offsets} | encoded.layout
-    weighted = bags | {"per_sample_weights": factors.clone().requires_grad_()}
-    _opcheck("embedding_bag", weighted)
-    _opcheck("embedding_bag_fused", weighted | update | {"token": torch.empty(0, requires_grad=True)})
-    grad = {"grad": encoded.case.grad}
-    _opcheck("embedding_bag_backward_fused_", bags | update | grad | {"per_sample_weights": factors})
-    _opcheck("embedding_bag_backward_per_sample_weights", bags | grad)
 
 
 def test_meta() -> None:

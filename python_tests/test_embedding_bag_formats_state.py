@@ -5,29 +5,40 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import pickle
 
 import pytest
+import row_cache_collections as cached
 import torch
 import torch.distributed.checkpoint as dcp
 from collection_cases import assert_same, copied, is_tied
-from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, make, numbers, train
+from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, WITH_MOMENTS, make, numbers, train
 from torch import Tensor, nn
 
 import rec_kernels as rk
 from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
-WAYS = ["deepcopy", "pickle", "state_dict", "assign", "file", "meta", "meta context"]
+WAYS = ["deepcopy", "pickle", "save", "state_dict", "assign", "file", "meta", "meta context"]
+#: Optimizers and formats: tables of floats alone have another kind of memory.
+HALF = rk.Adam(lr=0.1, state_dtype=torch.bfloat16)
+KINDS = [*((o, BAG_FORMATS) for o in [*OPTIMIZERS, *WITH_MOMENTS, HALF]), *((o, ["fp32"]) for o in OPTIMIZERS)]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_copies_go_on_alike(way: str, optimizer) -> None:
-    """A copy, however made, trains on to the same bytes, noise included, and by itself."""
-    original = make(optimizer)
+@pytest.mark.parametrize(("optimizer", "formats"), KINDS, ids=str)
+def test_copies_go_on_alike(way: str, optimizer, formats: list[str]) -> None:
+    """A copy, however made, has the learning rate, trains on to the same bytes, noise included, and by itself."""
+    original = make(optimizer, formats)
     train(original)
-    other = copied(original, functools.partial(make, optimizer), way)
+    original.fused_optimizer.param_groups[0]["lr"] = 0.125
+    other = _saved(original) if way == "save" else copied(original, functools.partial(make, optimizer, formats), way)
+    if way in ("deepcopy", "pickle", "save"):
+        assert other.lr.item() == other.fused_optimizer.param_groups[0]["lr"] == 0.125
+    for rate in (9.0, 0.125):  # which no state has
+        other.fused_optimizer.param_groups[0]["lr"] = rate
+        assert original.lr.item() == 0.125
+    params = other.fused_optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(params, other.parameters(), strict=True))
     assert is_tied(other)
     assert_same(original, other)
     assert all(t.device.type == "cpu" for t in other.state_dict().values())
@@ -39,28 +50,64 @@ def test_copies_go_on_alike(way: str, optimizer) -> None:
     assert [p.dtype for p in other.parameters()] == [p.dtype for p in original.parameters()]
 
 
+def _saved(collection: rk.EmbeddingBagCollection) -> rk.EmbeddingBagCollection:
+    """The collection, saved inside a model and loaded."""
+    file = io.BytesIO()
+    torch.save(nn.Sequential(collection), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)[0]
+
+
+#: Tables of floats, tables in every format, and tables with a row cache.
+MADE = {
+    "floats": lambda: make(OPTIMIZERS[1], ["fp32"]),
+    "formats": lambda: make(OPTIMIZERS[1]),
+    "cached": lambda: cached.make(cached.OPTIMIZERS[2]),
+}
+CASTS = {
+    "half": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+    "double": nn.Module.double,
+    "float": nn.Module.float,
+    "to": lambda module: module.to("cpu", torch.float16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("kind", MADE)
+def test_casts_leave_tables_alone(kind: str, cast: str) -> None:
+    """A parent's cast changes neither rows, state, slots nor the learning rate; training goes on."""
+    collection, expected = MADE[kind](), MADE[kind]()
+    for either in (collection, expected):
+        train(either)
+        either.fused_optimizer.param_groups[0]["lr"] = 0.1  # a number that float16 cannot hold
+    before = cached.everything(collection)
+    parent = CASTS[cast](nn.ModuleList([collection, nn.Linear(2, 2)]))
+    assert (parent[1].weight.dtype == torch.float32) == (cast == "float")
+    assert not cached.differing(cached.everything(collection), before)
+    assert same_bits(collection.lr, torch.tensor(0.1))
+    assert is_tied(collection)
+    for either in (collection, expected):
+        train(either)
+    assert_same(collection, expected)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoint(tmp_path) -> None:
+@pytest.mark.parametrize("kind", MADE)
+def test_distributed_checkpoint(kind: str, tmp_path) -> None:
     """torch.distributed.checkpoint, without other processes: rows of every dtype, in place and by name."""
-    original, other = nn.Sequential(make(OPTIMIZERS[1])), nn.Sequential(make(OPTIMIZERS[1]))
+    original, other = nn.Sequential(MADE[kind]()), nn.Sequential(MADE[kind]())
     train(original[0])
+    train(other[0], 1)
     dcp.save(original.state_dict(), checkpoint_id=tmp_path, no_dist=True)
     state = other.state_dict()
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     other.load_state_dict(state)
-    assert_same(original[0], other[0])
-    assert is_tied(other[0])
-
-
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.float])
-def test_casts_leave_tables_alone(cast) -> None:
-    """A parent's cast changes neither rows, which are in their format, nor state."""
-    parent = nn.ModuleList([make(rk.RowwiseAdagrad(lr=0.1)), nn.Linear(2, 2)])
-    before = copy.deepcopy(parent[0])
-    cast(parent)
-    assert_same(parent[0], before)
-    assert is_tied(parent[0])
-    train(parent[0])
+    for _ in range(2):
+        assert_same(original[0], other[0])
+        assert is_tied(other[0])
+        for either in (original, other):
+            train(either[0])
 
 
 def test_moves() -> None:
@@ -210,34 +257,6 @@ def test_wider_floats_are_cast(format: str) -> None:
         collection.load_state_dict(_weights(rows), assign=assign)
         assert same_bits(collection.embedding_bags["t0"].weight.detach(), rows.to(DTYPES[format]))
         assert is_tied(collection)
-
-
-@pytest.mark.parametrize("optimizer", [None, rk.RowwiseAdagrad(lr=0.5), rk.Adam(state_dtype=torch.bfloat16)], ids=str)
-def test_torch_save_of_the_module(optimizer) -> None:
-    """The flat tensor once, although its tables see it as several dtypes; as good a copy as any."""
-    collection = torch.nn.Sequential(make(optimizer))
-    if optimizer is not None:
-        train(collection[0])
-        collection[0].fused_optimizer.param_groups[0]["lr"] = 0.125
-    file = io.BytesIO()
-    torch.save(collection, file)
-    flat = collection[0]._weights
-    assert file.tell() < flat.nbytes + sum(c["state_bytes"] for c in collection[0].memory_report()) + 60_000
-    file.seek(0)
-    copies = torch.load(file, weights_only=False), copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))
-    for (other,) in copies:
-        assert_same(other, collection[0])
-        assert other._weights.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
-        assert is_tied(other)
-        if optimizer is None:
-            continue
-        group = other.fused_optimizer.param_groups[0]
-        assert (group["lr"], other.lr.item()) == (0.125, 0.125)
-        assert all(a is b for a, b in zip(group["params"], other.parameters(), strict=True))
-        twin = copy.deepcopy(collection)[0]
-        for one in (other, twin):
-            train(one)
-        assert_same(other, twin)
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,22 +40,6 @@ def train(collection: rk.EmbeddingBagCollection, steps: int = 3) -> None:
     """A few backwards of a loss that is not linear."""
     for step in range(steps):
         collection(batch(seed=step)).values().square().sum().backward()
-
-
-def test_sgd_equals_torch_sgd() -> None:
-    """Fused SGD against dense gradients and torch.optim.SGD on the same tables."""
-    plain, fused = make(), make(rk.SGD(lr=0.1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        assert torch.equal(plain(batch(seed=step)).values(), fused(batch(seed=step)).values())
-        optimizer.zero_grad()
-        plain(batch(seed=step)).values().square().sum().backward()
-        fused(batch(seed=step)).values().square().sum().backward()
-        optimizer.step()
-    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-        assert a.requires_grad
-        assert b.grad is None
 
 
 def test_names() -> None:
@@ -178,55 +163,48 @@ def test_failed_step_changes_nothing(optimizer) -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_ignored_ids_train_nothing() -> None:
-    """bounds_check="ignore": a bad id gives zeros and does not train row 0 in its place."""
-    collection = make(rk.SGD(lr=1.0), bounds_check="ignore")
-    before = collection._weights.clone()
-    bad = rk.KeyedJaggedTensor(KEYS, torch.tensor([99, -3]), lengths=torch.tensor([1, 0, 1]))
-    out = collection(bad).values()
-    assert not out.any()
-    out.sum().backward()
-    assert torch.equal(collection._weights, before)
+TABLE = rk.EmbeddingBagConfig(5, 4, name="t", feature_names=["f"])
 
 
-def test_bad_configurations() -> None:
-    """Each is refused at construction, by name; a collection without an optimizer has none to give."""
-    table = rk.EmbeddingBagConfig(5, 4, name="t", feature_names=["f"])
-    with pytest.raises(ValueError, match="names must differ"):
-        rk.EmbeddingBagCollection([table, table])
-    with pytest.raises(ValueError, match="bounds_check must be"):
-        rk.EmbeddingBagCollection([table], bounds_check="sometimes")
-    with pytest.raises(ValueError, match="optimizer must be"):
-        rk.EmbeddingBagCollection([table], optimizer="adagrad")
-    for options, message in (
-        ({"num_embeddings": 0}, "at least 1"),
-        ({"name": "a.b"}, "without dots"),
-        ({"feature_names": "f"}, "list of names"),
-        ({"pooling": "max"}, "'sum' or 'mean'"),
-        ({"format": "int3"}, "format must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4, got 'int3'"),
-    ):
-        arguments = {"num_embeddings": 5, "embedding_dim": 4, "name": "t", "feature_names": ["f"]} | options
-        sizes = (arguments.pop("num_embeddings"), arguments.pop("embedding_dim"))
-        with pytest.raises(ValueError, match=message):
-            rk.EmbeddingBagConfig(*sizes, **arguments)
-    with pytest.raises(ValueError, match="lr = -1"):
-        rk.SGD(lr=-1)
-    with pytest.raises(ValueError, match="optimizer=None"):
-        _ = make().fused_optimizer
+def _config(**changed: object) -> rk.EmbeddingBagConfig:
+    return rk.EmbeddingBagConfig(
+        **{"num_embeddings": 5, "embedding_dim": 4, "name": "t", "feature_names": ["f"]} | changed
+    )
 
 
-def test_bad_jagged_tensors() -> None:
-    """Sizes that do not fit together are refused where they are made."""
-    values = torch.arange(4)
-    with pytest.raises(ValueError, match="lengths or offsets must be given: there are values"):
-        rk.KeyedJaggedTensor(["f"], values)
-    with pytest.raises(ValueError, match="must differ"):
-        rk.KeyedJaggedTensor(["f", "f"], values, lengths=torch.tensor([2, 2]))
-    with pytest.raises(ValueError, match="not a multiple of the 2 keys"):
-        rk.KeyedJaggedTensor(["f", "g"], values, lengths=torch.tensor([1, 1, 2]))
-    with pytest.raises(ValueError, match="weights must have"):
-        rk.KeyedJaggedTensor(["f"], values, lengths=torch.tensor([4]), weights=torch.ones(3))
-    jagged = rk.KeyedJaggedTensor(["f", "g"], values, lengths=torch.tensor([1, 0, 2, 1], dtype=torch.int32))
-    assert jagged["g"].lengths().tolist() == [2, 1]
-    assert [t.tolist() for t in jagged["g"].to_dense()] == [[1, 2], [3]]
-    assert jagged.offsets().dtype == torch.int32
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: rk.EmbeddingBagCollection([TABLE, TABLE]), "names must differ"),
+        (lambda: rk.EmbeddingBagCollection([TABLE], bounds_check="sometimes"), "bounds_check must be"),
+        (lambda: rk.EmbeddingBagCollection([TABLE], optimizer="adagrad"), "optimizer must be"),
+        (lambda: make(output_dtype=torch.float64), r"output_dtype must be torch\.float32, float16 or bfloat16"),
+        (lambda: make().fused_optimizer, "optimizer=None"),
+        (lambda: _config(num_embeddings=0), "at least 1"),
+        (lambda: _config(name="a.b"), "without dots"),
+        (lambda: _config(feature_names="f"), "list of names"),
+        (lambda: _config(pooling="max"), "'sum' or 'mean'"),
+        (
+            lambda: _config(format="int3"),
+            "format must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4, got 'int3'",
+        ),
+        (lambda: rk.SGD(lr=-1), "lr = -1"),
+        (lambda: rk.Adam(state_dtype=torch.float16), r"state_dtype must be torch\.float32 or .*, got torch\.float16"),
+        *((lambda b=b: rk.Adam(betas=b), r"must be two numbers in \[0, 1\)") for b in ((-0.1, 0.9), (0.99999999, 0.9))),
+        *(
+            (lambda kind=kind, bad=bad: kind(lr=0.1, **bad), next(iter(bad)))
+            for kind in (rk.SGD, rk.RowwiseAdagrad, rk.LAMB)
+            for bad in (
+                {"weight_decay": -1.0},
+                {"weight_decay": float("inf")},
+                {"weight_decay_mode": "both"},
+                {"clip_grad_value": 0.0},
+                {"clip_grad_norm": float("nan")},
+            )
+        ),
+    ],
+)
+def test_bad_configurations(made: Callable, message: str) -> None:
+    """Collections, tables and optimizers are refused when they are made, by name."""
+    with pytest.raises(ValueError, match=message):
+        made()

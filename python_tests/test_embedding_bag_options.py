@@ -93,28 +93,6 @@ def _mixed(collection: rk.EmbeddingBagCollection) -> None:
         collection(whole).values().sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stride_per_key": [2, 3]}, "stride_per_key must have a batch size for each of the 3 keys"),
-        ({"stride_per_key": [2, 3, 3]}, "lengths describe 9 bags, and stride_per_key 8"),
-        ({"inverse_indices": (["f"], torch.zeros(1, 2).long())}, "give stride_per_key"),
-        (
-            {"stride_per_key": [2, 3, 4], "inverse_indices": (["f"], torch.zeros(1, 2).long())},
-            r"inverse_indices lack the keys \['g', 'h'\]",
-        ),
-        (
-            {"stride_per_key": [2, 3, 4], "inverse_indices": (list("fgh"), torch.zeros(3, 2))},
-            r"inverse_indices must be int64 \[3, B\]",
-        ),
-    ],
-)
-def test_bad_strides(options: dict, message: str) -> None:
-    """Sizes that do not fit are told at once."""
-    with pytest.raises(ValueError, match=message):
-        rk.KeyedJaggedTensor(list("fgh"), torch.arange(9), lengths=torch.ones(9).long(), **options)
-
-
 def test_inverse_indices_are_checked() -> None:
     """A bag that the feature does not have is an error, never a neighbour's bag."""
     few, _ = deduplicated()
@@ -238,12 +216,6 @@ def test_wide_outputs_of_half_precision(dtype: torch.dtype) -> None:
         assert same_bits(found, expected.to(dtype))
 
 
-def test_output_dtype_is_checked() -> None:
-    """The output's dtype is checked at construction."""
-    with pytest.raises(ValueError, match=r"output_dtype must be torch\.float32, float16 or bfloat16"):
-        make(output_dtype=torch.float64)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_accumulate_with_half_outputs(dtype: torch.dtype) -> None:
     """Gradients of half-precision outputs, collected: the bits of one batch."""
@@ -288,23 +260,6 @@ def test_decoupled_decay_is_torchs() -> None:
         (theirs**3).sum().backward()
         optimizer.step()
     torch.testing.assert_close(ours.embedding_bags["t"].weight, theirs.detach())
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"weight_decay": -1.0},
-        {"weight_decay": float("inf")},
-        {"weight_decay_mode": "both"},
-        {"clip_grad_value": 0.0},
-        {"clip_grad_norm": float("nan")},
-    ],
-)
-def test_bad_optimizer_numbers(bad: dict) -> None:
-    """Refused when the optimizer is made, by name."""
-    for kind in (rk.SGD, rk.RowwiseAdagrad, rk.LAMB):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            kind(lr=0.1, **bad)
 
 
 def test_optimizers_in_words() -> None:

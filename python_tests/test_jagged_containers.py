@@ -179,12 +179,15 @@ META = WEIGHTS.to("meta")
         ({"values": [1], "lengths": LENGTHS}, TypeError, "values must be a tensor, got list"),
         ({"lengths": LENGTHS, "weights": META}, ValueError, "weights must be on values' device, cpu, got meta"),
         ({"lengths": LENGTHS, "weights": IDS}, ValueError, "weights must be floating-point numbers, got torch.int64"),
+        ({"lengths": LENGTHS, "weights": WEIGHTS[1:]}, ValueError, "weights must have"),
+        ({"lengths": LENGTHS[1:]}, ValueError, "not a multiple of the 2 keys"),
+        ({"keys": ["a", "a"], "lengths": LENGTHS}, ValueError, "must differ"),
     ],
 )
 def test_tensors_that_do_not_fit(given: dict, error: type[Exception], message: str) -> None:
     """Are refused under their own names, when the batch is made."""
     with pytest.raises(error, match=message):
-        rk.KeyedJaggedTensor(["name", "a"], **{"values": IDS} | given)
+        rk.KeyedJaggedTensor(**{"keys": ["name", "a"], "values": IDS} | given)
 
 
 class _Bags(torch.nn.Module):

@@ -31,6 +31,13 @@ def assert_same(found: rk.KeyedJaggedTensor, expected: rk.KeyedJaggedTensor) -> 
     assert found.offset_per_key() == expected.offset_per_key()
 
 
+def _strides(strides: list[int] | None, keys: str = "", inverse: Tensor | None = None) -> rk.KeyedJaggedTensor:
+    """Nine bags of an id each, of features with batch sizes of their own."""
+    indices = None if inverse is None else (list(keys), inverse)
+    lengths = torch.ones(9).long()
+    return KJT(list("abc"), torch.arange(9), lengths=lengths, stride_per_key=strides, inverse_indices=indices)
+
+
 def test_from_lists() -> None:
     """A list of ids for each sample, with weights or without."""
     given = {"a": [[10, 11], []], "b": [[12], [13]], "c": [(14, 15, 16), ()]}
@@ -178,6 +185,19 @@ def test_from_offsets_list() -> None:
             ),
             ValueError,
             r"stride_per_key must be the sums of stride_per_key_per_rank, \[2\], got \[1\]",
+        ),
+        (lambda: _strides([2, 3]), ValueError, "stride_per_key must have a batch size for each of the 3 keys"),
+        (lambda: _strides([2, 3, 3]), ValueError, "lengths describe 9 bags, and stride_per_key 8"),
+        (lambda: _strides(None, "a", torch.zeros(1, 2).long()), ValueError, "give stride_per_key"),
+        (
+            lambda: _strides([2, 3, 4], "a", torch.zeros(1, 2).long()),
+            ValueError,
+            r"inverse_indices lack the keys \['b', 'c'\]",
+        ),
+        (
+            lambda: _strides([2, 3, 4], "abc", torch.zeros(3, 2)),
+            ValueError,
+            r"inverse_indices must be int64 \[3, B\]",
         ),
         (lambda: rk.JaggedTensor.from_dense([]), ValueError, "values are empty"),
         (

@@ -194,17 +194,6 @@ def test_training_in_eval_mode() -> None:
     assert not {"row_cache.tags", "row_cache.stamps", "row_cache.clock", "row_cache.stats"} & set(changed)
 
 
-def test_a_bad_id_changes_nothing() -> None:
-    """IndexError before a row has moved."""
-    collection = make(cache=rk.RowCache(0.4, ways=4, policy="lfu", decay_every=1))
-    train(collection)
-    before, given = everything(collection), batch(collection, seed=9)
-    given.values()[-1] = 99
-    with pytest.raises(IndexError, match=r"= 99 \(feature '\w+', bag \d\) is out of range"):
-        collection(given)
-    assert not differing(everything(collection), before)
-
-
 def test_two_lookups_before_their_backwards() -> None:
     """The second's rows evict those of the first, whose update then goes to the tables: as the ops do it."""
     collection = make(rk.RowwiseAdagrad(lr=0.5), rk.RowCache(0.1, ways=2))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import pickle
 
+import collection_cases
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from collection_cases import sequences
 from collection_format_cases import numbers
 from row_cache_collections import (
@@ -152,29 +151,20 @@ WAYS = ["state_dict", "assign", "file", "deepcopy", "pickle", "meta", "inside a 
 
 
 def _another(original, way: str):
-    if way == "deepcopy":
-        return copy.deepcopy(original)
-    if way == "pickle":
-        return pickle.loads(pickle.dumps(original))
-    other = make(original.optimizer, original.row_cache.cache, device="meta" if way == "meta" else None)
-    if way == "meta":
-        assert all(t.is_meta for t in other.buffers())
-        assert other.memory_report()[0]["cached_rows"] == 0
-        other.to_empty(device="cpu")
-    else:
-        train(other, first=50, steps=2)  # there is something to be replaced
-    if way == "inside a parent":
-        parent = nn.ModuleDict({"tables": other})
-        parent.load_state_dict({f"tables.{n}": t for n, t in original.state_dict().items()})
+    def new(device: str | None = None):
+        other = make(original.optimizer, original.row_cache.cache, device=device)
+        if device is None:
+            train(other, first=50, steps=2)  # there is something to be replaced
+        else:
+            assert all(t.is_meta for t in other.buffers())
+            assert other.memory_report()[0]["cached_rows"] == 0
         return other
-    state = copied(original.state_dict())
-    if way == "file":
-        file = io.BytesIO()
-        torch.save(original.state_dict(), file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
-    other.load_state_dict(state, assign=way == "assign")
-    return other
+
+    if way != "inside a parent":
+        return collection_cases.copied(original, new, way)
+    parent = nn.ModuleDict({"tables": new()})
+    parent.load_state_dict({f"tables.{n}": t for n, t in original.state_dict().items()})
+    return parent["tables"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -192,21 +182,6 @@ def test_copies_go_on_alike(cache: rk.RowCache, optimizer, way: str) -> None:
     before = everything(original)
     train(other, first=11, steps=1)
     assert not differing(everything(original), before)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoint(tmp_path) -> None:
-    """Saved and loaded in place."""
-    original, other = make(ADAM), make(ADAM)
-    train(original)
-    train(other, first=50)
-    dcp.save(original.state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    other.load_state_dict(state)
-    for c in (original, other):
-        train(c, first=5)
-    assert not differing(original.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -343,21 +318,6 @@ def test_convert() -> None:
         assert 0 < held.sum() < len(held)
         expected = rk.dequantize_rows(rk.quantize_rows(numbers(original, t.name), t.format), t.format, t.embedding_dim)
         assert same_bits(found[t.name], torch.where(held[:, None], rows[t.name], expected + 0.0)), t.name
-
-
-@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.double()])
-def test_casts_leave_it_alone(cast) -> None:
-    """Dtypes and bits, and training goes on with both."""
-    collection, other = make(ADAM), make(ADAM)
-    for c in (collection, other):
-        train(c)
-    before = everything(collection)
-    model = cast(nn.ModuleDict({"tables": collection, "top": nn.Linear(2, 2)}))
-    assert model["top"].weight.dtype != torch.float32
-    assert not differing(everything(collection), before)
-    for c in (collection, other):
-        train(c, first=5)
-    assert not differing(collection.state_dict(), other.state_dict())
 
 
 def test_made_without_memory() -> None:
