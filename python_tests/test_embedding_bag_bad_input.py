@@ -418,12 +418,14 @@ def test_other_device(op: str) -> None:
 def test_strided_inputs_are_read_as_they_are() -> None:
     """values, offsets, per_sample_weights and grad may be views of anything."""
     given = arguments()
-    for name in ("values", "offsets", "per_sample_weights", "grad"):
-        strided = torch.stack([given[name], given[name] + 1], dim=-1)[..., 0]
-        assert not strided.is_contiguous()
+    whole = [(name, given[name]) for name in ("values", "offsets", "per_sample_weights", "grad")]
+    views = [(name, torch.stack([t, t + 1], dim=-1)[..., 0]) for name, t in whole]
+    views += [("grad", given["grad"].t().contiguous().t()), ("grad", torch.tensor(2.0).expand(given["grad"].shape))]
+    for name, view in views:
+        assert not view.is_contiguous()
         for op in takers(name):
             results = []
-            for argument in (given[name], strided):
+            for argument in (view.contiguous(), view):
                 mine = given | {n: given[n].clone() for n in ("weights", "sum", "step")} | {name: argument}
                 found = call(op, mine)
                 found = (found,) if isinstance(found, torch.Tensor) else (found or ())

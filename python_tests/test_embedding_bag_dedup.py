@@ -179,18 +179,6 @@ def test_sums_that_round(groups: str) -> None:
         assert_same_sum(a, b, start.abs().double() + 0.5 * size, terms + 2)
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_rowwise_adagrad_that_rounds(groups: str) -> None:
-    """A few steps, close."""
-    few, whole = collection(FUSED[1]), collection(FUSED[1])
-    for seed in range(3):
-        batch = sessions(list("abcd"), 3, 100, seed=seed, weighted=True)
-        grad = torch.randn(100, WIDTH, generator=torch.Generator().manual_seed(seed))
-        step(few, dedup(batch, groups), grad), step(whole, batch, grad)
-    for (name, a), b in zip(few.state_dict().items(), whole.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
-
-
 def test_the_order_of_the_sum() -> None:
     """First the samples of a distinct bag in ascending order, by chunks; then occurrences over distinct bags."""
     from rec_kernels.reference.numerics import chunked_sum

@@ -74,21 +74,6 @@ def test_grad_scale_power_of_two(optimizer: str, exponent: int) -> None:
     assert all(map(same_bits, scaled, plain))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_gradient_layouts(optimizer: str) -> None:
-    """Expanded, transposed and strided gradients are read as what they are."""
-    case = _case()
-    columns = case.layout["output_dim"]
-    for grad in (
-        torch.tensor(2.0).expand(case.batch, columns),
-        case.grad.t().contiguous().t(),
-        torch.stack([case.grad, -case.grad], dim=2)[:, :, 0],
-    ):
-        assert not grad.is_contiguous()
-        expected = case.update(optimizer, grad=grad.contiguous())
-        assert all(map(same_bits, case.update(optimizer, grad=grad), expected))
-
-
 @pytest.mark.parametrize("dim", [3, 12, 15, 16, 20, 33, 130])
 @pytest.mark.parametrize("factor", [torch.inf, -torch.inf, torch.nan])
 def test_bad_factors_stay_in_their_rows(dim: int, factor: float) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 import rec_kernels as rk
-from rec_kernels.testing import assert_same_sum, jagged_batch, same_bits, use_threads
+from rec_kernels.testing import assert_same_sum, jagged_batch, same_bits
 
 ROWS, DIM, BATCH = 40, 37, 24
 LONGEST = 16
@@ -294,18 +294,6 @@ def test_changed_table_is_noticed() -> None:
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-def test_runs_are_repeatable() -> None:
-    """Dense gradients of a hot table: the same bits with 1 and with 3 threads."""
-    values, offsets = jagged_batch([ROWS], 2000, hot=0.5, seed=1)
-    weight, grads = torch.randn(ROWS, DIM), []
-    for threads in (1, 3):
-        with use_threads(threads):
-            mine = weight.clone().requires_grad_()
-            rk.embedding_bag(values, mine, offsets, mode="sum", include_last_offset=True).square().sum().backward()
-            grads.append(mine.grad)
-    assert same_bits(*grads)
 
 
 @pytest.mark.parametrize(

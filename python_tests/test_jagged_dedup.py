@@ -15,7 +15,6 @@ from jagged_cases import (
     batch_of,
     batches,
     check_tensors,
-    distinct,
     good_rows,
     make_batch,
 )
@@ -101,19 +100,6 @@ def test_bits_of_weights() -> None:
     _, inverse, _ = rk.jagged_dedup(batch.values, batch.offsets, [0], batch.weights)
     assert inverse.tolist() == [[0, 1, 2, 0, 3, 4, 3]]
     check_dedup(batch, [0])
-
-
-@pytest.mark.parametrize("bits", [0, 1, 4, 63])
-def test_collisions_merge_nothing(bits: int) -> None:
-    """Every sample has the hash of many others, and there are several of each."""
-    batch = make_batch(3, 150, rows=40, session=2, seed=7)
-    some = distinct(3, 90)
-    for sample in (batch, some):
-        expected = reference(sample.values, sample.offsets, [0, 1, 0])
-        for backend in every_backend():
-            check_tensors(
-                backend, backend.ops.jagged_dedup(sample.values, sample.offsets, [0, 1, 0], None, bits), expected
-            )
 
 
 def test_sessions_are_found() -> None:

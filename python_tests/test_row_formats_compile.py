@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from row_format_bytes import INTEGERS, ROUNDINGS
-from row_format_cases import NO_POSITION
+from row_format_bytes import INTEGERS
 from tiers import cross
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rec_kernels as rk
 from rec_kernels import testing
@@ -84,25 +82,6 @@ def test_compiled_calls_raise_on_the_cpu(format: str) -> None:
     x[1, 2] = torch.inf
     with pytest.raises(ValueError, match=r"x\[1, 2\] = inf"):
         compiled(x, format)
-
-
-@pytest.mark.parametrize("format", rk.ROW_FORMATS)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_fakes(format: str, rounding: str) -> None:
-    """Shape, dtype, device and strides of fake results are the real ones', for meta tensors and in fake mode."""
-    for shape in ((4, 33), (0, 1), (3, 16)):
-        for dtype in DTYPES:
-            real, _ = ops.quantize_rows(torch.ones(shape, dtype=dtype).T.contiguous().T, format, rounding)
-            for device in ("meta", "cpu"):
-                with FakeTensorMode():
-                    x = torch.empty(shape, dtype=dtype, device=device)
-                    fake, status = ops.quantize_rows(x, format, rounding)
-                    back = ops.dequantize_rows(fake, format, shape[1], dtype)
-                assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
-                assert (status.shape, status.dtype) == ((1,), torch.int64)
-                assert (back.shape, back.dtype, back.stride()) == (shape, dtype, x.stride())
-                assert {str(t.device) for t in (fake, status, back)} == {device}
-    assert ops.quantize_rows(torch.zeros(1, 4), format)[1].tolist() == [NO_POSITION]
 
 
 def test_fakes_refuse() -> None:
