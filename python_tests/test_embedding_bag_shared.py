@@ -1,4 +1,7 @@
-"""Bags that samples share (``inverse`` and ``groups``): as the plain call on all distinct bags has it, handed out."""
+"""Bags that samples share (``inverse`` and ``groups``): as the plain call on all distinct bags has it, handed out.
+
+What holds of features with batch sizes of their own, too, is tested with them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from embedding_bag_cases import Case, make_case, wide_floats
 from embedding_bag_format_cases import EncodedCase, encoded_cases
 from hypothesis import strategies as st
 from test_embedding_bag_partitions import partitioned
+from test_embedding_bag_strides import Strided, strided_cases
 from tiers import drawn
 from torch import Tensor
 
@@ -58,7 +62,13 @@ class Shared:
         widths = [width for _, width in self.case.columns]
         return list(zip(self.groups, wide.split(widths, dim=1), strict=True))
 
-    def handed_out(self, wide: Tensor) -> Tensor:
+    @property
+    def grads(self) -> tuple[Tensor, Tensor]:
+        """Gradient of the output, and that of the other call's."""
+        grad = wide_floats(self.batch, self.encoded.layout["output_dim"], seed=self.case.seed + 7)
+        return grad, self.summed(grad)
+
+    def outputs(self, wide: Tensor) -> Tensor:
         """[B, all columns] from the other call's output."""
         return torch.cat([x if g < 0 else x[self.inverse[g]] for g, x in self.blocks(wide)], dim=1)
 
@@ -98,38 +108,32 @@ def shared_cases(draw) -> Shared:
     return share(encoded, groups, inverse.sort(1).values if draw(st.booleans()) else inverse)
 
 
-def gradient(shared: Shared) -> Tensor:
-    """Gradient of the output."""
-    return wide_floats(shared.batch, shared.encoded.layout["output_dim"], seed=shared.case.seed + 7)
-
-
-@drawn(60, shared_cases())
-def test_lookups(shared: Shared) -> None:
+@drawn(120, shared_cases() | strided_cases())
+def test_lookups(part: Shared | Strided) -> None:
     """Output in all types, status, and the gradient of per_sample_weights."""
-    case, encoded, grad = shared.case, shared.encoded, gradient(shared)
-    arguments = shared.arguments
+    case, encoded, (grad, wide_grad) = part.case, part.encoded, part.grads
+    arguments = part.arguments
     for backend in every_backend():
         wide, status = backend.ops.embedding_bag(encoded.flat, *case.jagged, **encoded.layout)
         given = {"per_sample_weights": case.per_sample_weights} | arguments
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
             found, found_status = backend.ops.embedding_bag(encoded.flat, **given, output_dtype=dtype)
-            assert found.shape == (shared.batch, encoded.layout["output_dim"])
             assert found.is_contiguous()
-            assert same_bits(found.float(), shared.handed_out(wide).to(dtype).float()), backend.name
+            assert same_bits(found.float(), part.outputs(wide).to(dtype).float()), backend.name
             assert torch.equal(found_status, status)
         backward = backend.ops.embedding_bag_backward_per_sample_weights
-        factors = backward(shared.summed(grad), encoded.flat, case.values, case.offsets, **encoded.layout)
+        factors = backward(wide_grad, encoded.flat, case.values, case.offsets, **encoded.layout)
         assert same_bits(backward(grad, encoded.flat, **arguments), factors), backend.name
 
 
-@drawn(60, shared_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
-def test_updates(shared: Shared, optimizer: str) -> None:
-    """Fused updates, once a row, from the sums over samples; the gradient stays as it is."""
-    encoded, grad = shared.encoded, gradient(shared)
-    arguments, before = shared.arguments, grad.clone()
+@drawn(120, shared_cases() | strided_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
+def test_updates(part: Shared | Strided, optimizer: str) -> None:
+    """Fused updates, once a row, in the order (feature, bag, position), from the sums over samples that share a bag."""
+    encoded, (grad, wide_grad) = part.encoded, part.grads
+    arguments, before = part.arguments, grad.clone()
     values, offsets = arguments.pop("values"), arguments.pop("offsets")
     for backend in every_backend():
-        expected = encoded.update(optimizer, "stochastic", backend.ops, grad=shared.summed(grad))
+        expected = encoded.update(optimizer, "stochastic", backend.ops, grad=wide_grad)
         whole = encoded.case.values, encoded.case.offsets
         encoded.case.values, encoded.case.offsets = values, offsets
         found = encoded.update(optimizer, "stochastic", backend.ops, grad=grad, **arguments)
@@ -167,8 +171,8 @@ def test_gradients(kind: str, weighted: bool) -> None:
     case = make_case([(5, 6), (3, 33)], [0, 1, 0], lengths, mean=[False, True, False], weighted=weighted, seed=3)
     encoded = EncodedCase(case, ["fp32", "fp32"])
     shared = share(encoded, [1, 0, 1], torch.stack([inverse.flip(0), inverse]))
-    grad, shape, arguments = gradient(shared), list(case.weights.shape), shared.arguments | case.layout
-    summed = shared.summed(grad)
+    (grad, summed), shape = shared.grads, list(case.weights.shape)
+    arguments = shared.arguments | case.layout
     given = {"per_sample_weights": case.per_sample_weights} | arguments
     for name in ("formats", "format_of"):
         given.pop(name, None)

@@ -64,7 +64,7 @@ def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
     few = [n for bags in FEW for n in bags]
     for dim, last, lengths in ((20, 4, few), (20, 4, ONES), (32, 10, ONES), (128, 128, few)):
         strided = Strided(short_bags(dim, "fp32", lengths, last, mean=[mean, False, mean]), [BATCH] * 3)
-        expected = strided.rows_of(strided.case.expected_output()).to(dtype)
+        expected = strided.outputs(strided.case.expected_output()).to(dtype)
         for backend in every_backend():
             found, _ = backend.ops.embedding_bag(strided.encoded.flat, **strided.arguments, output_dtype=dtype)
             assert same_bits(found, expected), (backend.name, dim)

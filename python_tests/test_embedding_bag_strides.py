@@ -1,4 +1,7 @@
-"""Features with batch sizes of their own (``bag_starts``), and outputs of half precision: as the plain call has it."""
+"""Features with batch sizes of their own (``bag_starts``), and outputs of half precision: as the plain call has it.
+
+test_embedding_bag_shared.py has lookups and updates of any features with batch sizes of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,9 @@ import torch
 from backends import cpu_backends, device_backends, every_backend
 from embedding_bag_cases import Case, make_case
 from embedding_bag_format_cases import EncodedCase, encoded_cases, every_format_once
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import OPS
 from test_embedding_bag_partitions import partitioned
-from tiers import drawn
 from torch import Tensor
 
 import rec_kernels as rk
@@ -53,7 +54,12 @@ class Strided:
             "bag_starts": torch.tensor([0, *self.sizes]).cumsum(0),
         }
 
-    def rows_of(self, wide: Tensor) -> Tensor:
+    @property
+    def grads(self) -> tuple[Tensor, Tensor]:
+        """Gradient of the output, and that of the other call's."""
+        return self.outputs(self.case.grad), self.case.grad
+
+    def outputs(self, wide: Tensor) -> Tensor:
         """[bags, most columns], zeros behind a feature's columns, from [B, all columns]."""
         case, column, blocks = self.case, 0, []
         widest = max(width for _, width in case.columns)
@@ -75,40 +81,6 @@ def strided_cases(draw) -> Strided:
         last = int(lengths.nonzero().max()) + 1 if lengths.any() else 0
         sizes.append(draw(st.integers(last, case.batch)))
     return Strided(encoded, sizes)
-
-
-@drawn(60, strided_cases())
-def test_lookups(strided: Strided) -> None:
-    """Output, status and the gradient of per_sample_weights."""
-    case, encoded = strided.case, strided.encoded
-    arguments = strided.arguments
-    for backend in every_backend():
-        wide, status = backend.ops.embedding_bag(encoded.flat, *case.jagged, **encoded.layout)
-        given = {"per_sample_weights": case.per_sample_weights} | arguments
-        found, found_status = backend.ops.embedding_bag(encoded.flat, **given)
-        assert same_bits(found, strided.rows_of(wide)), backend.name
-        assert torch.equal(found_status, status)
-        backward = backend.ops.embedding_bag_backward_per_sample_weights
-        factors = backward(case.grad, encoded.flat, case.values, case.offsets, **encoded.layout)
-        mine = backward(strided.rows_of(case.grad), encoded.flat, **arguments)
-        assert same_bits(mine, factors), backend.name
-
-
-@drawn(60, strided_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
-def test_updates(strided: Strided, optimizer: str) -> None:
-    """Fused updates: shared tables keep the order (feature, bag, position)."""
-    encoded = strided.encoded
-    arguments = strided.arguments
-    grad, values, offsets = strided.rows_of(encoded.case.grad), arguments.pop("values"), arguments.pop("offsets")
-    for backend in every_backend():
-        flat, state, step = encoded.update(optimizer, "stochastic", backend.ops)
-        whole = encoded.case.values, encoded.case.offsets
-        encoded.case.values, encoded.case.offsets = values, offsets
-        found = encoded.update(optimizer, "stochastic", backend.ops, grad=grad, **arguments)
-        encoded.case.values, encoded.case.offsets = whole
-        assert encoded.same_tables(found[0], flat), backend.name
-        assert same_bits(found[1], state), backend.name
-        assert torch.equal(found[2], step)
 
 
 def test_gradients() -> None:
@@ -215,17 +187,6 @@ def test_half_precision_outputs(dim: int, dtype: torch.dtype) -> None:
                 found, _ = backend.ops.embedding_bag(*given, **encoded.layout, output_dtype=dtype)
                 assert found.dtype == dtype
                 assert same_bits(found.float(), whole.to(dtype).float()), (backend.name, encoded.formats)
-
-
-@settings(max_examples=25)
-@given(strided_cases(), st.sampled_from([torch.float16, torch.bfloat16]))
-def test_half_precision_with_strides(strided: Strided, dtype: torch.dtype) -> None:
-    """Half precision works with batch sizes per feature, zeros behind a feature's columns."""
-    given = {"per_sample_weights": strided.case.per_sample_weights} | strided.arguments
-    for backend in every_backend():
-        whole, _ = backend.ops.embedding_bag(strided.encoded.flat, **given)
-        found, _ = backend.ops.embedding_bag(strided.encoded.flat, **given, output_dtype=dtype)
-        assert same_bits(found.float(), whole.to(dtype).float()), backend.name
 
 
 def test_output_dtype_must_be_a_float() -> None:
