@@ -1,4 +1,4 @@
-"""jagged_dedup: reference, collisions of hashes, weights, groups, bad input."""
+"""jagged_dedup: reference, collisions of hashes, weights, groups."""
 
 from __future__ import annotations
 
@@ -156,39 +156,3 @@ def test_a_bad_offset_of_no_bag() -> None:
         for backend in device_backends():
             status = backend.ops.jagged_dedup(torch.zeros(0, dtype=torch.int64), offsets, groups)[3]
             assert status.tolist() == [BAD_LAYOUT + 1, 0], backend.name
-
-
-IDS, OFFSETS, WEIGHTS = torch.arange(4), torch.tensor([0, 2, 3, 4, 4]), torch.ones(4)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((IDS.float(), OFFSETS, [0]), "values must be int32 or int64, got float32"),
-        ((IDS[None], OFFSETS, [0]), r"values must have 1 dimension\(s\), got shape \[1, 4\]"),
-        ((IDS, OFFSETS[None], [0]), r"offsets must have 1 dimension\(s\), got shape \[1, 5\]"),
-        ((IDS, OFFSETS.float(), [0]), "offsets must be int32 or int64, got float32"),
-        ((IDS, OFFSETS[:0], [0]), "offsets must have one element more than there are rows, got none"),
-        ((IDS, OFFSETS.to("meta"), [0]), "must be on the same device"),
-        ((IDS, OFFSETS, [0], WEIGHTS.double()), "weights must be float32, got float64"),
-        ((IDS, OFFSETS, [0], WEIGHTS[:3]), r"weights must have shape \[4\], got \[3\]"),
-        ((IDS, OFFSETS, [0], WEIGHTS.to("meta")), "must be on the same device"),
-        ((IDS, OFFSETS, [0], None, 65), r"hash_bits = 65 must be in \[0, 64\]"),
-        ((IDS, OFFSETS, [0], None, -1), r"hash_bits = -1 must be in \[0, 64\]"),
-        (
-            (IDS, OFFSETS, [0, 0, 0]),
-            "offsets describe 4 bags, which is not a multiple of the 3 features that groups names",
-        ),
-        ((IDS, OFFSETS, []), "offsets describe 4 bags, which is not a multiple of the 0 features"),
-        ((IDS, OFFSETS, [0, 2]), r"groups\[1\] = 2 must be in \[-1, 2\): a group's number, or -1"),
-        ((IDS, OFFSETS, [-2, 0]), r"groups\[0\] = -2 must be in \[-1, 2\)"),
-        (
-            (IDS, OFFSETS, [1, -1]),
-            "groups has no feature of group 0, and some of group 1: groups are numbered from 0 on",
-        ),
-    ],
-)
-def test_bad_input(args: tuple, message: str) -> None:
-    """The message names the argument and what is allowed."""
-    with pytest.raises(ValueError, match=message):
-        ops.jagged_dedup(*args)

@@ -105,25 +105,3 @@ def test_too_many_for_the_offsets() -> None:
             backend.ops.jagged_index_select(
                 torch.zeros(2**15, dtype=torch.bool), offsets, torch.zeros(2**16, dtype=torch.int32)
             )
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((IDS[None, None], OFFSETS, INDEX), r"values must be \[N\] or \[N, D\], got shape \[1, 1, 7\]"),
-        ((IDS, OFFSETS[None], INDEX), r"offsets must have 1 dimension\(s\), got shape \[1, 4\]"),
-        ((IDS, OFFSETS.short(), INDEX), "offsets must be int32 or int64, got int16"),
-        ((IDS, OFFSETS[:0], INDEX), "offsets must have one element more than there are rows, got none"),
-        ((IDS, OFFSETS.to("meta"), INDEX), "must be on the same device"),
-        ((IDS, OFFSETS, INDEX[None]), r"index must have 1 dimension\(s\), got shape \[1, 2\]"),
-        ((IDS, OFFSETS, INDEX.float()), "index must be int32 or int64, got float32"),
-        ((IDS, OFFSETS, INDEX.to("meta")), "must be on the same device"),
-        ((IDS, OFFSETS, INDEX, -1), "total = -1 must be 0 or more"),
-        ((torch.empty(2**62, 0), torch.tensor([0, 2**62]), INDEX * 0), r"could have more than 2\^63"),
-        ((IDS, OFFSETS.int(), INDEX, 2**31), "the result has 2147483648 values, more than int32 offsets can name"),
-    ],
-)
-def test_bad_input(args: tuple, message: str) -> None:
-    """The message names the argument and what is allowed."""
-    with pytest.raises(ValueError, match=message):
-        ops.jagged_index_select(*args)
