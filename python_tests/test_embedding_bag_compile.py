@@ -93,14 +93,24 @@ def test_fifty_steps_one_compilation() -> None:
     assert same_bits(*(w.detach() for w in weights))
 
 
-def test_dynamic_sizes() -> None:
+def _weight(kind: str) -> tuple[Tensor, dict]:
+    """Rows of a kind, and what says which they are."""
+    rows = torch.randn(ROWS, DIM)
+    if kind in ("float32", "float16"):
+        return rows.to(getattr(torch, kind)), {}
+    return rk.quantize_rows(rows, kind), {"format": kind, "embedding_dim": DIM}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8", "bf16"])
+def test_dynamic_sizes(kind: str, backend: str) -> None:
     """Another batch size and another number of ids compile once more, with symbols; then no more."""
-    compiled, counter = _compiled(_pooled)
-    weight = torch.randn(ROWS, DIM)
-    for batch in (4, 7, 9, 12, 33):
-        arguments = _arguments(batch, 0)
+    compiled, counter = _compiled(_pooled, backend)
+    weight, said = _weight(kind)
+    for batch in (4, 4, 7, 9, 12, 33):
+        arguments = _arguments(batch, 0) | said
         assert same_bits(compiled(weight, None, arguments), _pooled(weight, None, arguments))
-    assert counter.frame_count <= 2
+        assert counter.frame_count == (1 if batch == 4 else 2)
 
 
 def test_compiled_errors() -> None:

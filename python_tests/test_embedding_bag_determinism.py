@@ -1,4 +1,7 @@
-"""The promises of docs/numerics.md, "Promises": on what the bits of embedding_bag and its updates do not depend."""
+"""The promises of docs/numerics.md, "Promises": on what the bits of embedding_bag and its updates do not depend.
+
+Each is held on every backend. test_embedding_bag_sampled.py has ids and offsets of all widths.
+"""
 
 from __future__ import annotations
 
@@ -68,16 +71,6 @@ def mixed_call(largest: int = 40, *, weighted: bool = True, most: int = 150, flo
     mean = [f % 3 == 1 for f in range(len(features))]
     case = make_case(tables, features, lengths, mean=mean, weighted=weighted, seed=3)
     return Call(EncodedCase(case, ["fp32"] * len(tables)) if floats else every_format_once(case, 3))
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_backends(weighted: bool) -> None:
-    """Instruction set, and CPU or CUDA: every optimizer and every format."""
-    call = mixed_call(weighted=weighted)
-    assert hot(call) > CHUNK
-    expected = call.everything()
-    for backend in every_backend():
-        assert not differences(call.everything(backend.ops), expected), backend.name
 
 
 #: The most ids of a bag, whether all tables are float32, and the widest table's columns.
@@ -180,19 +173,6 @@ def test_other_tables_of_the_call(weighted: bool) -> None:
             part = select(call, features, tables)
             for backend in every_backend():
                 assert not differences(part.everything(backend.ops), expected), (backend.name, tables)
-
-
-@pytest.mark.parametrize(
-    ("ids", "offsets"), [(torch.int32, torch.int32), (torch.int32, torch.int64), (torch.int64, torch.int32)]
-)
-def test_integer_widths(ids: torch.dtype, offsets: torch.dtype) -> None:
-    """Ids and offsets of 32 or 64 bits, each on its own; test_backends has both of 64."""
-    call = mixed_call()
-    assert call.case.values.dtype == call.case.offsets.dtype == torch.int64
-    expected = call.everything()
-    call.case.values, call.case.offsets = call.case.values.to(ids), call.case.offsets.to(offsets)
-    for backend in every_backend():
-        assert not differences(call.everything(backend.ops), expected), backend.name
 
 
 def digest(results: Results) -> str:

@@ -7,9 +7,7 @@ import re
 import pytest
 import torch
 from layout_calls import OPS
-from tiers import full
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
 from rec_kernels.nn.tables.config import BAG_FORMATS
@@ -152,26 +150,6 @@ def test_bad_ids() -> None:
         rk.embedding_bag(torch.tensor([0, 30]), rows, torch.tensor([0]), format="mx6", embedding_dim=DIM)
     with pytest.raises(ValueError, match=r"padding_idx = 30 must be in \[-30, 30\)"):
         rk.embedding_bag(IDS, rows, OFFSETS, padding_idx=30, format="mx6", embedding_dim=DIM)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
-@pytest.mark.parametrize("name", ["int8", "bf16", "half"])
-def test_compiled(name: str, backend: str) -> None:
-    """One graph for all batches of a size, two for any; the bits of the eager call."""
-    weight, said = torch.randn(ROWS, DIM).half(), {}
-    if name != "half":
-        weight, said = table(name)[0], {"format": name, "embedding_dim": DIM}
-
-    def pooled(values: Tensor, offsets: Tensor) -> Tensor:
-        return rk.embedding_bag(values, weight, offsets, mode="sum", include_last_offset=True, **said)
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(pooled, backend=counter, fullgraph=True)
-    for count in (8, 8, 12, 20):
-        arguments = torch.randint(ROWS, (2 * count,)), torch.arange(0, 2 * count + 1, 2)
-        assert same_bits(compiled(*arguments), pooled(*arguments))
-        assert counter.frame_count == (1 if count == 8 else 2)
 
 
 def test_meta() -> None:

@@ -49,14 +49,24 @@ def test_as_torch_has_it(fused, plain) -> None:
         torch.testing.assert_close(weight, theirs[name].detach(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("eps", [1e-8, 0.1])
-def test_all_rows_as_torch_adam(eps: float) -> None:
-    """Lazy Adam equals torch.optim.Adam, also in the place of eps, where every batch names every row."""
+DECAYED = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [
+        *((rk.Adam(lr=0.02, eps=e), lambda p, e=e: torch.optim.Adam([p], lr=0.02, eps=e)) for e in (1e-8, 0.1)),
+        (rk.Adam(**DECAYED, weight_decay_mode="decoupled"), lambda p: torch.optim.AdamW([p], **DECAYED)),
+    ],
+    ids=["Adam", "eps", "AdamW"],
+)
+def test_all_rows_as_torch_adam(fused, plain) -> None:
+    """Lazy Adam equals torch's, also in the place of eps and of a decay, where every batch names every row."""
     table = rk.EmbeddingBagConfig(6, 5, name="t", feature_names=["f"])
     torch.manual_seed(0)
-    collection = rk.EmbeddingBagCollection([table], optimizer=rk.Adam(lr=0.02, eps=eps))
+    collection = rk.EmbeddingBagCollection([table], optimizer=fused)
     weight = tables(collection)["t"].clone().requires_grad_()
-    adam = torch.optim.Adam([weight], lr=0.02, eps=eps)
+    adam = plain(weight)
     for _ in range(10):
         ids = torch.randperm(6)
         found = collection(rk.KeyedJaggedTensor(["f"], ids, lengths=torch.ones(6, dtype=torch.int64))).values()

@@ -244,24 +244,6 @@ def test_weight_decay_and_clipping_in_a_module() -> None:
         assert same_bits(weight[0], torch.full((3,), 2.0))
 
 
-def test_decoupled_decay_is_torchs() -> None:
-    """AdamW of torch, on a table whose rows are all in every batch."""
-    torch.manual_seed(1)
-    start = torch.randn(4, 5)
-    table = [rk.EmbeddingBagConfig(4, 5, name="t", feature_names=["f"], init=lambda w: w.copy_(start))]
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.3}
-    ours = rk.EmbeddingBagCollection(table, optimizer=rk.Adam(**options, weight_decay_mode="decoupled"))
-    theirs = start.clone().requires_grad_(True)
-    optimizer = torch.optim.AdamW([theirs], **options)
-    given = rk.KeyedJaggedTensor(["f"], torch.arange(4), lengths=torch.ones(4).long())
-    for _ in range(5):
-        (ours(given).values() ** 3).sum().backward()
-        optimizer.zero_grad()
-        (theirs**3).sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(ours.embedding_bags["t"].weight, theirs.detach())
-
-
 def test_optimizers_in_words() -> None:
     """The repr shows options that are not the default."""
     assert repr(rk.SGD(lr=0.5)) == "SGD(lr=0.5)"

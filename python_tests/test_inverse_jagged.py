@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import pytest
@@ -269,17 +268,6 @@ def test_pin_memory() -> None:
     """Every tensor."""
     few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS, weighted=True), [["c", "a"]]).pin_memory()
     assert all(t.is_pinned() for t in _pytree.tree_leaves(few) if t is not None)
-
-
-def test_a_tree_that_is_saved() -> None:
-    """Leaves are tensors or None; torch.save and a safe load bring it back."""
-    batch = sessions(KEYS, weighted=True)
-    few = rk.InverseKeyedJaggedTensor.from_kjt(batch, [["c", "a"]])
-    assert all(t is None or isinstance(t, Tensor) for t in _pytree.tree_leaves(few))
-    file = io.BytesIO()
-    torch.save(few, file)
-    file.seek(0)
-    assert_same_batch(torch.load(file, weights_only=True).to_kjt(), batch)
 
 
 def test_duck_typed_input() -> None:

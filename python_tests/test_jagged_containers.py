@@ -161,6 +161,18 @@ def test_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert there.known_offset_per_key() == here.known_offset_per_key() is not None
 
 
+@pytest.mark.parametrize("name", MOVING)
+def test_trees_that_are_saved(name: str) -> None:
+    """Leaves are tensors or None; torch.save and a safe load bring them back, also after bags were made of windows."""
+    made = MOVING[name][0]()
+    for make_bags in (lambda: None, getattr(made, "bags", None) or getattr(made, "to_kjt", lambda: None)):
+        make_bags()
+        before, after = (torch.utils._pytree.tree_leaves(container) for container in (made, _saved(made)))
+        assert [type(leaf) for leaf in before] == [type(leaf) for leaf in after]
+        assert all(leaf is None or isinstance(leaf, Tensor) for leaf in before)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 META = WEIGHTS.to("meta")
 
 

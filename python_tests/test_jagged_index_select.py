@@ -63,7 +63,7 @@ def test_rows_that_nothing_names_and_strided_inputs() -> None:
     check_select(torch.arange(21)[1:].view(10, 2), offsets, torch.tensor([2, 0]))
 
 
-IDS, OFFSETS, INDEX = torch.arange(7), torch.tensor([0, 2, 2, 7]), torch.tensor([2, 0])
+IDS, OFFSETS = torch.arange(7), torch.tensor([0, 2, 2, 7])
 
 
 def test_numbers_out_of_range() -> None:

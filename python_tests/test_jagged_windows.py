@@ -71,7 +71,7 @@ def test_the_order_of_a_sum() -> None:
     assert values.grad.tolist() == [1, 0.25, 5]
 
 
-IDS, STARTS, LENGTHS = torch.arange(7), torch.tensor([2, 0]), torch.tensor([5, 2])
+IDS = torch.arange(7)
 
 
 BIG = 2**63 - 1

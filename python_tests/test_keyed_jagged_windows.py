@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Callable
 
@@ -271,19 +270,6 @@ def test_pin_memory_and_a_gpu() -> None:
     there = pinned.to("cuda", non_blocking=True)
     assert there.stored().values().is_cuda
     assert_same_batch(there.to_kjt().to("cpu"), batch)
-
-
-def test_a_tree_that_is_saved() -> None:
-    """Leaves are tensors; torch.save and a safe load bring it back."""
-    batch = histories()
-    few = windowed(batch, [["a"], ["b"]])
-    assert all(isinstance(t, Tensor) for t in _pytree.tree_leaves(few))
-    for asked in (False, True):
-        file = io.BytesIO()
-        torch.save(few, file)
-        file.seek(0)
-        assert_same_batch(torch.load(file, weights_only=True).to_kjt(), batch)
-        assert asked or few.bags()
 
 
 OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]

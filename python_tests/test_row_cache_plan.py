@@ -126,31 +126,6 @@ def test_only_planned_rows_change(policy: str) -> None:
     assert changed
 
 
-def plan_arguments() -> dict[str, object]:
-    """Arguments of one small call."""
-    case = CacheCase(CacheSample([(9, 4, "int8")], [(0, "sum")], {4: 2}, 2))
-    batch = case.batch(Batch([[2, 1]]))
-    return case.arguments | case.state() | {"values": batch.values, "offsets": batch.offsets}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"values": torch.tensor([0, 9, 1])}, IndexError, "9"),
-        ({"cache_dirty": torch.zeros(3, dtype=torch.uint8)}, ValueError, r"cache_dirty must .*\[4\]"),
-        ({"cache_dirty": torch.zeros(4)}, (ValueError, TypeError), "cache_dirty"),
-        ({"cache_stamps": torch.zeros(3, dtype=torch.int64)}, ValueError, "cache_stamps"),
-        ({"policy": "mru"}, ValueError, "policy.*mru"),
-        ({"policy": "lfu"}, ValueError, "cache_counts"),
-        ({"cache_tags": torch.zeros(3, dtype=torch.int64)}, ValueError, "cache_tags .*cache_ways = 2"),
-    ],
-)
-def test_bad_input(change: dict, error: type, message: str) -> None:
-    """Named, with its value."""
-    with pytest.raises(error, match=message):
-        call("row_cache_plan", plan_arguments() | change)
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_flushes_in_pieces(rounding: str) -> None:
     """Ranges of slots, in any order and size, flush together everything; some of them flush their rows alone."""
