@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import Backend, every_backend
+from embedding_bag_call_cases import ALL_OPTIMIZERS
 from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
 from embedding_bag_checks import check_lookups, check_updates
 from embedding_bag_format_cases import GAP, ROUNDINGS, STEP, EncodedCase, every_format_once
@@ -65,8 +66,8 @@ def test_hot_rows(occurrences: int, shift: int) -> None:
     """More than 64, and more than 64 * 64, occurrences of a row; tables beside it that have few."""
     tables = [(1, 3), (2, 20), (1, 5), (2, 17)]
     lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4, 1, 70, 2, 0]
-    encoded = every_format_once(make_case(tables, [0, 1, 2, 3], lengths, seed=occurrences), shift)
-    check_updates(encoded)
+    case = make_case(tables, [0, 1, 2, 3], lengths, weighted=shift > 0, seed=occurrences)
+    check_updates(every_format_once(case, shift), ALL_OPTIMIZERS)
 
 
 @pytest.mark.parametrize("shift", [0, 4])

@@ -40,14 +40,6 @@ def test_widths(dim: int, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
-@pytest.mark.parametrize("occurrences", [65, 4200])
-def test_hot_rows(occurrences: int, optimizer: str) -> None:
-    """More than 64, and more than 64 * 64, occurrences of a row."""
-    case = make_case([(1, 20), (2, 5)], [0, 1], [occurrences, 3], weighted=True, seed=occurrences)
-    check_update(EncodedCase(case, ["fp32", "int8"]), optimizer, "stochastic")
-
-
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_one_table(optimizer: str) -> None:
     """The ops work without a layout: weights [E, D], state from its first element on."""
     g = torch.Generator().manual_seed(1)

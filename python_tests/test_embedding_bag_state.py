@@ -56,7 +56,7 @@ def scale(collection: rk.EmbeddingBagCollection) -> None:
 
 
 @pytest.mark.parametrize("change", [set_directly, load, schedule, scale])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, rk.Adam(lr=0.5)], ids=str)
 def test_learning_rate(optimizer, change) -> None:
     """However it is set, the next update uses it."""
     collection = make(optimizer)

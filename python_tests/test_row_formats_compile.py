@@ -8,6 +8,7 @@ from row_format_bytes import INTEGERS
 from tiers import cross
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rec_kernels as rk
 from rec_kernels import testing
@@ -82,6 +83,22 @@ def test_compiled_calls_raise_on_the_cpu(format: str) -> None:
     x[1, 2] = torch.inf
     with pytest.raises(ValueError, match=r"x\[1, 2\] = inf"):
         compiled(x, format)
+
+
+@pytest.mark.parametrize("format", rk.ROW_FORMATS)
+def test_fakes_of_strided_rows(format: str) -> None:
+    """Fake results have the strides of the real ones, on meta and in fake mode, too; test_opcheck.py has the rest."""
+    for shape, dtype in (((4, 33), torch.float32), ((0, 1), torch.float16), ((3, 16), torch.bfloat16)):
+        strided = torch.ones(shape, dtype=dtype).T.contiguous().T
+        real, _ = ops.quantize_rows(strided, format)
+        with FakeTensorMode() as mode:
+            fakes = [ops.quantize_rows(mode.from_tensor(strided), format)]
+        fakes.append(ops.quantize_rows(strided.to("meta"), format))
+        for rows, status in fakes:
+            back = ops.dequantize_rows(rows, format, shape[1], dtype)
+            assert (rows.shape, rows.dtype, rows.stride()) == (real.shape, real.dtype, real.stride())
+            assert (status.shape, status.dtype, status.device) == ((1,), torch.int64, rows.device)
+            assert (back.shape, back.dtype, back.is_contiguous()) == (shape, dtype, True)
 
 
 def test_fakes_refuse() -> None:
