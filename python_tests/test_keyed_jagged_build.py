@@ -114,6 +114,13 @@ def test_from_offsets_list() -> None:
         (lambda: KJT.from_lists({"a": [[1]]}, {"b": [[1]]}), ValueError, r"weights must have the features \['a'\]"),
         (lambda: KJT.from_lists({"a": [[1]]}, {"a": [[]]}), ValueError, r"a number for each id"),
         (lambda: KJT.from_padded(["a"], torch.zeros(2, 3, 4).long(), 0), ValueError, r"\[F, B, L\] of 1 keys"),
+        (lambda: KJT.from_padded(["a", "a"], torch.zeros(2, 3, 4).long(), 0), ValueError, r"differ, got \['a', 'a'\]"),
+        (lambda: KJT.from_padded("ab", torch.zeros(2, 3, 4).long(), 0), ValueError, r"keys must be a list .* 'ab'"),
+        (
+            lambda: KJT.from_offsets_list(["a", "a"], [torch.arange(3)] * 2, [torch.tensor([0])] * 2),
+            ValueError,
+            r"keys must differ, got \['a', 'a'\]",
+        ),
         (
             lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], []),
             ValueError,
@@ -347,6 +354,8 @@ def test_regrouped_columns() -> None:
         rk.KeyedTensor.regroup([one, one], groups)
     with pytest.raises(ValueError, match="keys must name each of 2 groups"):
         rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x"])
+    with pytest.raises(ValueError, match=r"keys must differ, got \['x', 'x'\]"):
+        rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x", "x"])
     with pytest.raises(ValueError, match="one \\[B, D\\] for each of 1 keys"):
         rk.KeyedTensor.from_tensor_list(["a"], tensors)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.bounds import to_offsets
-from rec_kernels.nn.jagged.checks import check_integers, has_data
+from rec_kernels.nn.jagged.checks import check_integers, check_keys_differ, has_data
 from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer, listed
 
 
@@ -57,6 +57,7 @@ def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -
 
 def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Parts:
     """``rk.KeyedJaggedTensor.from_padded``."""
+    check_keys_differ(keys)
     check_tensor("padded", padded)
     _check_padding(padding_value)
     if padded.dim() != 3 or padded.shape[0] != len(keys):
@@ -69,6 +70,7 @@ def from_offsets_list(
     keys: Sequence[str], values: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor] | None
 ) -> Parts:
     """``rk.KeyedJaggedTensor.from_offsets_list``."""
+    check_keys_differ(keys)
     for name, given in (("values", values), ("offsets", offsets), ("weights", weights)):
         if given is not None and len(given) != len(keys):
             raise ValueError(f"{name} must have a tensor for each of {len(keys)} keys, got {len(given)}")

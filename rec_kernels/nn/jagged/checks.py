@@ -80,7 +80,7 @@ def place_of_key(key: str, keys: list[str]) -> int:
     return keys.index(key)
 
 
-def check_keys_differ(keys: list[str]) -> None:
+def check_keys_differ(keys: Sequence[str]) -> None:
     """Raises an error unless ``keys`` are a list of different names."""
     if isinstance(keys, str):
         raise ValueError(f"keys must be a list of feature names, got {keys!r}")

@@ -113,10 +113,12 @@ class KeyedTensor(JaggedContainer):
         """``regroup`` with a name for each group. As in TorchRec.
 
         Raises:
-            ValueError: another number of names than groups. KeyError: none of the tensors has a key.
+            ValueError: another number of names than groups, or two names that are the same. KeyError: none of the
+            tensors has a key.
         """
         if len(keys) != len(groups):
             raise ValueError(f"keys must name each of {len(groups)} groups, got {list(keys)}")
+        checks.check_keys_differ(keys)
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def to_dict(self) -> dict[str, Tensor]:

@@ -483,7 +483,7 @@ class KeyedJaggedTensor(BatchFacts):
         """A batch from a padded tensor.
 
         Args:
-            keys: F names. padded: [F, B, L] int32 or int64. padding_value: the number that is no id.
+            keys: F names, all different. padded: [F, B, L] int32 or int64. padding_value: the number that is no id.
 
         Raises:
             ValueError: shape, dtype or ``padding_value`` are not as above. TypeError: no tensor.
@@ -500,7 +500,7 @@ class KeyedJaggedTensor(BatchFacts):
         """A batch from the inputs and offsets of each feature, as ``torch.nn.EmbeddingBag`` takes them.
 
         Args:
-            keys: F names. values: ids [N_f] of each. offsets: [B] of each, where bags start, from 0 on.
+            keys: F names, all different. values: ids [N_f] of each. offsets: [B] of each, where bags start, from 0 on.
             weights: [N_f] of each, or None.
 
         Raises:
