@@ -13,8 +13,7 @@ from row_cache_host_cases import in_host, step, train_ahead
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rec_kernels as rk
-from rec_kernels.nn.tables.prefetch import PrefetchedBatch
-from rec_kernels.nn.tables.store import TableCall
+from rec_kernels.nn.tables.prefetch import PrefetchedBatch, TableCall
 from rec_kernels.testing import same_bits
 
 LFU = rk.RowCache(0.4, ways=4, policy="lfu", decay_every=3)
@@ -192,7 +191,7 @@ def test_a_stream_beside_keeps_what_it_uses(fails: bool, monkeypatch) -> None:
         weights = torch.empty(3, device="cpu")
         call = TableCall(weights, (values, offsets, None), {"layout": records, "layout_sizes": [3]}, {"seed": seed})
         ahead = PrefetchedBatch()
-        ahead.announce(call, call.bags)
+        ahead.announce(call)
         with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
             ahead.insert(lambda given: fail() if fails else given.bags[0], [tags])
     assert beside.waited_for == [main]

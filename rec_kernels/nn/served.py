@@ -14,8 +14,8 @@ from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.layout import LayoutBuffers, move_buffers
+from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.row_cache import CacheState
-from rec_kernels.nn.tables.store import TableCall
 from rec_kernels.ops.autograd import call
 from rec_kernels.ops.bad_ids import explain
 
@@ -101,12 +101,8 @@ class ServedTables(nn.Module):
         trained_state_bytes (of the fused optimizer) are the collection's.
         """
         return [
-            {
-                "name": now.name,
-                "num_embeddings": now.num_embeddings,
-                "embedding_dim": now.embedding_dim,
-                "format": now.format,
-                "weight_bytes": now.num_bytes,
+            now.report()
+            | {
                 "trained_format": before.format,
                 "trained_weight_bytes": before.num_bytes,
                 "trained_state_bytes": self._trained.state_bytes(i),

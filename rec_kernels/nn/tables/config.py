@@ -65,6 +65,11 @@ class StoredTable:
         """Bytes of all rows."""
         return self.num_embeddings * self.row_bytes
 
+    def report(self) -> dict[str, object]:
+        """Name, sizes, format and bytes of the rows, with which ``memory_report()`` of a collection begins."""
+        names = "name", "num_embeddings", "embedding_dim", "format"
+        return {name: getattr(self, name) for name in names} | {"weight_bytes": self.num_bytes}
+
     def __getstate__(self) -> dict:
         return {**self.__dict__, "init": None}  # which is called once, and which pickle may refuse
 

@@ -1,4 +1,4 @@
-"""Tables in a file, of which some rows are in memory: the store of ``backing="disk"``."""
+"""Tables in a file, of which some rows are in memory: the store of ``backing="disk"``; and the choice of a store."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.rows import initialize, takes_chunks, write
-from rec_kernels.nn.tables.store import TableCall, TableStore, device_of, num_bytes
+from rec_kernels.nn.tables.store import HostStore, TableStore, device_of
 from rec_kernels.nn.tables.table_file import TableFile
 from rec_kernels.ops.exporting import is_exporting
 
@@ -179,10 +180,10 @@ class FileStore(TableStore):
             self.file.flush()
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
-        stats, whole = self.file.file.stats(), num_bytes(weights)
+        stats = self.file.file.stats()
         return super().tier_report(weights) | {
             "row_bytes": stats["resident_bytes"],
-            "file_bytes": whole,
+            "file_bytes": weights.nbytes,
             "index_bytes": stats["bookkeeping_bytes"],
             "read_bytes": stats["bytes_read"],
             "written_bytes": stats["bytes_written"],
@@ -201,7 +202,7 @@ class UnopenedStore(TableStore):
         return fn
 
 
-def open_file(features: FeatureMap, cache: RowCache, device: torch.device | str | None) -> TableFile:
+def _open(features: FeatureMap, cache: RowCache, device: torch.device | str | None) -> FileStore:
     where = device_of(device)
     if where.type != "cpu":
         raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
@@ -221,5 +222,20 @@ def open_file(features: FeatureMap, cache: RowCache, device: torch.device | str 
                 "it an attribute in_chunks = True",
                 stacklevel=4,
             )
+    state = CacheState(cache, features, device=device)  # before the file is opened: memory may be lacking
     options = {"memory_budget": left, "generation": cache.generation}
-    return TableFile(cache.path, features.storage, features.stored, **options)
+    return FileStore(features, state, TableFile(cache.path, features.storage, features.stored, **options))
+
+
+def make_store(features: FeatureMap, cache: RowCache | None, device: torch.device | str | None) -> TableStore:
+    """The store that a cache's ``backing`` asks for, with its slots on ``device``.
+
+    Raises:
+        ValueError: a file for a collection on a GPU, or a budget that is too small. OSError: the file cannot be opened.
+    """
+    if cache is None:
+        return TableStore(features, None)
+    if cache.backing == "disk" and device_of(device).type != "meta":
+        return _open(features, cache, device)
+    kind = {"device": TableStore, "host": HostStore, "disk": UnopenedStore}[cache.backing]
+    return kind(features, CacheState(cache, features, device=device))

@@ -49,7 +49,7 @@ def pinned(flat: Tensor, device: torch.device) -> Tensor:
         return flat
     if flat.data_ptr() not in _memory:
         flat = host_zeros(flat.numel(), flat.dtype).copy_(flat)
-    address, num_bytes, runtime = flat.data_ptr(), flat.numel() * flat.element_size(), torch.cuda.cudart()
+    address, num_bytes, runtime = flat.data_ptr(), flat.nbytes, torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, _whole_pages(num_bytes), _PORTABLE_AND_MAPPED))
     if error:
         # It stays the last error of torch's runtime, which takes it for the next kernel's: this one's.

@@ -13,9 +13,6 @@ from rec_kernels.nn.arguments import check_choice, integer_from
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
 
-#: Tiers of ``rk.RowCache``, near ones first.
-TIERS = BACKINGS
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -192,11 +189,11 @@ def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
 
 
 def _choose_tiers(misses: list[float], sizes: list[int], budgets: tuple[int | None, ...]) -> list[str]:
-    tiers = [TIERS[-1]] * len(sizes)
+    tiers = [BACKINGS[-1]] * len(sizes)
     left = list(budgets)
     for i in sorted(range(len(sizes)), key=lambda i: -misses[i] / max(sizes[i], 1)):
         number = next(n for n, room in enumerate(left) if room is None or sizes[i] <= room)
-        tiers[i] = TIERS[number]
+        tiers[i] = BACKINGS[number]
         if left[number] is not None:
             left[number] -= sizes[i]
     return tiers

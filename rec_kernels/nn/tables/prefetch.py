@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,22 @@ from rec_kernels.ops.autograd import node_of_op
 #: Values, offsets, and where features begin if every bag has a row of the output.
 Bags = tuple[Tensor, Tensor, Tensor | None]
 
-Call = TypeVar("Call")
+
+class TableCall(NamedTuple):
+    """Table arguments of a call of the ops.
+
+    Args:
+        weights: the flat tensor of the tables. bags: those of the batch.
+        layout: the ops' arguments for the layout of these bags. rounding: those that say how rows are encoded.
+    """
+
+    weights: Tensor
+    bags: Bags
+    layout: dict[str, object]
+    rounding: dict[str, Any]
 
 
-class PrefetchedBatch(Generic[Call]):
+class PrefetchedBatch:
     """The batch that is to be looked up next: announced, or with its rows in the cache already.
 
     What is learned must not depend on it. So its rows come in when the updates of all lookups before it have been made,
@@ -26,8 +38,7 @@ class PrefetchedBatch(Generic[Call]):
     """
 
     def __init__(self) -> None:
-        self._bags: Bags | None = None
-        self._call: Call | None = None
+        self._call: TableCall | None = None
         self._slots: Tensor | None = None
         self._versions: list[int] = []
         self._event: torch.cuda.Event | None = None
@@ -44,18 +55,18 @@ class PrefetchedBatch(Generic[Call]):
     @property
     def is_empty(self) -> bool:
         """True if no batch has been announced."""
-        return self._bags is None
+        return self._call is None
 
-    def announce(self, call: Call, bags: Bags) -> None:
-        """Names the next batch: what ``insert`` is to be given, and its bags.
+    def announce(self, call: TableCall) -> None:
+        """Names the next batch, by what ``insert`` is to be given.
 
         Raises:
             RuntimeError: the rows of another one are in the cache already.
         """
-        if self._slots is not None and not self._is(bags):
+        if self._slots is not None and not self._is(call.bags):
             self.refuse("prefetch() of another batch")
         if self._slots is None and not self.is_compiled:
-            self._call, self._bags = call, bags
+            self._call = call
 
     def watch(self, output: Tensor, done: Callable[[], object]) -> None:
         """Has the announced batch wait for the update by this lookup, after which ``done()`` is called."""
@@ -70,23 +81,22 @@ class PrefetchedBatch(Generic[Call]):
         node.register_prehook(lambda _: self.refuse("an update"))
         node.register_hook(after)
 
-    def insert(self, insert: Callable[[Call], Tensor], used: Iterable[Tensor]) -> None:
+    def insert(self, insert: Callable[[TableCall], Tensor], used: Iterable[Tensor]) -> None:
         """Has the announced batch's rows come in, unless an update is to come first.
 
         On a GPU this runs beside what is launched later. ``used``: the tensors that ``insert`` reads and writes besides
         those of the call.
         """
-        if self._bags is None or self._slots is not None or self._waiting:
+        call = self._call
+        if call is None or self._slots is not None or self._waiting:
             return
-        call, bags = self._call, self._bags
         self.forget()  # an error leaves nothing
-        slots = self._insert_beside(insert, call, bags[0].device, used) if bags[0].is_cuda else insert(call)
-        self._bags, self._slots = bags, slots
-        self._versions = [_version(t) for t in bags if t is not None]
+        slots = self._insert_beside(insert, call, used) if call.bags[0].is_cuda else insert(call)
+        self._call, self._slots = call, slots
+        self._versions = [_version(t) for t in call.bags if t is not None]
 
-    def _insert_beside(
-        self, insert: Callable[[Call], Tensor], call: Call, device: torch.device, used: Iterable[Tensor]
-    ) -> Tensor:
+    def _insert_beside(self, insert: Callable[[TableCall], Tensor], call: TableCall, used: Iterable[Tensor]) -> Tensor:
+        device = call.bags[0].device
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -141,7 +151,7 @@ class PrefetchedBatch(Generic[Call]):
 
     def forget(self) -> None:
         """No batch is announced; what is in the cache stays there."""
-        self._call = self._bags = self._slots = self._event = None
+        self._call = self._slots = self._event = None
 
     def refuse(self, what: str) -> None:
         """Raises RuntimeError if the rows of an announced batch are in the cache."""
@@ -152,9 +162,10 @@ class PrefetchedBatch(Generic[Call]):
             )
 
     def _is(self, bags: Bags) -> bool:
-        if self._versions != [_version(t) for t in self._bags if t is not None]:
+        known: Any = self._call.bags
+        if self._versions != [_version(t) for t in known if t is not None]:
             return False  # written to since
-        return all(_same(a, b) for a, b in zip(self._bags, bags, strict=True))
+        return all(_same(a, b) for a, b in zip(known, bags, strict=True))
 
 
 def _version(t: Tensor) -> int:

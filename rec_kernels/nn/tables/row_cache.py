@@ -24,7 +24,7 @@ from rec_kernels.ops.version_counters import call_uncounted
 _ops = torch.ops.rec_kernels
 
 POLICIES = ("lru", "lfu")
-BACKINGS = ("device", "host", "disk")
+BACKINGS = ("device", "host", "disk")  # near ones first
 #: Columns of the ops' ``cache_stats``, which count for each table.
 COUNTERS = ("lookups", "hits", "inserted", "evicted", "written", "left_out")
 
@@ -323,7 +323,7 @@ class CacheState(nn.Module):
         """Bytes of the slots with their tags, stamps, flags and counts, and of the rows' counts."""
         names = ("rows", "tags", "marks", "stamps", "dirty", "counts", "row_counts")
         held = [self._buffers[name] for name in names if name in self._buffers]
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.nbytes for t in held)
 
     def _shares(self) -> list[int]:
         """Bytes of each table: its share of its group's slots, by how many it asked for, and its rows' counts."""

@@ -10,33 +10,19 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.host_memory import host_zeros, pinned, staying
-from rec_kernels.nn.tables.prefetch import Bags, PrefetchedBatch
+from rec_kernels.nn.tables.prefetch import PrefetchedBatch, TableCall
 from rec_kernels.nn.tables.row_cache import CacheState, choose_cache
 from rec_kernels.nn.tables.rows import initialize
 from rec_kernels.nn.tables.storage import zeros
 
 _NOT_HELD = contextlib.nullcontext()
-
-
-class TableCall(NamedTuple):
-    """Table arguments of a call of the ops.
-
-    Args:
-        weights: the flat tensor of the tables. bags: values, offsets, and where features begin, or None.
-        layout: the ops' arguments for the layout of these bags. rounding: those that say how rows are encoded.
-    """
-
-    weights: Tensor
-    bags: Bags
-    layout: dict[str, object]
-    rounding: dict[str, Any]
 
 
 class TableStore:
@@ -120,8 +106,8 @@ class TableStore:
         return {} if self.cache is None else self.cache.arguments(self._slots(call, inserts=inserts))
 
     def served_arguments(self, call: TableCall) -> dict[str, Tensor]:
-        """``lookup_arguments`` for a module that never trains."""
-        return {} if self.cache is None else self.cache.arguments(self.cache.lookup(call.bags[:2], call.layout))
+        """``lookup_arguments`` for a module that has a cache, and never trains."""
+        return self.cache.arguments(self.cache.lookup(call.bags[:2], call.layout))
 
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
         return self._insert(call) if inserts else self.cache.lookup(call.bags[:2], call.layout)
@@ -229,18 +215,11 @@ class TableStore:
 
     def memory_report(self) -> list[dict[str, object]]:
         """Report of the tables for a collection's ``memory_report()``."""
-        cached = None if self.cache is None else self.cache.report()
+        stored = self._features.stored
+        cached: list[dict[str, object]] = [{} for _ in stored] if self.cache is None else self.cache.report()
         return [
-            {
-                "name": t.name,
-                "num_embeddings": t.num_embeddings,
-                "embedding_dim": t.embedding_dim,
-                "format": t.format,
-                "weight_bytes": t.num_bytes,
-                "state_bytes": self._features.state_bytes(i),
-                **(cached[i] if cached else {}),
-            }
-            for i, t in enumerate(self._features.stored)
+            table.report() | {"state_bytes": self._features.state_bytes(i)} | cached[i]
+            for i, table in enumerate(stored)
         ]
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
@@ -250,7 +229,7 @@ class TableStore:
         moved = sum((n["inserted"] + n["written"]) * t.row_bytes for t in stored if (n := counters.get(t.name)))
         return {
             "cache_bytes": cache.num_bytes() if cache else 0,
-            "row_bytes": num_bytes(weights),
+            "row_bytes": weights.nbytes,
             "host_bytes": 0,
             "file_bytes": 0,
             "index_bytes": 0,
@@ -265,7 +244,7 @@ class HostStore(TableStore):
 
     def __init__(self, features: FeatureMap, cache: CacheState) -> None:
         super().__init__(features, cache)
-        self._prefetched: PrefetchedBatch[TableCall] = PrefetchedBatch()
+        self._prefetched = PrefetchedBatch()
         self._holds_back = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -306,7 +285,7 @@ class HostStore(TableStore):
         return training
 
     def prefetch(self, call: TableCall, *, training: bool) -> None:
-        self._prefetched.announce(call, call.bags)
+        self._prefetched.announce(call)
         self._insert_prefetched()
 
     def _insert_prefetched(self) -> None:
@@ -343,12 +322,8 @@ class HostStore(TableStore):
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
         self._prefetched.wait()
-        return super().tier_report(weights) | {"host_bytes": num_bytes(weights)}
+        return super().tier_report(weights) | {"host_bytes": weights.nbytes}
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
     return torch.get_default_device() if device is None else torch.device(device)
-
-
-def num_bytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
