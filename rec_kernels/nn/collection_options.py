@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
+from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameters import Tables, refuse_replacing
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.fused_update import FusedUpdate
@@ -75,7 +75,6 @@ def check_options(
 ) -> None:
     """Raises ValueError for an argument that is out of its range; they are ``rk.EmbeddingBagCollection``'s."""
     check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
-    check_optimizer("optimizer", optimizer)
     check_choice("rounding", rounding, ("stochastic", "nearest"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")

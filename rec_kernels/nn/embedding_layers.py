@@ -51,7 +51,7 @@ _OF_CONFIG = ("format", "compression", "init")
 class _Filled:
     """Fills rows with what a layer begins with: torch's normal numbers, or given rows; zeros for the padding."""
 
-    def __init__(self, given: Tensor | None, padding_idx: int | None) -> None:
+    def __init__(self, given: Tensor | None, padding_idx: int | None = None) -> None:
         self.given, self.padding_idx = given, padding_idx
 
     def __call__(self, rows: Tensor) -> None:
@@ -89,13 +89,13 @@ class EmbeddingLayer(nn.Module):
         own: dict[str, Any] = {name: given.pop(name) for name in _OF_CONFIG if name in given}
         if (dtype or torch.float32) != torch.float32:
             own.setdefault("format", _format_of(dtype))
-        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
+        fill = _Filled(weight)
+        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **{"init": fill, **own})
         if weight is not None:
-            _check_given(weight, table, own)
+            _check_given(weight, table)
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
-        fill = _Filled(weight, None if table.compression else table.padding_idx)
         if not given and not own:
             size = self.num_embeddings, self.embedding_dim
             if weight is not None:
@@ -106,8 +106,7 @@ class EmbeddingLayer(nn.Module):
             self.weight = nn.Parameter(torch.empty(size, device=device, dtype=torch.float32))
             self.reset_parameters()
             return
-        own.setdefault("init", fill)
-        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
+        fill.padding_idx = None if table.compression else table.padding_idx
         self.__dict__["collection"] = EmbeddingBagCollection([table], device=device, **given)
         fill.given = None  # the table's config keeps ``init``
         self._show()
@@ -299,9 +298,9 @@ def _check_rows(embeddings: Tensor) -> None:
         raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
 
 
-def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any]) -> None:
+def _check_given(weight: Tensor, table: EmbeddingBagConfig) -> None:
     check_tensor("_weight", weight)
-    if table.compression is not None or "init" in own:
+    if table.compression is not None or not isinstance(table.init, _Filled):
         raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
     size = [table.num_embeddings, table.embedding_dim]
     if list(weight.shape) != size or not weight.is_floating_point():

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integers
+from rec_kernels.ops.status import cannot_read
 
 _ops = torch.ops.rec_kernels
 
@@ -21,8 +22,13 @@ def _(offsets: Tensor, values: int) -> bool:
 
 
 def has_data(t: Tensor) -> bool:
-    """True if a tensor's numbers can be read without waiting for a GPU; a tracer's cannot."""
-    if not t.is_cpu or type(t) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """True if a tensor's numbers can be read without waiting for a GPU."""
+    return t.is_cpu and is_readable(t)
+
+
+def is_readable(t: Tensor) -> bool:
+    """True if a tensor has numbers, and they can be read: not of a tracer, nor of a graph that is captured."""
+    if type(t) not in (Tensor, nn.Parameter) or cannot_read(t) or t.is_meta or torch.jit.is_tracing():
         return False
     # Tensors of torch.func's transforms have no data of their own.
     return not (torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t))

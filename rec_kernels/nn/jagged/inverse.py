@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import check_batch, has_data
+from rec_kernels.nn.jagged.checks import check_batch, has_data, place_of_key
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, check_keys, select_bags
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
@@ -242,10 +242,9 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             KeyError: there is no such feature. IndexError: on a GPU, ``inverse`` is out of range, or a window is not
             within the values.
         """
-        groups = self.group_of_keys()
         if key is not None:
-            _entry(groups, key)
-        names = [name for name, g in groups.items() if g is not None and key in (None, name)]
+            place_of_key(key, self._keys)
+        names = [name for name, g in self.group_of_keys().items() if g is not None and key in (None, name)]
         kept = self.num_stored(names)
         return int(self._unique.lengths()[self._bags_of(names)].sum()) / kept if kept else 1.0
 
@@ -280,7 +279,8 @@ class InverseKeyedJaggedTensor(JaggedContainer):
 
     def _number(self, group: int | str) -> int:
         if isinstance(group, str):
-            number = _entry(self.group_of_keys(), group)
+            place_of_key(group, self._keys)
+            number = self.group_of_keys()[group]
             if number is None:
                 raise KeyError(f"{group!r} is in no group: the groups are {self._groups}")
             return number
@@ -314,12 +314,6 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             f"InverseKeyedJaggedTensor(keys={self._keys}, groups={self._groups}, batch={self.stride()}, "
             f"values={self._unique.values().shape[0]})"
         )
-
-
-def _entry(groups: dict[str, int | None], key: str) -> int | None:
-    if key not in groups:
-        raise KeyError(f"{key!r} is not among the keys {list(groups)}")
-    return groups[key]
 
 
 def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[list[str]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.nn.jagged.checks import is_readable
 
 #: A container with more numbers is printed in short: this many rows and numbers from either end of a list.
 _MOST, _ENDS = 1000, 3
@@ -16,8 +15,7 @@ _MOST, _ENDS = 1000, 3
 
 def of_rows(name: str, values: Tensor, offsets: Tensor, weights: Tensor | None) -> str:
     """``rk.JaggedTensor``: a list of its rows. On a GPU the host waits."""
-    parts = [t for t in (values, offsets, weights) if t is not None]
-    if not _is_readable(parts):
+    if not all(t is None or is_readable(t) for t in (values, offsets, weights)):
         return f"{name}(rows={offsets.shape[0] - 1}, {_shapes(values, weights)})"
     short, bounds = _is_long(values), offsets.cpu()
     rows = _jagged(values, bounds, short)
@@ -32,8 +30,7 @@ def of_bags(
     """``rk.KeyedJaggedTensor``: a list of its bags for each key. On a GPU the host waits."""
     if not keys:
         return f"{name}()"
-    parts = [t for t in (values, offsets, weights) if t is not None]
-    if not _is_readable(parts):
+    if not all(t is None or is_readable(t) for t in (values, offsets, weights)):
         return f"{name}(keys={list(keys)}, stride_per_key={list(strides)}, {_shapes(values, weights)})"
     short, ends, bounds = _is_long(values), list(itertools.accumulate(strides, initial=0)), offsets.cpu()
     lines = []
@@ -51,25 +48,12 @@ def of_columns(name: str, blocks: dict[str, Tensor], values: Tensor) -> str:
     """``rk.KeyedTensor``: a list of its rows for each key. On a GPU the host waits."""
     if not blocks:
         return f"{name}()"
-    if not _is_readable([values]):
+    if not is_readable(values):
         widths = {key: block.shape[1] for key, block in blocks.items()}
         return f"{name}(length_per_key={widths}, {_shapes(values, None)})"
     short = _is_long(values)
     lines = [f'    "{key}": {_list(block, short)}' for key, block in blocks.items()]
     return f"{name}({{\n" + ",\n".join(lines) + "\n})"
-
-
-def _is_readable(parts: Sequence[Tensor]) -> bool:
-    """False for tensors without numbers: meta and fake ones, those of a tracer or of a graph that is captured."""
-    return not any(
-        t.is_meta
-        or cannot_read(t)
-        or torch.jit.is_tracing()
-        or type(t) not in (Tensor, torch.nn.Parameter)
-        or torch._C._functorch.is_functorch_wrapped_tensor(t)
-        or torch._is_functional_tensor(t)
-        for t in parts
-    )
 
 
 def _is_long(values: Tensor) -> bool:

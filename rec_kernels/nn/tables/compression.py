@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Part:
 class Compression(ABC):
     """Base of the ways to keep a table in fewer numbers."""
 
+    _instead: ClassVar[str] = ""  # advice where parts side by side cannot be of equal width
+
     @abstractmethod
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         """(divisor, modulus) of each part, for ids in [0, num_embeddings)."""
@@ -47,7 +49,14 @@ class Compression(ABC):
         Raises:
             ValueError: they do not give ``embedding_dim`` columns together.
         """
-        return [embedding_dim] * count
+        if self.combine != "concat":
+            return [embedding_dim] * count
+        if embedding_dim % count:
+            raise ValueError(
+                f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
+                f"{self._instead}"
+            )
+        return [embedding_dim // count] * count
 
     @property
     def combine(self) -> str:
@@ -108,15 +117,6 @@ def _check_combine(name: str, combine: str, compose: str) -> None:
     check_choice(f"{name}: compose", compose, ("per_id", "pooled"))
 
 
-def _equal_dims(count: int, embedding_dim: int, otherwise: str) -> list[int]:
-    if embedding_dim % count:
-        raise ValueError(
-            f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
-            f"{otherwise}"
-        )
-    return [embedding_dim // count] * count
-
-
 @dataclass(frozen=True)
 class Partitions(Compression):
     """Every id has a row in each of several small tables, and no two ids have all of them in common.
@@ -142,6 +142,7 @@ class Partitions(Compression):
     combine: str = "mult"
     compose: str = "per_id"
     columns: Sequence[int] | None = None
+    _instead = "columns can give each its own"
 
     def __post_init__(self) -> None:
         _check_combine("Partitions", self.combine, self.compose)
@@ -189,10 +190,8 @@ class Partitions(Compression):
         return list(self.pairs)
 
     def dims(self, count: int, embedding_dim: int) -> list[int]:
-        if self.combine != "concat":
-            return [embedding_dim] * count
         if self.columns is None:
-            return _equal_dims(count, embedding_dim, "columns can give each its own")
+            return super().dims(count, embedding_dim)
         if sum(self.columns) != embedding_dim:
             raise ValueError(f"columns = {list(self.columns)} must add up to embedding_dim = {embedding_dim}")
         return list(self.columns)
@@ -217,6 +216,7 @@ class QuotientRemainder(Compression):
     collisions: int = 4
     combine: str = "mult"
     compose: str = "per_id"
+    _instead = "it must be even, or combine 'mult' or 'add'"
 
     def __post_init__(self) -> None:
         _check_combine("QuotientRemainder", self.combine, self.compose)
@@ -225,11 +225,6 @@ class QuotientRemainder(Compression):
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         first = -(-num_embeddings // self.collisions)
         return [(1, first), (first, self.collisions)]
-
-    def dims(self, count: int, embedding_dim: int) -> list[int]:
-        if self.combine != "concat":
-            return [embedding_dim] * count
-        return _equal_dims(count, embedding_dim, "it must be even, or combine 'mult' or 'add'")
 
 
 @dataclass(frozen=True)
