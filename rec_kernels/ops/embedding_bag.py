@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops.autograd import arguments_of, call
+from rec_kernels.ops.autograd import call
 from rec_kernels.ops.bad_ids import explain_input
-from rec_kernels.ops.fakes import check_devices, check_one_device
+from rec_kernels.ops.fakes import check_devices, check_one_device, dynamic_size, register_fake
 from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer_or_symbol
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
@@ -213,8 +213,7 @@ def _pooled(like: Tensor, rows: int | torch.SymInt, columns: int, dtype: torch.d
     return like.new_empty((rows, columns), dtype=dtype or torch.float32), like.new_empty((2,), dtype=torch.int64)
 
 
-def _pooled_by_layout(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
-    a = arguments_of(op, inputs, given)
+def _by_layout(a: dict) -> tuple[Tensor, Tensor]:
     if "tables" in a:
         check_one_device(a.values())
     else:
@@ -228,76 +227,34 @@ def _pooled_by_layout(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tens
     return _pooled(a["values"], rows, columns, a.get("output_dtype"))
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag.layout")
-def _(*inputs, **given):
-    return _pooled_by_layout("embedding_bag.layout", inputs, given)
-
-
-@torch.library.register_fake("rec_kernels::embedding_bag_tables.layout")
-def _(*inputs, **given):
-    return _pooled_by_layout("embedding_bag_tables.layout", inputs, given)
-
-
-@torch.library.register_fake("rec_kernels::embedding_bag_fused.layout")
-def _(*inputs, **given):
-    return _pooled_by_layout("embedding_bag_fused.layout", inputs, given)
-
-
-@torch.library.register_fake("rec_kernels::embedding_bag.table")
-def _(*inputs, **given):
-    a = arguments_of("embedding_bag.table", inputs, given)
+def _of_table(a: dict) -> tuple[Tensor, Tensor]:
     check_one_device(a.values())
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
     return _pooled(a["values"], bags, a.get("embedding_dim") or a["weights"].shape[1], a.get("output_dtype"))
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_fused_.layout")
-def _(*inputs, **given):
-    check_devices(arguments_of("embedding_bag_backward_fused_.layout", inputs, given))
-
-
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_dense.layout")
-def _(grad, weights, *inputs, **given):
-    check_one_device((grad, weights, *inputs, *given.values()))
-    return grad.new_empty(weights.shape)
-
-
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_dense.table")
-def _(grad, weights_shape, *inputs, **given):
-    check_one_device((grad, *inputs, *given.values()))
-    return grad.new_empty(weights_shape)
-
-
-def _sparse_gradient(grad: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    context = torch.library.get_ctx()
-    rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
-    row_ids, starts = (grad.new_empty(n, dtype=torch.int64) for n in (rows, parts))
-    return row_ids, grad.new_empty(floats), starts
-
-
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse.layout")
-def _(*inputs, **given):
-    a = arguments_of("embedding_bag_backward_sparse.layout", inputs, given)
+def _dense_gradient(a: dict) -> Tensor:
     check_one_device(a.values())
-    return _sparse_gradient(a["grad"], a["layout"].shape[0])
+    return a["grad"].new_empty(a["weights_shape"] if "weights_shape" in a else a["weights"].shape)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse.table")
-def _(*inputs, **given):
-    a = arguments_of("embedding_bag_backward_sparse.table", inputs, given)
+def _sparse_gradient(a: dict) -> tuple[Tensor, Tensor, Tensor]:
     check_one_device(a.values())
-    return _sparse_gradient(a["grad"], 1)
+    parts = a["layout"].shape[0] if "layout" in a else 1
+    row_ids, starts = (a["grad"].new_empty(n, dtype=torch.int64) for n in (dynamic_size(), parts))
+    return row_ids, a["grad"].new_empty(dynamic_size()), starts
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights.layout")
-def _(*inputs, **given):
-    a = arguments_of("embedding_bag_backward_per_sample_weights.layout", inputs, given)
+def _factors_gradient(a: dict) -> Tensor:
     check_devices(a)
     return a["grad"].new_empty(a["values"].shape)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights.table")
-def _(*inputs, **given):
-    a = arguments_of("embedding_bag_backward_per_sample_weights.table", inputs, given)
-    check_devices(a)
-    return a["grad"].new_empty(a["values"].shape)
+for _op in ("embedding_bag.layout", "embedding_bag_tables.layout", "embedding_bag_fused.layout"):
+    register_fake(_op, _by_layout)
+for _of in ("layout", "table"):
+    register_fake(f"embedding_bag_backward_dense.{_of}", _dense_gradient)
+    register_fake(f"embedding_bag_backward_sparse.{_of}", _sparse_gradient)
+    register_fake(f"embedding_bag_backward_per_sample_weights.{_of}", _factors_gradient)
+register_fake("embedding_bag.table", _of_table)
+register_fake("embedding_bag_backward_fused_.layout", check_devices)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rec_kernels.ops.autograd import arguments_of
+
+
+def register_fake(op: str, fake: Callable[[dict[str, Any]], Any]) -> None:
+    """Gives ``rec_kernels::<op>`` the fake kernel ``fake(its arguments by name, as far as they were given)``."""
+
+    @torch.library.register_fake(f"rec_kernels::{op}")
+    def _(*inputs, **given):
+        return fake(arguments_of(op, inputs, given))
 
 
 def check_one_device(arguments: Iterable[object]) -> None:

@@ -17,42 +17,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops.autograd import arguments_of
-from rec_kernels.ops.fakes import check_devices, check_one_device
+from rec_kernels.ops.fakes import check_devices, check_one_device, dynamic_size, register_fake
 
 
-def _slots(a: dict) -> Tensor:
+def _insert(a: dict) -> Tensor:
+    check_devices(a)
     return a["values"].new_empty(a["values"].shape, dtype=torch.int64)
 
 
-@torch.library.register_fake("rec_kernels::row_cache_lookup.layout")
-def _(*inputs, **given):
-    a = arguments_of("row_cache_lookup.layout", inputs, given)
+def _lookup(a: dict) -> Tensor:
     check_one_device(a.values())
-    return _slots(a)
+    return a["values"].new_empty(a["values"].shape, dtype=torch.int64)
 
 
-@torch.library.register_fake("rec_kernels::row_cache_insert_.layout")
-def _(*inputs, **given):
-    a = arguments_of("row_cache_insert_.layout", inputs, given)
-    check_devices(a)
-    return _slots(a)
-
-
-@torch.library.register_fake("rec_kernels::row_cache_plan.layout")
-def _(*inputs, **given):
-    a, context = arguments_of("row_cache_plan.layout", inputs, given), torch.library.get_ctx()
+def _plan(a: dict) -> tuple[Tensor, ...]:
     check_one_device(a.values())
-    return tuple(a["values"].new_empty((context.new_dynamic_size(),), dtype=torch.int64) for _ in range(2))
+    return tuple(a["values"].new_empty((dynamic_size(),), dtype=torch.int64) for _ in range(2))
 
 
-@torch.library.register_fake("rec_kernels::row_cache_flush_.layout")
-def _(*inputs, **given):
-    check_devices(arguments_of("row_cache_flush_.layout", inputs, given))
-
-
-@torch.library.register_fake("rec_kernels::row_cache_stats.layout")
-def _(*inputs, **given):
-    a = arguments_of("row_cache_stats.layout", inputs, given)
+def _stats(a: dict) -> Tensor:
     check_one_device(a.values())
     return a["cache_tags"].new_empty((a["layout"].shape[0], 2))
+
+
+register_fake("row_cache_lookup.layout", _lookup)
+register_fake("row_cache_insert_.layout", _insert)
+register_fake("row_cache_plan.layout", _plan)
+register_fake("row_cache_flush_.layout", check_devices)
+register_fake("row_cache_stats.layout", _stats)
