@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
+from rec_kernels.ops.embedding_bag import TABLE_ALIGNMENT, table_starts
 from rec_kernels.ops.layout_records import ID_DTYPES, MAX_TABLE_ID, check
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.triton.kernels import COLUMNS, start_kernel
 
-# Copied from rec_kernels/ops/embedding_bag.py, which this layer does not import.
-TABLE_ALIGNMENT = 16
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = tuple(FLOAT_DTYPES.values())
 _MOST = 2**31 - 1  # programs in a launch
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb")
 _HERE = OPTIMIZERS[:2]
@@ -235,10 +235,9 @@ def check_gradient(a: SimpleNamespace, bags: BagInput) -> None:
 
 def check_tables(a: SimpleNamespace) -> None:
     """Raises ValueError for tables that are not all of weights, each at the next multiple of TABLE_ALIGNMENT."""
-    elements = 0
     for i, t in enumerate(a.tables):
         check_tensor(t, f"tables[{i}]", (a.weights.dtype,), rank=2)
-        elements += -(-t.numel() // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+    elements = table_starts([t.numel() for t in a.tables])[-1]
     where = f"the tables one after the other at multiples of {TABLE_ALIGNMENT}"
     fits = a.weights.numel() == elements
     check(fits, f"weights must have {elements} elements, {where}, got {a.weights.numel()}")
