@@ -4,7 +4,7 @@ offsets."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,9 +16,25 @@ _Container = TypeVar("_Container", bound="JaggedContainer")
 
 
 class JaggedContainer:
-    """A container whose ``_parts`` are attributes that are tensors, such containers, or None."""
+    """A container, by the names of its attributes.
+
+    ``_parts`` are tensors, such containers, or None; ``_others`` are plain values; ``_learned`` are facts of the parts,
+    which hold for no others, and None where nothing is known.
+    """
 
     _parts: ClassVar[tuple[str, ...]]
+    _others: ClassVar[tuple[str, ...]] = ()
+    _learned: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def _made(cls: type[_Container], parts: Iterable[Any], others: Iterable[Any]) -> _Container:
+        """Makes a container without checks: parts may be anything that stands for a tensor."""
+        new = cls.__new__(cls)
+        for name, value in zip((*cls._parts, *cls._others), (*parts, *others), strict=True):
+            setattr(new, name, value)
+        for name in cls._learned:
+            setattr(new, name, None)
+        return new
 
     def to(self: _Container, device: torch.device | str, non_blocking: bool = False) -> _Container:
         """Copies the container to another device."""
@@ -44,9 +60,10 @@ class JaggedContainer:
         parts = [part for name in self._parts if (part := getattr(self, name)) is not None]
         return sum(p.size_in_bytes() if isinstance(p, JaggedContainer) else p.nbytes for p in parts)
 
-    @abstractmethod
     def _mapped(self: _Container, move: Callable[[Any], Any]) -> _Container:
         """A container of its parts as ``move`` returns them."""
+        parts = [None if (part := getattr(self, name)) is None else move(part) for name in self._parts]
+        return self._made(parts, [getattr(self, name) for name in self._others])
 
 
 class BagContainer(JaggedContainer):

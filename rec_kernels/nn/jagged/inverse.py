@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +47,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
     """
 
     _parts = ("_unique", "_inverse")
+    _others = ("_groups", "_keys")
 
     def __init__(
         self,
@@ -273,9 +273,6 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         first, strides = sum(map(len, self._groups[:g])), self._unique.stride_per_key()
         start, features = sum(strides[:first]), len(self._groups[g])
         return self._unique.lengths()[start : start + features * strides[first]].view(features, -1)
-
-    def _mapped(self, move: Callable[[Any], Any]) -> InverseKeyedJaggedTensor:
-        return self._of(move(self._unique), self._groups, move(self._inverse), self._keys)
 
     def _number(self, group: int | str) -> int:
         if isinstance(group, str):

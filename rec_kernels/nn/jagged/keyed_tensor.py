@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ class KeyedTensor(JaggedContainer):
     """
 
     _parts = ("_values",)
+    _others = ("_keys", "_lengths")
 
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1) -> None:
         _check_dims(key_dim=key_dim)
@@ -124,9 +124,6 @@ class KeyedTensor(JaggedContainer):
     def to_dict(self) -> dict[str, Tensor]:
         """name -> [B, D]."""
         return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
-
-    def _mapped(self, move: Callable[[Any], Any]) -> KeyedTensor:
-        return self._of(self._keys, self._lengths, move(self._values))
 
     def __repr__(self) -> str:
         return text.of_columns("KeyedTensor", self.to_dict(), self._values)

@@ -168,10 +168,6 @@ class JaggedTensor(BagContainer):
         checks.check_bounds(offsets, self._values.shape[0], _row)
         return offsets
 
-    def _mapped(self, move: Callable[[Any], Any]) -> JaggedTensor:
-        weights = None if self._weights is None else move(self._weights)
-        return self._of(move(self._values), move(self._offsets), weights)
-
     def __repr__(self) -> str:
         return text.of_rows("JaggedTensor", self._values, self._offsets, self._weights)
 
@@ -208,6 +204,8 @@ class KeyedJaggedTensor(BatchFacts):
     """
 
     _parts = ("_values", "_offsets", "_weights", "_inverse")
+    _others = ("_keys", "_strides", "_inverse_keys")
+    _learned = ("_offset_per_key",)
     _from_lengths = False  # whether messages name lengths
     _stride: int | None = None  # batch size of a batch whose bags do not say it
 
@@ -307,11 +305,8 @@ class KeyedJaggedTensor(BatchFacts):
         return JaggedTensor._of(self._values[first:last], offsets - offsets[0], weights)
 
     def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedTensor:
-        weights = None if self._weights is None else move(self._weights)
-        moved = self._of(self._keys, move(self._values), move(self._offsets), weights, self._strides)
+        moved = super()._mapped(move)
         moved._from_lengths, moved._stride = self._from_lengths, self._stride
-        if self._inverse is not None:
-            moved._inverse_keys, moved._inverse = self._inverse_keys, move(self._inverse)
         # Looks now where that costs nothing, so that no later call waits for a GPU.
         known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
         if known is not None:

@@ -43,6 +43,8 @@ class KeyedJaggedWindows(OffsetsContainer):
     """
 
     _parts = ("_values", "_starts", "_lengths")
+    _others = ("_keys", "_strides")
+    _learned = ("_offset_per_key", "_bags")
 
     def __init__(
         self,
@@ -201,10 +203,7 @@ class KeyedJaggedWindows(OffsetsContainer):
             self._bags[1].record_stream(stream)
 
     def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedWindows:
-        # Bags that were made stay behind.
-        new = type(self).__new__(type(self))
-        new._keys, new._strides, new._bags, new._offset_per_key = self._keys, self._strides, None, None
-        new._values, new._starts, new._lengths = map(move, (self._values, self._starts, self._lengths))
+        new = super()._mapped(move)  # bags that were made stay behind
         known = self.known_offset_per_key()
         if known is not None:
             new.keep_offset_per_key(known)
