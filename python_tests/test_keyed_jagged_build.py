@@ -207,6 +207,17 @@ def test_from_offsets_list() -> None:
             r"inverse_indices must be int64 \[3, B\]",
         ),
         (lambda: rk.JaggedTensor.from_dense([]), ValueError, "values are empty"),
+        (lambda: rk.JaggedTensor.from_dense(*[[torch.arange(2)]] * 2), ValueError, r"floating-point .* torch\.int64"),
+        (
+            lambda: rk.JaggedTensor.from_dense([torch.rand(2)], [torch.rand(2, 3)]),
+            ValueError,
+            r"weights must have values' shape \[2\], got \[2, 3\]",
+        ),
+        (
+            lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(1, 2), torch.tensor([1]), torch.ones(1, 2).long()),
+            ValueError,
+            r"weights must be floating-point numbers, got torch\.int64",
+        ),
         (
             lambda: rk.JaggedTensor.from_dense([torch.rand(2)], [torch.rand(1)]),
             ValueError,

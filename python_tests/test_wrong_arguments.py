@@ -335,6 +335,7 @@ KINDS: Cases = [
         "weights[0] must be a tensor, got list",
     ),
     (lambda: rk.KeyedTensor.from_tensor_list(["a"], [[1]]), "tensors[0] must be a tensor, got list"),
+    (lambda: rk.KeyedJaggedWindows.from_kjt({"a": ONE}), "kjt must be an rk.KeyedJaggedTensor or TorchRec's, got dict"),
     (lambda: INVERSE.from_kjt(_batch(), [["a"]]).inverse(False), "group must be a group's number or the name of a"),
     *[
         (

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.arguments import is_list
-from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_integers, check_keys_differ, has_data
 from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer, listed
 
@@ -91,8 +90,8 @@ def from_offsets_list(
     return _joined(found)
 
 
-def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``rk.JaggedTensor.from_dense``: values, offsets and weights."""
+def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``rk.JaggedTensor.from_dense``: values, weights and lengths."""
     values = listed(values, "values")
     if not values:
         raise ValueError("values are empty: they must be a tensor for each row, one at least")
@@ -101,7 +100,7 @@ def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tup
         raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
     joined = torch.cat(values)
     lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
-    return joined, to_offsets(lengths), None if weights is None else torch.cat(list(weights))
+    return joined, None if weights is None else torch.cat(list(weights)), lengths
 
 
 def _lengths(name: str, rows: Sequence[Tensor]) -> list[int]:
@@ -112,8 +111,8 @@ def _lengths(name: str, rows: Sequence[Tensor]) -> list[int]:
     return [row.shape[0] for row in rows]
 
 
-def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``rk.JaggedTensor.from_dense_lengths``: values, offsets and weights."""
+def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``rk.JaggedTensor.from_dense_lengths``: values, weights and lengths."""
     check_tensor("values", values)
     if values.dim() < 2:
         raise ValueError(f"values must be [B, L, ...], got {list(values.shape)}")
@@ -128,7 +127,7 @@ def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tu
         i = int(bad[0])
         raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be in [0, {values.shape[1]}], the columns of values")
     inside = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
-    return values[inside], to_offsets(lengths), None if weights is None else weights[inside]
+    return values[inside], None if weights is None else weights[inside], lengths
 
 
 def _check_dict(name: str, given: Any) -> None:

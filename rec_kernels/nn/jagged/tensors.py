@@ -117,9 +117,9 @@ class JaggedTensor(BagContainer):
             values: B tensors [N_b, ...], one at least. weights: B tensors [N_b] or None.
 
         Raises:
-            ValueError: there are none, or weights are not of the rows' lengths.
+            ValueError: there are none, or weights are no floating-point numbers, or not of the rows' lengths.
         """
-        return JaggedTensor._of(*build.from_rows(values, weights))
+        return JaggedTensor(*build.from_rows(values, weights))
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
@@ -131,7 +131,7 @@ class JaggedTensor(BagContainer):
         Raises:
             ValueError: a shape or dtype is not as above; on the CPU, a length.
         """
-        return JaggedTensor._of(*build.from_prefixes(values, lengths, weights))
+        return JaggedTensor(*build.from_prefixes(values, lengths, weights))
 
     @staticmethod
     def empty(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.bounds import to_offsets
-from rec_kernels.nn.jagged.checks import check_bags, check_integers, has_data, integers_of
+from rec_kernels.nn.jagged.checks import check_bags, check_batch, check_integers, has_data, integers_of
 from rec_kernels.nn.jagged.container import OffsetsContainer
 from rec_kernels.nn.jagged.select_features import check_keys
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
@@ -75,8 +75,10 @@ class KeyedJaggedWindows(OffsetsContainer):
             kjt: ``rk.KeyedJaggedTensor`` or TorchRec's, without weights, which stays as it is.
 
         Raises:
-            ValueError: the batch has weights or inverse indices, is not on the CPU, or has bad offsets.
+            ValueError: the batch has weights or inverse indices, is not on the CPU, or has bad offsets. TypeError: it
+            is none.
         """
+        check_batch("kjt", kjt)
         if kjt.weights_or_none() is not None:
             raise ValueError("kjt has weights, which windows do not: an id has one in each of its bags")
         if getattr(kjt, "inverse_indices_or_none", lambda: None)() is not None:
