@@ -60,18 +60,16 @@ class ServedTables(nn.Module):
     """One buffer with all tables, no parameter, no optimizer, no state.
 
     Args:
-        source: the collection, whose memory it shares.
-        trained: the one that it was made of, if another.
+        source: the collection, whose memory it shares. trained: the one that it was made of.
     """
 
     row_cache: CacheState | None
     _weights: Tensor
     _layout: LayoutBuffers
 
-    def __init__(self, source: TableCollection, trained: TableCollection | None = None) -> None:
+    def __init__(self, source: TableCollection, trained: TableCollection) -> None:
         super().__init__()
-        self._trained = (source if trained is None else trained)._features
-        self._features, self.output_dtype = source._features, source.output_dtype
+        self._trained, self._features, self.output_dtype = trained._features, source._features, source.output_dtype
         self._store = source._store.shared()
         self.row_cache = self._store.cache
         self._layout = source._layout.shared()
@@ -133,13 +131,12 @@ class ServedTables(nn.Module):
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         """Looks up as ``TableCollection``."""
         given = given.weighted(self._features.is_weighted)
-        bags, cache = (given.values, given.offsets), {}
+        bags, weights, layout = (given.values, given.offsets), self._weights, self._layout
+        options = layout.arguments(starts, shared) | self._features.output(self.output_dtype)
         if self._store.cache is not None:
-            found = TableCall(self._weights, (*bags, starts), self._layout.arguments(starts), {})
-            cache = self._store.served_arguments(found)
-        options = self._layout.arguments(starts, shared) | self._features.output(self.output_dtype) | cache
+            options |= self._store.served_arguments(TableCall(weights, (*bags, starts), layout.arguments(starts), {}))
         try:
-            return call(_ops.embedding_bag.layout, self._weights, *bags, per_sample_weights=given.weights, **options)[0]
+            return call(_ops.embedding_bag.layout, weights, *bags, per_sample_weights=given.weights, **options)[0]
         except (IndexError, ValueError) as error:
             explain(error, self.feature_names)
             raise

@@ -22,10 +22,7 @@ class Storage:
     """
 
     def __init__(self, tables: list[StoredTable]) -> None:
-        self.formats = sorted({t.format for t in tables if t.format != "fp32"})
-        self.is_bytes = bool(self.formats)
-        if any(t.format == "fp32" for t in tables):
-            self.formats.append("fp32")
+        self.is_bytes = any(t.format != "fp32" for t in tables)
         self.dtype = torch.uint8 if self.is_bytes else torch.float32
         self._tables = tables
         self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
