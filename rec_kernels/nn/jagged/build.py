@@ -12,15 +12,8 @@ from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.checks import check_integers, check_keys_differ, has_data
 from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer, listed
 
-
-class Parts(NamedTuple):
-    """The arguments of ``rk.KeyedJaggedTensor``."""
-
-    keys: list[str]
-    values: Tensor
-    lengths: Tensor
-    weights: Tensor | None
-    stride_per_key: list[int] | None
+#: The arguments of ``rk.KeyedJaggedTensor`` by name.
+Arguments = dict[str, Any]
 
 
 class _Feature(NamedTuple):
@@ -31,14 +24,14 @@ class _Feature(NamedTuple):
     weights: Tensor | None = None
 
 
-def from_dict(features: Mapping[str, Any], padding_value: int | None) -> Parts:
+def from_dict(features: Mapping[str, Any], padding_value: int | None) -> Arguments:
     """``rk.KeyedJaggedTensor.from_dict``."""
     _check_dict("features", features)
     _check_padding(padding_value)
     return _joined({name: _feature(f"features[{name!r}]", x, padding_value) for name, x in features.items()})
 
 
-def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -> Parts:
+def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -> Arguments:
     """``rk.KeyedJaggedTensor.from_lists``."""
     _check_dict("features", features)
     found = {name: _of_lists(f"features[{name!r}]", bags, torch.int64) for name, bags in features.items()}
@@ -54,7 +47,7 @@ def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -
     return _joined(found)
 
 
-def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Parts:
+def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Arguments:
     """``rk.KeyedJaggedTensor.from_padded``."""
     check_keys_differ(keys)
     check_tensor("padded", padded)
@@ -67,7 +60,7 @@ def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Part
 
 def from_offsets_list(
     keys: Sequence[str], values: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor] | None
-) -> Parts:
+) -> Arguments:
     """``rk.KeyedJaggedTensor.from_offsets_list``."""
     check_keys_differ(keys)
     for name, given in (("values", values), ("offsets", offsets), ("weights", weights)):
@@ -206,11 +199,11 @@ def _of_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
     )
 
 
-def _joined(features: dict[str, _Feature]) -> Parts:
+def _joined(features: dict[str, _Feature]) -> Arguments:
     keys, found = list(features), list(features.values())
     if not found:
         empty = torch.zeros(0, dtype=torch.int64)
-        return Parts([], empty, empty, None, None)
+        return {"keys": [], "values": empty, "lengths": empty}
     without = [key for key, x in features.items() if x.weights is None]
     if without and len(without) < len(keys):
         raise ValueError(f"features {without} have no weights, and others do: all must have them, or none")
@@ -219,8 +212,12 @@ def _joined(features: dict[str, _Feature]) -> Parts:
             first = f"feature {keys[0]!r} is on {found[0].values.device}"
             raise ValueError(f"features must be on one device: {first}, and {key!r} on {x.values.device}")
     sizes = [x.lengths.shape[0] for x in found]
-    weights = None if without else torch.cat([x.weights for x in found])
-    values, lengths = torch.cat([x.values for x in found]), torch.cat([x.lengths for x in found])
     # Compared one with another: a set of them would tie compiled code to these numbers.
     alike = all(size == sizes[0] for size in sizes)
-    return Parts(keys, values, lengths, weights, None if alike else sizes)
+    return {
+        "keys": keys,
+        "values": torch.cat([x.values for x in found]),
+        "lengths": torch.cat([x.lengths for x in found]),
+        "weights": None if without else torch.cat([x.weights for x in found]),
+        "stride_per_key": None if alike else sizes,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integers
 from rec_kernels.ops.status import cannot_read
 
 _ops = torch.ops.rec_kernels
+T = TypeVar("T")
 
 
 @torch.library.register_fake("rec_kernels::_offsets_rise")
@@ -72,11 +73,11 @@ def check_weights(weights: Tensor, values: Tensor) -> None:
         raise ValueError(f"weights must be on values' device, {values.device}, got {weights.device}")
 
 
-def there(name: str, t: Tensor | None) -> Tensor:
-    """The tensor, or ValueError if a container has none."""
-    if t is None:
+def there(name: str, found: T | None) -> T:
+    """Returns what a container has; raises ValueError if that is nothing."""
+    if found is None:
         raise ValueError(f"there are no {name}: {name}_or_none() returns None then")
-    return t
+    return found
 
 
 def place_of_key(key: str, keys: list[str]) -> int:

@@ -294,8 +294,7 @@ class KeyedJaggedTensor(BatchFacts):
         Raises:
             ValueError: there are none.
         """
-        inverse = checks.there("inverse_indices", self._inverse)
-        return list(self._inverse_keys), inverse
+        return checks.there("inverse_indices", self.inverse_indices_or_none())
 
     def __getitem__(self, key: str) -> JaggedTensor:
         i, strides = checks.place_of_key(key, self._keys), self.stride_per_key()
@@ -383,8 +382,9 @@ class KeyedJaggedTensor(BatchFacts):
 
         The arguments and errors are the constructor's, and those of ``sync()``.
         """
-        kjt = KeyedJaggedTensor(keys, values, weights, lengths, None, stride, stride_per_key_per_rank)
-        return kjt._with_inverse(inverse_indices).sync()
+        return KeyedJaggedTensor(
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        ).sync()
 
     @staticmethod
     def from_offsets_sync(
@@ -397,14 +397,9 @@ class KeyedJaggedTensor(BatchFacts):
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
         """``from_lengths_sync`` of offsets."""
-        kjt = KeyedJaggedTensor(keys, values, weights, None, offsets, stride, stride_per_key_per_rank)
-        return kjt._with_inverse(inverse_indices).sync()
-
-    def _with_inverse(self, inverse_indices: tuple[list[str], Tensor] | None) -> KeyedJaggedTensor:
-        if inverse_indices is not None:
-            checks.check_inverse(inverse_indices, self._keys, self._strides)
-            self._inverse_keys, self._inverse = inverse_indices
-        return self
+        return KeyedJaggedTensor(
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
+        ).sync()
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
@@ -452,7 +447,7 @@ class KeyedJaggedTensor(BatchFacts):
             ValueError: shapes or dtypes that are not as above; weights of some features and not of others; a
             ``padding_value`` that is no integer. TypeError: a list has something else than lists of ids.
         """
-        return KeyedJaggedTensor._from(build.from_dict(features, padding_value))
+        return KeyedJaggedTensor(**build.from_dict(features, padding_value))
 
     @staticmethod
     def from_lists(
@@ -470,7 +465,7 @@ class KeyedJaggedTensor(BatchFacts):
         Raises:
             ValueError: weights do not fit. TypeError: something else than lists of ids or numbers.
         """
-        made = KeyedJaggedTensor._from(build.from_lists(features, weights))
+        made = KeyedJaggedTensor(**build.from_lists(features, weights))
         return made if device is None else made.to(device)
 
     @staticmethod
@@ -483,7 +478,7 @@ class KeyedJaggedTensor(BatchFacts):
         Raises:
             ValueError: shape, dtype or ``padding_value`` are not as above. TypeError: no tensor.
         """
-        return KeyedJaggedTensor._from(build.from_padded(keys, padded, padding_value))
+        return KeyedJaggedTensor(**build.from_padded(keys, padded, padding_value))
 
     @staticmethod
     def from_offsets_list(
@@ -502,12 +497,7 @@ class KeyedJaggedTensor(BatchFacts):
             ValueError: another number of tensors than keys, shapes, dtypes or devices that do not fit, offsets that do
             not start at 0 or do not rise. TypeError: one is no tensor.
         """
-        return KeyedJaggedTensor._from(build.from_offsets_list(keys, values, offsets, weights))
-
-    @staticmethod
-    def _from(parts: build.Parts) -> KeyedJaggedTensor:
-        keys, values, lengths, weights, strides = parts
-        return KeyedJaggedTensor(keys, values, lengths=lengths, weights=weights, stride_per_key=strides)
+        return KeyedJaggedTensor(**build.from_offsets_list(keys, values, offsets, weights))
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
