@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 
-class FusedTables(Protocol):
-    """A collection with a fused optimizer.
+def refuse_data_parallel(tables: Any) -> None:
+    """Raises RuntimeError inside (Distributed)DataParallel; warns, once, where there are other processes.
 
-    ``process_local``: whether its user has said that each process is to have tables of its own.
+    Args:
+        tables: a collection with a fused optimizer. Its ``process_local`` says whether each process is to have its own.
     """
-
-    process_local: bool
-    _told_of_processes: bool
-    _is_replica: bool
-
-
-def refuse_data_parallel(tables: FusedTables) -> None:
-    """Raises RuntimeError inside (Distributed)DataParallel; warns, once, where there are other processes."""
     # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise RuntimeError(
