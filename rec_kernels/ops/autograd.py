@@ -68,10 +68,7 @@ def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
         if not (
             _has_torch_function(inputs) or (op.list_place is not None and _has_torch_function(inputs[op.list_place]))
         ):
-            if torch.is_grad_enabled() and (wanted := op.require_grad(inputs)):
-                return op(inputs, wanted)
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload(*args, **kwargs)
+            return op(inputs)
     return overload(*args, **kwargs)
 
 
@@ -86,15 +83,12 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what ``backward`` needs. ``inputs`` are all
             arguments of the schema, defaults included.
     """
-    overload, differentiable = overload_of(op), Differentiable(op, backward, setup_context)
-    _differentiable[id(overload)] = differentiable
+    differentiable = Differentiable(op, backward, setup_context)
+    _differentiable[id(overload_of(op))] = differentiable
 
     def kernel(*inputs: Any) -> Any:
         refuse_tangents(op, inputs)
-        if torch.is_grad_enabled() and (wanted := differentiable.require_grad(inputs)):
-            return differentiable(inputs, wanted)
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*inputs)
+        return differentiable(inputs)
 
     _implementations.impl(op, kernel, "Autograd")
 
@@ -135,18 +129,22 @@ class Differentiable:
         """All arguments by place: ``inputs``, and the defaults of those behind them."""
         return [*inputs, *self._defaults[len(inputs) :]]
 
-    def require_grad(self, inputs: Sequence) -> list[int]:
+    def _require_grad(self, inputs: Sequence) -> list[int]:
         """Places of the arguments that require gradients, and of the list if a tensor in it does."""
         wanted = []  # filled by a loop, as other lists here: a comprehension is a call, whose time is that of the rest
         for i in self._tensors[len(inputs)]:
-            if getattr(inputs[i], "requires_grad", False):
+            if (given := inputs[i]) is not None and getattr(given, "requires_grad", False):
                 wanted.append(i)
         if self.list_place is not None and any(t.requires_grad for t in inputs[self.list_place]):
             wanted.append(self.list_place)
             wanted.sort()
         return wanted
 
-    def __call__(self, inputs: Sequence, wanted: list[int]) -> Any:
+    def __call__(self, inputs: Sequence) -> Any:
+        wanted = self._require_grad(inputs) if torch.is_grad_enabled() else ()
+        if not wanted:
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._overload(*inputs)
         tensors: list[Tensor] = []
         for i in wanted:
             if i == self.list_place:

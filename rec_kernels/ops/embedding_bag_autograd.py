@@ -310,7 +310,7 @@ def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs:
     inputs = _WithUpdates(_with_updates.completed(_with_updates.inputs(args, kwargs)))
     inputs.updates = updates
     refuse_tangents("embedding_bag_fused.layout", inputs)
-    return _with_updates(inputs, _with_updates.require_grad(inputs))
+    return _with_updates(inputs)
 
 
 def overflow_of(grad: Tensor) -> Tensor:
