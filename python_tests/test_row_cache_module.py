@@ -24,6 +24,7 @@ from row_cache_collections import (
 )
 
 import rec_kernels as rk
+from rec_kernels.nn.training.fused_update import state_of
 from rec_kernels.testing import same_bits
 
 ADAM = OPTIMIZERS[2]
@@ -212,7 +213,7 @@ def test_two_lookups_before_their_backwards() -> None:
     assert ((slots[0] >= 0) & (now < 0)).any()
     for given, grad in zip(batches, grads, strict=True):
         ops.embedding_bag_backward_fused_(
-            *twin._state(),
+            *state_of(twin._buffers),
             grad,
             given.values(),
             given.offsets(),

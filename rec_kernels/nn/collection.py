@@ -39,7 +39,6 @@ from rec_kernels.nn.training.fused_update import FusedUpdate, fit_powers, optimi
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import call
 from rec_kernels.ops.bad_ids import explain
-from rec_kernels.ops.embedding_bag_autograd import call_with_updates
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -330,47 +329,42 @@ class TableCollection(nn.Module):
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
         layout: Any = self._modules["_layout"]
+        update = self._update if torch.is_grad_enabled() else None
         if not (is_compiling := is_traced(self._held, self._update)):
             refuse_replaced(self._tied)
             self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
-        weights, bags, is_cached = self._buffers["_weights"], (given.values, given.offsets), self.row_cache is not None
-        options = layout.arguments(starts, shared) | self._features.output(self.output_dtype)
+        weights, bags, cache = self._buffers["_weights"], (given.values, given.offsets), self._store.cache
+        options = layout.arguments(starts, shared)
+        options |= self._features.output(self.output_dtype)
         options["per_sample_weights"] = given.weights
-        if is_cached:
+        if cache is not None:
             table_call = self._call(given.values, given.offsets, starts)
             options |= self._store.lookup_arguments(table_call, inserts=self.training and torch.is_grad_enabled())
-        if self._update is None and (tables := self._differentiated(given.weights)):
-            output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
-        elif self._update is None or not torch.is_grad_enabled():
-            output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
-        else:
+        if update is not None:
             refuse_data_parallel(self)
             self._follow_requires_grad(layout)
-            if self._update.pending is None:
-                self._update.dense.before_lookup(is_compiling=is_compiling)
-                options |= self._update_options() | self._update.scaling()
-                if is_cached:
-                    options["cache_dirty"] = self.row_cache.dirty
-                state = (*self._state(), self._update.token)
-                if self._update.has_several:
-                    updates = self._update.of_each(self._buffers, layout.of_updates())
-                    output, status = call_with_updates(updates, *state, *bags, **options)
-                else:
-                    output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
-                self._store.watch(output, self._update.dense.is_waiting)
-                if not is_compiling:
-                    self._update.dense.opened(output)
-            else:
-                output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
-                output = self._update.pending.record(output, shared, *bags, given.weights, status, starts)
+        if update is not None and update.pending is None:
+            options |= self._update_options()
+            if cache is not None:
+                options["cache_dirty"] = cache.dirty
+            output, status = update.look_up(self._buffers, bags, options, layout, is_compiling=is_compiling)
+            self._store.watch(output, update.dense.is_waiting)
+        elif update is None and (tables := self._differentiated(given.weights)):
+            output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
+        else:
+            output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
+        if update is not None and update.pending is not None:
+            output = update.pending.record(output, shared, *bags, given.weights, status, starts)
         if late_errors.reports_late(status):
             self._note(status, given, starts, shared)
-        if is_cached:
+        if cache is not None:
             self._store.keep(output, table_call)
         return output
 
     def _call(self, values: Tensor, offsets: Tensor, starts: Tensor | None) -> TableCall:
-        return TableCall(self._weights, (values, offsets, starts), self._layout.arguments(starts), self._rounding())
+        weights: Any = self._buffers["_weights"]
+        layout: Any = self._modules["_layout"]
+        return TableCall(weights, (values, offsets, starts), layout.arguments(starts), self._rounding())
 
     def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
         """Lists the tables if torch may want their gradients; a call takes longer with each of them."""
@@ -386,15 +380,13 @@ class TableCollection(nn.Module):
         """Keeps what a lookup on a GPU says later of its input (``Reports.add``)."""
         self._reports.add(status, self._layout.bad_position, *what)
 
-    def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        held = self._buffers  # nn.Module looks attributes up in several places, and each costs as long as all of these
-        return held["_weights"], held["_sum"], held["step"], held["lr"]
-
     def _update_options(self) -> dict[str, object]:
-        return self._update.options(self._buffers) | (self._rounding() if self._features.is_rounded else {})
+        options = self._update.options(self._buffers)
+        return options | self._rounding() if self._features.is_rounded else options
 
     def _rounding(self) -> dict[str, object]:
-        return {"rounding": self.rounding, "seed": self._layout.seed}
+        layout: Any = self._modules["_layout"]
+        return {"rounding": self.rounding, "seed": layout._buffers["seed"]}
 
     def _update_once(self, lookups: list[Lookup], scaling: dict[str, Tensor] | None = None) -> None:
         """Updates the tables once, with the gradients of lookups and those that tables have got from elsewhere.
@@ -416,7 +408,7 @@ class TableCollection(nn.Module):
         options = self._update_options() | scaling
         options |= self._store.found_for(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
         layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
-        update_tables(lookup, self._state(), options, self._update.of_each(self._buffers, layouts))
+        update_tables(lookup, self._buffers, options, self._update.of_each(self._buffers, layouts))
 
     def _dense_gradients(self) -> DenseGradients:
         names = [table.name for table in self._features.stored]

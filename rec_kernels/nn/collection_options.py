@@ -54,6 +54,8 @@ def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
         RuntimeError: tables that train are exported. Rows and their parameters are one memory here and two in a
             program, which would train neither.
     """
+    if not torch.compiler.is_compiling():
+        return False
     if is_exporting() and torch.is_grad_enabled():
         wanted: list[Any] = update.dense.wanted if update is not None else []
         if any(given.requires_grad for given in (*tables.parameters(), *wanted)):
@@ -61,7 +63,7 @@ def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
                 "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or "
                 "lookups under torch.no_grad()"
             )
-    return torch.compiler.is_compiling()
+    return True
 
 
 def check_options(

@@ -132,9 +132,8 @@ class EmbeddingLayer(nn.Module):
     def _pooled(self, ids: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
         """[bags, D]: bags looked up in the collection."""
         collection: Any = self.__dict__["collection"]
-        holders = collection.embedding_bags
         if not torch.compiler.is_compiling():
-            self._refuse_replaced(holders)
+            self._refuse_replaced(collection._held)
         return pooled_lookups.look_up_bags(collection, SelectedKeys(ids, offsets, factors, None))
 
     def _rows(self, ids: Tensor, *, sparse: bool = False) -> Tensor:

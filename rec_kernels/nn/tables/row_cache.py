@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -247,21 +248,22 @@ class CacheState(nn.Module):
         self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
     ) -> Tensor:
         """[N]: the slots of a batch's ids, whose rows come in if they can."""
-        own = self._policy() | {"cache_stats": self.stats}
-        slots = (self.rows, self.tags, self.marks, self.dirty, self.stamps, self.clock)
+        own = self._policy() | self._named("stats")
+        slots = self._named("rows", "tags", "marks", "dirty", "stamps", "clock").values()
         return call_uncounted("row_cache_insert_.layout", weights, *slots, *bags, **layout, **rounding, **own)
 
     def plan(
         self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
     ) -> tuple[Tensor, Tensor]:
         """Linear rows that a batch reads in the tables, and those of them that it may write there."""
-        slots = (self.tags, self.marks, self.dirty, self.stamps, self.clock)
+        slots = self._named("tags", "marks", "dirty", "stamps", "clock").values()
         return _ops.row_cache_plan.layout(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
 
     def _policy(self) -> dict[str, object]:
         own: dict[str, object] = {"policy": self.cache.policy}
         if self.cache.policy == "lfu":
-            own |= {"cache_counts": self.counts, "row_counts": self.row_counts, "decay_every": self.cache.decay_every}
+            own |= self._named("counts")
+            own |= {"row_counts": self.row_counts, "decay_every": self.cache.decay_every}
         return own
 
     def flush(
@@ -273,7 +275,7 @@ class CacheState(nn.Module):
         num_slots: int | None = None,
     ) -> None:
         """Encodes the rows that have changed, in some slots or all, into their tables; they stay where they are."""
-        slots = (self.rows, self.tags, self.dirty, self.clock)
+        slots = self._named("rows", "tags", "dirty", "clock").values()
         given = {"layout": layout["layout"], "layout_sizes": layout["layout_sizes"], **rounding}
         some = {"first_slot": first_slot, "num_slots": num_slots}
         call_uncounted("row_cache_flush_.layout", weights, *slots, **given, **some)
@@ -293,13 +295,16 @@ class CacheState(nn.Module):
 
     def arguments(self, slots: Tensor) -> dict[str, Tensor]:
         """Arguments of a lookup whose ids' rows are in ``slots``."""
-        own = {"cache_rows": self.rows, "cache_slots": slots}
-        return own | {"cache_tags": self.tags, "cache_marks": self.marks}
+        return self._named("rows", "tags", "marks") | {"cache_slots": slots}
 
     def update_arguments(self) -> dict[str, Tensor]:
         """Arguments of an update."""
-        own = {"cache_rows": self.rows, "cache_dirty": self.dirty}
-        return own | {"cache_tags": self.tags, "cache_marks": self.marks}
+        return self._named("rows", "tags", "marks", "dirty")
+
+    def _named(self, *names: str) -> dict[str, Tensor]:
+        """The ops' arguments ``cache_<name>``, of which calls have many: attributes of an nn.Module are slow."""
+        held: Any = self._buffers
+        return {f"cache_{name}": held[name] for name in names}
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters of each stored table, by its name and those of ``COUNTERS``; shards of one table have its sums."""

@@ -15,14 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.layout import LayoutBuffers
 from rec_kernels.nn.tables.optimizer_state import KINDS
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer, RateGroup
 from rec_kernels.nn.training.tied_weights import DenseGradients
-from rec_kernels.ops.autograd import arguments_of
-from rec_kernels.ops.embedding_bag_autograd import overflow_of, update_by_each
+from rec_kernels.ops.autograd import arguments_of, call
+from rec_kernels.ops.embedding_bag_autograd import call_with_updates, overflow_of, update_by_each
+
+_ops = torch.ops.rec_kernels
 
 Buffers = Mapping[str, Any]
 
@@ -123,16 +126,21 @@ def _state_buffers(features: FeatureMap, number: int) -> dict[str, str]:
     return found | ({"beta_powers": powers[number]} if number in powers else {})
 
 
+def state_of(buffers: Buffers) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The ops' first arguments. As attributes, nn.Module would look each up as long as all of these."""
+    return buffers["_weights"], buffers["_sum"], buffers["step"], buffers["lr"]
+
+
 def update_tables(
-    lookup: Lookup, state: tuple, options: dict[str, object], updates: Sequence[dict[str, object]]
+    lookup: Lookup, buffers: Buffers, options: dict[str, object], updates: Sequence[dict[str, object]]
 ) -> None:
     """Updates the tables with the gradient of a lookup.
 
     Args:
-        state: the ops' first arguments. options: others by name, and ``updates``: those of each optimizer.
+        options: the ops' arguments by name, and ``updates``: those of each optimizer.
     """
     bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
-    given = arguments_of("embedding_bag_backward_fused_.layout", state, options | bags)
+    given = arguments_of("embedding_bag_backward_fused_.layout", state_of(buffers), options | bags)
     given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
     with torch.no_grad():
         update_by_each(given, updates)
@@ -227,6 +235,27 @@ class FusedUpdate:
         each = self._each if self.has_several else [({}, {})]  # the only one has those of ``options``
         states = [options | {name: buffers[own] for name, own in state.items()} for options, state in each]
         return [state | layout for state, layout in zip(states, layouts, strict=True)]
+
+    def look_up(
+        self,
+        buffers: Buffers,
+        bags: tuple[Tensor, Tensor],
+        options: dict[str, Any],
+        layout: LayoutBuffers,
+        *,
+        is_compiling: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and status of a lookup whose backward updates the tables; ``options``: the op's, and ``options()``."""
+        self.dense.before_lookup(is_compiling=is_compiling)
+        options |= self.scaling()
+        given = (*state_of(buffers), self.token, *bags)
+        if self.has_several:
+            output, status = call_with_updates(self.of_each(buffers, layout.of_updates()), *given, **options)
+        else:
+            output, status = call(_ops.embedding_bag_fused.layout, *given, **options)
+        if not is_compiling:
+            self.dense.opened(output)
+        return output, status
 
     def refuse_in_block(self, what: str) -> None:
         """Raises RuntimeError inside ``accumulate()``, whose one update has one set of options."""
