@@ -5,6 +5,7 @@
 // every touched row and its state read and written once.
 #pragma once
 
+#include "core/cuda/warp_dot.cuh"
 #include "embedding_bag/cuda/sort.cuh"
 #include "embedding_bag/update.h"
 #include "rows/optimizers/sgd_rowwise_adagrad.h"
@@ -55,46 +56,6 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
     store_row(out, column, D, aligned, group, w);
   }
 }
-
-// The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3
-// of 128, and lane l of a warp owns those of quad l. A smaller group's lane owns those of several quads, G apart.
-template <int G, int kBlocks>
-struct SquareSum {
-  static constexpr int kApart = kWarpSize / G;  // a lane's quads G * i, i below this, are not added to each other
-  static constexpr int kQuads = kBlocks < kApart ? kBlocks : kApart;
-  const Group<G>& group;
-  float partial[kQuads][4] = {};
-
-  __device__ __forceinline__ void add(int64_t column, int64_t D, const Vec4 (&x)[kBlocks]) {
-    const int left = columns_left<G, kBlocks>(column + group.lane * 4, D);
-    constexpr int kAll = (kBlocks - 1) * G * 4 + 4;
-    if (left >= kAll) add_first(kAll, x);  // without a comparison for each
-    else add_first(left, x);
-  }
-  // The sum over all quads; those that no column went to would add zeros.
-  __device__ __forceinline__ float total() const {
-    float sums[kQuads];
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) sums[i] = (partial[i][0] + partial[i][1]) + (partial[i][2] + partial[i][3]);
-#pragma unroll
-    for (int distance = kQuads / 2; distance > 0; distance /= 2)
-#pragma unroll
-      for (int i = 0; i < distance; ++i) sums[i] += sums[i + distance];
-    return group.sum(sums[0]);
-  }
-
- private:
-  // Adds the columns of this lane that are `left`, counted from its first.
-  __device__ __forceinline__ void add_first(int left, const Vec4 (&x)[kBlocks]) {
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& sum = partial[k % kQuads][j];
-        if (k * G * 4 + j < left) sum = fused_multiply_add(x[k].v[j], x[k].v[j], sum);
-      }
-  }
-};
 
 // The step between a row's gradient and the optimizer (rows/optimizers/clipping_and_decay.h): nothing for gradients
 // that are stored.
