@@ -443,7 +443,7 @@ def test_an_op_of_one_argument_may_return_its_gradient() -> None:
         library.impl("_of_one", lambda x: 3 * x, "CompositeExplicitAutograd")
         for backward in (lambda ctx, grad: 3 * grad, lambda ctx, grad: (3 * grad,)):
             x = torch.randn(4, 2, requires_grad=True)
-            Differentiable("_of_one", backward, None)([x], [0]).sum().backward()
+            Differentiable("_of_one", backward, None)([x]).sum().backward()
             assert torch.equal(x.grad, torch.full((4, 2), 3.0))
 
 
