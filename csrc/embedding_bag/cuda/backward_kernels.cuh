@@ -195,7 +195,9 @@ template <class Target>
 constexpr bool kNarrow = false;
 template <int kBlocks, int G, class Target>
 constexpr int kResident =
-    (kBlocks == 1   ? (Target::kEncodes ? 12 : 14)
+    (kBlocks == 1   ? (Target::kEncodes   ? 12
+                       : Target::kUpdates ? 14
+                                          : 16)
      : kBlocks == 2 ? (Target::kElementwise ? 8 : 10)
                     : 8) -
     (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 4 : 0);
@@ -235,13 +237,12 @@ __device__ __forceinline__ uint32_t sums_left(uint32_t occurrences) {
 
 // Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
 template <int G, int kBlocks, int kRuns, class Target>
-__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group, int64_t first,
-                                           uint32_t num_runs, RunAhead* ahead) {
+__device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group,
+                                           uint32_t first, uint32_t num_runs, RunAhead* ahead) {
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
-  const int64_t here = first + group.lane / lanes.count * Group<G>::stride();
+  const uint32_t run = first + group.lane / lanes.count * static_cast<uint32_t>(Group<G>::stride());
   RunAhead known{};
-  if (here < num_runs) {
-    const auto run = static_cast<uint32_t>(here);
+  if (run >= first && run < num_runs) {  // not beyond 2^32
     const uint32_t start = a.runs.starts[run], count = a.runs.starts[run + 1] - start, payload = a.runs.payloads[start];
     const int64_t row = a.runs.keys[start], part = part_of_entry(a.runs, a.bags, payload);
     if (a.finishes(run, part)) {
@@ -269,9 +270,10 @@ __global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>
   constexpr int kRuns = kRunsAhead<kBlocks, G>;
   const Group<G> group(Pace::kInStep);
   RunAhead* ahead = shared_memory<RunAhead>() + threadIdx.x / G * kRuns;
-  const uint32_t num_runs = *a.runs.num_runs;
-  const int64_t stride = Group<G>::stride();
-  for (int64_t first = Group<G>::first(); first - group.in_warp() < num_runs; first += kRuns * stride) {
+  const uint32_t num_runs = *a.runs.num_runs, stride = static_cast<uint32_t>(Group<G>::stride());
+  for (int64_t of_group = Group<G>::first(); of_group - group.in_warp() < num_runs;
+       of_group += int64_t{kRuns} * stride) {
+    const uint32_t first = of_group < num_runs ? static_cast<uint32_t>(of_group) : num_runs;
     __syncwarp(group.mask);  // the runs before are read
     look_ahead<G, kBlocks, kRuns>(a, target, group, first, num_runs, ahead);
     __syncwarp(group.mask);
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>
       const RunAhead known = ahead[r];
       const bool there = known.terms.count > 0;
       if (!group.any_group(there)) continue;
-      const uint32_t run = there ? static_cast<uint32_t>(first + r * stride) : 0;
+      const uint32_t run = there ? first + r * stride : 0;
       Part f = a.table_of(run, known.part, known.row);
       if (!there) f.embedding_dim = 0;
       const TermSum<G, kBlocks, kGradientsOf<kBlocks, G, Target>> sum{a, group, known.terms, f.embedding_dim};
