@@ -77,6 +77,8 @@ def test_replaced_modules(kind) -> None:
         lambda: collection.add_module(name, nn.ModuleDict({"a": other})),
         lambda: collection.register_module(name, nn.ModuleDict({"a": other})),
         lambda: setattr(tables, "a", other),
+        lambda: setattr(tables, "a", None),
+        lambda: tables.add_module("b", None),
         lambda: tables.register_module("a", other),
     ]
     for change in changes:

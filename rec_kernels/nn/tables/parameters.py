@@ -48,7 +48,9 @@ def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | 
         module: in which it would. name: of the place. other: what would be there. holder: the only place that is
             refused; None: each is.
     """
-    if holder in (None, name) and "_is_replica" not in module.__dict__ and other is not module._modules.get(name):
+    if holder not in (None, name) or "_is_replica" in module.__dict__:
+        return
+    if other is None or other is not module._modules.get(name):
         raise RuntimeError(
             f"{name} of {type(module).__name__} cannot be another module: lookups read the memory that the "
             "collection's tables were made with. Make a new collection, or write the weights in place, with "
@@ -144,7 +146,7 @@ class Tables(nn.Module):
                 self[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or name in self.__dict__.get("_modules", ()):
             refuse_replacing(self, name, value)
         super().__setattr__(name, value)
 
