@@ -278,6 +278,30 @@ def test_others_are_left() -> None:
         rk.convert_embeddings(fused)
 
 
+def test_classes_with_an_interface_of_torchrec() -> None:
+    """The user's own has TorchRec's collection inside, which is swapped there."""
+    torchrec = pytest.importorskip("torchrec")
+    config = torchrec.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="u", feature_names=["u"])
+
+    class Own(torchrec.modules.embedding_modules.EmbeddingBagCollectionInterface):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torchrec.EmbeddingBagCollection(tables=[config])
+
+        def forward(self, features: object) -> object:
+            return self.inner(features)
+
+        def embedding_bag_configs(self) -> list:
+            return self.inner.embedding_bag_configs()
+
+        def is_weighted(self) -> bool:
+            return False
+
+    own = Own()
+    assert rk.replace_embeddings(nn.Sequential(own)).left == []
+    assert isinstance(own.inner, rk.EmbeddingBagCollection)
+
+
 def test_nothing_is_lost_in_silence() -> None:
     """Rows of the meta device begin as theirs do, halves stay halves, hooks and tied weights are told."""
     torchrec = pytest.importorskip("torchrec")

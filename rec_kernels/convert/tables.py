@@ -129,7 +129,9 @@ def is_other(module: Any) -> bool:
     if is_fbgemm(module) or torchrec_layers(module) is not None:
         return False
     found = sys.modules.get(_TORCHREC)
-    if found and isinstance(module, (found.EmbeddingBagCollectionInterface, found.EmbeddingCollectionInterface)):
+    faces = (found.EmbeddingBagCollectionInterface, found.EmbeddingCollectionInterface) if found else ()
+    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, faces) and kind not in faces]
+    if any(kind.__module__.startswith("torchrec.") for kind in kinds):  # a user's own may have a collection inside
         return True
     return type(module).__module__.startswith("fbgemm_gpu.") and hasattr(module, "embedding_specs")
 
