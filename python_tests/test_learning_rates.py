@@ -201,6 +201,15 @@ def test_numbers_are_not_assigned(name: str, way: str, value: object) -> None:
         setattr(_make(), name, value)
 
 
+def test_a_step_that_counts_in_place() -> None:
+    """Python assigns the tensor that it has written to where it was."""
+    collection = _make()
+    held = collection.step
+    collection.step += 2
+    assert collection.step is held
+    assert held == 2
+
+
 def test_no_further_groups() -> None:
     """Parameters that no kernel updates are refused, in a copy, too; the groups stay as they are."""
     collection = _make()

@@ -39,7 +39,8 @@ def refuse_setting(collection: nn.Module, holder: str, name: str, value: object)
     Args:
         holder: name of the module that has the tables.
     """
-    if name in _WAYS and name in collection.__dict__.get("_buffers", ()):
+    held = collection.__dict__.get("_buffers", {})
+    if name in _WAYS and name in held and (name == "lr" or value is not held[name]):  # step += 1 has written it
         raise AttributeError(f"{name} cannot be set to {value!r}: {_WAYS[name]}")
     refuse_replacing(collection, name, value, holder)
 
