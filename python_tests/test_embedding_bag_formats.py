@@ -105,6 +105,17 @@ def test_rows_not_looked_up_keep_their_bytes(rounding: str) -> None:
         assert bool((found == GAP).all()), backend.name
 
 
+@pytest.mark.parametrize("format", INTEGERS)
+def test_linear_rows_from_afar(format: str) -> None:
+    """Rows of a table are numbered from 2^40 on: an update makes no address of linear row 0, which it does not have."""
+    encoded = EncodedCase(make_case([(4, 8)], [0], [1]), [format])
+    layout = {"row_offsets": torch.tensor([2**40]), "num_rows": 2**40 + 4}
+    expected, _ = encoded.expected_update("sgd", "nearest")
+    for backend in every_backend():
+        found, _, _ = encoded.update("sgd", "nearest", backend.ops, **layout)
+        assert torch.equal(found, expected), backend.name
+
+
 @pytest.mark.parametrize("format", ["mx9", "mx6", "mx4"])
 @pytest.mark.parametrize("bytes_of_rows", ["written", "any"])
 def test_aligned_rows_of_shared_exponents(format: str, bytes_of_rows: str) -> None:

@@ -142,7 +142,7 @@ __device__ __forceinline__ float sum_row(const Target& target, int64_t D, const 
 }
 
 // Sums a row's gradient and gives it to the target. Groups go in step: those without a row take part, with a part of no
-// columns, and read what row and run 0 have.
+// columns, and read what row and run 0 have: no weights, as row 0 need not be one of part 0.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
                                            const Part& f, int64_t row, int64_t run, const Sum& sum) {

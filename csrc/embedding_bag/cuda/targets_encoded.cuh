@@ -34,7 +34,8 @@ struct EncodedTarget {
                                           Vec4 (&x)[kBlocks], const Gradient& gradient) const {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
-    uint8_t* out = place(f, row);
+    // A group without a row reads a grid, too: where the weights begin, as they hold a row of the format.
+    uint8_t* out = D > 0 ? place(f, row) : u.weights;
     const bool aligned = columns_aligned<Format>(out, D), wider = is_wider<G, kBlocks>(D);
     const ColumnReader<Format> reader(out, D, aligned);
     const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
