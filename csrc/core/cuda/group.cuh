@@ -13,8 +13,8 @@ constexpr int kThreads = 256, kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 // How the groups of a warp go on: each at its own pace or, in step, all together, where those that have nothing to say
-// make every exchange, too. The compiler knows the lanes of an exchange then; else the GPU finds out, at each of them,
-// which lanes have come together.
+// make every exchange, too: a branch or loop around one is taken by any_group() or most_of_groups(), or alike by all.
+// The compiler knows the lanes of an exchange then; else the GPU finds out, at each of them, which have come together.
 enum class Pace { kOwn, kInStep };
 
 // A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of

@@ -234,7 +234,7 @@ template <class Source, int G, bool kWeighted>
 __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Part& f,
                                                 const Group<G>& group, const ShortBags& bags) {
   const int64_t first = 4 * group.lane;
-  const int total = group.broadcast(bags.stop, bags.count - 1);
+  const int total = group.broadcast(bags.stop, bags.count - 1);  // 0 on every lane of a group without bags
   const IdsOfLanes<Source, G> mine(a, source, f, group, bags.begin, bags.begin + total, true);
   const bool zero = group.lane < bags.count && (mine.counting == 0 || bags.start == bags.stop);
   const unsigned zeros = group.ballot(zero);
