@@ -30,6 +30,7 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+FIRST_ARCHITECTURE = 8  # with instructions that the kernels have, as the largest number of a warp's
 PORTABLE = os.environ.get("REC_KERNELS_PORTABLE", "0")
 if PORTABLE not in ("0", "1"):
     sys.exit(f"REC_KERNELS_PORTABLE must be 0, 1 or unset, got {PORTABLE!r}")
@@ -133,6 +134,8 @@ def cmake_architectures(text: str) -> list[str]:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", item)
         if match is None:
             sys.exit(f"TORCH_CUDA_ARCH_LIST: {item!r} is not an architecture such as 9.0 or 12.0+PTX")
+        if int(match.group(1)) < FIRST_ARCHITECTURE:
+            sys.exit(f"TORCH_CUDA_ARCH_LIST: {item!r} is older than {FIRST_ARCHITECTURE}.0, the first for the kernels")
         number = "".join(match.group(1, 2, 3))
         found += [f"{number}-real"] + ([f"{number}-virtual"] if match.group(4) else [])
     return found
@@ -144,7 +147,7 @@ def default_architectures(inplace: bool) -> str:
         return DEFAULT_ARCHITECTURES
     torch = import_torch()
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    return ";".join(f"{major}.{minor}" for major, minor in sorted(found)) or "9.0"
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(found) if major >= FIRST_ARCHITECTURE) or "9.0"
 
 
 def version() -> str:

@@ -98,16 +98,27 @@ def test_source_distribution(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected"), [([], "9.0"), ([(8, 6)], "8.6"), ([(9, 0), (8, 0), (9, 0)], "8.0;9.0"), ([(12, 1)], "12.1")]
+    ("gpus", "expected"),
+    [
+        ([], "9.0"),
+        ([(8, 6)], "8.6"),
+        ([(9, 0), (8, 0), (9, 0)], "8.0;9.0"),
+        ([(12, 1)], "12.1"),
+        ([(7, 5)], "9.0"),
+        ([(7, 5), (8, 0)], "8.0"),
+    ],
 )
 def test_architectures(gpus: list[tuple[int, int]], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds in place use the machine's architectures, wheels a fixed list."""
+    """Builds in place use the machine's architectures, those of 8.0 and newer, wheels a fixed list."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: gpus[gpu])
-    default = runpy.run_path(str(ROOT / "setup.py"))["default_architectures"]
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    default = setup["default_architectures"]
     assert default(inplace=True) == expected
     assert default(inplace=False) == "8.0;9.0;10.0;12.0+PTX"
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST: '7\.5' is older than 8\.0"):
+        setup["cmake_architectures"]("8.0;7.5")
 
 
 def test_pythons_of_wheels(
