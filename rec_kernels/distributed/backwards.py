@@ -16,7 +16,7 @@ from rec_kernels.distributed.wire import Draw, Wire, as_travelled
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, Pending
-from rec_kernels.nn.training.tied_weights import runs
+from rec_kernels.nn.training.tied_weights import LookupNodes, hook_gradient, runs
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
 # These say why a weight may have no gradient but that of fused lookups.
@@ -95,7 +95,7 @@ class Backwards:
     ) -> None:
         self._shards, self._trained_by_torch, self._number = shards, trained_by_torch, 0
         self._replicas, self._whole = replicas, list[weakref.ref[Tensor]]()
-        self._open: set[weakref.ref] = set()  # autograd nodes of lookups whose graphs are there
+        self._open = LookupNodes()
         if shards._update is not None:
             for name in replicas:
                 self._refuse(shards._held[name].weight, _REPLICA_USED)
@@ -128,14 +128,11 @@ class Backwards:
                 raise RuntimeError(text)
 
         if weight.is_floating_point():
-            wanted = weight.requires_grad
-            weight.requires_grad = True  # torch registers a hook of no other tensor, and keeps it
-            weight.register_post_accumulate_grad_hook(refuse)
-            weight.requires_grad = wanted
+            hook_gradient(weight, refuse)
 
     def _runs_lookups(self) -> bool:
         """True in a backward that also runs that of a lookup, or has run it."""
-        return any(runs(node) for opened in list(self._open) if (node := opened()) is not None)
+        return any(map(runs, self._open))
 
     def _uses_whole(self) -> bool:
         """In a lookup's backward: whether it also gives a gradient to a whole table, which somebody has kept."""
@@ -185,7 +182,7 @@ class Backwards:
     def watch(self, begun: Begun, output: Tensor) -> None:
         """Takes note of its output, by whose autograd node torch knows which lookups a backward has."""
         if output.grad_fn is not None:
-            self._open.add(weakref.ref(output.grad_fn, self._open.discard))
+            self._open.add(output.grad_fn)
         if begun.pending is None and self._shards._update is not None:
             self._shards._update.dense.opened(output)
 

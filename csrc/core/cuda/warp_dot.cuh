@@ -6,6 +6,14 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
+// The sum of four partials of each of a group's lanes, on every lane ("Row statistics").
+template <int G>
+__device__ __forceinline__ float sum_partials(const float (&s)[4], const Group<G>& group) {
+  float own = (s[0] + s[1]) + (s[2] + s[3]);
+  if (G < kWarpSize) own += 0.0f;  // a warp would add zeros, which changes -0 alone
+  return group.sum(own);
+}
+
 // sum over c of g[c] * x[c] ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128. read(c): x[c .. c+3].
 template <class Read>
 __device__ __forceinline__ float warp_dot(const float* g, int64_t columns, const Group<kWarpSize>& warp,
@@ -17,7 +25,7 @@ __device__ __forceinline__ float warp_dot(const float* g, int64_t columns, const
     for (int j = 0; j < 4; ++j)
       if (c + j < columns) s[j] = fused_multiply_add(a.v[j], x.v[j], s[j]);
   }
-  return warp.sum((s[0] + s[1]) + (s[2] + s[3]));
+  return sum_partials(s, warp);
 }
 
 // warp_dot of two rows of floats.

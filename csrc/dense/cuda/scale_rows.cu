@@ -84,9 +84,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      float own = (s[u][0] + s[u][1]) + (s[u][2] + s[u][3]);
-      if (G < kWarpSize) own += 0.0f;  // a warp would add zeros, which changes -0 alone
-      const float sum = group.sum(own);
+      const float sum = sum_partials(s[u], group);
       const int64_t n = first + u * Rows::kStep;
       if (group.lane == 0 && n < rows) out[n] = sum;
     }

@@ -80,6 +80,17 @@ __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t
   return r.start < 0 ? Range{0, 0} : r;  // the offset before was noted by its own bag
 }
 
+// 1 / n for a bag of which n ids count, on every lane of the group; 1 where none does.
+template <int G>
+__device__ __forceinline__ float mean_factor(const Bags& bags, const Part& f, const Group<G>& group, Range ids) {
+  int64_t counted = 0;
+#pragma unroll 1
+  for (int64_t i = ids.start + group.lane; i < ids.stop; i += G)
+    counted += bags.counts(bags.id(i), f, bags.padding_idx);
+  counted = group.sum(counted);
+  return counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
+}
+
 }  // namespace RK_ISA
 
 // The kernels look up the parts whose rows are of parts.formats[format].

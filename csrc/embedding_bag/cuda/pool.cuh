@@ -2,6 +2,7 @@
 // gradient of per_sample_weights.
 #pragma once
 
+#include "core/cuda/warp_dot.cuh"
 #include "embedding_bag/cuda/input.cuh"
 #include "rows/cuda/writer.cuh"
 
@@ -182,16 +183,6 @@ __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t ba
     store_output(a, row + c * a.output_bytes(), 0, 1, Vec4{});
 }
 
-// Counts the ids of a bag that count.
-template <int G>
-__device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids) {
-  int64_t counted = 0;
-#pragma unroll 1
-  for (int64_t i = ids.start + group.lane; i < ids.stop; i += G)
-    counted += a.bags.counts(a.bags.id(i), f, a.bags.padding_idx);
-  return group.sum(counted);
-}
-
 // The dot products of g, the gradient of a bag, and the rows of ids [begin, begin + G), kRows of which are on their
 // way. A lane gets its id's, in the order of warp_dot(); 0 for one that does not count. kWide: rows may have more
 // columns than a group keeps at once.
@@ -232,9 +223,7 @@ __device__ __forceinline__ float dot_of_lane(const PoolArgs& a, const Source& so
     }
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      float own = (s[u][0] + s[u][1]) + (s[u][2] + s[u][3]);
-      if (G < kWarpSize) own += 0.0f;  // a warp would add zeros, which changes -0 alone
-      const float sum = group.sum(own);
+      const float sum = sum_partials(s[u], group);
       if (group.lane == next + u) dot = sum;
     }
   }
@@ -245,11 +234,10 @@ __device__ __forceinline__ float dot_of_lane(const PoolArgs& a, const Source& so
 template <int G, class Dot>
 __device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
                                            float* out, const Dot& dot) {
-  const int64_t counted = f.mean ? count_ids(a, f, group, ids) : 0;
-  const float each = counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
+  const float each = f.mean ? mean_factor(a.bags, f, group, ids) : 1.0f;
   for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
     const float own = dot(begin);
-    if (begin + group.lane < ids.stop) out[begin + group.lane] = counted > 1 ? own * each : own;
+    if (begin + group.lane < ids.stop) out[begin + group.lane] = own * each;
   }
 }
 

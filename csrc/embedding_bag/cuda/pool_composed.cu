@@ -183,9 +183,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 void launch_composed_weight_gradient(const PoolArgs& a, int64_t max_dim, const float* grad, float* out,
                                      cudaStream_t stream) {
-  const bool few = max_dim <= 4 * kFewLanes;
-  launch(few ? composed_weight_gradient_kernel<kFewLanes> : composed_weight_gradient_kernel<kWarpSize>,
-         blocks_for_bags(a.bags.num_bags, few ? kFewLanes : kWarpSize), dim3(kThreads), 0, stream, a, grad, out);
+  with_row_lanes(max_dim, [&](auto lanes) {
+    constexpr int G = decltype(lanes)::value;
+    launch(composed_weight_gradient_kernel<G>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream, a, grad,
+           out);
+  });
 }
 
 void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {

@@ -28,20 +28,10 @@ __device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) {
   return !f.frozen && a.bags.counts(id, f, a.bags.padding_idx);
 }
 
-// Number of the bag's ids that count, on every lane of the group.
-template <int G>
-__device__ int64_t count_ids(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
-  int64_t n = 0;
-  for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) n += counts(a, f, a.bags.id(i));
-  return group.sum(n);
-}
-
 // 1 / n of a bag of a feature with mean pooling, if coefficients are asked for.
 template <int G>
 __device__ float factor_of_bag(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
-  if (!a.coefficients || !f.mean) return 1.0f;
-  const int64_t n = count_ids(a, f, group, ids);
-  return n > 0 ? 1.0f / static_cast<float>(n) : 1.0f;
+  return a.coefficients && f.mean ? mean_factor(a.bags, f, group, ids) : 1.0f;
 }
 
 // Begins the list of chunks, and leaves out ids before the first bag and behind the last one, and the entry behind all.

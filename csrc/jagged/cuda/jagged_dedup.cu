@@ -34,8 +34,8 @@ struct DedupArgs {
     return good_range(bags, members[member] * batch + sample);
   }
   __device__ __forceinline__ Range members_in(int64_t g) const { return {member_starts[g], member_starts[g + 1]}; }
-  // The first sample that looks like the i-th of all.
-  __device__ __forceinline__ int64_t first_of(int64_t i) const { return table[i / batch * slots + slot_of[i]]; }
+  // The first sample of group g that looks like the i-th of all, which is in that group.
+  __device__ __forceinline__ int32_t first_of(int64_t g, int64_t i) const { return table[g * slots + slot_of[i]]; }
 };
 
 __global__ void __launch_bounds__(kThreads) clear_table_kernel(DedupArgs a) {
@@ -138,8 +138,8 @@ struct FirstOnes {
   __device__ __forceinline__ uint32_t operator()(uint32_t i) const {
     const auto batch = static_cast<uint32_t>(a.batch), count = static_cast<uint32_t>(a.groups) * batch;
     const uint32_t there = i < count ? i : 0, g = there / batch;
-    const int32_t first = a.table[g * a.slots + a.slot_of[there]];
-    return static_cast<uint32_t>(i < count) & static_cast<uint32_t>(first == static_cast<int32_t>(there - g * batch));
+    const bool is_first = a.first_of(g, there) == static_cast<int32_t>(there - g * batch);
+    return static_cast<uint32_t>(i < count) & static_cast<uint32_t>(is_first);
   }
 };
 
@@ -147,7 +147,7 @@ struct FirstOnes {
 __global__ void __launch_bounds__(kThreads)
     number_kernel(DedupArgs a, const uint32_t* before, int64_t* rows, int64_t* inverse, int64_t* counts) {
   for (int64_t i = Group<1>::first(); i < a.groups * a.batch; i += Group<1>::stride()) {
-    const int64_t g = i / a.batch, sample = i - g * a.batch, first = a.first_of(i);
+    const int64_t g = i / a.batch, sample = i - g * a.batch, first = a.first_of(g, i);
     const uint32_t begin = before[g * a.batch];
     const int64_t number = before[g * a.batch + first] - begin, count = before[(g + 1) * a.batch] - begin;
     inverse[i] = number;

@@ -12,7 +12,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,32 @@ LARGEST = 1 << 28
 _COMPILED = "torch's compiled autograd runs nothing there"
 
 
+class LookupNodes:
+    """The autograd nodes of lookups whose graphs are there."""
+
+    def __init__(self) -> None:
+        self._nodes: set[weakref.ref] = set()
+
+    def add(self, node: Any) -> None:
+        """Takes note of a node, for as long as its graph is there."""
+        self._nodes.add(weakref.ref(node, self._nodes.discard))
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([node for kept in list(self._nodes) if (node := kept()) is not None])
+
+
+def hook_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Calls ``hook`` whenever a leaf has got a gradient, also one that requires none now; returns the hook's handle."""
+    wanted = weight.requires_grad
+    weight.requires_grad = True  # torch registers a hook of no other tensor, and keeps it
+    handle = weight.register_post_accumulate_grad_hook(hook)
+    weight.requires_grad = wanted
+    return handle
+
+
 class DenseGradients:
     """Watches the parameters of a collection for gradients that do not come from its lookups.
 
@@ -58,7 +84,7 @@ class DenseGradients:
 
     def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
         self._names, self._finish, self._refusal = names, finish, refusal
-        self._open: set[weakref.ref] = set()  # autograd nodes of lookups whose graphs are there
+        self._open = LookupNodes()
         self.is_put_off = self.is_compiled = False
         self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
         self._kept = Kept()
@@ -90,15 +116,12 @@ class DenseGradients:
         for i, weight in enumerate(weights):
             mark_fused(weight)
             if weight.dtype != torch.uint8:
-                wanted = weight.requires_grad
-                weight.requires_grad = True  # torch registers a hook of no other tensor, and keeps it
-                self._handles.append(weight.register_post_accumulate_grad_hook(_Arrival(weakref.ref(self), i)))
-                weight.requires_grad = wanted
+                self._handles.append(hook_gradient(weight, _Arrival(weakref.ref(self), i)))
 
     def opened(self, output: Tensor) -> None:
         """Takes note of a lookup that is to update the tables."""
         if (node := node_of_op(output)) is not None:
-            self._open.add(weakref.ref(node, self._open.discard))
+            self._open.add(node)
 
     def take_over(self, grad: Tensor, given: dict[str, Any]) -> bool:
         """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
@@ -185,13 +208,9 @@ class DenseGradients:
         try:
             if any(map(_will_run, self._accumulators.values())):
                 return True
-            return len(self._open) > 1 and sum(map(_will_run, self._lookup_nodes())) > 1
+            return len(self._open) > 1 and sum(map(_will_run, self._open)) > 1
         except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
             return False
-
-    def _lookup_nodes(self) -> list[Any]:
-        """The autograd nodes of lookups whose graphs are there."""
-        return [node for open_ in list(self._open) if (node := open_()) is not None]
 
     def _is_apart(self) -> bool:
         """True in the backward of a reentrant checkpoint if lookups outside of it may be part of the outer backward."""
@@ -199,7 +218,7 @@ class DenseGradients:
         while frame is not None and frame.f_code is not _REENTRANT:
             frame = frame.f_back
         try:
-            return frame is not None and not all(map(_will_run, self._lookup_nodes()))
+            return frame is not None and not all(map(_will_run, self._open))
         except RuntimeError:  # as in _will_arrive
             return False
 
