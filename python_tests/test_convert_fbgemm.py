@@ -144,6 +144,91 @@ def test_clipping_is_a_hook(name: str) -> None:
     assert abs(train(of_ours(plain), range(5))[-1] - losses[-1]) > 1e-3 * losses[-1]
 
 
+def inference(kind: str, *, pooling: str = "SUM", names: tuple[str, str] = ("a", "b"), **options: Any) -> Any:
+    """FBGEMM's module of two tables for inference; the first has features 0 and 2."""
+    from fbgemm_gpu import split_table_batched_embeddings_ops_inference as fbgemm_inference
+
+    types, place = fbgemm_inference.SparseType, fbgemm_inference.EmbeddingLocation.HOST
+    sizes = {"SUM": (8, 16), "MEAN": (8, 16), "NONE": (8, 8)}[pooling]
+    module = fbgemm_inference.IntNBitTableBatchedEmbeddingBagsCodegen(
+        [(name, 20, size, types[kind], place) for name, size in zip(names, sizes, strict=True)],
+        feature_table_map=[0, 1, 0],
+        pooling_mode=fbgemm_inference.PoolingMode[pooling],
+        device="cpu",
+        **{"output_dtype": types.FP32, **options},
+    )
+    module.initialize_weights()
+    generator = torch.Generator().manual_seed(0)
+    for size, (rows, _) in zip(sizes, module.split_embedding_weights(split_scale_shifts=False), strict=True):
+        numbers = torch.randn(20, size, generator=generator)
+        if kind.startswith("FP"):
+            rows[:] = numbers.to(torch.float16 if kind == "FP16" else torch.float32).view(torch.uint8)
+        else:
+            rows[:] = rk.rows_to_fbgemm(rk.quantize_rows(numbers, kind.lower()), kind.lower(), size)
+    return module
+
+
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN", "NONE"])
+@pytest.mark.parametrize("kind", ["INT8", "INT4", "FP16", "FP32"])
+def test_inference(kind: str, pooling: str) -> None:
+    """Tables for inference have FBGEMM's numbers here, also of weighted and empty bags, and are frozen."""
+    theirs = inference(kind, pooling=pooling)
+    ours: Any = rk.convert_embeddings(theirs, bounds_check="ignore")
+    assert [(t.name, t.feature_names, t.format) for t in ours.tables] == [
+        ("a", ["f0", "f2"], kind.lower()),
+        ("b", ["f1"], kind.lower()),
+    ]
+    assert rk.dense_parameters(ours) == []
+    ids, offsets = torch.randint(20, (12,), dtype=torch.int32), torch.tensor([0, 3, 3, 7, 8, 12, 12]).int()
+    keys = ["f0", "f1", "f2"]
+    for weights in (None, torch.rand(12)):
+        found = ours(rk.KeyedJaggedTensor(keys, ids, offsets=offsets, weights=weights))
+        expected = theirs(ids, offsets, weights)
+        if pooling == "NONE":
+            assert torch.equal(torch.cat([found[key].values() for key in keys]), expected)
+        else:
+            columns = rk.KeyedTensor.regroup([found], [keys])[0]
+            torch.testing.assert_close(columns, expected, rtol=0, atol=2e-6)
+
+
+def test_inference_errors() -> None:
+    """Rows that no format here has, pruned ones, and grids of other sizes stay; tables without names get some."""
+    assert [t.name for t in rk.convert_embeddings(inference("INT8", names=("", ""))).tables] == ["t0", "t1"]
+    remapping, wide = torch.arange(20, dtype=torch.int32), inference("INT8")
+    wide.scale_bias_size_in_bytes = 8
+    for module, message in (
+        (inference("INT2"), "theirs: table 'a': its rows are INT2, and must be one of INT8, INT4, FP16, FP32: rk.dequ"),
+        (inference("INT8", index_remapping=[remapping, remapping]), "theirs: its rows are pruned: ids are remapped"),
+        (wide, "theirs: scale_bias_size_in_bytes must be 4, got 8"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            rk.convert_embeddings(module)
+    found = rk.replace_embeddings(torch.nn.Sequential(inference("INT8")))
+    assert (
+        str(found).splitlines()[1].startswith("0: IntNBitTableBatchedEmbeddingBagsCodegen (a 20 x 8, b 20 x 16) left")
+    )
+    with pytest.raises(TypeError, match="trained_by must be None: tables for inference"):
+        rk.convert_embeddings(inference("INT8"), trained_by=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+
+
+def test_weighted_means() -> None:
+    """FBGEMM's CPU kernels divide a weighted mean by its ids, as ours do, but not its gradients."""
+    theirs = fbgemm("EXACT_SGD")
+    ours: Any = rk.convert_embeddings(theirs)
+    before = [weight.clone() for weight in theirs.split_embedding_weights()]
+    ids, offsets = batch(0)
+    weights = [torch.rand(len(ids), generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
+    keys = [f"f{i}" for i in range(len(FEATURES))]
+    expected = theirs(ids, offsets, weights[0])
+    found = ours(rk.KeyedJaggedTensor(keys, ids, offsets=offsets, weights=weights[1])).values()
+    torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    torch.testing.assert_close(weights[0].grad, 4 * weights[1].grad)  # bags have four ids
+    for old, weight, own in zip(before, theirs.split_embedding_weights(), ours.embedding_bags.values(), strict=True):
+        torch.testing.assert_close(weight - old, 4 * (own.weight - old), rtol=1e-4, atol=1e-5)
+
+
 def test_rows_only() -> None:
     """trained_by=[] leaves FBGEMM's optimizer out, so that another one may go on."""
     theirs = fbgemm("EXACT_ADAGRAD")

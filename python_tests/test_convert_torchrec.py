@@ -143,6 +143,81 @@ def test_optimizers_of_tables(pooled: bool) -> None:
     assert not rated._update.has_several
 
 
+def fused_of(name: str, seed: int = 0, mean: str = "shop") -> Any:
+    """``collection_of``'s tables in FBGEMM's modules, one for each pooling, which train them in the backward."""
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    kinds: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+    configs = collection_of(mean=mean).embedding_bag_configs()
+    torch.manual_seed(seed)
+    return FusedEmbeddingBagCollection(configs, kinds[name], {"lr": 0.25} | ({"eps": 2**-10} if name != "sgd" else {}))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused(name: str) -> None:
+    """Tables of TorchRec's fused collection come with FBGEMM's state, in a model too, train on, and go back."""
+    theirs = fused_of(name)
+    train(lookup(theirs), range(4))
+    model = torch.nn.ModuleDict({"tables": theirs})
+    found = rk.replace_embeddings(model)
+    assert str(found).startswith("1 swapped, 0 left\ntables: FusedEmbeddingBagCollection (user 30 x 8, item 12 x 16")
+    ours: Any = model["tables"]
+    assert ours.optimizer == OPTIMIZERS[name][1]
+    again = fused_of(name, seed=1)
+    rk.export_tables(ours, again)
+    losses = train(lookup(theirs), range(4, 9))
+    assert train(lookup(again), range(4, 9)) == losses
+    assert same_bits(dict(theirs.state_dict()), dict(again.state_dict()))
+    torch.testing.assert_close(train(lookup(ours), range(4, 9)), losses, rtol=1e-5, atol=0)
+    with pytest.raises(TypeError, match=r"trained_by must be None or \[\]: FBGEMM's tables have"):
+        rk.import_tables(ours, theirs, trained_by=torch.optim.SGD(theirs.parameters()))
+
+
+def test_fused_columns_of_others() -> None:
+    """TorchRec's fused collection of several poolings has columns in another order than its keys: it stays."""
+    theirs, ours = fused_of("sgd", mean="item"), collection_of(mean="item")
+    ours.load_state_dict(theirs.state_dict())
+    expected = lookup(ours)(0).split([8, 16, 4], dim=1)
+    assert torch.allclose(lookup(theirs)(0), torch.cat([expected[0], expected[2], expected[1]], dim=1))
+    found = rk.replace_embeddings(torch.nn.ModuleDict({"tables": theirs}))
+    assert found.left[0].reason.startswith(
+        "its columns are those of userf, shopf, itemf, by pooling and data type, and its keys say userf, itemf, shopf: "
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2, torch.float16, torch.float32])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_quantized(pooled: bool, dtype: torch.dtype) -> None:
+    """TorchRec's quantized collections have the numbers and keys here that they have there, and nothing trains them."""
+    from torchrec.modules.embedding_configs import QuantConfig
+    from torchrec.quant import embedding_modules as quantized
+
+    def observer(dtype: torch.dtype) -> Any:
+        return torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype)
+
+    single: Any = collection_of(pooled=pooled)
+    single.qconfig = QuantConfig(activation=observer(torch.float32), weight=observer(dtype))
+    kind: Any = quantized.EmbeddingBagCollection if pooled else quantized.EmbeddingCollection
+    model = torch.nn.ModuleDict({"tables": kind.from_float(single)}).eval()
+    theirs = model["tables"]
+    assert str(rk.replace_embeddings(model)).startswith("1 swapped, 0 left\ntables: Embedding")
+    ours: Any = model["tables"]
+    assert not ours.training
+    assert rk.dense_parameters(ours) == []
+    batch = jagged(0)
+    batch = torchrec.KeyedJaggedTensor(batch.keys(), batch.values().int(), lengths=batch.lengths().int())
+    expected, found, served = theirs(batch), ours(batch), ours.for_serving()(batch)
+    if pooled:
+        assert found.keys() == served.keys() == expected.keys() == ["userf", "shopf", "itemf"]
+        torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=1e-6)
+    else:
+        assert all(torch.equal(found[key].values(), rows.values()) for key, rows in expected.items())
+    for option, value in (("format", "fp16"), ("optimizer", rk.SGD())):
+        with pytest.raises(ValueError, match=f"^{option} is an option of tables that train, and these are for inf"):
+            rk.convert_embeddings(theirs, **{option: value})
+
+
 def _make_sparse(collection: Any) -> None:
     layers = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
     layers["item"].sparse = True

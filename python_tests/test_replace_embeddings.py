@@ -267,15 +267,21 @@ def test_others_are_left() -> None:
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
+    class Derived(FusedEmbeddingBagCollection):
+        pass
+
     config = torchrec.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="u", feature_names=["u"])
-    fused = FusedEmbeddingBagCollection([config], torch.optim.SGD, {"lr": 0.1})
+    derived = Derived([config], torch.optim.SGD, {"lr": 0.1})
     dense = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], use_cpu=True)
-    found = rk.replace_embeddings(nn.ModuleDict({"fused": fused, "dense": dense}))
-    kinds = [f"{type(module).__module__}.{type(module).__name__}" for module in (fused, dense)]
-    assert [f.reason for f in found.left] == [f"no module here takes the place of {kind}" for kind in kinds]
-    assert str(found).startswith("0 swapped, 2 left\nfused: FusedEmbeddingBagCollection left: no module here")
-    with pytest.raises(TypeError, match=f"^theirs must be a .* got {re.escape(kinds[0])}$"):
-        rk.convert_embeddings(fused)
+    found = rk.replace_embeddings(nn.ModuleDict({"dense": dense, "derived": derived}))
+    kind = f"{type(dense).__module__}.{type(dense).__name__}"
+    assert [f.reason for f in found.left] == [
+        f"no module here takes the place of {kind}",
+        "it is a subclass of FusedEmbeddingBagCollection, whose lookups may be others",
+    ]
+    assert str(found).startswith("0 swapped, 2 left\ndense: DenseTableBatchedEmbeddingBagsCodegen left: no module here")
+    with pytest.raises(TypeError, match=f"^theirs must be a .* got {re.escape(kind)}$"):
+        rk.convert_embeddings(dense)
 
 
 def test_classes_with_an_interface_of_torchrec() -> None:

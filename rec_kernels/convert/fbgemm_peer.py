@@ -38,15 +38,15 @@ class FbgemmPeer(Peer):
     Args:
         module: the tables, in any location; rows in FBGEMM's cache are written back before they are read.
         rows_only: whether the optimizer is not looked at.
+        names: of its tables, where a collection of TorchRec's has them. None: the tables are told by their order.
 
     Raises:
         ValueError: the optimizer, or the rows' precision, has no counterpart here.
     """
 
-    has_names = False
-
-    def __init__(self, module: Any, *, rows_only: bool = False) -> None:
-        self._module, self._kinds = module, ()
+    def __init__(self, module: Any, *, rows_only: bool = False, names: Sequence[str] | None = None) -> None:
+        self._module, self._kinds, self._names = module, (), names
+        self.has_names = names is not None
         self._described = f"FBGEMM's {module.optimizer.name}"
         if module.weights_precision.name not in ("FP32", "FP16", "BF16"):
             raise ValueError(
@@ -74,8 +74,8 @@ class FbgemmPeer(Peer):
         self.families = [Family(family, self._described)] * len(self.names())
 
     def names(self) -> list[str]:
-        """FBGEMM's ``table_names``, or t0, t1 ..."""
-        names = self._module.table_names
+        """The names that were given, FBGEMM's ``table_names``, or t0, t1 ..."""
+        names = self._names or self._module.table_names
         return list(names) if names else [f"t{i}" for i in range(len(self._module.embedding_specs))]
 
     def weights(self) -> list[Tensor]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rec_kernels.convert import fbgemm_peer
 from rec_kernels.convert.peer import Peer, check_weight
-from rec_kernels.convert.tables import copy_in, is_fbgemm, is_sharded, kinds, peer_of, torchrec_layers
+from rec_kernels.convert.quantized import convert_quantized, is_quantized, quantized_refusal
+from rec_kernels.convert.tables import copy_in, is_fbgemm, is_fused, is_sharded, kinds, peer_of, torchrec_layers
 from rec_kernels.convert.torch_peer import TrainedBy
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
@@ -46,20 +47,24 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
 
     Args:
         theirs: ``torch.nn.Embedding`` -> ``rk.Embedding``; ``torch.nn.EmbeddingBag`` -> ``rk.EmbeddingBag``; TorchRec's
-            ``EmbeddingBagCollection`` and ``EmbeddingCollection`` -> those of the same name, which take TorchRec's
-            batches; FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` -> ``rk.EmbeddingBagCollection`` or, unpooled,
-            ``rk.EmbeddingCollection``, whose features are named f0, f1 ... in the order of FBGEMM's input. Its output
-            has them table by table: another order than FBGEMM's where ``feature_table_map`` does not ascend.
+            ``EmbeddingBagCollection``, fused and quantized ones too, and ``EmbeddingCollection``, quantized ones too ->
+            ``rk.EmbeddingBagCollection`` and ``rk.EmbeddingCollection``, which take TorchRec's batches; FBGEMM's
+            ``SplitTableBatchedEmbeddingBagsCodegen`` and, for inference, ``IntNBitTableBatchedEmbeddingBagsCodegen`` ->
+            ``rk.EmbeddingBagCollection`` or, unpooled, ``rk.EmbeddingCollection``, whose features are named f0, f1 ...
+            in the order of FBGEMM's input. Its output has them table by table: another order than FBGEMM's where
+            ``feature_table_map`` does not ascend.
         trained_by: ``rk.import_tables``'s: optimizers of torch whose state is taken along.
         options: ``optimizer`` of this package: its default has the formula and numbers of what trained theirs, of
             FBGEMM's own, of each table; where nothing is known to have, tables are ordinary parameters. The others are
-            ``rk.EmbeddingBagCollection``'s; ``format`` is of all tables, by default that of the rows' dtype.
+            ``rk.EmbeddingBagCollection``'s; ``format`` is of all tables, by default that of the rows' dtype. Of tables
+            for inference, whose rows stay encoded as they are, only ``bounds_check`` and ``output_dtype``.
 
     Returns:
         The module, on the device of theirs, training or not as theirs, with frozen tables frozen and outputs of their
         dtype. TorchRec's collections that do not use a batch's weights become ones with ``is_weighted=False``. A layer
         of torch.nn without any option has theirs' parameter itself, so that the optimizer of torch that has it goes on;
-        all else that is not fused has new parameters, and wants an optimizer made afterwards.
+        all else that is not fused has new parameters, and wants an optimizer made afterwards. Tables for inference are
+        frozen: ``for_serving()`` of the collection leaves all but lookups away.
 
     Raises:
         TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it is a subclass, sharded, or has
@@ -74,6 +79,10 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
     if reason := refusal(theirs):
         raise ValueError(f"theirs: {reason}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if is_quantized(theirs):
+        if trained_by:
+            raise TypeError("trained_by must be None: tables for inference have no optimizer")
+        return convert_quantized(theirs, given)
     if "format" in given:
         check_choice("format", given["format"], BAG_FORMATS)
     peer = peer_of(theirs, [] if "optimizer" in options and "optimizer" not in given else trained_by)
@@ -92,16 +101,18 @@ def refusal(theirs: Any) -> str | None:
     """A reason why a module cannot be converted, whatever trains it; None: it can."""
     if is_sharded(theirs):
         return "it is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
+    if is_quantized(theirs):
+        return "it has hooks" if _has_hooks(theirs) else quantized_refusal(theirs)
     if is_fbgemm(theirs) or not any(isinstance(theirs, kind) for kind in kinds()):
         return None  # FbgemmPeer refuses, or peer_of
     if type(theirs) not in kinds():
         base = next(kind for kind in type(theirs).__mro__ if kind in kinds())
         return f"it is a subclass of {base.__name__}, whose lookups may be others"
-    if any(getattr(m, name) for m in theirs.modules() for name in HOOKS) or any(
-        p._backward_hooks or p._post_accumulate_grad_hooks for p in theirs.parameters()
-    ):
+    if _has_hooks(theirs):
         return "it has hooks"
-    layers = torchrec_layers(theirs)
+    layers: dict[str, Any] | None = torchrec_layers(theirs)
+    if is_fused(theirs) and (reason := _mixed_columns(theirs)):
+        return reason
     for name in ("max_norm", "scale_grad_by_freq"):
         if layers is None and getattr(theirs, name):
             return f"{name}={getattr(theirs, name)!r} is not offered"
@@ -116,6 +127,26 @@ def refusal(theirs: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _mixed_columns(theirs: Any) -> str | None:
+    """A reason not to convert a fused collection of TorchRec's whose columns are not those of its keys."""
+    keys = [feature for table in theirs.embedding_bag_configs() for feature in table.feature_names]
+    parts = [table for part in theirs._emb_modules for table in part._embedding_tables]
+    columns = [feature for table in parts for feature in table.feature_names]
+    if keys == columns:
+        return None
+    return (
+        f"its columns are those of {', '.join(columns)}, by pooling and data type, and its keys say {', '.join(keys)}: "
+        "TorchRec's lookups give features each other's columns, which those of rk.EmbeddingBagCollection do not"
+    )
+
+
+def _has_hooks(theirs: nn.Module) -> bool:
+    """True if something is called at lookups or gradients that a module of this package would not call."""
+    return any(getattr(m, name) for m in theirs.modules() for name in HOOKS) or any(
+        p._backward_hooks or p._post_accumulate_grad_hooks for p in theirs.parameters()
+    )
 
 
 def _check_trained(peer: Peer, given: dict[str, Any]) -> None:

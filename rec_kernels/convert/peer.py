@@ -89,6 +89,43 @@ class Peer(ABC):
         """
 
 
+class Together(Peer):
+    """Tables of several peers, one peer's behind the other's.
+
+    Args:
+        peers: at least one, of other names.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = peers
+        self.families = [family for peer in peers for family in peer.families]
+        self.is_trained = any(peer.is_trained for peer in peers)
+
+    def names(self) -> list[str]:
+        """The names of the tables, in their order."""
+        return [name for peer in self._peers for name in peer.names()]
+
+    def weights(self) -> list[Tensor]:
+        """The rows of each table, in the modules' own memory."""
+        return [weight for peer in self._peers for weight in peer.weights()]
+
+    def read(self) -> list[TableNumbers]:
+        """The tables' numbers."""
+        return [table for peer in self._peers for table in peer.read()]
+
+    def write(self, tables: Sequence[TableNumbers]) -> None:
+        """Hands each peer its tables."""
+        rest = list(tables)
+        for peer in self._peers:
+            own = len(peer.names())
+            peer.write(rest[:own])
+            del rest[:own]
+
+    def counterparts(self) -> list[Optimizer]:
+        """The counterparts of all tables' optimizers."""
+        return [optimizer for peer in self._peers for optimizer in peer.counterparts()]
+
+
 def check_weight(name: str, weight: Tensor) -> None:
     """Raises ValueError if the rows of a table are none that this package's tables can have."""
     if type(weight.detach()) is not Tensor:

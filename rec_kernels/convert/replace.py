@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert.modules import ConvertOptions, convert_embeddings, refusal
+from rec_kernels.convert.quantized import is_fbgemm_quantized, is_quantized, quantized_parts
 from rec_kernels.convert.tables import is_fbgemm, is_other, is_ours, is_sharded, torchrec_layers
 from rec_kernels.convert.torch_peer import TrainedBy, every, parameters_of
 from rec_kernels.nn.training.dense_parameters import dense_parameters, in_backward, mark_replaced
@@ -67,8 +68,9 @@ def replace_embeddings(
     """Swaps the embeddings inside a model for this package's, with their rows and optimizer state, in place.
 
     ``torch.nn.Embedding`` and ``EmbeddingBag`` become ``rk.Embedding`` and ``rk.EmbeddingBag``, TorchRec's
-    ``EmbeddingBagCollection`` and ``EmbeddingCollection`` those of this package. They are called as before, and the
-    names of rows in ``state_dict()`` stay. Until all are converted, the tables are in memory twice.
+    ``EmbeddingBagCollection``, fused and quantized ones too, and ``EmbeddingCollection``, quantized ones too, those of
+    this package. They are called as before, and the names of rows in ``state_dict()`` stay. Until all are converted,
+    the tables are in memory twice.
 
     Args:
         model: holds the embeddings at any depth, and is not in DistributedDataParallel yet.
@@ -82,8 +84,8 @@ def replace_embeddings(
 
     Returns:
         What was swapped and what was left: subclasses, modules with hooks, sharded ones, FBGEMM's (whose ``forward``
-        takes other arguments), TorchRec's fused and quantized collections, options that are not offered, and weights
-        that a fused optimizer would have to share with another module.
+        takes other arguments), TorchRec's with managed collisions, options that are not offered, and weights that a
+        fused optimizer would have to share with another module.
 
     Raises:
         TypeError: the model is itself an embedding, or no module. ValueError: DistributedDataParallel has it;
@@ -172,16 +174,18 @@ def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Pla
 
 def _is_embedding(module: Any) -> bool:
     is_layer = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    is_theirs = is_fbgemm(module) or torchrec_layers(module) is not None or is_other(module)
+    is_theirs = is_fbgemm(module) or is_quantized(module) or torchrec_layers(module) is not None or is_other(module)
     return is_layer or is_theirs or is_sharded(module)
 
 
 def _tables(module: Any) -> list[tuple[str, int, int]]:
     if is_fbgemm(module):
         return [(f"t{i}", *spec[:2]) for i, spec in enumerate(module.embedding_specs)]
+    if is_quantized(module):
+        return [spec[:3] for part in quantized_parts(module) for spec in part.embedding_specs]
     unknown = is_sharded(module) or is_other(module)
     layers: dict[str, Any] = torchrec_layers(module) or ({} if unknown else {"weight": module})
-    return [(name, layer.num_embeddings, layer.embedding_dim) for name, layer in layers.items()]
+    return [(name, *layer.weight.shape) for name, layer in layers.items()]
 
 
 def holders_of(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -202,7 +206,7 @@ def _has(trainer: torch.optim.Optimizer, module: nn.Module) -> bool:
 
 def _reason(module: Any, own: _Trained, holders: dict[Tensor, list[str]]) -> str:
     """A reason to leave a module; "": it can be swapped."""
-    if is_fbgemm(module):
+    if is_fbgemm(module) or is_fbgemm_quantized(module):
         return "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it"
     if is_other(module):
         return f"no module here takes the place of {type(module).__module__}.{type(module).__name__}"
@@ -222,7 +226,7 @@ def _convert(own: _Trained, name: str, number: int) -> nn.Module:
             f"{name}: with optimizer=None its tables have new parameters, which trained_by does not have: leave out "
             "trained_by and make torch's optimizer afterwards, or leave out optimizer"
         )
-    if not own.is_parameter:
+    if not own.is_parameter and not is_quantized(own.module):
         options["seed"] = (options.get("seed") or 0) + number
     try:
         return convert_embeddings(own.module, trained_by=own.trained_by, **options)

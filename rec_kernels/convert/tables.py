@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.convert.fbgemm_peer import FbgemmPeer
-from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers
+from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, Together
+from rec_kernels.convert.quantized import is_quantized
 from rec_kernels.convert.torch_peer import TorchPeer, TrainedBy
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_layers import EmbeddingLayer
@@ -20,6 +21,7 @@ from rec_kernels.nn.tables.rows import decode
 from rec_kernels.nn.training.fused_update import power_names
 
 _TORCHREC = "torchrec.modules.embedding_modules"
+_FUSED = "torchrec.modules.fused_embedding_modules"
 _FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
@@ -30,11 +32,13 @@ def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
         ours: ``rk.EmbeddingBagCollection``, ``rk.EmbeddingCollection``, or ``rk.Embedding`` or ``rk.EmbeddingBag`` with
             an option of its table. Of row formats other than the rows' dtype, rows are rounded to the nearest.
         theirs: ``torch.nn.Embedding`` or ``EmbeddingBag``; a dict or ``ModuleDict`` of some, by the names of our
-            tables; TorchRec's ``EmbeddingBagCollection`` or ``EmbeddingCollection``, with tables of our names; FBGEMM's
-            ``SplitTableBatchedEmbeddingBagsCodegen``, with tables in our order. [E, D] of each must be ours.
-        trained_by: the optimizers of torch, or TorchRec's wrappers, that have the weights. None: of FBGEMM, the
-            module's own; of the others, those that run in the backward, if any do. []: none. Without an optimizer only
-            rows are copied. A table's must be of the kind of ours: docs/convert.md has the pairs.
+            tables; TorchRec's ``EmbeddingBagCollection``, ``EmbeddingCollection`` or ``FusedEmbeddingBagCollection``,
+            with tables of our names; FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen``, with tables in our order.
+            [E, D] of each must be ours.
+        trained_by: the optimizers of torch, or TorchRec's wrappers, that have the weights. None: of FBGEMM and the
+            fused collection, the module's own; of the others, those that run in the backward, if any do. []: none.
+            Without an optimizer only rows are copied. A table's must be of the kind of ours: docs/convert.md has the
+            pairs.
 
     Learning rates are not copied. The updates that Adam's kin have counted, ``step``, must be one number for all
     tables of ``ours`` that have it.
@@ -95,10 +99,13 @@ def peer_of(theirs: Any, trained_by: TrainedBy) -> Peer:
     Raises:
         TypeError: it is none that is known. ValueError: as ``TorchPeer`` and ``FbgemmPeer``.
     """
+    if trained_by and (is_fbgemm(theirs) or is_fused(theirs)):
+        raise TypeError("trained_by must be None or []: FBGEMM's tables have their optimizer in themselves")
     if is_fbgemm(theirs):
-        if trained_by:
-            raise TypeError("trained_by must be None or []: FBGEMM's tables have their optimizer in themselves")
         return FbgemmPeer(theirs, rows_only=trained_by is not None)
+    if is_fused(theirs):
+        parts = [([t.name for t in part._embedding_tables], part._emb_module) for part in theirs._emb_modules]
+        return Together([FbgemmPeer(m, rows_only=trained_by is not None, names=names) for names, m in parts])
     if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
         return TorchPeer({"weight": theirs}, trained_by)
     layers = torchrec_layers(theirs)
@@ -111,8 +118,8 @@ def peer_of(theirs: Any, trained_by: TrainedBy) -> Peer:
     if layers:
         return TorchPeer(layers, trained_by)
     raise TypeError(
-        "theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection or "
-        "EmbeddingCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got "
+        "theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection, "
+        "EmbeddingCollection or FusedEmbeddingBagCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got "
         + (f"{type(theirs).__module__}.{type(theirs).__name__}" if is_other(theirs) else type(theirs).__name__)
         + (": rk.distributed.torchrec_state is for tables that TorchRec has sharded" if is_sharded(theirs) else "")
     )
@@ -124,9 +131,15 @@ def is_fbgemm(module: Any) -> bool:
     return found is not None and isinstance(module, found)
 
 
+def is_fused(module: Any) -> bool:
+    """True for TorchRec's ``FusedEmbeddingBagCollection``, whose tables are in modules of FBGEMM's."""
+    found = sys.modules.get(_FUSED)
+    return found is not None and isinstance(module, found.FusedEmbeddingBagCollection)
+
+
 def is_other(module: Any) -> bool:
-    """True for tables of TorchRec or FBGEMM that are not converted, as fused and quantized collections are."""
-    if is_fbgemm(module) or torchrec_layers(module) is not None:
+    """True for tables of TorchRec or FBGEMM that are not converted, as those with managed collisions are."""
+    if is_fbgemm(module) or is_quantized(module) or torchrec_layers(module) is not None:
         return False
     found = sys.modules.get(_TORCHREC)
     faces = (found.EmbeddingBagCollectionInterface, found.EmbeddingCollectionInterface) if found else ()
@@ -139,7 +152,7 @@ def is_other(module: Any) -> bool:
 def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:
     """The layers of TorchRec's collection by the names of their tables; None: it is none. TorchRec is not imported."""
     found = sys.modules.get(_TORCHREC)
-    if found is not None and isinstance(module, found.EmbeddingBagCollection):
+    if is_fused(module) or (found is not None and isinstance(module, found.EmbeddingBagCollection)):
         return dict(module.embedding_bags.items())
     if found is not None and isinstance(module, found.EmbeddingCollection):
         return dict(module.embeddings.items())
@@ -148,8 +161,12 @@ def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:
 
 def kinds() -> set[type]:
     """The classes of layers and collections whose lookups this package has: exactly these, and no subclass."""
-    found = sys.modules.get(_TORCHREC)
-    collections = set() if found is None else {found.EmbeddingBagCollection, found.EmbeddingCollection}
+    names = (
+        (_TORCHREC, "EmbeddingBagCollection"),
+        (_TORCHREC, "EmbeddingCollection"),
+        (_FUSED, "FusedEmbeddingBagCollection"),
+    )
+    collections = {getattr(sys.modules[module], name) for module, name in names if module in sys.modules}
     return {nn.Embedding, nn.EmbeddingBag} | collections
 
 
