@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Heading of the menu -> the pages below it, in order.
 MENU = {
     "Use it": ("tutorial", "install", "modules", "convert", "distributed", "tuning", "cpp", "robustness", "status"),
-    "Reference": ("glossary", "api", "ops", "layouts", "numerics", "row_file"),
+    "Reference": ("glossary", "fbgemm", "api", "ops", "layouts", "numerics", "row_file"),
     "Trainer": ("trainer", "data", "studies"),
     "Measured": ("results", "gallery", "benchmarks", "gpu-model", "first_light"),
 }
