@@ -229,6 +229,26 @@ def test_weighted_means() -> None:
         torch.testing.assert_close(weight - old, 4 * (own.weight - old), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["NONE", "L2", "DECOUPLE"])
+def test_weight_decay(mode: str) -> None:
+    """Row-wise Adagrad decays tables of several features as ours does, with L2 and DECOUPLE; on the CPU no others."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+    name = "EXACT_ROWWISE_ADAGRAD"
+    theirs = fbgemm(name, weight_decay=0.5, weight_decay_mode=WeightDecayMode[mode])
+    with pytest.raises(ValueError, match=r"EXACT_ROWWISE_ADAGRAD with weight_decay=0\.5 has no counterpart here"):
+        rk.convert_embeddings(theirs)
+    decay: Any = {"L2": {"weight_decay_mode": "l2"}, "DECOUPLE": {"weight_decay_mode": "decoupled"}}.get(mode)
+    options = {"weight_decay": 0.5, **decay} if decay else {}
+    ours: Any = rk.convert_embeddings(theirs, optimizer=rk.RowwiseAdagrad(lr=0.25, eps=2**-10, **options))
+    plain = fbgemm(name)
+    for look_up in (of_theirs(theirs), of_ours(ours), of_theirs(plain)):
+        train(look_up, range(3))
+    shared, *others = theirs.split_embedding_weights()
+    torch.testing.assert_close(shared, ours.embedding_bags["t0"].weight.detach(), rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, others, plain.split_embedding_weights()[1:]))
+
+
 def test_rows_only() -> None:
     """trained_by=[] leaves FBGEMM's optimizer out, so that another one may go on."""
     theirs = fbgemm("EXACT_ADAGRAD")
