@@ -213,6 +213,8 @@ def test_quantized(pooled: bool, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=1e-6)
     else:
         assert all(torch.equal(found[key].values(), rows.values()) for key, rows in expected.items())
+    with pytest.raises(TypeError, match=r"got torchrec\.quant\..*: tables for inference are made anew, by rk.convert_"):
+        rk.export_tables(ours, theirs)
     for option, value in (("format", "fp16"), ("optimizer", rk.SGD())):
         with pytest.raises(ValueError, match=f"^{option} is an option of tables that train, and these are for inf"):
             rk.convert_embeddings(theirs, **{option: value})

@@ -117,10 +117,12 @@ def peer_of(theirs: Any, trained_by: TrainedBy) -> Peer:
             raise TypeError(f"theirs[{wrong[0]!r}] must be a torch.nn.Embedding or EmbeddingBag, got {kind}")
     if layers:
         return TorchPeer(layers, trained_by)
+    is_named = is_other(theirs) or is_quantized(theirs)
     raise TypeError(
         "theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection, "
         "EmbeddingCollection or FusedEmbeddingBagCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got "
-        + (f"{type(theirs).__module__}.{type(theirs).__name__}" if is_other(theirs) else type(theirs).__name__)
+        + (f"{type(theirs).__module__}.{type(theirs).__name__}" if is_named else type(theirs).__name__)
+        + (": tables for inference are made anew, by rk.convert_embeddings" if is_quantized(theirs) else "")
         + (": rk.distributed.torchrec_state is for tables that TorchRec has sharded" if is_sharded(theirs) else "")
     )
 
