@@ -182,7 +182,14 @@ def test_fused_columns_of_others() -> None:
     assert torch.allclose(lookup(theirs)(0), torch.cat([expected[0], expected[2], expected[1]], dim=1))
     found = rk.replace_embeddings(torch.nn.ModuleDict({"tables": theirs}))
     assert found.left[0].reason.startswith(
-        "its columns are those of userf, shopf, itemf, by pooling and data type, and its keys say userf, itemf, shopf: "
+        "its columns are those of tables user, shop, item, and its keys those of user, item, shop: TorchRec's lookups"
+    )
+    converted: Any = rk.convert_embeddings(ours, optimizer=rk.SGD(lr=0.25))
+    with torch.no_grad():
+        converted._weights.zero_()
+    rk.import_tables(converted, theirs)
+    assert same_bits(
+        {n: w for n, w in converted.state_dict().items() if n in ours.state_dict()}, dict(ours.state_dict())
     )
 
 

@@ -131,14 +131,14 @@ def refusal(theirs: Any) -> str | None:
 
 def _mixed_columns(theirs: Any) -> str | None:
     """A reason not to convert a fused collection of TorchRec's whose columns are not those of its keys."""
-    keys = [feature for table in theirs.embedding_bag_configs() for feature in table.feature_names]
-    parts = [table for part in theirs._emb_modules for table in part._embedding_tables]
-    columns = [feature for table in parts for feature in table.feature_names]
+    keys = [table.name for table in theirs.embedding_bag_configs()]
+    columns = [table.name for part in theirs._emb_modules for table in part._embedding_tables]
     if keys == columns:
         return None
     return (
-        f"its columns are those of {', '.join(columns)}, by pooling and data type, and its keys say {', '.join(keys)}: "
-        "TorchRec's lookups give features each other's columns, which those of rk.EmbeddingBagCollection do not"
+        f"its columns are those of tables {', '.join(columns)}, and its keys those of {', '.join(keys)}: "
+        "TorchRec's lookups give features each other's columns, which those of rk.EmbeddingBagCollection do not; "
+        "rk.import_tables copies its tables into one"
     )
 
 
