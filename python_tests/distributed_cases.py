@@ -248,6 +248,31 @@ def run(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return outputs, blocks(model.module.ebc.state_dict())
 
 
+def run_elsewhere(case: Case, device: str | None) -> tuple[list[Tensor], dict[str, Any]]:
+    """Outputs and blocks of a collection that is sharded and trained where new tensors are float64, on a device.
+
+    Args:
+        device: None: what is new is float32 on the CPU.
+    """
+    from test_default_device import elsewhere
+    from torchrec.distributed.types import ShardingEnv
+
+    rank, env = dist.get_rank(), ShardingEnv.from_process_group(dist.group.WORLD)
+    samples = [(batch(case, step, [rank]), coefficients(case, step, [rank])) for step in range(case.steps)]
+    sharder = rk.distributed.EmbeddingBagCollectionSharder(gradient="sum", row_wise=case.row_wise, wire=case.wire)
+    ebc, plan, outputs = collection(case), plan_of(case, env.world_size), []
+    with contextlib.nullcontext() if device is None else elsewhere(), torch.device(device or "cpu"):
+        tables = sharder.shard(ebc, plan, env)
+        for features, wanted in samples:
+            outputs.append(tables(features).values())
+            (outputs[-1].float() * wanted).sum().backward()
+            rk.distributed.clip_grad_norm_(tables, 1.0)
+        tables.load_state_dict(tables.state_dict())
+        outputs += [] if ebc.optimizer is None else [tables.lr]
+    outputs += [p.grad for p in tables.parameters() if p.grad is not None]
+    return [out.detach() for out in outputs], blocks(tables.state_dict())
+
+
 def run_compiled(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """``run`` of a model that torch compiles as TorchRec's TrainPipelinePT2 does."""
     model = sharded(case, collection(case))

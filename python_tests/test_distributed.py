@@ -10,6 +10,8 @@ from distributed_cases import DIM, ROWS, Case, check_found, differences, one_pro
 from distributed_pool import WorkerError, pool
 from tiers import full
 
+import rec_kernels as rk
+
 pytest.importorskip("torchrec.distributed")
 
 
@@ -109,6 +111,27 @@ def test_reduced_parts(plan: str, sizes: tuple[int, ...], pooling: str) -> None:
     if len(sizes) == 2:
         pairs = zip([out for own in found[0] for out in own], [out for own, _ in ordered for out in own], strict=True)
         assert all(same_bits(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [
+        (Case("mixed", weighted=True), "meta"),
+        (Case("one_rank", optimizer="torch", weighted=True), "meta"),
+        (Case("table_wise", optimizer="sgd", compression=rk.MixedDimension(8)), "meta"),
+        (Case("row_wise", row_wise="exact"), "cpu"),  # TorchRec needs the device for batch sizes of rows
+        (Case("row_wise", compression=rk.QuotientRemainder(10)), "cpu"),
+    ],
+    ids=["blocks", "torch's gradients", "matrices", "rows", "parts"],
+)
+def test_elsewhere(case: Case, device: str) -> None:
+    """Bits, dtypes and devices do not depend on torch's default dtype and device."""
+    expected = pool(2).run("distributed_cases", "run_elsewhere", case, None)
+    found = pool(2).run("distributed_cases", "run_elsewhere", case, device)
+    for (outputs, state), (others, whole) in zip(found, expected, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(outputs, others, strict=True))
+        for name in whole:
+            assert all(same_bits(a, b) for (_, a), (_, b) in zip(state[name], whole[name], strict=True)), name
 
 
 def test_compiled() -> None:

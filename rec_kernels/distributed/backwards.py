@@ -171,7 +171,7 @@ class Backwards:
         if any(weight.requires_grad for weight in weights):
             return TorchTables.apply(shards, begun.arrived, *weights)
         trains = shards._update is not None or self._trained_by_torch
-        return torch.zeros(0, device=shards.device, requires_grad=trains or wanted)
+        return torch.zeros(0, dtype=torch.float32, device=shards.device, requires_grad=trains or wanted)
 
     def _versions(self) -> list[int]:
         """Versions of the tables; with a cache, which moves rows without changing them, of the count of updates."""
@@ -219,7 +219,7 @@ class Backwards:
         flags = [self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]
         choices = zlib.crc32(str([*flags, *sorted(self.frozen)]).encode(), zlib.crc32(array("f", rates)))
         told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), self.taken % (1 << 24), 0]
-        facts = torch.tensor(told, dtype=torch.float32).to(grad.device)
+        facts = torch.tensor(told, dtype=torch.float32, device=grad.device)
         if update is not None:
             facts[4] = self._shards.step % (1 << 24)
             if scaling := update.scaling():

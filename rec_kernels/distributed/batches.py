@@ -148,7 +148,7 @@ class SortedIds(NamedTuple):
         """
         empty, weights = torch.zeros(0, dtype=torch.int64, device=self.device), None
         if weighted:
-            given = self.weights or [torch.ones(len(own), device=self.device) for own in self.ids]
+            given = self.weights or [empty.new_ones(len(own), dtype=torch.float32) for own in self.ids]
             weights = torch.cat([empty.float(), *given])
         return KeyedJaggedTensor(
             keys=[str(i) for i in range(len(self.ids))],

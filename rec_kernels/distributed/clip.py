@@ -81,6 +81,6 @@ def _power(gradients: Iterator[Tensor], norm_type: float, device: torch.device) 
     """The sum of the elements' powers, or their largest, float32 without dimensions."""
     norms = [_whole(torch.linalg.vector_norm(g.float(), norm_type)).to(device) for g in gradients]
     if not norms:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     found = torch.stack(norms)
     return found.amax() if math.isinf(norm_type) else (found**norm_type).sum()

@@ -88,7 +88,7 @@ class ShardInit:
         if self._drawn is None or self._drawn[0] != block:
             whole = self._whole
             count = min(self._size, whole.num_embeddings - block * self._size)
-            floats = torch.empty(count, whole.embedding_dim, dtype=torch.float32)
+            floats = torch.empty(count, whole.embedding_dim, dtype=torch.float32, device="cpu")
             with _seeded(f"{self._salt}/{whole.name}/{block}"):
                 fill(floats, whole, block * self._size)
             self._drawn = block, floats
@@ -179,7 +179,8 @@ def make_collection(
         if table.projection:
             matrix = made._projection(table)
             with _seeded(f"{salt}/{table.name}/projection"), torch.no_grad():
-                matrix.copy_(torch.nn.init.xavier_uniform_(torch.empty(table.projection, dtype=torch.float32)))
+                drawn = torch.empty(table.projection, dtype=torch.float32, device="cpu")
+                matrix.copy_(torch.nn.init.xavier_uniform_(drawn))
             matrix.requires_grad_(module._projection(table).requires_grad)
     for piece in pieces:
         weight = module._held[module._features.stored[piece.stored].name].weight

@@ -294,7 +294,8 @@ class RowTrip(Trip):
     def _fetched(self, count: int) -> Tensor:
         """The rows that this rank has asked for, in their places: [count, largest D]."""
         module = self.module
-        out = torch.zeros(count, max(module.output_dims, default=0), device=module.shards.device)
+        shape = count, max(module.output_dims, default=0)
+        out = torch.zeros(shape, dtype=torch.float32, device=module.shards.device)
         self.batch.asked.unpack(self._rows.wait(), out, back=False)
         del self._rows
         return out

@@ -253,12 +253,13 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """
 
         def look_up() -> Tensor:
+            nothing = bags.values.new_zeros(rows, 0, dtype=torch.float32)
             if not self.routes.own:
-                return torch.zeros(rows, 0, device=self.shards.device)
+                return nothing
             shards, ids = self.shards, (bags.values, bags.offsets, starts)
             if ctx.is_ahead:
                 shards._store.prefetch(shards._call(*ids), training=self.training)
-                return torch.zeros(0, 0)
+                return nothing
             with shards._store.held():
                 if ctx.trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
                     shards._store.lookup_arguments(shards._call(*ids), inserts=True)
@@ -395,7 +396,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """The learning rates as ``rk.EmbeddingBagCollection.lr`` has them, of the tables of all ranks; a copy."""
         groups = zip(rate_groups(self._features), self.optimizer.param_groups, strict=True)
         rates = {number: group["lr"] for own, group in groups for number in own.table_ids}
-        lr = torch.tensor([rates[number] for number in sorted(rates)], device=self.device)
+        lr = torch.tensor([rates[number] for number in sorted(rates)], dtype=torch.float32, device=self.device)
         return lr if any(table.rate is not None for table in self.tables) else lr[0]
 
     # Reports.

@@ -113,8 +113,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ctx.bags = batches.looked_up(kjt, len(own))
         if ctx.asked is None:
             return self._composed(ctx, self._looked_up(ctx, ctx.bags, sum(ctx.batch_sizes)))
-        counts = torch.tensor(kjt.stride_per_key_per_rank() if own else [], dtype=torch.int64)
-        return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size).to(self.shards.device))
+        numbers = kjt.stride_per_key_per_rank() if own else []
+        counts = torch.tensor(numbers, dtype=torch.int64, device=self.shards.device)
+        return self._rows_looked_up(ctx, counts.view(len(own), self.routes.world_size))
 
     def output_dist(self, ctx: RowContext, output: Tensor) -> KeyedTensor | dict[str, Tensor]:
         """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``, or its bags as ``by_feature``."""

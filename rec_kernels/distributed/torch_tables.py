@@ -54,7 +54,7 @@ class TorchTables(torch.autograd.Function):
             shards: this rank's. weights: theirs. arrived: where the output's backward puts the gradients of all ranks.
         """
         ctx.shards, ctx.arrived, ctx.shapes = shards, arrived, [weight.shape for weight in weights]
-        return torch.zeros(0, device=shards.device)
+        return torch.zeros(0, dtype=torch.float32, device=shards.device)
 
     @staticmethod
     @once_differentiable
