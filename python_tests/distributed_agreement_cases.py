@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -146,7 +148,7 @@ def unreadable(case: Case) -> str:
 
 
 def settings(case: Case) -> tuple[list[str], float, str, float]:
-    """Refused settings of a sharded collection, one in a block; the rate after an update() of TorchRec's group.
+    """Refused settings, one in a block, and copies of a sharded collection; the rate after TorchRec's group's update().
 
     Then the shards' rule for ids out of range, where the collection checked none and is to ignore them, and their sum.
     """
@@ -162,7 +164,8 @@ def settings(case: Case) -> tuple[list[str], float, str, float]:
             train(replace(case, steps=1), model, [dist.get_rank()])
 
     errors.append(raised(freezes_in_block))
-    errors.append(raised(lambda: setattr(ebc, "embedding_bags", nn.ModuleDict())))
+    errors += [raised(partial(put, "embedding_bags", nn.ModuleDict())) for put in (ebc.__setattr__, ebc.add_module)]
+    errors += [raised(partial(make, ebc)) for make in (copy.copy, copy.deepcopy, pickle.dumps)]
     ebc.bounds_check = "none" if dist.get_rank() else "error"
     errors.append(raised(lambda: train(replace(case, steps=1), model, [dist.get_rank()])))
     group.update(lr=0.75)

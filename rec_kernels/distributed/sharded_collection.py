@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,17 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value, self._holder)
         super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
+        refuse_replacing(self, name, module, self._holder)
+        super().add_module(name, module)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, as it belongs to a process group: save its "
+            "state_dict() by torch.distributed.checkpoint, and load it into another model that is sharded"
+        )
 
     def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
         """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
