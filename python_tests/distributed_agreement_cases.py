@@ -119,6 +119,19 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
     return errors, frozen
 
 
+def replicas_of_torch(case: Case) -> list[str]:
+    """Errors of three steps of torch's SGD: losses use replicas alike, then otherwise on rank 1, and then alike."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    ebc, errors = model.module.ebc, []
+    optimizer = torch.optim.SGD(rk.dense_parameters(ebc), lr=0.1)
+    for factor in (1, 1 + rank, 1):
+        optimizer.zero_grad()
+        used = sum(p.sum() for p in ebc.parameters())
+        errors.append(raised((model(batch(case, 0, [rank])).sum() + factor * used).backward))
+        optimizer.step()
+    return errors
+
+
 class Failing(torch.autograd.Function):
     """A layer whose backward fails."""
 

@@ -89,6 +89,26 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
         assert loaded == "none"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("data_parallel", optimizer="torch"),
+        *full(
+            Case("mixed", optimizer="torch"),
+            Case("data_parallel", optimizer="sgd", compression=rk.MixedDimension(8)),
+        ),
+    ],
+    ids=["replicas", "replicas and shards", "matrices"],
+)
+def test_replicas_that_a_loss_uses(case: Case) -> None:
+    """Replicas of torch's optimizers that one rank's loss has made others than those of the others are told on all."""
+    first, second = pool(2).run(HERE, "replicas_of_torch", case)
+    assert first == second
+    *alike, told = first
+    assert alike == ["none", "none"]
+    assert "whose replicas of data_parallel tables have other numbers, as a loss of one of them has used" in told
+
+
 def test_data_that_one_rank_cannot_begin_to_read() -> None:
     """No rank waits for one whose batches have no iterator."""
     assert pool(2).run(HERE, "unreadable", Case()) == [

@@ -116,8 +116,8 @@ def test_what_travels() -> None:
     bags = [20, 21, 22, 23]
     asked = [bags[0] + bags[2] + bags[3], bags[1]]  # by rank 0 of rank 1, and by rank 1 of rank 0
     assert pool(2).run(HERE, "numbers_sent", given) == [
-        [asked[1] * DIM, asked[0] * DIM + 6],
-        [asked[0] * DIM, asked[1] * DIM + 6],
+        [asked[1] * DIM, asked[0] * DIM + 7],
+        [asked[0] * DIM, asked[1] * DIM + 7],
     ]
 
 

@@ -126,8 +126,8 @@ def test_what_travels(row_wise: str) -> None:
     given = Distinct(case_of("mult", row_wise=row_wise, sizes=(40, 40)), ("plain", "plain"))
     asked = [asked_for(given, rank, distinct=row_wise == "ordered") for rank in range(2)]
     assert pool(2).run("distributed_distinct_cases", "numbers_sent", given) == [
-        [asked[1] * DIM, asked[0] * DIM + 6],
-        [asked[0] * DIM, asked[1] * DIM + 6],
+        [asked[1] * DIM, asked[0] * DIM + 7],
+        [asked[0] * DIM, asked[1] * DIM + 7],
     ]
 
 

@@ -228,7 +228,7 @@ def test_what_travels(plan: str) -> None:
         return int((owner != rank).sum()) * FEATURE_DIMS[f]
 
     wanted = [sum(away(rank, f, ids) for f, ids in rows[rank]) for rank in range(2)]
-    assert pool(2).run(HERE, "numbers_sent", case) == [[wanted[1], wanted[0] + 6], [wanted[0], wanted[1] + 6]]
+    assert pool(2).run(HERE, "numbers_sent", case) == [[wanted[1], wanted[0] + 7], [wanted[0], wanted[1] + 7]]
 
 
 def _features(case: Sequences, rank: int) -> list[torch.Tensor]:

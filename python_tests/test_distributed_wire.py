@@ -94,8 +94,8 @@ def test_bytes(formats: tuple[str | None, str | None]) -> None:
         return -(-count * row[way] // 4) * 4
 
     assert pool(2).run(HERE, "bytes_sent", case) == [
-        [padded(5 * 1, 0), padded(8 * 3, 1) + 24],
-        [padded(8 * 3, 0), padded(5 * 1, 1) + 24],
+        [padded(5 * 1, 0), padded(8 * 3, 1) + 28],
+        [padded(8 * 3, 0), padded(5 * 1, 1) + 28],
     ]
 
 
@@ -109,8 +109,8 @@ def test_bytes_of_ids() -> None:
         away.append(int((torch.cat(owners) != rank).sum()))
     # Whole multiples of 4 bytes.
     assert pool(2).run(HERE, "bytes_sent", case) == [
-        [away[1] * 24, away[0] * 4 * DIM + 24],
-        [away[0] * 24, away[1] * 4 * DIM + 24],
+        [away[1] * 24, away[0] * 4 * DIM + 28],
+        [away[0] * 24, away[1] * 4 * DIM + 28],
     ]
 
 
@@ -118,7 +118,7 @@ def test_bytes_of_narrow_rows() -> None:
     """Rows that would be no smaller travel as float32."""
     case = Case("column_wise", wire=Wire("mxint8", "mxfp8_e4m3"))  # 8 columns: 32 bytes, or 33
     for forward, backward in pool(2).run(HERE, "bytes_sent", case):
-        assert (forward, backward) == (8 * 4 * 8 * 4, 8 * 4 * 8 * 4 + 24)
+        assert (forward, backward) == (8 * 4 * 8 * 4, 8 * 4 * 8 * 4 + 28)
 
 
 @pytest.mark.parametrize("plan", ["row_wise", *full("table_wise", "column_wise")])

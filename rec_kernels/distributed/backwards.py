@@ -16,6 +16,7 @@ from rec_kernels.distributed.wire import Draw, Wire, as_travelled
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, Pending
+from rec_kernels.nn.training.dense_parameters import dense_parameters
 from rec_kernels.nn.training.tied_weights import LookupNodes, hook_gradient, runs
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
 
@@ -29,7 +30,7 @@ _WHOLE_USED = (
     "gradient trains no shard; give what uses it a weight of its own"
 )
 #: Elements of what a rank tells each of the others: see ``Backwards.facts``.
-FACTS = 6
+FACTS = 7
 # Other messages, of integers, have less than 1 in their place, read as floats.
 _NOW, _TOGETHER, _IN_BLOCK, _BY_TORCH, _CHANGED, _BEFORE_BLOCK, _AFTER_BLOCK, _FROZEN, _REPLICA, _WHOLE = range(1, 11)
 _WHEN = {
@@ -187,10 +188,11 @@ class Backwards:
             self._shards._update.dense.opened(output)
 
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
-        """[FACTS] float32: the lookup's number, when the update is to be, the scale, choices, the step, an overflow.
+        """[FACTS] float32: the lookup, when the update is to be, the scale, choices, the step, replicas, an overflow.
 
-        Choices are learning rates and what is frozen: others would hardly have the same number below 2^24. Steps differ
-        where an exception has ended a backward, or an ``accumulate()`` block, of some ranks. An overflow is inf.
+        Choices are learning rates and what is frozen: others would hardly have the same number below 2^24, nor would
+        other numbers of replicas that torch's optimizers train. Steps differ where an exception has ended a backward,
+        or an ``accumulate()`` block, of some ranks. An overflow is inf.
 
         Args:
             grad: of this rank's samples, float32, as it is sent.
@@ -218,13 +220,19 @@ class Backwards:
         replicas = [p for name in self._replicas for p in self._shards._held[name]._parameters.values()]
         flags = [self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]
         choices = zlib.crc32(str([*flags, *sorted(self.frozen)]).encode(), zlib.crc32(array("f", rates)))
-        told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), self.taken % (1 << 24), 0]
+        told = [begun.number % (1 << 24), when, 0, choices % (1 << 24), self.taken % (1 << 24), 0, 0]
         facts = torch.tensor(told, dtype=torch.float32, device=grad.device)
         if update is not None:
             facts[4] = self._shards.step % (1 << 24)
             if scaling := update.scaling():
-                facts[2], facts[5] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
+                facts[2], facts[6] = scaling["grad_scale"][0], overflow_of(as_travelled(grad, self._format))
+        facts[5] = self._numbers_of_replicas() % (1 << 24)
         return facts
+
+    def _numbers_of_replicas(self) -> Tensor | int:
+        """The sum of the bits of replicas that torch's optimizers train, on each rank by itself."""
+        own = [p for name in self._replicas for p in dense_parameters(self._shards._held[name])]
+        return sum(p.detach().view(torch.int16).sum() for p in own)
 
     def take(self, begun: Begun, lookup: Lookup, facts: Tensor) -> None:
         """Updates this rank's shards with the gradients of all samples, or keeps them for who is to use them.
@@ -239,7 +247,7 @@ class Backwards:
             return
         scaling = update.scaling()
         if scaling:
-            lookup = lookup._replace(found_inf=facts[:, 5].amax())
+            lookup = lookup._replace(found_inf=facts[:, -1].amax())
         if begun.pending is not None:
             begun.pending.add(lookup)
         elif update.dense.is_waiting():
@@ -254,7 +262,7 @@ class Backwards:
 
         On a GPU the process ends with the message instead: the host would have to wait for each backward.
         """
-        told, text = facts[:, :5], ""
+        told, text = facts[:, :-1], ""
         alike = (
             "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
             "calls and accumulate() blocks, and with the same loss scale, learning rates, frozen features and replicas"
@@ -290,6 +298,11 @@ class Backwards:
                 text += (
                     ", which have made other numbers of updates, as an exception has ended a backward, or an "
                     "accumulate() block, of one of them: load a checkpoint on all"
+                )
+            if by_rank[0][5] != by_rank[other][5]:
+                text += (
+                    ", whose replicas of data_parallel tables have other numbers, as a loss of one of them has used a "
+                    "replica, or its gradients were clipped by another norm: load a checkpoint on all"
                 )
         if text:
             raise RuntimeError(f"{text}; no rank has updated its tables")
