@@ -202,6 +202,22 @@ def loaded_in_part(case: Case) -> tuple[list[str], bool]:
     return errors, good
 
 
+def whole_fsdp(case: Case) -> tuple[str, bool]:
+    """The error of FSDP2 that shards a whole model, and whether the model's requires_grad_(False) freezes tables."""
+    from distributed_torchrec_cases import WithLayers
+    from torch.distributed.fsdp import fully_shard
+
+    model = sharded(case, collection(case), WithLayers, replicates=False).module
+    error = raised(lambda: fully_shard(sharded(case, collection(case), WithLayers, replicates=False).module))
+    fully_shard(model, ignored_params={model.ebc.all_tables})
+    model.requires_grad_(False)
+    before = blocks(model.ebc.state_dict())
+    train(case, model, [dist.get_rank()])
+    after = blocks(model.ebc.state_dict())
+    names = [name for name in before if "embedding_bags" in name]
+    return error, all(torch.equal(a[1], b[1]) for n in names for a, b in zip(before[n], after[n], strict=True))
+
+
 def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
     """The norm of all gradients, where FSDP2 has sharded the layers, and that of the layers after the clipping."""
     from distributed_torchrec_cases import WithLayers

@@ -84,7 +84,7 @@ def run(case: Case, other: str, folder: str) -> dict[str, Any]:
     model = sharded(case, collection(case))
     outputs, grads = train(case, model, model.module.ebc, [dist.get_rank()])
     found: dict[str, Any] = {"outputs": outputs, "grads": grads, "state": blocks(model.module.ebc.state_dict())}
-    found["names"] = [name for name, _ in model.module.ebc.named_parameters()]
+    found["names"] = [name for name, _ in model.module.ebc.named_parameters() if name != "all_tables"]
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
     found["begun"] = blocks(loaded.module.ebc.state_dict())

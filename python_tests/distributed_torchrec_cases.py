@@ -146,9 +146,10 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
     optimizer.step()
     train(case, model, ranks)
     ebc.unfreeze("f2")
-    ebc.requires_grad_(False)
+    model.requires_grad_(False)
     train(case, model, ranks)
-    ebc.requires_grad_()
+    for parameter in model.parameters():
+        parameter.requires_grad = True
     for name, table in ebc.embedding_bags.items():
         table.weight.requires_grad_(not name.startswith("t0"))
     train(case, model, ranks)
@@ -231,7 +232,8 @@ def pipelined(case: Case) -> list[bool]:
         plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
         model = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
         names = [name for name, _ in model.named_parameters()]
-        assert names == ["dense.weight", "dense.bias"], names
+        assert names == ["ebc.all_tables", "dense.weight", "dense.bias"], names
+        assert len(rk.dense_parameters(model)) == 2
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     equal, names = loop_and_pipeline(made, data)

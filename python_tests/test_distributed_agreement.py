@@ -154,6 +154,13 @@ def test_states_of_some_tables(plan: str) -> None:
         assert good
 
 
+def test_whole_models_of_fsdp() -> None:
+    """FSDP2 would replace the parameter by which a model's requires_grad_() finds tables: it is to be left out."""
+    for error, same in pool(2).run(HERE, "whole_fsdp", Case("row_wise", optimizer="sgd")):
+        assert error.startswith("RuntimeError: all_tables cannot be another parameter, as fully_shard() makes of it")
+        assert same
+
+
 def test_norms_beside_fsdp() -> None:
     """Gradients that FSDP2 has sharded count whole, and are scaled, as those of tables are."""
     case = Case("row_wise", optimizer="torch", gradient="global_mean")

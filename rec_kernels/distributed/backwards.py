@@ -109,6 +109,11 @@ class Backwards:
         #: Where torch's optimizers train: how many backwards no exception has ended, since ranks were made alike.
         self.taken = 0
 
+    def train_all(self, trains: bool) -> None:
+        """Has updates change all tables, or none; to be called on every rank."""
+        self._shards.requires_grad_(trains)
+        self.trains = trains
+
     def refuse_whole(self, weights: Sequence[Tensor]) -> None:
         """Has a backward raise RuntimeError that gives a gradient to a table of a whole collection, now sharded."""
         for weight in weights:

@@ -28,7 +28,7 @@ from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.row_exchange import RowContext, runs_of
 from rec_kernels.distributed.state import ShardedState, is_of_rank
-from rec_kernels.distributed.torch_tables import ShownTables
+from rec_kernels.distributed.torch_tables import AllTables, ShownTables
 from rec_kernels.distributed.trips import Trip, leave
 from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.collection import TableCollection
@@ -107,8 +107,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._shown = [ShownTables(self._blocks(own))]
         if module._trained_by_torch:
             self._modules[module._holder] = self.embedding_bags
-        elif projected := [table.name for table in collection._features.tables if table.projection]:
-            self._modules[module._holder] = ShownTables({n: collection._held[n] for n in projected}, "projection")
+        else:
+            trains = any(RequiresGrad.of(weight).requires_grad for weight in module._held.weights())
+            self.all_tables = AllTables.of(self.backwards.train_all, device, requires_grad=trains)
+            if projected := [table.name for table in collection._features.tables if table.projection]:
+                self._modules[module._holder] = ShownTables({n: collection._held[n] for n in projected}, "projection")
         if not module._weights.is_meta:
             self._are_alike = False
             self.load_state_dict(module.state_dict())
@@ -119,6 +122,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value, self._holder)
+        if name == "all_tables" and name in self._parameters:
+            raise RuntimeError(
+                "all_tables cannot be another parameter, as fully_shard() makes of it: its requires_grad is that of "
+                "this rank's tables. Give fully_shard() ignored_params={tables.all_tables}, or the layers only"
+            )
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -372,15 +380,6 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """The reverse of ``freeze``."""
         self.shards.unfreeze(*self._own_names(features))
         self.backwards.frozen.difference_update(features)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets ``requires_grad`` of all that it has: False freezes tables that a fused optimizer trains.
-
-        To be called on every rank, of this module itself: those that it is in do not find its shards.
-        """
-        self.shards.requires_grad_(requires_grad)
-        self.backwards.trains = requires_grad
-        return super().requires_grad_(requires_grad)
 
     def _own_names(self, features: tuple[str, ...]) -> list[str]:
         names = self.feature_names

@@ -30,8 +30,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
     gradients of all ranks and of all lookups that it has. docs/distributed.md says what has the bits of one process.
 
-    With a fused optimizer it has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the
-    model only. With ``optimizer=None`` its parameters are this rank's shards, with the gradients of all samples.
+    With a fused optimizer it has no parameter but ``all_tables``, of no elements, whose ``requires_grad`` is that of
+    all tables: an optimizer of torch, and DistributedDataParallel, train the rest of the model only. With
+    ``optimizer=None`` its parameters are this rank's shards, with the gradients of all samples.
 
     Args:
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.

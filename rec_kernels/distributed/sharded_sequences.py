@@ -32,8 +32,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
     between features, and be 0. Outputs and updates are those of one process with all samples, bit by bit: a row comes
     from the one shard that has it, or column by column.
 
-    With a fused optimizer it has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the
-    model only. With ``optimizer=None`` its parameters are this rank's shards, with the gradients of all samples.
+    With a fused optimizer it has no parameter but ``all_tables``, of no elements, whose ``requires_grad`` is that of
+    all tables: an optimizer of torch, and DistributedDataParallel, train the rest of the model only. With
+    ``optimizer=None`` its parameters are this rank's shards, with the gradients of all samples.
 
     Args:
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.

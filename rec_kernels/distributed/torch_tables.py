@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.training.accumulate import Lookup
+from rec_kernels.nn.training.dense_parameters import mark_switch
 from rec_kernels.ops.embedding_bag import table_starts
 
 _ops = torch.ops.rec_kernels
@@ -41,6 +42,39 @@ class ShownTables(_Shown, Tables):
             shown = self._modules[name] = _Shown()
             # Where all are shown, they are the table's own dict: moves replace what is in it.
             shown.__dict__["_parameters"] = table._parameters if only is None else {only: table._parameters[only]}
+
+
+class AllTables(nn.Parameter):
+    """A parameter of no elements, by which ``requires_grad`` of a whole model reaches tables that are no parameters."""
+
+    _told: Callable[[bool], object]
+
+    @classmethod
+    def of(cls, told: Callable[[bool], object], device: torch.device, *, requires_grad: bool) -> AllTables:
+        """The parameter of a collection.
+
+        Args:
+            told: called with what ``requires_grad`` is set to. requires_grad: at first.
+        """
+        made = cls(torch.empty(0, dtype=torch.float32, device=device), requires_grad)
+        made._told = told
+        mark_switch(made)
+        return made
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if tables are trained; False, once set, freezes all of this rank's."""
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        super().requires_grad_(value)
+        self._told(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> AllTables:
+        """Sets ``requires_grad``."""
+        self.requires_grad = requires_grad
+        return self
 
 
 class TorchTables(torch.autograd.Function):

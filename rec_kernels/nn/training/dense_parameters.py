@@ -26,7 +26,7 @@ class _Mark:
         return bool, ()
 
 
-_FUSED, _UNTRAINED, _REPLACED = _Mark(), _Mark(), _Mark()
+_FUSED, _UNTRAINED, _REPLACED, _SWITCH = _Mark(), _Mark(), _Mark(), _Mark()
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -40,12 +40,17 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
         Its parameters that require gradients, in the order of ``module.parameters()``, without the tables of
         collections that have a fused optimizer. Projections of narrow tables are among them.
     """
-    return [p for p in module.parameters() if p.requires_grad and getattr(p, _MARK, None) is not _FUSED]
+    return [p for p in module.parameters() if p.requires_grad and getattr(p, _MARK, None) not in (_FUSED, _SWITCH)]
 
 
 def mark_fused(weight: nn.Parameter) -> None:
     """Says of a parameter that a fused optimizer updates it."""
     weight.__dict__[_MARK] = _FUSED
+
+
+def mark_switch(switch: nn.Parameter) -> None:
+    """Says of a parameter that it has no elements, and stands for tables that are no parameters."""
+    switch.__dict__[_MARK] = _SWITCH
 
 
 def mark_replaced(weights: Iterable[nn.Parameter]) -> None:
