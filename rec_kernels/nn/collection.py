@@ -397,7 +397,7 @@ class TableCollection(nn.Module):
         dense = self._update.dense.take()
         if not lookups and not dense:
             return
-        joins = not dense and (scaling is not None or are_alike(lookups))
+        joins = not dense and are_alike(lookups)
         lookup = join(lookups, len(self.feature_names)) if joins else join_dense(lookups, dense, self._features)
         scaling = self._update.scaling() if scaling is None else scaling
         self._apply_update(lookup, list(dense), self._update.found_by(scaling, lookup))

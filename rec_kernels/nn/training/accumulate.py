@@ -161,15 +161,12 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
     """One batch of all micro-batches: per feature, micro-batch after micro-batch.
 
     Args:
-        lookups: at least one; F = ``num_features`` features each, batch sizes of their own.
+        lookups: at least one; F = ``num_features`` features each, batch sizes of their own. They ``are_alike``.
 
     Returns:
         Lookup of the sum of the batch sizes. Where only some have per-sample weights, the others' are 1, which
         changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does, and
         ``found_inf`` is inf if any is.
-
-    Raises:
-        RuntimeError: only some have ``bag_starts``, or not all ``shared`` with the same groups.
     """
     status = torch.stack([lookup.status for lookup in lookups]).amin(0)
     found = [lookup.found_inf for lookup in lookups if lookup.found_inf is not None]
@@ -177,11 +174,6 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
     lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
     if len(lookups) == 1:
         return lookups[0]._replace(status=status, found_inf=found_inf)
-    if len({_kind(lookup) for lookup in lookups}) > 1:
-        raise RuntimeError(
-            "the lookups of an accumulate() block must be of one kind: of batches, of features with batch sizes of "
-            "their own, or of distinct bags with the same groups"
-        )
     sizes = [_bags_of_features(lookup, num_features) for lookup in lookups]
     values, offsets, weights = _by_feature(lookups, sizes)
     starts, own_rows = None, lookups[0].bag_starts is not None and lookups[0].shared is None
@@ -199,7 +191,7 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
 
 
 def are_alike(lookups: list[Lookup]) -> bool:
-    """True if ``join`` takes these lookups."""
+    """True if all or none have ``bag_starts``, and all or none ``shared``, with the same groups."""
     return len({_kind(lookup) for lookup in lookups if len(lookup.grad)}) <= 1
 
 
