@@ -161,7 +161,7 @@ def unreadable(case: Case) -> str:
 
 
 def settings(case: Case) -> tuple[list[str], float, str, float]:
-    """Refused settings, one in a block, and copies of a sharded collection; the rate after TorchRec's group's update().
+    """Errors of settings, one in a block, copies, a reset; the rate after TorchRec's group's update().
 
     Then the shards' rule for ids out of range, where the collection checked none and is to ignore them, and their sum.
     """
@@ -179,6 +179,7 @@ def settings(case: Case) -> tuple[list[str], float, str, float]:
     errors.append(raised(freezes_in_block))
     errors += [raised(partial(put, "embedding_bags", nn.ModuleDict())) for put in (ebc.__setattr__, ebc.add_module)]
     errors += [raised(partial(make, ebc)) for make in (copy.copy, copy.deepcopy, pickle.dumps)]
+    errors.append(raised(ebc.reset_parameters))
     ebc.bounds_check = "none" if dist.get_rank() else "error"
     errors.append(raised(lambda: train(replace(case, steps=1), model, [dist.get_rank()])))
     group.update(lr=0.75)

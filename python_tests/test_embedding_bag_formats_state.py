@@ -292,6 +292,10 @@ def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
     module = nn.Sequential(collection) if held else collection
     module._apply(filled)
     module.to_empty(device="cpu")
+    with pytest.raises(
+        RuntimeError, match=r"reset_parameters\(\) of EmbeddingBagCollection: the rows of its tables are"
+    ):
+        collection.reset_parameters()
     assert all(same_bits(collection._layout._buffers[name], t) for name, t in kept.items())
     collection.load_state_dict(state)
     assert collection.lr.item() == 0.25

@@ -35,7 +35,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.config import describe, shown
 from rec_kernels.nn.tables.load_state import refuse_names
-from rec_kernels.nn.tables.parameters import RequiresGrad, refuse_replacing
+from rec_kernels.nn.tables.parameters import RequiresGrad, refuse_replacing, refuse_reset
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
 from rec_kernels.nn.training.fused_update import rate_groups
 
@@ -133,6 +133,10 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
         refuse_replacing(self, name, module, self._holder)
         super().add_module(name, module)
+
+    def reset_parameters(self) -> NoReturn:
+        """Raises RuntimeError, as that of the whole collection."""
+        refuse_reset(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from weakref import WeakMethod
 
 import torch
@@ -28,7 +28,7 @@ from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_st
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, refuse_written, tie_tables
-from rec_kernels.nn.tables.parameters import Tables
+from rec_kernels.nn.tables.parameters import Tables, refuse_reset
 from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
@@ -142,6 +142,10 @@ class TableCollection(nn.Module):
         """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
         refuse_setting(self, self._holder, name, module)
         super().add_module(name, module)
+
+    def reset_parameters(self) -> NoReturn:
+        """Raises RuntimeError, so that a loop over modules does not leave out tables that ``to_empty()`` has made."""
+        refuse_reset(self)
 
     @property
     def _held(self) -> Tables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,14 @@ def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | 
             "collection's tables were made with. Make a new collection, or write the weights in place, with "
             "load_state_dict(), or with copy_() under torch.no_grad()"
         )
+
+
+def refuse_reset(module: nn.Module) -> NoReturn:
+    """Raises RuntimeError: a collection cannot draw its tables again."""
+    raise RuntimeError(
+        f"reset_parameters() of {type(module).__name__}: the rows of its tables are drawn once, when it is made. "
+        "Make a new one, or load a state: to_empty() leaves rows, optimizer state and step undefined"
+    )
 
 
 class Table(nn.Module):
