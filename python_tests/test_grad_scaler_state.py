@@ -173,6 +173,27 @@ def test_compiled(backend: str) -> None:
     assert found.step.item() == 6
 
 
+def test_compiled_sequences() -> None:
+    """Rows for as many ids as a batch has, of a number that a whole graph does not know, and that may be 0."""
+    torch._dynamo.reset()
+    tables = [rk.EmbeddingConfig(9, size, name=f"t{size}", feature_names=["a", "b"]) for size in (2, 3)]
+    torch.manual_seed(0)
+    found = rk.EmbeddingCollection(tables, optimizer=rk.SGD(lr=0.5))
+    plain, scaler = copy.deepcopy(found), GradScaler("cpu", init_scale=4.0)
+    found.set_grad_scaler(scaler)
+    compiled = torch.compile(found, fullgraph=True, backend="aot_eager")
+    for size, factor in ((4, 1.0), (3, 1.0), (4, torch.inf), (0, 1.0), (2, torch.nan), (4, 1.0)):
+        features = rk.KeyedJaggedTensor(["a", "b"], torch.arange(size), lengths=torch.tensor([size, 0, 0, 0]))
+        losses = [sum((rows.values() * factor).sum() for rows in look(features).values()) for look in (compiled, plain)]
+        scaler.scale(losses[0]).backward()
+        scaler.step(found.fused_optimizer)
+        scaler.update()
+        if factor == 1.0:
+            losses[1].backward()
+        assert_same(found, plain)
+    assert scaler.get_scale() == 1.0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
 def test_captured() -> None:
     """Replays read the scale of each step, and tell the scaler."""

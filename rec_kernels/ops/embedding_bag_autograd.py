@@ -318,7 +318,10 @@ def overflow_of(grad: Tensor) -> Tensor:
 
     Update ops take it as ``found_inf``; as the gradient of a parameter, ``torch.amp.GradScaler`` finds it.
     """
-    if not grad.numel():
+    count = grad.numel()
+    if not isinstance(count, int):  # traced, where it may be known to no one, and the comparison is fused into the sum
+        return torch.where((grad.abs() <= _LARGEST).all(), 0.0, torch.inf).float()
+    if not count:
         return grad.new_zeros(())
     low, high = grad.aminmax()  # reads it once, and makes nothing of its size
     # A NaN is not. Two numbers have torch's default dtype.
