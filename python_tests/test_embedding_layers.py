@@ -351,6 +351,14 @@ def _checked_no_more() -> None:
                 (ValueError, (PADDED.to_sparse(),), "input must be a dense tensor, got one of layout torch.sparse_coo"),
             ]
         ),
+        *(
+            (
+                ValueError,
+                functools.partial(_looked_up, options, PADDED[0], torch.zeros(2, device="meta").long()),
+                "offsets must be on input's device, cpu, got meta",
+            )
+            for options in ({}, SGD, {"mode": "max"})
+        ),
         (ValueError, _checked_no_more, 'bounds_check must be "error" for mode "max", got \'ignore\''),
         (AttributeError, lambda: setattr(rk.Embedding(9, 4, **SGD).collection, "optimizer", None), "no setter"),
         (

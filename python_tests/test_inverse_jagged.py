@@ -164,6 +164,7 @@ BAD_PARTS = [
     (ValueError, {"inverse": torch.zeros(2, 4, device="meta").long()}, "inverse must be on unique's device, cpu"),
     (ValueError, {"inverse": torch.zeros(2, 5).long()}, "'b' is in no group, .* that of inverse, 5, got 4"),
     (ValueError, {"keys": ["a", "b", "c"]}, "keys must be those of unique"),
+    (ValueError, {"keys": 1}, "keys must be a list of feature names, got 1"),
     (
         ValueError,
         {"unique": _kjt(["c", "a", "d", "b"], [2, 3, 3, 4])},

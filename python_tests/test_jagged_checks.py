@@ -7,6 +7,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,13 +134,14 @@ def test_lengths_that_int32_cannot_add_up() -> None:
     assert rk.KeyedJaggedTensor(["a"], many, lengths=lengths.long()).offsets()[-1] == 2**31 + 1
 
 
-def test_names_of_keys() -> None:
-    """A name alone is no list of names."""
-    message = "keys must be a list of feature names, got 'ab'"
+@pytest.mark.parametrize("keys", ["ab", None, 2])
+def test_names_of_keys(keys: Any) -> None:
+    """A name alone is no list of names, nor is anything that has none."""
+    message = f"keys must be a list of feature names, got {keys!r}"
     lengths = torch.ones(2, dtype=torch.int64)
-    _refused(lambda: rk.KeyedJaggedTensor("ab", IDS[:2], lengths=lengths), message)
-    _refused(lambda: rk.KeyedJaggedWindows("ab", IDS[:2], lengths, lengths), message)
-    _refused(lambda: rk.KeyedTensor("ab", [1, 2], torch.rand(4, 3)), message)
+    _refused(lambda: rk.KeyedJaggedTensor(keys, IDS[:2], lengths=lengths), message)
+    _refused(lambda: rk.KeyedJaggedWindows(keys, IDS[:2], lengths, lengths), message)
+    _refused(lambda: rk.KeyedTensor(keys, [1, 2], torch.rand(4, 3)), message)
     with pytest.raises(TypeError, match=r"keys\[1\] must be a feature's name, a str, got 2"):
         rk.KeyedJaggedTensor(["a", 2], IDS[:2], lengths=lengths)
 

@@ -126,6 +126,7 @@ def test_from_offsets_list() -> None:
             ValueError,
             r"offsets must have a tensor for each",
         ),
+        (lambda: KJT.from_offsets_list(["a"], None, []), ValueError, r"values must have .* for each .*, got None"),
         (
             lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], [torch.tensor([0, 4])]),
             ValueError,

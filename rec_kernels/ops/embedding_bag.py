@@ -128,6 +128,8 @@ def _checked_offsets(input: Tensor, offsets: Tensor | None) -> Tensor:
     check_tensor("offsets", offsets)
     if offsets.dim() != 1:
         raise ValueError(f"offsets must have one dimension, got shape {list(offsets.shape)}")
+    if offsets.device != input.device:
+        raise ValueError(f"offsets must be on input's device, {input.device}, got {offsets.device}")
     return offsets
 
 

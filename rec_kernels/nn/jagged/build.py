@@ -64,8 +64,11 @@ def from_offsets_list(
     """``rk.KeyedJaggedTensor.from_offsets_list``."""
     check_keys_differ(keys)
     for name, given in (("values", values), ("offsets", offsets), ("weights", weights)):
-        if given is not None and len(given) != len(keys):
-            raise ValueError(f"{name} must have a tensor for each of {len(keys)} keys, got {len(given)}")
+        if given is None and name == "weights":
+            continue
+        count = len(given) if isinstance(given, Sequence | Tensor) else repr(given)
+        if count != len(keys):
+            raise ValueError(f"{name} must have a tensor for each of {len(keys)} keys, got {count}")
     found = {}
     for f, key in enumerate(keys):
         ids, starts = values[f], offsets[f]

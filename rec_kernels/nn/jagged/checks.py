@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +89,7 @@ def place_of_key(key: str, keys: list[str]) -> int:
 
 def check_keys_differ(keys: Sequence[str]) -> None:
     """Raises an error unless ``keys`` are a list of different names."""
-    if isinstance(keys, str):
+    if isinstance(keys, str) or not isinstance(keys, Collection):
         raise ValueError(f"keys must be a list of feature names, got {keys!r}")
     for i, key in enumerate(keys):
         if not isinstance(key, str):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import check_batch, has_data, place_of_key
+from rec_kernels.nn.jagged.checks import check_batch, check_keys_differ, has_data, place_of_key
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, check_keys, select_bags
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
@@ -62,12 +62,13 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             )
         groups = _checked_groups(groups, unique.keys())
         _check_parts(unique, groups, inverse)
-        keys = list(unique.keys() if keys is None else keys)
+        keys = unique.keys() if keys is None else keys
+        check_keys_differ(keys)
         if sorted(keys) != sorted(unique.keys()):
             raise ValueError(f"keys must be those of unique, {unique.keys()}, in the batch's order, got {keys}")
         if has_data(unique.values()):
             unique.offset_per_key()  # is known from now on, when it has been moved, too
-        self._unique, self._groups, self._inverse, self._keys = unique, groups, inverse, keys
+        self._unique, self._groups, self._inverse, self._keys = unique, groups, inverse, list(keys)
 
     @classmethod
     def from_kjt(cls, kjt, groups: Sequence[Sequence[str]]) -> InverseKeyedJaggedTensor:
