@@ -554,7 +554,11 @@ class TableCollection(nn.Module):
         """
         if self._store.takes_prefetches(training=self.training):
             given, starts = self._bags_of(features)
-            self._store.prefetch(self._call(given.values, given.offsets, starts), training=self.training)
+            try:
+                self._store.prefetch(self._call(given.values, given.offsets, starts), training=self.training)
+            except (IndexError, ValueError) as error:
+                explain(error, self.feature_names)
+                raise
 
     def close(self, *, apply: bool = False) -> None:
         """Closes the file of tables on disk, which cannot be used afterwards. Changes that were not flushed are lost.
