@@ -183,6 +183,30 @@ def test_gradients_move_with_their_tables() -> None:
     assert all(p.grad.is_meta and p.grad.shape == p.shape for p in collection.parameters())
 
 
+@pytest.mark.parametrize("table_optimizer", [None, rk.Adam(lr=0.5)], ids=str)
+def test_a_move_between_a_lookup_and_its_backward(table_optimizer: rk.Adam | None) -> None:
+    """RuntimeError: the update would be of the memory that the tables had, and lost. What moves nothing passes."""
+    tables = [
+        rk.EmbeddingBagConfig(6, 4, name=name, feature_names=[name], optimizer=own)
+        for name, own in (("a", None), ("b", table_optimizer))
+    ]
+    collection = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5))
+    ids = {"a": torch.arange(3), "b": torch.arange(3)}
+    loss = collection(ids).values().sum()
+    collection.to("cpu").half().share_memory()
+    loss.backward()
+    assert collection.step == 1
+    loss, before = collection(ids).values().sum(), collection._weights.clone()
+    collection._apply(torch.clone)
+    with pytest.raises(RuntimeError, match="moved, to other memory, between a lookup and its backward"):
+        loss.backward()
+    assert collection.step == 1
+    assert same_bits(collection._weights, before)
+    collection(ids).values().sum().backward()
+    assert collection.step == 2
+    assert not same_bits(collection._weights, before)
+
+
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, rk.Adam(lr=0.5)], ids=str)
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_state_without_a_step(optimizer, device) -> None:

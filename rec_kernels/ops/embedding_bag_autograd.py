@@ -247,6 +247,11 @@ def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | No
             "set_grad_scaler() was called between a lookup and its backward, whose gradients would be taken for those "
             "of another scale: call it before the lookup; no table was changed"
         )
+    if getattr(token, "has_moved", False):
+        raise RuntimeError(
+            "the collection was moved, to other memory, between a lookup and its backward, which would update the "
+            "tables where they were: move it before the lookup; no table was changed"
+        )
     # The token's owner may make the update: an attribute of the tensor, as autograd hands on tensors only.
     take_over = getattr(token, "take_over", None)
     # A gradient of nothing would cost a tenth of a small step. Without the owner, in compiled code, its hook needs one.

@@ -192,6 +192,7 @@ class FusedUpdate:
 
     def follow(self, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """Takes up the collection's tensors after it was moved."""
+        self.token.has_moved = buffers["step"] is not self.face._step  # told to backwards of lookups from before
         self._renew_token(buffers["lr"].device)
         self.tie(weights, buffers, self.dense)
 
