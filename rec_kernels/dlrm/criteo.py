@@ -10,14 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.lib import format as npy
 from pyarrow import csv
 from tqdm import tqdm
@@ -32,22 +31,20 @@ BLANK = 2**32  # among the values of a category
 INTEGERS = tuple(f"I{number}" for number in range(1, 14))
 CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
 COLUMNS = ("label", *INTEGERS, *CATEGORIES)
-RAW = np.dtype([("value", "<u4"), ("blank", "?")])  # a category as it is in the file
 BLOCK = 1 << 20  # bytes of text; larger ones are slower and take more memory. No line may be longer.
 EXPECTED = (
     f"expected are lines of up to {BLOCK} bytes: label (0 or 1), 13 whole numbers of 64 bits or blanks, 26 categories "
     "of up to 8 hexadecimal digits or blanks, separated by tabs"
 )
 
-_NIBBLE = np.full(256, 255, dtype=np.uint8)
-_NIBBLE[np.frombuffer(b"0123456789abcdef", dtype=np.uint8)] = np.arange(16)
-_NIBBLE[np.frombuffer(b"ABCDEF", dtype=np.uint8)] = np.arange(10, 16)
+#: Rows as they are read: labels, log(x + 1) of the integers, and the numbers of the categories, null where blank.
+SCHEMA = pa.schema([(name, pa.uint32() if name in CATEGORIES else pa.float32()) for name in COLUMNS])
 
 
 class Criteo(Rows):
     """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
 
-    Preparing takes 250 bytes of disk per row, 160 of which stay, and memory for one column at a time.
+    Preparing takes 330 bytes of disk per row, 160 of which stay, and memory for one column at a time.
 
     Args:
         path: a file, plain or ``.gz``, or a folder of such files, read in the order of their names.
@@ -125,70 +122,43 @@ def train_rows(rows: int) -> int:
 def _prepare(
     folder: Path, files: list[Path], rows: int | None, table_rows: int | None, progress: bool
 ) -> dict[str, Any]:
-    # Ids need all values of one column, lines bring one value of all columns: the columns wait on the disk.
-    with TemporaryDirectory(prefix="columns-", dir=folder) as scratch:
-        columns = Path(scratch)
-        total = _write_columns(columns, files, rows, progress)
-        if total < FEWEST_ROWS:
-            where = files[0] if len(files) == 1 else files[0].parent
-            raise DataError(f"{where} has {total} rows, needed are {FEWEST_ROWS} or more, so that one is for the test")
-        for name, shape in (("label", total), ("dense", (total, len(INTEGERS)))):
-            raw = np.memmap(columns / name, np.float32, "r", shape=shape)
-            np.save(folder / f"{name}.npy", raw, allow_pickle=False)
-            (columns / name).unlink()
-        num_embeddings = []
-        with (folder / "ids.npy").open("wb") as file:
-            header = {"descr": np.dtype(np.int32).str, "fortran_order": False, "shape": (len(CATEGORIES), total)}
-            npy.write_array_header_1_0(file, header)
-            for number, name in enumerate(tqdm(CATEGORIES, desc="ids", unit="column", disable=not progress)):
-                ids, table = _ids(np.fromfile(columns / name, dtype=RAW), number, table_rows)
-                file.write(ids.astype(np.int32).data)
-                num_embeddings.append(table)
-                (columns / name).unlink()
-        return {"num_embeddings": np.array(num_embeddings)}
+    path = folder / "rows.arrow"
+    table = _write_table(path, files, rows, progress)
+    if len(table) < FEWEST_ROWS:
+        where = files[0] if len(files) == 1 else files[0].parent
+        raise DataError(f"{where} has {len(table)} rows, needed are {FEWEST_ROWS} or more, so that one is for the test")
+    num_embeddings = []
+    with (folder / "ids.npy").open("wb") as file:
+        shape = len(CATEGORIES), len(table)
+        npy.write_array_header_1_0(file, {"descr": np.dtype(np.int32).str, "fortran_order": False, "shape": shape})
+        for number, name in enumerate(tqdm(CATEGORIES, desc="ids", unit="column", disable=not progress)):
+            values = table[name].cast(pa.int64()).fill_null(BLANK).to_numpy()
+            if table_rows is None:
+                ids, size = ids_by_appearance(values, train_rows(len(values)))
+            else:
+                ids, size = hashed_ids(values, number, table_rows), table_rows
+            file.write(ids.astype(np.int32).data)
+            num_embeddings.append(size)
+    dense = np.stack([table[name].to_numpy() for name in INTEGERS], axis=1)
+    path.unlink()  # it stays mapped
+    return {"label": table["label"].to_numpy(), "dense": dense, "num_embeddings": np.array(num_embeddings)}
 
 
-def _write_columns(columns: Path, files: list[Path], rows: int | None, progress: bool) -> int:
-    """A raw file each for labels, dense columns and every category; returns the number of rows."""
+def _write_table(path: Path, files: list[Path], rows: int | None, progress: bool) -> pa.Table:
+    """The rows on disk, mapped: lines bring one value of every column, and ids need all values of one."""
     total = 0
-    with ExitStack() as stack:
-        outputs = [stack.enter_context((columns / name).open("wb")) for name in ("label", "dense", *CATEGORIES)]
+    with pa.ipc.new_file(str(path), SCHEMA) as writer:
         for block in read_rows(files, progress=progress):
-            keep = len(block.label) if rows is None else min(len(block.label), rows - total)
-            for output, values in zip(outputs, (block.label, block.dense, *block.categories), strict=True):
-                output.write(values[:keep].data)
-            total += keep
-            if total == rows:
+            writer.write(block if rows is None else block.slice(0, rows - total))
+            total += len(block)
+            if rows is not None and total >= rows:
                 break
-    return total
-
-
-def _ids(raw: np.ndarray, number: int, table_rows: int | None) -> tuple[np.ndarray, int]:
-    """Ids [N] of category ``number``, of which ``raw`` is as it is in the file, and the rows of its table."""
-    values = raw["value"].astype(np.int64)
-    values[raw["blank"]] = BLANK
-    if table_rows is None:
-        return ids_by_appearance(values, train_rows(len(values)))
-    return hashed_ids(values, number, table_rows), table_rows
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
     """SplitMix64(column * 2^33 + value) mod table_rows, uint64 [n], of int64 [n] from 0 to 2^32 (a blank)."""
     return mix64((column << 33) + values) % np.uint64(table_rows)
-
-
-class Block(NamedTuple):
-    """n rows.
-
-    Args:
-        label: float32 [n], 0 or 1.
-        dense: float32 [n, 13], log(x + 1), blanks and negative numbers 0.
-        categories: 26 arrays RAW [n], value 0 where blank.
-    """
-
-    label: np.ndarray
-    dense: np.ndarray
-    categories: list[np.ndarray]
 
 
 class _MalformedError(ValueError):
@@ -199,8 +169,8 @@ class _MalformedError(ValueError):
         self.row = row
 
 
-def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[Block]:
-    """The rows of ``files``, one file after the other, in blocks of about a megabyte of text.
+def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[pa.RecordBatch]:
+    """The rows of ``files``, one file after the other, as ``SCHEMA`` has them, in blocks of about a megabyte of text.
 
     Integers may have spaces around them; pyarrow also takes hexadecimal ones with 0x.
 
@@ -217,13 +187,13 @@ def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[Block]:
             yield from _read_file(file, bar)
 
 
-def _read_file(file: Path, bar: tqdm) -> Iterator[Block]:
+def _read_file(file: Path, bar: tqdm) -> Iterator[pa.RecordBatch]:
     done, before = 0, bar.n
     with pa.OSFile(str(file)) as source:
         try:
             for block in _open(pa.CompressedInputStream(source, "gzip") if file.suffix.lower() == ".gz" else source):
                 rows = _convert(block)
-                done += len(rows.label)
+                done += len(rows)
                 bar.update(before + source.tell() - bar.n)
                 yield rows
         except _MalformedError as error:
@@ -253,46 +223,27 @@ def _open(text: pa.NativeFile) -> csv.CSVStreamingReader:
             delimiter="\t", quote_char=False, double_quote=False, escape_char=False, ignore_empty_lines=False
         ),
         convert_options=csv.ConvertOptions(
-            column_types={name: pa.binary() if name in CATEGORIES else pa.int64() for name in COLUMNS},
+            column_types={name: pa.string() if name in CATEGORIES else pa.int64() for name in COLUMNS},
             null_values=[""],
-            strings_can_be_null=False,
+            strings_can_be_null=True,
         ),
     )
 
 
-def _convert(block: pa.RecordBatch) -> Block:
+def _convert(block: pa.RecordBatch) -> pa.RecordBatch:
+    """The block in the types of ``SCHEMA``; blank integers are 0."""
     label, *columns = block.columns
-    labels = label.fill_null(-1).to_numpy()
-    wrong = (labels != 0) & (labels != 1)
-    if wrong.any():
-        row = int(wrong.argmax())
+    if (row := pc.index(pc.is_in(label, pa.array([0, 1])), False).as_py()) >= 0:
         raise _MalformedError(row, "label", label[row].as_py())
-    dense = np.empty((len(labels), len(INTEGERS)), dtype=np.float32)
-    for number, column in enumerate(columns[: len(INTEGERS)]):
-        dense[:, number] = np.log1p(np.maximum(column.fill_null(0).to_numpy(), 0))
-    categories = zip(CATEGORIES, columns[len(INTEGERS) :], strict=True)
-    return Block(labels.astype(np.float32), dense, [_category(name, column) for name, column in categories])
+    integers, texts = columns[: len(INTEGERS)], zip(CATEGORIES, columns[len(INTEGERS) :], strict=True)
+    dense = [np.log1p(np.maximum(column.fill_null(0).to_numpy(), 0)).astype(np.float32) for column in integers]
+    return pa.record_batch([label.cast(pa.float32()), *dense, *(_category(n, text) for n, text in texts)], SCHEMA)
 
 
-def _category(name: str, column: pa.BinaryArray) -> np.ndarray:
-    """The numbers that the texts of ``column`` spell in hexadecimal, RAW [n]."""
-    _, offsets, content = column.buffers()
-    ends = np.frombuffer(offsets, dtype=np.int32)[column.offset : column.offset + len(column) + 1]
-    text = np.frombuffer(content, dtype=np.uint8) if content is not None else np.empty(0, dtype=np.uint8)
-    lengths = np.diff(ends)
-    filled = np.flatnonzero(lengths)
-    if (lengths[filled] == 8).all():
-        digits = text[ends[0] : ends[-1]].reshape(-1, 8)
-    else:
-        index = ends[1:][filled, None] + np.arange(-8, 0)
-        inside = index >= ends[:-1][filled, None]
-        digits = np.where(inside, text[np.maximum(index, 0)], ord("0"))
-    nibbles = _NIBBLE[digits]
-    if (nibbles > 15).any() or (lengths > 8).any():
-        wrong = (lengths > 8)[filled] | (nibbles > 15).any(1)
-        row = int(filled[wrong.argmax()])
-        raise _MalformedError(row, name, column[row].as_py().decode("latin-1"))
-    raw = np.zeros(len(column), dtype=RAW)
-    raw["value"][filled] = ((nibbles[:, 0::2] << 4) | nibbles[:, 1::2]).view(">u4")[:, 0]
-    raw["blank"] = lengths == 0
-    return raw
+def _category(name: str, column: pa.StringArray) -> pa.UInt32Array:
+    """The numbers that the texts of ``column`` spell in hexadecimal; null where blank."""
+    try:
+        return pc.binary_join_element_wise("0x", column, "").cast(pa.uint32())
+    except pa.ArrowInvalid:
+        row = pc.index(pc.match_substring_regex(column, "^[0-9a-fA-F]{1,8}$"), False).as_py()
+        raise _MalformedError(row, name, column[row].as_py()) from None
