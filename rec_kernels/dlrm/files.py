@@ -2,8 +2,7 @@
 read has the types and bounds of its shape.
 
 A file is replaced by a new one, whatever was there under its name: the one before, a link, a name of a file that has
-others (hard links, as backups make them). One that is added to is replaced by a copy first, where it is a link or has
-other names. Links are followed for reading only.
+others (hard links, as backups make them). Links are followed for reading only.
 """
 
 from __future__ import annotations
@@ -39,6 +38,10 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
                 file.flush()
                 os.fsync(file.fileno())
         fresh.replace(path)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, f"it cannot be written: {error.strerror}", str(path)) from error
     finally:
         fresh.unlink(missing_ok=True)
     if durable:
@@ -53,13 +56,6 @@ def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` by a file of this text."""
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))  # a path may have bytes that are no text
-
-
-def make_own(path: Path) -> None:
-    """Replaces a link, or a file that has other names, by a copy, which can then be added to."""
-    if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
-        with replacing(path, durable=True) as file:
-            file.write(path.read_bytes() if path.exists() else b"")
 
 
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:

@@ -139,7 +139,7 @@ def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = N
 
 
 class Records:
-    """``metrics.jsonl`` of a run: one JSON object per line, appended.
+    """``metrics.jsonl`` of a run: one JSON object per line, written anew with every record.
 
     Args:
         directory: of the run.
@@ -150,27 +150,21 @@ class Records:
     """
 
     def __init__(self, directory: Path, *, kept: bool = True):
-        self.path, self._kept = directory / METRICS, kept
+        self.path, self._kept, self._text = directory / METRICS, kept, ""
 
     def append(self, record: dict) -> None:
-        """Appends a record; it is on its way to the disk when this returns."""
-        if not self._kept:
-            return
-        files.make_own(self.path)
-        try:
-            with self.path.open("ab") as file:
-                file.write(json.dumps(record).encode() + b"\n")
-        except OSError as error:  # of a write, it has no file's name
-            raise OSError(error.errno, f"a record cannot be written: {error.strerror}", str(self.path)) from error
+        """Appends a record; it is on the disk when this returns."""
+        self._text += json.dumps(record) + "\n"
+        self._write()
+
+    def _write(self) -> None:
+        if self._kept:
+            with files.replacing(self.path, durable=True) as file:
+                file.write(self._text.encode())
 
     def mark(self) -> int:
-        """End of the file, in bytes, all of which are on the disk."""
-        try:
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
-                return file.seek(0, os.SEEK_END)
-        except FileNotFoundError:
-            return 0
+        """End of the file, in bytes."""
+        return len(self._text.encode())
 
     def rewind(self, mark: int) -> None:
         """Drops what was appended after ``mark``: a resumed run records it again.
@@ -180,15 +174,14 @@ class Records:
                 before; of all errors, the file is as it was.
         """
         files.refuse_special(self.path)
-        end = self.mark()
-        if mark > end:
+        text = files.read_text(self.path, mark) if self.path.exists() else ""
+        if (end := len(text.encode())) < mark:
             raise ValueError(f"{self.path} has {end} bytes, expected {mark} or more")
-        self._parsed(text := files.read_text(self.path, mark) if mark else "")
+        self._parsed(text)
         if mark and not text.endswith("\n"):
             raise ValueError(f"records is {mark}, where no line of {self.path} ends")
-        if mark < end and self._kept:
-            with files.replacing(self.path, durable=True) as file:
-                file.write(text.encode())
+        self._text = text
+        self._write()
 
     def read(self) -> list[dict]:
         """All records; not a last one that was cut short. DataError names the line that is no record."""
