@@ -14,6 +14,7 @@ from dlrm_stops import stopped_after
 from row_cache_disk_cases import skip_without_host
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, train
+from rec_kernels.dlrm.config import changes
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.report import summary
 from rec_kernels.dlrm.train import TrainingError
@@ -222,5 +223,5 @@ def test_names_and_differences() -> None:
     plain = TrainConfig(cache=0.05)
     assert plain.run_name("d").count("-cache0.05lfu") == 1
     assert "cache" not in TrainConfig().run_name("d")
-    assert not plain.differences(TrainConfig(cache=0.05, backing="disk", memory_budget="1GiB"))
-    assert len(plain.differences(TrainConfig(cache=0.1, policy="lru"))) == 2
+    assert plain.outcome() == TrainConfig(cache=0.05, backing="disk", memory_budget="1GiB").outcome()
+    assert len(changes(plain.outcome(), TrainConfig(cache=0.1, policy="lru").outcome())) == 2

@@ -293,12 +293,11 @@ WRONG_FLAGS = [
     ("--decay-start 5", "decay_start is 5, which does nothing without decay_steps"),
     (
         "--cross-rank 16",
-        "cross_rank is 16, an option of model 'dcnv2', and model is 'dlrm': leave it out (allowed here: none)",
+        "cross_rank is 16, which does nothing without model 'dcnv2': leave it out, or give both",
     ),
     (
         "--model dcnv2 --wukong-layers 2",
-        "wukong_layers is 2, an option of model 'wukong', and model is 'dcnv2': leave it out "
-        "(allowed here: cross_layers, cross_rank)",
+        "wukong_layers is 2, which does nothing without model 'wukong': leave it out, or give both",
     ),
     # what is no option, or no value of its kind
     ("--epochs two", "argument --epochs: invalid int value: 'two'"),

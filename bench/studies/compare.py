@@ -24,8 +24,9 @@ from rec_kernels.dlrm.config import (
     MODELS,
     ROUNDINGS,
     TrainConfig,
+    changes,
     options_of,
-    refuse_options_of_others,
+    refuse_options_without_effect,
     widths,
 )
 from rec_kernels.dlrm.data import DataError, DataSet
@@ -110,7 +111,7 @@ def plan(
             "or --model dlrm,dcnv2"
         )
     configs = _configs(configurations, base, variants, listed)
-    refuse_options_of_others(given or {}, "model", [config.model for config in configs.values()])
+    refuse_options_without_effect(given or {}, configs.values())
     if len(configs) < 2:
         raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
     return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
@@ -138,7 +139,7 @@ def _configs(
             except ValueError as error:
                 raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
         try:
-            refuse_options_of_others(given, "model", [config.model for config in list(configs.values())[own:]])
+            refuse_options_without_effect(given, list(configs.values())[own:])
         except ValueError as error:
             raise ValueError(f"configuration {text!r}: {error}") from error
     return configs
@@ -281,7 +282,7 @@ def _check(config: TrainConfig) -> None:
     if not directory.exists():
         return
     before = TrainConfig.read(directory)
-    differences = before.differences(config)
+    differences = changes(before.outcome(), config.outcome())
     places = [None if path is None else Path(path).resolve() for path in (before.path, config.path)]
     if places[0] != places[1]:  # a finished run is kept unseen, whatever data is elsewhere
         differences.append(f"path is {config.path!r}, was {before.path!r}")

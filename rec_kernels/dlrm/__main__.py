@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rec_kernels.dlrm.config import (
-    DEVICES,
-    TrainConfig,
-    add_options,
-    refuse_options_of_others,
-    refuse_options_without_effect,
-)
+from rec_kernels.dlrm.config import DEVICES, TrainConfig, add_options, refuse_options_without_effect
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.devices import DeviceError
 from rec_kernels.dlrm.ranks import launched_rank
@@ -116,8 +110,7 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
         parser.error(f"{sorted(moved)[0]} is given beside resume, and a run goes on in its own folder: leave it out")
     config = config_of(parser, options, resume)
     try:
-        refuse_options_of_others(options, "model", [config.model])
-        refuse_options_without_effect(options, config)
+        refuse_options_without_effect(options, [config])
     except ValueError as error:
         parser.error(str(error))
     if resume is not None and "data" not in options:

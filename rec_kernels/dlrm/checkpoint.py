@@ -26,7 +26,7 @@ from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig, changes
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.files import FLAG, Check, Each, mismatch, number, shown, whole
-from rec_kernels.dlrm.runs import CONFIG, MACHINE, PARTS
+from rec_kernels.dlrm.runs import MACHINE, PARTS
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
@@ -235,8 +235,6 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
     """
     state = load(directory)
     path, found, expected = directory / NAME, state.get("data"), identity(data)
-    if not _same(found, expected):
-        raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
     with fitting(directory):
         if wrong := mismatch(state, {"model": {}, "options?": {}, "shards?": _SHARDS}, ""):
             raise ValueError(wrong)
@@ -245,8 +243,12 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
             options = {"model": state["network"], "format": state["row_format"]}
             here = {name: here[name] for name in options}
         if changed := changes(options, here):
-            told = "; ".join(changed)
-            raise ValueError(f"{directory / CONFIG} has other options than it was trained with: {told}")
+            raise DataError(
+                f"{directory} was trained with another config: {'; '.join(changed)}: a run goes on as it began, so "
+                "leave that out, or train anew without --resume"
+            )
+    if not _same(found, expected):
+        raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
     return state
 
 

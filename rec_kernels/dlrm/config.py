@@ -320,10 +320,6 @@ class TrainConfig:
         """The fused optimizer of the tables."""
         return OPTIMIZERS[self.optimizer](self.lr)
 
-    def differences(self, other: TrainConfig) -> list[str]:
-        """The options that decide the outcome and differ, as text."""
-        return changes(self.outcome(), other.outcome())
-
     def outcome(self) -> dict[str, Any]:
         """The options that decide the outcome."""
         return {o.name: getattr(self, o.name) for o in dataclasses.fields(self) if not o.metadata["how"]}
@@ -365,24 +361,6 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [f"{n} is {value!r}, was {before.get(n)!r}" for n, value in after.items() if before.get(n) != value]
 
 
-def refuse_options_of_others(given: Mapping[str, Any], kind: str, chosen: Iterable[str]) -> None:
-    """Raises ValueError if an option of ``given``, a value each, is one of other models or data sets than ``chosen``.
-
-    Args:
-        kind: "model" or "data".
-    """
-    chosen, known = list(dict.fromkeys(chosen)), {"model": MODELS, "data": DATA}[kind]
-    allowed = [option for owner in chosen for option in options_of(owner)]
-    for name, value in given.items():
-        owners = [owner for owner in known if name in options_of(owner)]
-        if owners and name not in allowed:
-            of, instead = (" or ".join(map(repr, names)) for names in (owners, chosen))
-            raise ValueError(
-                f"{name} is {value!r}, an option of {kind} {of}, and {kind} is {instead}: leave it out (allowed here: "
-                f"{', '.join(allowed) or 'none'})"
-            )
-
-
 #: Options that do nothing without another one: which that is, in words and as a test.
 _NEEDED: dict[str, tuple[str, Callable[[TrainConfig], object]]] = {
     "rounding": ("a format other than 'fp32'", lambda config: config.format != "fp32"),
@@ -395,13 +373,22 @@ _NEEDED: dict[str, tuple[str, Callable[[TrainConfig], object]]] = {
 }
 
 
-def refuse_options_without_effect(given: Mapping[str, Any], config: TrainConfig) -> None:
-    """Raises ValueError if an option of ``given``, a value each, does nothing beside the others of ``config``."""
-    for name, (what, is_there) in _NEEDED.items():
-        if name in given and not is_there(config):
-            raise ValueError(
-                f"{name} is {given[name]!r}, which does nothing without {what}: leave it out, or give both"
-            )
+def _need_of(option: dataclasses.Field) -> tuple[str, Callable[[TrainConfig], object]]:
+    """What an option does nothing without: of some models or data sets alone, one of them."""
+    owners = option.metadata["of"]
+    if not owners:
+        return _NEEDED.get(option.name, ("", lambda config: True))
+    kind = "model" if owners[0] in MODELS else "data"
+    return f"{kind} {' or '.join(map(repr, owners))}", lambda c: option.name in options_of(getattr(c, kind))
+
+
+def refuse_options_without_effect(given: Mapping[str, Any], configs: Iterable[TrainConfig]) -> None:
+    """Raises ValueError if an option of ``given``, a value each, does nothing in all of the configs."""
+    configs, options = list(configs), {option.name: option for option in dataclasses.fields(TrainConfig)}
+    for name, value in given.items():
+        what, is_there = _need_of(options[name])
+        if not any(map(is_there, configs)):
+            raise ValueError(f"{name} is {value!r}, which does nothing without {what}: leave it out, or give both")
 
 
 def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:

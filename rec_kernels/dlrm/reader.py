@@ -9,6 +9,7 @@ MLSys 2023, arXiv:2211.05239.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from rec_kernels.dlrm import batch_checks as checks
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.batch_checks import WrongBatchError
 from rec_kernels.dlrm.completejourney import load_completejourney
-from rec_kernels.dlrm.config import DATA, FUNCTION, TrainConfig, options_of, refuse_options_of_others
+from rec_kernels.dlrm.config import DATA, FUNCTION, TrainConfig, options_of, refuse_options_without_effect
 from rec_kernels.dlrm.criteo import Criteo
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, Rows
 from rec_kernels.dlrm.ranks import ALONE, Ranks
@@ -49,9 +50,10 @@ def open_data(config: TrainConfig) -> DataSet:
     """
     if config.data not in DATA and ":" not in config.data:
         raise DataError(f"data is {config.data!r}, allowed are {', '.join(DATA)} and {FUNCTION}")
-    given = {name: value for name, value in vars(config).items() if value is not None}
+    given = {o.name: getattr(config, o.name) for o in dataclasses.fields(config) if o.default is None}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        refuse_options_of_others(given, "data", [config.data])
+        refuse_options_without_effect(given, [config])
     except ValueError as error:
         raise DataError(str(error)) from error
     own = {name: given[name] for name in options_of(config.data) if name in given}

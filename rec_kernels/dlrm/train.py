@@ -50,10 +50,10 @@ def train(
         The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
 
     Raises:
-        DataError: the data or the checkpoint is missing or not what it should be.
+        DataError: the data or the checkpoint is missing or not what it should be, or of another config.
         RunExistsError: a run named ``config.run`` exists, or another process trains the one to resume.
-        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, the
-            run to resume has another config, or no model has the options.
+        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or no
+            model has the options.
         DeviceError: ``config.device`` cannot be used.
         IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
@@ -93,9 +93,7 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks
     device = devices.find(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if resume is not None:
-        _refuse_differences(config, resume)
-    elif config.run is not None:
+    if resume is None and config.run is not None:
         ranks.once(lambda: runs.refuse_existing(config.runs_dir, str(config.run)))
     reader = ranks.in_turn(lambda: Reader(config, data, resume, ranks))
     ranks.same({"options": str(config), "data": str(checkpoint.identity(reader)), "resume": str(resume)})
@@ -164,14 +162,6 @@ def _report(run: Run) -> None:
         report.write(run.directory)
     except (OSError, DataError) as error:
         warnings.warn(f"there is no report of {run.directory}: {error}", stacklevel=3)
-
-
-def _refuse_differences(config: TrainConfig, resume: Path) -> None:
-    if differences := TrainConfig.read(resume).differences(config):
-        raise TrainingError(
-            f"{resume} cannot be resumed with another config: {'; '.join(differences)}: a run goes on as it began, so "
-            "leave that out, or train anew without --resume"
-        )
 
 
 def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test", device: str | None = None) -> dict:
