@@ -169,7 +169,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
     from rec_kernels.dlrm import report
 
-    monkeypatch.setattr(report, "draw", lambda records: {})
+    monkeypatch.setattr(report, "draw", lambda records: None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -54,7 +55,9 @@ def facts(test: dict) -> dict[str, str]:
         since = f" after step {step}, where the run was resumed" if (step := test.get("counted_from")) else ""
         said["tiers"] = tiers(test["tiers"]) + since
     if "dedup" in test:
-        said["shared bags"] = dedup(test)
+        factor = test.get("dedup_factor")  # None where "auto" has measured none
+        once = "once" if factor is None else f"once: {factor:.1f}x fewer ids"
+        said["shared bags"] = once if test["dedup"] else "one for every row"
     flops = f"{test['flops_per_example']:,} FLOPs of a row's forward"
     said["dense part"] = f"{test['dense_parameters']:,} parameters; {flops}"
     if ranks := test.get("ranks"):
@@ -74,18 +77,8 @@ def tiers(report: dict[str, int]) -> str:
     return f"{', '.join(parts)}; {moved}"
 
 
-def dedup(test: dict) -> str:
-    """Describes the shared bags: "once: 9.2x fewer ids", without the factor where "auto" has measured none."""
-    if not test["dedup"]:
-        return "one for every row"
-    return "once" if (factor := test.get("dedup_factor")) is None else f"once: {factor:.1f}x fewer ids"
-
-
 def memory(tables: Sequence[dict]) -> str:
-    """Bytes of a ``memory_report()``, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB".
-
-    Those of row caches are among them.
-    """
+    """Bytes of tables, row caches included, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
     state = sum(table["state_bytes"] for table in tables)
     weights = sum(table["weight_bytes"] + table.get("cache_bytes", 0) for table in tables)
     full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
@@ -93,38 +86,35 @@ def memory(tables: Sequence[dict]) -> str:
     return f"{size(weights)}{saved}, state {size(state)}"
 
 
+def _with_total(tables: Sequence[dict], keys: Sequence[str]) -> list[dict]:
+    total: dict[str, Any] = {"name": "total", "embedding_dim": "", "format": ""}
+    return [total | {key: sum(table[key] for table in tables) for key in keys}, *tables]
+
+
 def memory_rows(tables: Sequence[dict]) -> list[tuple]:
     """A ``memory_report()`` as rows of texts, the header and the sums first, then the tables, the largest first."""
-    tables = sorted(tables, key=lambda table: table["weight_bytes"] + table["state_bytes"], reverse=True)
-    sums = {key: sum(t[key] for t in tables) for key in ("num_embeddings", "weight_bytes", "state_bytes")}
-    rows = []
-    for t in ({"name": "total", "embedding_dim": "", "format": ""} | sums, *tables):
-        share = (t["weight_bytes"] + t["state_bytes"]) / max(sums["weight_bytes"] + sums["state_bytes"], 1)
+
+    def both(t: dict) -> int:
+        return t["weight_bytes"] + t["state_bytes"]
+
+    tables = _with_total(sorted(tables, key=both, reverse=True), ("num_embeddings", "weight_bytes", "state_bytes"))
+    rows = [("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share")]
+    for t in tables:
         kib = (f"{t[key] / 1024:,.1f}" for key in ("weight_bytes", "state_bytes"))
-        rows.append((t["name"], f"{t['num_embeddings']:,}", t["embedding_dim"], t["format"], *kib, f"{share:.1%}"))
-    return [("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share"), *rows]
+        share = f"{both(t) / max(both(tables[0]), 1):.1%}"
+        rows.append((t["name"], f"{t['num_embeddings']:,}", t["embedding_dim"], t["format"], *kib, share))
+    return rows
 
 
 def cache_rows(tables: Sequence[dict]) -> list[tuple]:
-    """Describes row caches: rows that they hold, inserted and evicted ones; empty without a cache."""
+    """As ``memory_rows``, of row caches: rows that they hold, inserted and evicted ones; empty without a cache."""
     keys = ("cached_rows", "lookups", "hits", "inserted", "evicted", "written", "left_out")
     cached = [table for table in tables if "cache_bytes" in table]
-    if not cached:
-        return []
-    sums = {key: sum(table[key] for table in cached) for key in ("cache_bytes", *keys)}
-    total = sums | {"name": "total", "hit_rate": sums["hits"] / sums["lookups"] if sums["lookups"] else None}
-    rows = []
-    for t in (total, *cached):
-        rate = "-" if t["hit_rate"] is None else f"{t['hit_rate']:.1%}"
+    rows = [("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys))]
+    for t in _with_total(cached, ("cache_bytes", *keys)):
+        rate = f"{t['hits'] / t['lookups']:.1%}" if t["lookups"] else "-"
         rows.append((t["name"], rate, f"{t['cache_bytes'] / 1024:,.1f}", *(f"{t[key]:,}" for key in keys)))
-    return [("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys)), *rows]
-
-
-def _aligned(rows: Sequence[tuple]) -> str:
-    """Rows as text, the header first, the first column to the left."""
-    header, *rest = rows
-    frame = pd.DataFrame(rest, columns=list(header), dtype=str).set_index(header[0]).rename_axis(columns=header[0])
-    return frame.rename_axis(None).to_string() + "\n"
+    return rows if cached else []
 
 
 def scores_text(record: dict, split: str) -> str:
@@ -134,15 +124,16 @@ def scores_text(record: dict, split: str) -> str:
 
 def summary(test: dict) -> str:
     """The test record as text for a person."""
-    caches = cache_rows(test["tables"])
-    tables = [_aligned(memory_rows(test["tables"])), *([_aligned(caches)] if caches else [])]
-    return "\n".join([*tables, scores_text(test, "test"), *(f"{name:<20}{text}" for name, text in facts(test).items())])
+    parts = []
+    for header, *rows in filter(None, (memory_rows(test["tables"]), cache_rows(test["tables"]))):
+        names, *columns = zip(*rows, strict=True)
+        frame = pd.DataFrame(dict(zip(header[1:], columns, strict=True)), index=names, dtype=str)
+        parts.append(frame.rename_axis(columns=header[0]).to_string() + "\n")
+    return "\n".join([*parts, scores_text(test, "test"), *(f"{name:<20}{text}" for name, text in facts(test).items())])
 
 
 def write(directory: Path) -> None:
-    """Write ``report.html`` of a run from its config and records, however far it got.
-
-    ``report.html`` needs nothing but itself: the pictures are in it, and there are no scripts.
+    """Write ``report.html`` of a run from its config and records, however far it got; it needs nothing but itself.
 
     Raises:
         OSError: the run has no ``config.json``, or its folder cannot be written to.
@@ -165,22 +156,17 @@ def render(name: str, settings: dict, records: list[dict]) -> str:
         records: of ``metrics.jsonl``; none of them has to be there.
     """
     test = next(iter(_of_kind("test", records)), None)
-    figures = "".join(
-        f'<figure><img src="{page.picture(figure)}" alt="{escape(label)} over the rows trained on"></figure>'
-        for label, figure in draw(records).items()
-    )
-    memory = caches = about = ""
+    tables = about = ""
     if test is not None:
-        header, *rows = memory_rows(test["tables"])
-        memory = page.table(header, rows, strong=1)
-        caches = page.table(rows[0], rows[1:], strong=1) if (rows := cache_rows(test["tables"])) else ""
+        found = filter(None, (memory_rows(test["tables"]), cache_rows(test["tables"])))
+        tables = "".join(page.table(header, rows, strong=1) for header, *rows in found)
         about = page.table(("fact", "value"), facts(test).items(), kind="text")
     title = TITLES[settings["config"]["model"]]
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}{about}",
-        page.section("Curves", f"{figures}<p>{STILL_LEARNING}</p>" if figures else ""),
+        page.section("Curves", _curves(records)),
         page.section("Time", _time(_of_kind("train", records))),
-        page.section("Memory", memory + caches),
+        page.section("Memory", tables),
         page.section("Configuration", _configuration(settings["config"])),
         page.section("Versions", page.table(("package", "version"), settings["versions"].items(), kind="text")),
     ]
@@ -242,31 +228,31 @@ def _of_kind(kind: str, records: list[dict]) -> list[dict]:
     return [record for record in records if record["kind"] == kind]
 
 
-def draw(records: list[dict]) -> dict[str, Figure]:
-    """Loss, AUC, and a rate that changes, over the rows trained on, by label; nothing before the first record."""
-    train = _of_kind("train", records)
-    examples = np.cumsum([record["examples"] for record in train])
-    figures = {}
-    for key, score_key, label in SCORES if train else ():
-        figures[label], axes = _panel(label)
+def _curves(records: list[dict]) -> str:
+    if (figure := draw(records)) is None:
+        return ""
+    what = ", ".join(axes.get_ylabel() for axes in figure.axes)
+    image = f'<img src="{page.picture(figure)}" alt="{escape(what)} over the rows trained on">'
+    return f"<figure>{image}</figure><p>{STILL_LEARNING}</p>"
+
+
+def draw(records: list[dict]) -> Figure | None:
+    """Loss, AUC, and a rate that changes, over the rows trained on, one below the other; None without a record."""
+    if not (train := _of_kind("train", records)):
+        return None
+    changes = len({record["lr"] for record in train}) > 1
+    panels = SCORES + ((("lr", "", "learning rate of the tables"),) if changes else ())
+    figure = Figure(figsize=(5.2, 3.2 * len(panels)), layout="constrained")  # small enough for a phone
+    rows = np.cumsum([record["examples"] for record in train])
+    for axes, (key, score_key, label) in zip(figure.subplots(len(panels)), panels, strict=True):
         values = [np.nan if record[key] is None else record[key] for record in train]
-        axes.plot(examples, values, marker=".", label="training, scored before learning")
-        _draw_scores(axes, records, score_key, [0, *(r["step"] for r in train)], [0, *examples])
-    if len({record["lr"] for record in train}) > 1:
-        figures[label], axes = _panel(label := "learning rate of the tables")
-        axes.plot(examples, [record["lr"] for record in train], marker=".")
-    return figures
-
-
-def _panel(label: str) -> tuple[Figure, Axes]:
-    """An empty panel, which is small enough for a phone."""
-    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel("rows trained on")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    return figure, axes
+        axes.plot(rows, values, marker=".", label="training, scored before learning")
+        if score_key:
+            _draw_scores(axes, records, score_key, [0, *(r["step"] for r in train)], [0, *rows])
+        axes.set(xlabel="rows trained on", ylabel=label)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+    return figure
 
 
 def _draw_scores(axes: Axes, records: list[dict], key: str, steps: list, examples: list) -> None:
