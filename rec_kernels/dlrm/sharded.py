@@ -49,25 +49,7 @@ def shard_tables(model: DLRM, config: TrainConfig, ranks: Ranks, device: torch.d
     model.embeddings = sharder.shard(model.embeddings, plan, env, device, "embeddings")
 
 
-class OwnRows(Pipelineable):
-    """This process's rows of a batch.
-
-    Args:
-        batch: them. scale: of the sum of their losses, so that the mean over processes is that over a step's rows.
-    """
-
-    def __init__(self, batch: Batch, scale: float) -> None:
-        self.batch, self.scale = batch, scale
-        self.dense, self.features, self.label = batch.dense, batch.features, batch.label
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> OwnRows:
-        """Copies them to another device."""
-        return OwnRows(self.batch.to(device, non_blocking=non_blocking), self.scale)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses the tensors."""
-        for part in (self.dense, self.features, self.label):
-            part.record_stream(stream)
+Pipelineable.register(Batch)
 
 
 class Step(nn.Module):
@@ -81,7 +63,7 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, batch: OwnRows) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The loss, and with it logits and labels."""
         logits = self.model.logits(batch.dense, self.model.embeddings(batch.features).values())
         return self.loss(logits, batch), (logits.detach(), batch.label)
@@ -105,22 +87,20 @@ class ShardedRun(Run):
         later = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)  # a step may have several batches
         self._pipeline = TrainPipelineSparseDist(step, later, self.model.device)
 
-    def _batches(self) -> Generator[OwnRows]:
+    def _batches(self) -> Generator[Batch]:
         """The batches from step ``self.step`` on; the pipeline is two ahead of the step."""
-        c, first = self.config, self._first_batch()
-        for _ in range(self.step // self.steps_per_epoch, c.epochs):
-            read = ahead(self.data.batches("train", c.batch_size, first))
-            for number, batch in enumerate(read, first):
-                yield OwnRows(batch, self.data.ranks.world_size / self._rows_of(number // c.accumulate * c.accumulate))
+        first = self._first_batch()
+        for _ in range(self.step // self.steps_per_epoch, self.config.epochs):
+            yield from ahead(self.data.batches("train", self.config.batch_size, first))
             first = 0
 
     def _learn(self, batches: Any, rows: int, clock: Clock) -> None:
-        self._clock = clock
+        self._clock, self._rows = clock, rows
         self.window.add(*self._pipeline.progress(batches))
         clock.lap("backward")
 
-    def _loss(self, logits: Tensor, batch: OwnRows) -> Tensor:
-        """The sum over this process's rows; raises NotFiniteError on all processes if one's is not finite."""
+    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The loss whose mean over processes is the step's; NotFiniteError on all processes if one's is not finite."""
         loss = binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
         value, ranks = loss.item(), self.data.ranks
         if ranks.any(not math.isfinite(value)):
@@ -128,7 +108,7 @@ class ShardedRun(Run):
             worst = next(rank for rank, value in enumerate(values) if not math.isfinite(value))
             raise self._refuse(values[worst])
         self._clock.lap("forward")
-        return loss * batch.scale
+        return loss * (ranks.world_size / self._rows)
 
     def _scores(self, split: str) -> dict:
         self._pipeline.detach()
