@@ -21,7 +21,6 @@ from dlrm_stops import stopped_after
 from rec_kernels.dlrm import TrainConfig, checkpoint, devices, evaluate, load_completejourney, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.runs import StopAtSignal
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parents[1]
@@ -165,7 +164,7 @@ def test_killed_runs_go_on_from_their_last_checkpoint(data, data_dir, whole, tmp
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize("number", StopAtSignal.SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data_dir, whole, tmp_path, monkeypatch, capsys):
     """The signal comes while a checkpoint is written, and ends the run after the step that follows."""
     saves, run = checkpoint.save, tmp_path / "run"
@@ -187,7 +186,7 @@ def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data_dir, whole
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", StopAtSignal.SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_a_program(number, data, data_dir, whole, tmp_path):
     """A program that gets the signal at any time ends in the same way."""
     run = tmp_path / "run"

@@ -51,30 +51,29 @@ def _is_float32(value: Any) -> bool:
 
 _FLOATS = Check("a tensor, float32 [N]", lambda v: _is_float32(v) and v.ndim == 1)
 _SHARDS = Check("shards-STEP-NUMBER", lambda v: re.fullmatch(r"shards-\d+-\d+", str(v)) is not None)
-_WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9))}
+_POSITION = {
+    **dict.fromkeys(("worse", "records"), whole()),
+    "seconds": number(0),
+    "best": number(0, math.inf),
+    "stopped_early": FLAG,
+    "machines": Each(MACHINE),
+    "window": {
+        "steps": whole(),
+        "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9)),
+        **dict.fromkeys(("logits?", "labels?"), _FLOATS),
+    },
+}
 
 
 def check_position(state: dict[str, Any], steps: int) -> None:
     """Raise ValueError if what a run goes on from, its weights and optimizers aside, is none of a run of ``steps``."""
-    shape = {
-        "step": whole(0, steps),
-        "seconds": number(0),
-        "best": number(0, math.inf),
-        "worse": whole(),
-        "stopped_early": FLAG,
-        "machines": Each(MACHINE),
-        "records": whole(),
-        "window": _WINDOW,
-    }
-    wrong = mismatch(state, shape, "")
-    if wrong is None and state["window"]["steps"]:
-        wrong = mismatch(state["window"], {"logits": _FLOATS, "labels": _FLOATS}, "window")
-        if wrong is None and len(state["window"]["logits"]) != len(state["window"]["labels"]):
-            wrong = "window has not a label for every logit"
-    if wrong is None and (state["step"] == steps or state["stopped_early"]) and not state["seconds"]:
-        wrong = "seconds is 0 after the last step"
-    if wrong is not None:
+    if wrong := mismatch(state, {"step": whole(0, steps)} | _POSITION, ""):
         raise ValueError(wrong)
+    window = state["window"]
+    if window["steps"] and len(window["logits"]) != len(window["labels"]):
+        raise ValueError("window has not a label for every logit")
+    if (state["step"] == steps or state["stopped_early"]) and not state["seconds"]:
+        raise ValueError("seconds is 0 after the last step")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -247,16 +246,9 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
                 f"{directory} was trained with another config: {'; '.join(changed)}: a run goes on as it began, so "
                 "leave that out, or train anew without --resume"
             )
-    if not _same(found, expected):
-        raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
+        if found != expected:
+            raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
     return state
-
-
-def _same(found: object, expected: dict) -> bool:
-    try:
-        return bool(found == expected)
-    except (RuntimeError, ValueError):  # tensors, or lists nested too deeply, in a file that is not ours
-        return False
 
 
 @contextlib.contextmanager

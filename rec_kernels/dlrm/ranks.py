@@ -60,26 +60,13 @@ class Ranks:
                     raise TrainingError(f"{name} of process {rank} is {found[name]}, and {text} of process 0")
 
     def once(self, make: Callable[[], Made]) -> Made:
-        """Returns what ``make`` returned on the first process, or raises its error, on every process."""
-        result: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                result[0] = make()
-            except Exception as error:
-                if self.world_size == 1:
-                    raise
-                result[1] = error
-        if self.world_size > 1:
-            dist.broadcast_object_list(result)
-        if result[1] is not None:
-            raise result[1]
-        return result[0]
+        """Returns what ``make`` returned on the first process, on every process; errors as of ``each``."""
+        return self.all(self.each(lambda: make() if self.rank == 0 else None))[0]
 
     def in_turn(self, make: Callable[[], Made]) -> Made:
         """Calls ``make`` on the first process of each host, then on the others, which find the files that it wrote.
 
-        Raises:
-            Any exception of ``make``, on its process. TrainingError: another process has one, with its message.
+        An exception of it is raised on its process, and TrainingError with its message on the others.
         """
         first = self.world_size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
         made: Any = None
@@ -110,11 +97,8 @@ def launched_rank() -> int:
 def joined_ranks(device: str) -> Iterator[Ranks]:
     """The processes that torchrun, or the caller's ``init_process_group``, has joined; this one, where there are none.
 
-    Args:
-        device: "cpu", or "cuda" for a GPU each, of torchrun's LOCAL_RANK.
-
-    Raises:
-        TrainingError: within it, a collective failed, as it does where another process has ended.
+    With device "cuda", each has the GPU of torchrun's LOCAL_RANK. TrainingError: within it, a collective failed, as it
+    does where another process has ended.
     """
     begun = dist.is_available() and dist.is_initialized()
     if not begun and int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,11 +94,7 @@ def refuse_existing(runs_dir: str, name: str) -> None:
 
 
 def create_run(runs_dir: str, name: str | None, default: str) -> Path:
-    """Create the folder of run ``name``, or of the first free of ``default``, ``default-2``, ...
-
-    Raises:
-        RunExistsError: run ``name`` exists.
-    """
+    """Create the folder of run ``name``, or of the first free of ``default``, ``default-2``, ..."""
     for attempt in itertools.count(1):
         if name is not None:
             refuse_existing(runs_dir, name)
@@ -113,9 +110,6 @@ def claimed(directory: Path) -> Iterator[None]:
     """Keeps other trainings away from a run's folder; the claim ends with the process and those that it has forked.
 
     Nobody is kept away where the file system locks no folders, as those of networks may.
-
-    Raises:
-        RunExistsError: another process trains it.
     """
     folder = os.open(directory, os.O_RDONLY)
     try:
@@ -131,22 +125,16 @@ def claimed(directory: Path) -> Iterator[None]:
 
 
 def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = None) -> None:
-    """Write ``config.json``: the options of the run, what its option ``dedup`` came to, the versions it began with, and
-    the GPU it began on, if any."""
+    """Write ``config.json``; ``dedup``: what the option came to. ``gpu``: that the run begins on, if any."""
     versions = devices.versions() | ({} if gpu is None else {"gpu": gpu})
     settings = {"config": config, "versions": versions, "dedup": dedup}
     files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 class Records:
-    """``metrics.jsonl`` of a run: one JSON object per line, written anew with every record.
+    """``metrics.jsonl`` of a run: one JSON object per line, written anew with every record where they are ``kept``.
 
-    Args:
-        directory: of the run.
-        kept: whether records are written; not by the other processes of a run.
-
-    Raises:
-        DataError: of all members, the file is not what it should be.
+    DataError: of all members, the file is not what it should be.
     """
 
     def __init__(self, directory: Path, *, kept: bool = True):
@@ -169,9 +157,7 @@ class Records:
     def rewind(self, mark: int) -> None:
         """Drops what was appended after ``mark``: a resumed run records it again.
 
-        Raises:
-            ValueError: the file is shorter than that, or no record ends there. DataError: as ``read``, of the records
-                before; of all errors, the file is as it was.
+        ValueError: the file is shorter than that, or no record ends there. It then stays as it was.
         """
         files.refuse_special(self.path)
         text = files.read_text(self.path, mark) if self.path.exists() else ""
@@ -214,23 +200,21 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in texts)
 
 
-class StopAtSignal:
+@contextlib.contextmanager
+def stop_at_signal() -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set, so that a step ends before the run does. A second one ends it at once."""
+    event = threading.Event()
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __enter__(self) -> threading.Event:
-        self.event, self.before = threading.Event(), {}
-        if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._set) for number in self.SIGNALS}
-        return self.event
-
-    def __exit__(self, *_) -> None:
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)
-
-    def _set(self, number: int, frame) -> None:
-        if self.event.is_set():
+    def stop(number: int, frame: Any) -> None:
+        if event.is_set():
             raise KeyboardInterrupt
         print("\nstopping after this step; once more to stop at once", file=sys.stderr)
-        self.event.set()
+        event.set()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -22,7 +22,6 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.streamable import Pipelineable
 
 import rec_kernels as rk
-from rec_kernels.distributed.agreement import OtherRankError
 from rec_kernels.dlrm import checkpoint, runs
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, ahead
@@ -74,8 +73,6 @@ class ShardedRun(Run):
 
     Logits, labels and scores are of all processes; times of the parts of a step are the first one's.
     """
-
-    told_by_others = (OtherRankError,)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -7,8 +7,8 @@ import math
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing, nullcontext, suppress
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.model_factory import build_model, restored_model
 from rec_kernels.dlrm.ranks import Ranks, joined_ranks
 from rec_kernels.dlrm.reader import Reader
-from rec_kernels.dlrm.runs import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
+from rec_kernels.dlrm.runs import NotFiniteError, RunInterruptedError, TrainingError, stop_at_signal
 from rec_kernels.dlrm.scores import Clock, Window, predict, score
 from rec_kernels.threads import ShortWaits
 
@@ -34,11 +34,9 @@ POSITION = ("step", "seconds", "best", "worse", "stopped_early", "machines")  # 
 def train(
     config: TrainConfig, data: DataSet | None = None, *, resume: Path | None = None, progress: bool = True
 ) -> dict:
-    """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
+    """Train, test, and write the run's folder, also one of several processes that torchrun has started.
 
     A report that cannot be written is a warning, with the reason: it hides no result and no error.
-    Processes that torchrun has started train one model, each with its rows of every batch and its shards of the tables;
-    the first one writes.
 
     Args:
         config: of the run; when it is resumed, what decides the outcome must be as it was.
@@ -47,7 +45,7 @@ def train(
         progress: show a progress bar.
 
     Returns:
-        The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
+        The test record, and "directory", the folder of the run.
 
     Raises:
         DataError: the data or the checkpoint is missing or not what it should be, or of another config.
@@ -62,24 +60,32 @@ def train(
         run = _begin(config, data, resume, ranks, held)
         run.progress = progress and run.writes
         try:
-            with StopAtSignal() as stop, ShortWaits():  # also while a failure is written: torchrun stops all processes
-                _recorded(run, lambda: run.fit(stop))
-            test = _recorded(run, run.test)
+            # No signal ends it while a failure is written, either: torchrun stops all processes.
+            with stop_at_signal() as stop, ShortWaits(), _recorded(run):
+                run.fit(stop)
+            with _recorded(run):
+                test = run.test()
         finally:
             run.model.own_tables.close()
         _report(run)
         return test | {"directory": str(run.directory)}
 
 
-def _recorded(run: Run, part: Callable[[], Any]) -> Any:
-    """Returns what a part of the training does; the run's folder has what ends it early."""
+@contextmanager
+def _recorded(run: Run) -> Iterator[None]:
+    """Within it, what ends a run early gets into its folder, and an error says where it happened."""
     try:
-        return part()
+        yield
     except RunInterruptedError:
         _report(run)
         raise
     except Exception as error:
-        _record_failure(run, error)
+        # Of another process's error, its type.
+        cause, step = getattr(error, "cause", type(error).__name__), run.step + 1
+        with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
+            run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
+            if run.writes:
+                report.write(run.directory)
         if (explained := _explained(run, error)) is not None:
             raise explained from error
         raise
@@ -140,19 +146,9 @@ def _explained(run: Run, error: Exception) -> Exception | None:
     where = f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}"
     if isinstance(error, IndexError):  # a GPU tells a step later
         return IndexError(where)
-    if isinstance(error, run.told_by_others):
+    if hasattr(error, "cause"):  # another process has told this one of it
         return TrainingError(where)
     return None
-
-
-def _record_failure(run: Run, error: Exception) -> None:
-    """Records what ended the run, and writes the report of what there is."""
-    cause, step = getattr(error, "cause", type(error).__name__), run.step + 1  # of another process's error: its type
-    if not run.writes:
-        return
-    with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
-        run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
-        report.write(run.directory)
 
 
 def _report(run: Run) -> None:
@@ -168,15 +164,10 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     """Scores of a run's last checkpoint on "test", or on "valid", the rows that its config set apart.
 
     Args:
-        directory: of the run.
-        data: the data set; by default the one that the run's config names.
-        split: "test" or "valid".
-        device: "cpu" or "cuda"; by default that of the run.
+        directory: of the run. data: as of ``train``. device: "cpu" or "cuda"; by default that of the run.
 
     Raises:
-        DataError: the run, its checkpoint or its data is missing or not what it should be.
-        DeviceError: the device cannot be used. IndexError: the data has an id that its table has no row for.
-        TrainingError: no model has the run's options.
+        DataError: the run, its checkpoint or its data is missing or not what it should be. Others: as of ``train``.
     """
     config = TrainConfig.read(directory)
     try:
@@ -208,9 +199,6 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
 
 class Run:
     """A training run in progress: model, optimizers, where it is, and what it has recorded."""
-
-    #: Errors by which other processes tell this one of theirs.
-    told_by_others: tuple[type[Exception], ...] = ()
 
     def __init__(self, config: TrainConfig, data: Reader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
