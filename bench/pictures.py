@@ -16,6 +16,7 @@ from matplotlib.ticker import NullFormatter
 from bench import RESULTS, ROOT
 from bench.figures import load
 from bench.report import COLOURS, LIMIT_COLOUR
+from rec_kernels.dlrm import files
 
 IMAGES = ROOT / "docs" / "images"
 SPEED = "embedding_bag-workloads-1thread.json"
@@ -25,6 +26,12 @@ PANELS = (("forward", "lookup"), ("train", "training step"))
 BAR = 0.27
 TICKS = (1, 2, 4, 8, 16, 32)
 MIB = 2**20
+
+
+def save(figure: Figure, path: Path, dpi: int) -> None:
+    """Writes the figure as a PNG file, in place of what is there."""
+    with files.replacing(path) as file:
+        figure.savefig(file, format="png", dpi=dpi)
 
 
 def times_over_ours(direction: str, peer: str) -> dict[str, float]:

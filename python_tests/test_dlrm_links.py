@@ -14,8 +14,9 @@ import pytest
 from dlrm_tiny import TinyData
 from matplotlib.figure import Figure
 
+from bench import pictures
 from bench.studies import compare
-from rec_kernels.dlrm import TrainConfig, model_factory, page, runs
+from rec_kernels.dlrm import TrainConfig, model_factory, runs
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run, train
@@ -106,7 +107,7 @@ def test_pictures_replace_links(run):
     """Those of comparisons are files."""
     (run / "compare.png").symlink_to(run.parent / "compare.png")
     (run.parent / "compare.png").write_text("precious")
-    page.save(Figure(), run / "compare.png", dpi=10)
+    pictures.save(Figure(), run / "compare.png", dpi=10)
     assert (run.parent / "compare.png").read_text() == "precious"
     assert (run / "compare.png").stat().st_size > 100
 

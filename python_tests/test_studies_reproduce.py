@@ -231,7 +231,7 @@ def places(value, path=()):
 def test_results_that_no_comparison_wrote_are_not_shown(command, tmp_path, monkeypatch):
     """The page is written without results from a ``compare.json`` that lacks or changes anything."""
     assert command("--only", "one") == 0
-    monkeypatch.setattr(reproduce.reproduce_report.page, "save", lambda *_, **how: None)
+    monkeypatch.setattr(reproduce.reproduce_report.pictures, "save", lambda *_, **how: None)
     request = reproduce.Request(TrainConfig(runs_dir=str(tmp_path)), only=("one",))
     path = request.folder / "one" / "compare.json"
     whole, shown = json.loads(path.read_text()), []

@@ -15,8 +15,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 
+from bench import pictures
 from bench.studies.compare import Comparison, comparable_defaults
-from rec_kernels.dlrm import files, page
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.files import TEXT, Check, Each, Maybe, mismatch, whole
 from rec_kernels.dlrm.files import number as a_number
@@ -321,5 +322,5 @@ def write(comparison: Comparison, result: dict) -> str:
     text = markdown(comparison.folder.name, result)
     files.write_text(comparison.folder / "compare.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
     files.write_text(comparison.folder / "compare.md", text)
-    page.save(draw(result), comparison.folder / "compare.png", dpi=120)
+    pictures.save(draw(result), comparison.folder / "compare.png", dpi=120)
     return text

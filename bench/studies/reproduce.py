@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from bench import pictures
 from bench.studies import compare, compare_report, reproduce_pictures, reproduce_report
 from bench.studies.claims import answer
 from bench.studies.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
-from rec_kernels.dlrm import devices, files, page
+from rec_kernels.dlrm import devices, files
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import RunInterruptedError
@@ -130,7 +131,7 @@ def _attempt(request: Request, experiment: Experiment) -> dict:
         files.refuse_foreign(comparison.folder, folder=True)
         result = compare_report.summarise(comparison, compare.run(comparison))
         compare_report.write(comparison, result)
-        page.save(reproduce_pictures.speed(result), comparison.folder / reproduce_report.SPEED, dpi=110)
+        pictures.save(reproduce_pictures.speed(result), comparison.folder / reproduce_report.SPEED, dpi=110)
     except RunInterruptedError:
         raise
     except Exception as error:  # whatever it is: hours of other experiments do not end with it

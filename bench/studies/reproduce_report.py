@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from bench import pictures
 from bench.studies import compare_report, reproduce_pictures
 from bench.studies.claims import RULE, VERDICTS, shortfall
 from bench.studies.experiments import LOSS
@@ -54,7 +55,7 @@ def write(folder: Path, results: dict) -> None:
     for name, figure in figures.items():
         (folder / name).unlink(missing_ok=True)  # one of an earlier call is of other numbers
         if figure is not None:
-            page.save(figure, folder / name, dpi=110)
+            pictures.save(figure, folder / name, dpi=110)
     title = "Reproduced" + (" quickly" if results["quick"] else "")
     sections = [("Claims", _claims(results)), *((entry["name"], _experiment(entry)) for entry in entries)]
     files.write_text(folder / "report.md", markdown(folder, title, sections))

@@ -6,12 +6,9 @@ import base64
 import io
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-
-from rec_kernels.dlrm import files
 
 STYLE = """
 :root { color-scheme: light; }
@@ -46,12 +43,6 @@ def size(count: float) -> str:
     """Bytes, as in "11.4 MiB"."""
     power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
     return f"{count / 1024**power:,.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def save(figure: Figure, path: Path, dpi: int) -> None:
-    """Write the figure as a PNG file, in place of what is there."""
-    with files.replacing(path) as file:
-        figure.savefig(file, format="png", dpi=dpi)
 
 
 def picture(figure: Figure) -> str:
