@@ -43,6 +43,7 @@ def module(tmp_path, monkeypatch):
             {"data": "criteo", "path": "x", "history": 20},
             r"history is 20, which does nothing without data 'completejourney' or 'synthetic'",
         ),
+        ({"history": 9}, r"history is 9, allowed are 10 to 200 products"),
         ({"unchanged": 0.5}, r"unchanged is 0.5, which does nothing without data 'synthetic'"),
         ({"data": "synthetic", "samples_per_session": 1e6}, r"samples_per_session is 1000000.0, allowed are 1 to 8192"),
         ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, which does nothing without data 'criteo' or"),

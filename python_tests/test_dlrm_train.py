@@ -248,7 +248,6 @@ WRONG_FLAGS = [
     ("--batch-size -5", "batch_size is -5, allowed is 1 or more"),
     ("--seed -1", "seed is -1, allowed is 0 or more"),
     ("--weeks 53", "weeks is 53, allowed is 1 to 52"),
-    ("--history 9", "history is 9, allowed for completejourney is 10 to 200"),
     ("--history 201", "history is 201, allowed for completejourney is 10 to 200"),
     ("--run ../x", "run is '../x', allowed is at most 200 letters"),
     ("--resume runs/first --run second", "run is given beside resume"),

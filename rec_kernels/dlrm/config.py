@@ -13,7 +13,7 @@ from typing import Any
 
 import rec_kernels as rk
 from rec_kernels.dlrm import files
-from rec_kernels.dlrm.completejourney import HISTORY_LENGTHS, LAST_WEEK
+from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.files import TEXT, Check, shown
 from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
@@ -254,9 +254,6 @@ class TrainConfig:
                 f"decay_start is {self.decay_start}, must be at least warmup_steps (now {self.warmup_steps}) for rates "
                 "that fall (decay_steps)"
             )
-        shortest, longest = HISTORY_LENGTHS
-        if self.data == "completejourney" and self.history and not shortest <= self.history <= longest:
-            raise ValueError(f"history is {self.history}, allowed for {self.data} is {shortest} to {longest}")
         if self.backing == "disk" and self.device != "cpu":
             raise ValueError(f"backing is 'disk', which needs device 'cpu' (now {self.device!r})")
         if self.decay_every and not (self.cache and self.policy == "lfu"):
@@ -374,7 +371,7 @@ _NEEDED: dict[str, tuple[str, Callable[[TrainConfig], object]]] = {
 
 
 def _need_of(option: dataclasses.Field) -> tuple[str, Callable[[TrainConfig], object]]:
-    """What an option does nothing without: of some models or data sets alone, one of them."""
+    """An option does nothing without this; one of some models or data sets needs one of them."""
     owners = option.metadata["of"]
     if not owners:
         return _NEEDED.get(option.name, ("", lambda config: True))

@@ -95,23 +95,19 @@ class Batch(NamedTuple):
 
     def part(self, rows: slice) -> Batch:
         """Some neighbouring rows of a batch that is ``expanded()``."""
-        shared = None if self.shared is None else _part_of(self.shared, rows, len(self.label))
-        features = _part_of(self.features, rows, len(self.label))
-        return Batch(self.dense[rows], features, self.label[rows], shared)
+        return Batch(self.dense[rows], _part_of(self.features, rows), self.label[rows], _part_of(self.shared, rows))
 
 
 def _bags_of_rows(jagged: Any) -> Any:
     return jagged.to_kjt() if isinstance(jagged, rk.InverseKeyedJaggedTensor) else jagged
 
 
-def _part_of(jagged: Any, rows: slice, total: int) -> rk.KeyedJaggedTensor:
-    """The bags of some neighbouring rows of ``total``, of each key."""
-    own = torch.arange(len(jagged.keys()) * total).view(-1, total)[:, rows].flatten()
-    values, offsets = rk.jagged_index_select(jagged.values(), jagged.offsets(), own)
-    weights = jagged.weights_or_none()
-    if weights is not None:
-        weights = rk.jagged_index_select(weights, jagged.offsets(), own)[0]
-    return rk.KeyedJaggedTensor(jagged.keys(), values, weights, offsets=offsets)
+def _part_of(jagged: Any, rows: slice) -> rk.KeyedJaggedTensor | None:
+    """The bags of some neighbouring rows, of each key."""
+    if jagged is None or not jagged.keys():
+        return jagged
+    own = torch.arange(rows.start, rows.stop).unsqueeze(0)
+    return rk.InverseKeyedJaggedTensor(jagged, [list(jagged.keys())], own).to_kjt()
 
 
 def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:

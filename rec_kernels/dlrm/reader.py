@@ -52,20 +52,18 @@ def open_data(config: TrainConfig) -> DataSet:
         raise DataError(f"data is {config.data!r}, allowed are {', '.join(DATA)} and {FUNCTION}")
     given = {o.name: getattr(config, o.name) for o in dataclasses.fields(config) if o.default is None}
     given = {name: value for name, value in given.items() if value is not None}
+    own = {name: given[name] for name in options_of(config.data) if name in given}
     try:
         refuse_options_without_effect(given, [config])
+        if config.data == "completejourney":
+            return load_completejourney(**own, data_dir=config.data_dir, progress=True)
     except ValueError as error:
         raise DataError(str(error)) from error
-    own = {name: given[name] for name in options_of(config.data) if name in given}
-    if config.data == "completejourney":
-        return load_completejourney(**own, data_dir=config.data_dir, progress=True)
     if config.data == "criteo":
         if config.path is None:
             raise DataError("data is 'criteo', which needs path: a file in Criteo's format or a folder of such files")
         return Criteo(**own, data_dir=config.data_dir, progress=True)
-    if config.data == "synthetic":
-        return Synthetic(**own)
-    return _call(config)
+    return Synthetic(**own) if config.data == "synthetic" else _call(config)
 
 
 def _call(config: TrainConfig) -> DataSet:
