@@ -139,7 +139,9 @@ def _prepare(
                 ids, size = hashed_ids(values, number, table_rows), table_rows
             file.write(ids.astype(np.int32).data)
             num_embeddings.append(size)
-    dense = np.stack([table[name].to_numpy() for name in INTEGERS], axis=1)
+    dense = np.empty((len(table), len(INTEGERS)), dtype=np.float32)
+    for number, name in enumerate(INTEGERS):
+        dense[:, number] = table[name].to_numpy()
     path.unlink()  # it stays mapped
     return {"label": table["label"].to_numpy(), "dense": dense, "num_embeddings": np.array(num_embeddings)}
 
