@@ -34,8 +34,11 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x"}, r"path is 'x', which does nothing without data 'criteo' or 'module:function': leave it"),
-        ({"rows": 9}, r"rows is 9, which does nothing without data 'criteo' or 'synthetic': leave"),
+        (
+            {"path": "x"},
+            r"path is 'x', which does nothing without data 'criteo' or 'module:function' .now 'complete",
+        ),
+        ({"rows": 9}, r"rows is 9, which does nothing without data 'criteo' or 'synthetic' .now 'complete"),
         ({"data": "criteo", "path": "x", "weeks": 3}, r"weeks is 3, which does nothing without data 'completejourney'"),
         ({"data": "synthetic", "path": "x"}, r"path is 'x', which does nothing without data 'criteo' or"),
         ({"data": "synthetic", "weeks": 3}, r"weeks is 3, which does nothing without data 'compl"),

@@ -248,7 +248,6 @@ WRONG_FLAGS = [
     ("--batch-size -5", "batch_size is -5, allowed is 1 or more"),
     ("--seed -1", "seed is -1, allowed is 0 or more"),
     ("--weeks 53", "weeks is 53, allowed is 1 to 52"),
-    ("--history 201", "history is 201, allowed for completejourney is 10 to 200"),
     ("--run ../x", "run is '../x', allowed is at most 200 letters"),
     ("--resume runs/first --run second", "run is given beside resume"),
     ("--threads 100000", "threads is 100000, allowed is 1 to 1024"),
@@ -292,11 +291,11 @@ WRONG_FLAGS = [
     ("--decay-start 5", "decay_start is 5, which does nothing without decay_steps"),
     (
         "--cross-rank 16",
-        "cross_rank is 16, which does nothing without model 'dcnv2': leave it out, or give both",
+        "cross_rank is 16, which does nothing without model 'dcnv2' (now 'dlrm'): leave it out, or give both",
     ),
     (
         "--model dcnv2 --wukong-layers 2",
-        "wukong_layers is 2, which does nothing without model 'wukong': leave it out, or give both",
+        "wukong_layers is 2, which does nothing without model 'wukong' (now 'dcnv2'): leave it out, or give both",
     ),
     # what is no option, or no value of its kind
     ("--epochs two", "argument --epochs: invalid int value: 'two'"),

@@ -190,9 +190,12 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         ),
         (
             ["a", "b", "--cross-rank", "8"],
-            "cross_rank is 8, which does nothing without model 'dcnv2': leave it out",
+            "cross_rank is 8, which does nothing without model 'dcnv2' (now 'dlrm'): leave it out",
         ),
-        (["--model", "dlrm,wukong", "--cross-rank", "8"], "which does nothing without model 'dcnv2': leave it out"),
+        (
+            ["--model", "dlrm,wukong", "--cross-rank", "8"],
+            "without model 'dcnv2' (now 'dlrm' or 'wukong'): leave it out",
+        ),
         (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, which does nothing without"),
         (["a:model=dcnv2", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, which"),
         ([], "there is nothing to compare: give configurations, or lists as in --format fp32,int8"),

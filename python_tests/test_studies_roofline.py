@@ -131,7 +131,7 @@ def test_runs_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert main(["roofline", str(tmp_path / "run")]) == 1
     assert "data set 'synthetic' has no whole batch: batch_size is 4000" in capsys.readouterr().err
     assert main(["roofline", str(tmp_path / "run"), "--data", "math:pi"]) == 1
-    assert "data is 'math:pi'" in capsys.readouterr().err
+    assert "(now 'math:pi')" in capsys.readouterr().err
     metrics = tmp_path / "run" / "metrics.jsonl"
     records = metrics.read_text()
     metrics.write_text(records.replace('"device": "cpu"', '"device": "Some GPU"'))

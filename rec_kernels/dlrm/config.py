@@ -370,20 +370,21 @@ _NEEDED: dict[str, tuple[str, Callable[[TrainConfig], object]]] = {
 }
 
 
-def _need_of(option: dataclasses.Field) -> tuple[str, Callable[[TrainConfig], object]]:
+def _need_of(option: dataclasses.Field, configs: Iterable[TrainConfig]) -> tuple[str, Callable[[TrainConfig], object]]:
     """An option does nothing without this; one of some models or data sets needs one of them."""
     owners = option.metadata["of"]
     if not owners:
         return _NEEDED.get(option.name, ("", lambda config: True))
     kind = "model" if owners[0] in MODELS else "data"
-    return f"{kind} {' or '.join(map(repr, owners))}", lambda c: option.name in options_of(getattr(c, kind))
+    allowed, now = (" or ".join(dict.fromkeys(map(repr, v))) for v in (owners, (getattr(c, kind) for c in configs)))
+    return f"{kind} {allowed} (now {now})", lambda c: option.name in options_of(getattr(c, kind))
 
 
 def refuse_options_without_effect(given: Mapping[str, Any], configs: Iterable[TrainConfig]) -> None:
     """Raises ValueError if an option of ``given``, a value each, does nothing in all of the configs."""
     configs, options = list(configs), {option.name: option for option in dataclasses.fields(TrainConfig)}
     for name, value in given.items():
-        what, is_there = _need_of(options[name])
+        what, is_there = _need_of(options[name], configs)
         if not any(map(is_there, configs)):
             raise ValueError(f"{name} is {value!r}, which does nothing without {what}: leave it out, or give both")
 
