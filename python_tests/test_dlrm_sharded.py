@@ -112,7 +112,7 @@ def test_data_that_one_process_lacks(tmp_path: Path) -> None:
     """No other process waits for it, and there is no run."""
     own, other = on(2, str(tmp_path), "absent")
     assert own == "ValueError: no such file"
-    assert other == "TrainingError: process 0 could not begin: ValueError: no such file"
+    assert other == "TrainingError: process 0 has failed: ValueError: no such file"
     assert not (tmp_path / "run").exists()
 
 

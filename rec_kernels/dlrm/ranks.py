@@ -63,26 +63,30 @@ class Ranks:
         """Returns what ``make`` returned on the first process, on every process; errors as of ``each``."""
         return self.all(self.each(lambda: make() if self.rank == 0 else None))[0]
 
-    def in_turn(self, make: Callable[[], Made]) -> Made:
-        """Calls ``make`` on the first process of each host, then on the others, which find the files that it wrote.
+    def each(self, make: Callable[[], Made]) -> Made:
+        """Returns what ``make`` returned on this process, once all have called it.
 
         An exception of it is raised on its process, and TrainingError with its message on the others.
         """
-        first = self.world_size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
         made: Any = None
-        for has_turn in (first, not first):
-            error = None
-            try:
-                made = make() if has_turn else made
-            except Exception as raised:  # whatever it is: the others wait for this process
-                error = raised
-            texts = self.all(None if error is None else f"{type(error).__name__}: {error}")
-            if error is not None:
-                raise error
-            for rank, text in enumerate(texts):
-                if text is not None:
-                    raise TrainingError(f"process {rank} could not begin: {text}")
+        error = None
+        try:
+            made = make()
+        except Exception as raised:  # whatever it is: the others wait for this process
+            error = raised
+        texts = self.all(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise TrainingError(f"process {rank} has failed: {text}")
         return made
+
+    def in_turn(self, make: Callable[[], Made]) -> Made:
+        """As ``each``, on the first process of each host before the others, which find the files that it wrote."""
+        first = self.world_size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+        made: Any = self.each(lambda: make() if first else None)
+        return self.each(lambda: made if first else make())
 
 
 ALONE = Ranks()
