@@ -79,7 +79,7 @@ def test_a_compiled_model(built: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = export.Model().eval()
     export.compile_model(model, str(tmp_path / "model.pt2"))
-    for size in (5, 2, 300):
+    for size in (5, 2, 300, 1, 0):
         inputs = export.batch(size, seed=size)
         torch.save(inputs, tmp_path / "inputs.pt")
         done = run(built / "serve", LIBRARY, tmp_path / "model.pt2", tmp_path / "inputs.pt", tmp_path / "outputs.pt")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental import _config
 from torch.utils import _pytree
 
 import rec_kernels as rk
@@ -22,6 +24,8 @@ TABLES = [
 SEQUENCES = [
     rk.EmbeddingConfig(t.num_embeddings, 8, name=t.name, feature_names=t.feature_names, format=t.format) for t in TABLES
 ]
+#: Has programs take one sample, and none: torch takes these sizes for constants by default.
+ANY_SIZE = functools.partial(_config.patch, backed_size_oblivious=True)
 
 
 def batch(size: int, seed: int = 0) -> rk.KeyedJaggedTensor:
@@ -126,14 +130,14 @@ def test_export(strict: bool) -> None:
     model = Model(collection().for_serving()).eval()
     dim = torch.export.Dim.DYNAMIC
     shapes = {"batch": [{0: dim}, {0: dim}, None, None]}
-    with torch.no_grad():
+    with torch.no_grad(), ANY_SIZE():
         program = torch.export.export(model, (batch(5),), dynamic_shapes=shapes, strict=strict)
         file = io.BytesIO()
         torch.export.save(program, file)
         assert file.tell() < model.tables._weights.numel() + 40_000
         file.seek(0)
         loaded = torch.export.load(file).module()
-        for size in (5, 9, 2):
+        for size in (5, 9, 2, 1, 0):
             (scores, embedded), (expected, other) = loaded(batch(size, size)), model(batch(size, size))
             assert torch.equal(scores, expected)
             assert torch.equal(embedded["k"], other["k"])
@@ -143,9 +147,9 @@ def test_export(strict: bool) -> None:
 def test_export_of_rows_of_ids() -> None:
     """Any batch, too, whose features have as many samples."""
     model, dim = nn.Sequential(rk.EmbeddingCollection(SEQUENCES).for_serving()).eval(), torch.export.Dim.DYNAMIC
-    with torch.no_grad():
+    with torch.no_grad(), ANY_SIZE():
         program = torch.export.export(model, (batch(5),), dynamic_shapes=[[{0: dim}, {0: dim}, None, None]]).module()
-        for size in (5, 9):
+        for size in (5, 9, 1, 0):
             expected = model(batch(size, size))
             for key, found in program(batch(size, size)).items():
                 assert torch.equal(found.values(), expected[key].values())

@@ -11,6 +11,7 @@ import argparse
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 
 import rec_kernels as rk
 
@@ -48,9 +49,9 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compile_model(model: nn.Module, path: str) -> None:
-    """Writes the model for batches of two samples and more."""
+    """Writes the model for batches of any size; without the option, torch takes sizes of 0 and 1 for constants."""
     any_size = {0: torch.export.Dim.DYNAMIC}
-    with torch.no_grad():
+    with torch.no_grad(), _config.patch(backed_size_oblivious=True):
         program = torch.export.export(model.eval(), batch(8, 0), dynamic_shapes=(any_size, any_size, any_size))
     torch._inductor.aoti_compile_and_package(program, package_path=path)
 

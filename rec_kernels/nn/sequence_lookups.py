@@ -54,7 +54,7 @@ def _own_offsets(offsets: Tensor, bags: list[int]) -> Sequence[Tensor]:
         own = offsets.unfold(0, bags[1] + 1, bags[1])
         return (own - own[:, :1]).unbind()
     views = [offsets[start : stop + 1] for start, stop in itertools.pairwise(bags)]
-    return [own - own[:1] for own in views]
+    return [own - own[0] for own in views]
 
 
 def look_up_rows(tables: TableCollection | ServedTables, features) -> Tensor:
