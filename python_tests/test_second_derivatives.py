@@ -1,8 +1,10 @@
-"""Second derivatives: those that there are, by differences, and the refusal of all others."""
+"""Second derivatives: those that there are, by differences, and the refusal of all others; torch.func's."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rec_kernels as rk
 from rec_kernels.ops.autograd import overload_of
+from rec_kernels.testing import same_bits
 
 #: Ops that are differentiable twice.
 TWICE = ("scale_rows", "row_dot", "fake_quantize")
@@ -133,3 +136,47 @@ def test_refused_of_what_is_copied(op: str) -> None:
 def _float_inputs(call: tuple[tuple, dict]) -> list[torch.Tensor]:
     tensors = [t for t in pytree.tree_leaves(call) if isinstance(t, torch.Tensor)]
     return [t for t in tensors if t.requires_grad and t.dtype == torch.float32]
+
+
+def is_float(x: object) -> bool:
+    """True of a tensor of floats."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+@pytest.mark.parametrize("op", with_autograd())
+def test_torch_func(op: str) -> None:
+    """First and second derivatives are those of autograd, or refused as there; updates are made by autograd alone."""
+    for args, kwargs in samples(op):
+        places = [i for i, t in enumerate(args) if all(map(is_float, leaves := pytree.tree_leaves(t))) and leaves]
+
+        def loss(given: list, args: tuple = args, kwargs: dict = kwargs, places: list = places) -> torch.Tensor:
+            filled = [given[places.index(i)] if i in places else t for i, t in enumerate(args)]
+            found = pytree.tree_leaves(overload_of(op)(*filled, **kwargs))
+            return sum(t.float().square().sum() for t in found if t.is_floating_point())
+
+        def second(given: list, loss: Callable = loss) -> torch.Tensor:
+            return sum(t.float().sum() for t in pytree.tree_leaves(torch.func.grad(loss)(given)))
+
+        given = pytree.tree_map(torch.detach, [args[i] for i in places])
+        if not given:
+            continue
+        if "fused" in op:
+            with pytest.raises(RuntimeError, match=r"take its gradient by torch\.autograd"):
+                torch.func.grad(loss)(given)
+            continue
+        wanted = pytree.tree_map(lambda t: t.clone().requires_grad_(), given)
+        tensors, options = pytree.tree_leaves(wanted), {"allow_unused": True, "materialize_grads": True}
+        try:
+            first = torch.autograd.grad(loss(wanted), tensors, create_graph=True, **options)
+        except (RuntimeError, ValueError) as error:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                torch.func.grad(loss)(given)
+            continue
+        assert all(map(same_bits, pytree.tree_leaves(torch.func.grad(loss)(given)), first))
+        try:
+            twice = torch.autograd.grad(sum(t.float().sum() for t in first), tensors, **options)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                torch.func.grad(second)(given)
+        else:
+            assert all(map(same_bits, pytree.tree_leaves(torch.func.grad(second)(given)), twice))

@@ -86,6 +86,22 @@ def test_fused_updates_are_not_transformed() -> None:
     assert module.collection.step == 0
 
 
+def test_gradients_per_sample() -> None:
+    """vmap of a gradient has the bits of one after the other, and so has the gradient of a vmap their sum."""
+    weight, ids, factors = torch.randn(9, 4), torch.randint(9, (3, 2, 5)), torch.rand(3, 2, 5)
+
+    def loss(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
+        return rk.embedding_bag(ids, weight, mode="sum", per_sample_weights=factors).square().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 2))
+    found = torch.vmap(gradient, in_dims=(None, 0, 0))(weight, ids, factors)
+    one_by_one = [gradient(weight, *each) for each in zip(ids, factors, strict=True)]
+    for own, each in zip(found, zip(*one_by_one, strict=True), strict=True):
+        assert torch.equal(own, torch.stack(each))
+    summed = torch.func.grad(lambda w: torch.vmap(loss, in_dims=(None, 0, 0))(w, ids, factors).sum())(weight)
+    torch.testing.assert_close(summed, found[0].sum(0))
+
+
 def test_compiled_dicts() -> None:
     """Graphs do not depend on the number of samples; ids in no bag, which they cannot leave out, raise."""
     module, graphs = pooled(), 0

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -113,9 +114,9 @@ class Differentiable:
         # torch's compiled autograd takes no bound method as a backward.
         backward_ = staticmethod(lambda *grads: self._gradients(*grads))
         methods = {"forward": staticmethod(self._forward), "backward": backward_}
-        self._function: Any = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
+        function = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
         # Function.apply calls this where no transform of torch.func is active; a direct call takes half the time.
-        self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]
+        self._apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
         """The arguments by place, up to the last one by name."""
@@ -151,8 +152,10 @@ class Differentiable:
                 tensors += inputs[i]
             else:
                 tensors.append(inputs[i])
-        transforms = torch._C._are_functorch_transforms_active()
-        return (self._function.apply if transforms else self._apply)((inputs, wanted), *tensors)
+        if not torch._C._are_functorch_transforms_active():
+            return self._apply((inputs, wanted), *tensors)
+        with enable_single_level_autograd_function():  # a node of this level, as kernels of torch's own ops make them
+            return self._apply((inputs, wanted), *tensors)
 
     def _forward(self, ctx: Any, given: tuple[Sequence, list[int]], *_: Tensor) -> Any:
         inputs, wanted = given
@@ -163,7 +166,11 @@ class Differentiable:
             needs[self.list_place] = [t.requires_grad for t in inputs[self.list_place]]
         ctx.needs_input_grad, ctx.wanted = needs, wanted
         with torch._C._AutoDispatchBelowAutograd():
-            output = self._overload(*inputs)
+            if torch._C._are_functorch_transforms_active():
+                with torch.enable_grad():  # the transforms outside have nodes of their own
+                    output = self._overload(*inputs)
+            else:
+                output = self._overload(*inputs)
         if self._setup_context is not None:
             self._setup_context(ctx, inputs if len(inputs) == self._count else self.completed(inputs), output)
         return output
@@ -233,7 +240,9 @@ def differentiable_once(op: str, backward: Callable) -> Callable:
             return backward(ctx, *grads)
         ctx = _LookedAt(ctx)
         given = (*grads, *ctx.saved_tensors)
-        sources = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+        # Inside of torch.func's transforms, a tensor may require a gradient of another level.
+        any_level = torch._C._are_functorch_transforms_active()
+        sources = [t for t in given if isinstance(t, Tensor) and (any_level or t.requires_grad)]
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not sources:
@@ -256,10 +265,15 @@ class _LookedAt:
 class _Refusal(torch.autograd.Function):
     """A tensor as it is, which depends on others; its derivative is refused."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, op: str, result: Tensor, *_sources: Tensor) -> Tensor:
-        ctx.op = op
+    def forward(op: str, result: Tensor, *_sources: Tensor) -> Tensor:
         return result.detach()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx, *_) -> NoReturn:

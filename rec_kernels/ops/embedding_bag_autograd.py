@@ -216,6 +216,11 @@ def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offse
 
 
 def _setup_fused(ctx, inputs, output) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "rec_kernels::embedding_bag_fused.layout updates tables in its backward, which transforms of torch.func "
+            "would call never or several times: take its gradient by torch.autograd, outside of them"
+        )
     a = arguments_of("embedding_bag_fused.layout", inputs)
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
