@@ -46,7 +46,7 @@ class Lookups(Subject):
 
     def _limit(self) -> ProductLimit:
         module = self.built("ours").module
-        return ProductLimit(self.workload, COLLISIONS, module._weights, module._sum, peers.LR, peers.EPS)
+        return ProductLimit(self.workload, COLLISIONS, module._weights, module._memory["_sum"], peers.LR, peers.EPS)
 
     def ids(self, name: str) -> list[torch.Tensor]:
         """The batches."""

@@ -47,7 +47,7 @@ class Lookups(Subject):
             subject = self.built(name)
             return lambda i: subject.train(self.batches[i], self.grad)
         gather, module = self.forward("limit"), self.built("ours").module
-        step = StepLimit(self.workload, module._weights, module._sum, peers.LR, peers.EPS)
+        step = StepLimit(self.workload, module._weights, module._memory["_sum"], peers.LR, peers.EPS)
 
         def least(i: int) -> None:
             gather(i)

@@ -76,13 +76,13 @@ def test_the_limit_of_a_step_is_a_step(shape: Shape) -> None:
     """The bare loop makes the update of row-wise Adagrad, but for the order of its sums."""
     torch.manual_seed(0)
     ours = peers.available()["ours"](shape)
-    weights, state = ours.module._weights.clone(), ours.module._sum.clone()
+    weights, state = ours.module._weights.clone(), ours.module._memory["_sum"].clone()
     step = StepLimit(shape, weights, state, peers.LR, peers.EPS)
     for seed in range(3):
         ids, grad = shape.ids(seed), torch.randn(shape.batch, shape.tables * shape.dim)
         ours.train(ids, grad)
         step(ids, grad)
-    torch.testing.assert_close(state, ours.module._sum, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, ours.module._memory["_sum"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weights, ours.module._weights, rtol=1e-5, atol=1e-6)
 
 
@@ -95,14 +95,14 @@ def test_the_limit_of_products_is_a_step(shape: Workload) -> None:
     """The bare loop of quotients and remainders has the lookup and the update, but for the order of sums."""
     torch.manual_seed(0)
     ours = peers.Ours(shape, compression=rk.QuotientRemainder(4))
-    weights, state = ours.module._weights.clone(), ours.module._sum.clone()
+    weights, state = ours.module._weights.clone(), ours.module._memory["_sum"].clone()
     limit = ProductLimit(shape, 4, weights, state, peers.LR, peers.EPS)
     for seed in range(3):
         ids, grad = shape.ids(seed), torch.randn(shape.batch, shape.tables * shape.dim)
         torch.testing.assert_close(limit(ids, None), ours.forward(ids), rtol=1e-4, atol=1e-6)
         ours.train(ids, grad)
         limit(ids, grad)
-    torch.testing.assert_close(state, ours.module._sum, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(state, ours.module._memory["_sum"], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights, ours.module._weights, rtol=1e-4, atol=1e-5)
 
 

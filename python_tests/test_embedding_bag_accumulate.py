@@ -201,7 +201,7 @@ def test_tables_rest_until_the_end() -> None:
         found.fused_optimizer.param_groups[0]["lr"] = 0.0
     assert found.step.item() == 1
     assert same_bits(found._weights, make()._weights)
-    assert found._sum.any()
+    assert found._memory["_sum"].any()
 
 
 def test_gradient_of_weights_in_the_batch() -> None:

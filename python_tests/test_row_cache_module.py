@@ -213,7 +213,7 @@ def test_two_lookups_before_their_backwards() -> None:
     assert ((slots[0] >= 0) & (now < 0)).any()
     for given, grad in zip(batches, grads, strict=True):
         ops.embedding_bag_backward_fused_(
-            *state_of(twin._buffers),
+            *state_of(twin._memory),
             grad,
             given.values(),
             given.offsets(),

@@ -348,7 +348,7 @@ def test_bytes(cached: bool) -> None:
         for table in uniform(optimizer).memory_report():
             if OWN[table["name"][0]] == optimizer:
                 assert report[table["name"]] == table["state_bytes"]
-    flat = [t for n, t in mixed._buffers.items() if t is not None and n.startswith(("_sum", "_exp"))]
+    flat = [t for n, t in mixed._memory.items() if t is not None and n.startswith(("_sum", "_exp"))]
     padding = 0 if not cached else 4 * 3 * ROWS + 4 * 4 * ROWS
     assert sum(report.values()) <= sum(t.nbytes for t in flat) <= sum(report.values()) + padding + 64 * len(OWN)
 
@@ -388,7 +388,7 @@ def test_equal_optimizers_are_one() -> None:
     """Rates aside: such a collection has the update, and the state, of one optimizer."""
     mixed = made(dict.fromkeys(OWN, rk.Adam(lr=0.5)) | {"a": None, "c": None}, rk.Adam(lr=0.1))
     assert not mixed._update.has_several
-    assert {"_exp_avg", "beta_powers"} < mixed._buffers.keys()
+    assert {"_exp_avg", "beta_powers"} < mixed._memory.keys()
     assert [g["lr"] for g in mixed.fused_optimizer.param_groups] == [0.1, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 

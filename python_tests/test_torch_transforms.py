@@ -204,6 +204,47 @@ def test_compiled_steps(scales: bool) -> None:
         assert torch.equal(found.state_dict()[name], t), name
 
 
+@pytest.mark.parametrize("optimizer", [None, rk.Adam(lr=0.1)])
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("make", [pooled, layer])
+def test_averages_of_weights(make: Any, use_buffers: bool, optimizer: Any) -> None:
+    """Tables are averaged once, and lookups read the average: flat tensors, of which they are views, are no buffers."""
+    module = make(optimizer)
+    average = torch.optim.swa_utils.AveragedModel(module, use_buffers=use_buffers)
+    given, weights = batch() if make is pooled else torch.tensor([1, 2]), []
+    for step in range(3):
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.fill_(float(step * step))
+        average.update_parameters(module)
+    weights = [weight.unique().item() for weight in average.module.parameters()]
+    assert weights == pytest.approx([5 / 3] * len(weights))
+    with torch.no_grad():
+        found = average.module(given)
+    found = found.values() if make is pooled else found
+    assert found.unique().tolist() == pytest.approx([0.0, 5 / 3, 10 / 3] if make is pooled else [5 / 3])
+    flat = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    assert not flat & {t.untyped_storage().data_ptr() for t in module.buffers()}
+
+
+def test_flat_tensors_stay_in_place() -> None:
+    """To torch's compiler they are what buffers are to it: a CUDA graph would copy others before each replay."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "placeholder" and "_memory_" in node.name:
+                found[node.name.rpartition("_memory_")[2]] = node.meta["tensor_dict"].get("_dynamo_static_input_type")
+        return graph.forward
+
+    original = pooled(rk.Adam(lr=0.1))
+    for module in (original, copy.deepcopy(original), pickle.loads(pickle.dumps(original)), original.to("cpu")):
+        found: dict[str, Any] = {}
+        torch._dynamo.reset()
+        torch.compile(module, backend=backend)(batch())
+        assert found.keys() > {"weights_", "exp_avg_", "exp_avg_sq_"}
+        assert set(found.values()) == {"unguarded"}
+
+
 class _NoGradient(torch.autograd.Function):
     """A sum, whose backward says that there is no gradient."""
 

@@ -186,14 +186,14 @@ def test_training_steps_count_once(name: str, accumulates: bool) -> None:
     optimizer, changed = OPTIMIZERS[name]
     tables = collection(optimizer)
     for _ in range(3):
-        before = versions(tables._buffers)
+        before = versions(tables._memory)
         if accumulates:
             with tables.accumulate():
                 for _ in range(2):
                     loss_of(tables).backward()
         else:
             loss_of(tables).backward()
-        after = versions(tables._buffers)
+        after = versions(tables._memory)
         assert difference(before, after) == dict.fromkeys(changed, 1)
 
 

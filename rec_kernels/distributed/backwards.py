@@ -183,7 +183,7 @@ class Backwards:
         """Versions of the tables; with a cache, which moves rows without changing them, of the count of updates."""
         shards = self._shards
         own = [] if shards._update is not None else shards._held.weights()
-        return [t._version for t in (shards._buffers["_weights"] if shards.row_cache is None else shards.step, *own)]
+        return [t._version for t in (shards._weights if shards.row_cache is None else shards.step, *own)]
 
     def watch(self, begun: Begun, output: Tensor) -> None:
         """Takes note of its output, by whose autograd node torch knows which lookups a backward has."""

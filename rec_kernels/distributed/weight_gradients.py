@@ -92,5 +92,5 @@ def _products(shards: TableCollection, grad: Tensor, bags: SelectedKeys, starts:
     if shards.row_cache is not None:
         cached = shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=False)
         given |= {name: cached[name] for name in ("cache_rows", "cache_slots")}
-    weights = shards._buffers["_weights"]
+    weights = shards._weights
     return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, bags.values, bags.offsets, **given)

@@ -23,7 +23,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.file_store import make_store
 from rec_kernels.nn.tables.given_tables import checked_tables
-from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
+from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_buffers, move_memory
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
@@ -35,7 +35,7 @@ from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.dense_parameters import Untrained
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
-from rec_kernels.nn.training.fused_update import FusedUpdate, fit_powers, optimizer_buffers, update_tables
+from rec_kernels.nn.training.fused_update import FusedUpdate, fit_powers, optimizer_tensors, update_tables
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import call
 from rec_kernels.ops.bad_ids import explain
@@ -62,6 +62,7 @@ class TableCollection(nn.Module):
     step: Tensor
     row_cache: CacheState | None
     _weights: Tensor
+    _memory: dict[str, Any]
     _layout: LayoutBuffers
     _tied: Tied
     _update: FusedUpdate | None = None
@@ -104,12 +105,17 @@ class TableCollection(nn.Module):
 
     def _make_tables(self, device: torch.device | str | None) -> None:
         features = self._features
-        self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
+        # Who copies, broadcasts or averages members does so to tables and state, which are views of flat tensors: these
+        # are no buffers. Of bytes they are: AveragedModel then copies the last ones, which have no average.
+        weights = self._store.new_weights(device)
+        self._memory = {"_weights": weights} | optimizer_tensors(features, device)
+        for name, tensor in self._memory.items():
+            if not name.startswith("_") or (name == "_weights" and features.storage.is_bytes):
+                self.register_buffer(name, tensor, persistent=name not in ("lr", "_weights"))
+        self._weights = weights
         numbers = self._store.numbers()
         held = Tables(features, self._weights, in_file=bool(numbers), trains=self._is_trained, device=device)
         self._modules[self._holder] = held
-        for name, (tensor, persistent) in optimizer_buffers(features, device).items():
-            self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
         self._own_buffers = tuple(self._buffers)
@@ -118,7 +124,7 @@ class TableCollection(nn.Module):
         self._store.initialize(held.weights())
         self._tied.note_written()
         if self.optimizer is not None:
-            self._update = FusedUpdate(features, held.weights(), self._buffers, self._dense_gradients())
+            self._update = FusedUpdate(features, held.weights(), self._memory, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -190,6 +196,7 @@ class TableCollection(nn.Module):
         # The flat tensors first, then the tables as views of them.
         self._layout._apply(fn)
         move_buffers(self, fn)
+        self._weights = move_memory(self._memory, self._buffers, fn)
         if self.row_cache is not None:
             self.row_cache._apply(fn)
         for table in self.tables:
@@ -198,15 +205,16 @@ class TableCollection(nn.Module):
         self._store.forget_prefetched()
         self._tie()
         if self._update is not None:
-            self._update.follow(self._held.weights(), self._buffers)
+            self._update.follow(self._held.weights(), self._memory)
         with only_added(self, buffers=self._own_buffers, modules=(self._holder, "_layout", "row_cache")):
             return super()._apply(given, recurse)
 
     def _tie(self) -> None:
+        mark_static(self._memory)
         if self._update is not None:
             self._update.release()
         is_fused = self.optimizer is not None
-        self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
+        self._tied = tie_tables(self._held, self._features, self._weights, self._memory, is_fused=is_fused)
         if not self._is_trained:
             self._untrained.watch(self._held.weights())
 
@@ -229,11 +237,11 @@ class TableCollection(nn.Module):
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
-        self._weights = self._store.placed(self._weights, self.device)
+        self._weights = self._memory["_weights"] = self._store.placed(self._weights, self.device)
         self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: the original raises what it has found
         self._tie()
         if self._update is not None:
-            self._update.tie(self._held.weights(), self._buffers, self._dense_gradients())
+            self._update.tie(self._held.weights(), self._memory, self._dense_gradients())
 
     def __copy__(self) -> Self:
         """A collection with the same memory, and an update of its own."""
@@ -337,7 +345,7 @@ class TableCollection(nn.Module):
         if not (is_compiling := is_traced(self._held, self._update)):
             refuse_replaced(self._tied)
             self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
-        weights, bags, cache = self._buffers["_weights"], (given.values, given.offsets), self._store.cache
+        weights, bags, cache = self._memory["_weights"], (given.values, given.offsets), self._store.cache
         options = layout.arguments(starts, shared)
         options |= self._features.output(self.output_dtype)
         options["per_sample_weights"] = given.weights
@@ -351,7 +359,7 @@ class TableCollection(nn.Module):
             options |= self._update_options()
             if cache is not None:
                 options["cache_dirty"] = cache.dirty
-            output, status = update.look_up(self._buffers, bags, options, layout, is_compiling=is_compiling)
+            output, status = update.look_up(self._memory, bags, options, layout, is_compiling=is_compiling)
             self._store.watch(output, update.dense.is_waiting)
         elif update is None and (tables := self._differentiated(given.weights)):
             output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
@@ -366,9 +374,8 @@ class TableCollection(nn.Module):
         return output
 
     def _call(self, values: Tensor, offsets: Tensor, starts: Tensor | None) -> TableCall:
-        weights: Any = self._buffers["_weights"]
         layout: Any = self._modules["_layout"]
-        return TableCall(weights, (values, offsets, starts), layout.arguments(starts), self._rounding())
+        return TableCall(self._weights, (values, offsets, starts), layout.arguments(starts), self._rounding())
 
     def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
         """Lists the tables if torch may want their gradients; a call takes longer with each of them."""
@@ -385,7 +392,7 @@ class TableCollection(nn.Module):
         self._reports.add(status, self._layout.bad_position, *what)
 
     def _update_options(self) -> dict[str, object]:
-        options = self._update.options(self._buffers)
+        options = self._update.options(self._memory)
         return options | self._rounding() if self._features.is_rounded else options
 
     def _rounding(self) -> dict[str, object]:
@@ -412,7 +419,7 @@ class TableCollection(nn.Module):
         options = self._update_options() | scaling
         options |= self._store.found_for(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
         layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
-        update_tables(lookup, self._buffers, options, self._update.of_each(self._buffers, layouts))
+        update_tables(lookup, self._memory, options, self._update.of_each(self._memory, layouts))
 
     def _dense_gradients(self) -> DenseGradients:
         names = [table.name for table in self._features.stored]
@@ -490,7 +497,7 @@ class TableCollection(nn.Module):
         if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
         update = self._fused("set_grad_scaler()", "its gradients are torch's, which scaler.step(optimizer) divides")
-        update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
+        update.set_grad_scaler(scaler, self._held.weights(), self._memory)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features; outputs do not change.

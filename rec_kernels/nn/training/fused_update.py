@@ -30,27 +30,26 @@ _ops = torch.ops.rec_kernels
 Buffers = Mapping[str, Any]
 
 
-def optimizer_buffers(features: FeatureMap, device: torch.device | str | None) -> dict[str, tuple[Tensor | None, bool]]:
-    """The buffers of a collection that updates read and write: name -> tensor, and whether a state has it by itself.
+def optimizer_tensors(features: FeatureMap, device: torch.device | str | None) -> dict[str, Tensor | None]:
+    """The tensors of a collection that updates read and write.
 
     ``lr``, ``step`` and ``beta_powers`` are numbers, ``lr`` one for each table if a table has its own; ``_sum``,
     ``_exp_avg`` and ``_exp_avg_sq`` state of all tables, None where the optimizer has none of the kind. Several
     optimizers have state with their numbers behind the names, and those of Adam's kin ``beta_powers`` of their own.
     """
-    buffers: dict[str, tuple[Tensor | None, bool]] = {}
+    tensors: dict[str, Tensor | None] = {}
     default = features.optimizers.default
     if default is not None:
         size = [max(features.table_ids) + 1] if any(t.rate is not None for t in features.tables) else []
-        buffers["lr"] = torch.full(size, default.lr, dtype=torch.float32, device=device), False
-        buffers["step"] = torch.zeros((), dtype=torch.int64, device=device), True
-    buffers |= {f"_{kind}": (None, False) for kind in KINDS}
+        tensors["lr"] = torch.full(size, default.lr, dtype=torch.float32, device=device)
+        tensors["step"] = torch.zeros((), dtype=torch.int64, device=device)
+    tensors |= {f"_{kind}": None for kind in KINDS}
     for number, places in enumerate(features.states):
         for kind in places.kinds:
-            flat = zeros(places.size(kind), places.dtype(kind), device)
-            buffers[features.state_name(kind, number)] = flat, False
+            tensors[features.state_name(kind, number)] = zeros(places.size(kind), places.dtype(kind), device)
     for name in power_names(features.optimizers.distinct).values():
-        buffers[name] = torch.ones(2, dtype=torch.float32, device=device), True
-    return buffers
+        tensors[name] = torch.ones(2, dtype=torch.float32, device=device)
+    return tensors
 
 
 def power_names(optimizers: Sequence[Optimizer]) -> dict[int, str]:
