@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from row_file_cases import BLOCK, LAYOUT, contents, fill, host_or_skip, noise, resident_blocks, run_script
+from row_file_cases import BLOCK, LAYOUT, contents, fill, host_or_skip, log_of, noise, resident_blocks, run_script
 
 _host = host_or_skip()
 RowFile = _host.RowFile
@@ -429,7 +429,8 @@ def test_what_a_removed_file_left_is_no_log(path):
         fill(file, 0, noise(6, BLOCK))
         file.flush(apply=False)
     path.unlink()
-    create(path).close()
+    with create(path):
+        assert log_of(path).stat().st_size == 0  # also after a crash before the first flush
     with reopen(path) as file:
         assert file.generation == 0
         assert not contents(file).any()
