@@ -40,7 +40,9 @@ def together(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
 def train_scaled(
     case: Case, model: nn.Module, tables: Any, face: Any, ranks: list[int], kind: type = torch.amp.GradScaler
 ) -> list[float]:
-    """Steps with a GradScaler, of which the last rank's gradient overflows in the second; the scales.
+    """Steps with a GradScaler, of which the last rank's gradient overflows in two; the scales.
+
+    The fifth step has two micro-batches, of which the second one overflows.
 
     Args:
         face: the fused optimizer, or one of torch. kind: of the scaler.
@@ -52,11 +54,12 @@ def train_scaled(
     scales = []
     for step in range(case.steps):
         given = coefficients(case, step, ranks)
-        if step == 1 and len(case.sizes) - 1 in ranks:
-            given[-1, 3] = torch.inf
-        with tables.accumulate() if step == 3 and is_fused else torch.enable_grad():
-            loss = (model(batch(case, step, ranks)).float() * given).sum()
-            scaler.scale(loss).backward()
+        with tables.accumulate() if step > 2 and is_fused else torch.enable_grad():
+            for overflows in [False, True] if step == 4 else [step == 1]:
+                if overflows and len(case.sizes) - 1 in ranks:
+                    given[-1, 3] = torch.inf
+                loss = (model(batch(case, step, ranks)).float() * given).sum()
+                scaler.scale(loss).backward()
         scaler.step(face)
         scaler.update()
         face.zero_grad()

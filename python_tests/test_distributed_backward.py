@@ -80,7 +80,7 @@ def test_numbers_of_nodes() -> None:
 def test_scaled_losses(plan: str) -> None:
     """An overflow on one rank skips the update on all, and every rank's scaler hears of it; bits of one process."""
     case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, steps=5)
-    assert check_scaled(case)["step"] == 4
+    assert check_scaled(case)["step"] == 3
 
 
 @pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "row_wise", "mixed")])
@@ -95,7 +95,7 @@ def check_scaled(case: Case, *, by_all: bool = False) -> dict[str, torch.Tensor]
     """Asserts that ranks have one process's scales and state, which it returns; ``by_all``: with FSDP's scaler."""
     found = pool(2).run(HERE, "scaled", case, by_all)
     scales, state = scaled_alone(case)
-    assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
+    assert scales == [1024.0, 512.0, 512.0, 1024.0, 512.0]
     assert [own for own, _ in found] == [scales] * 2
     assert differences(state, [blocks for _, blocks in found]) == []
     return state
