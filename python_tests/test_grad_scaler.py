@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -154,10 +155,11 @@ def test_who_has_overflowed() -> None:
 
 def test_two_lookups_before_a_step() -> None:
     """Two updates: the one that overflows is skipped, the other is made, and the scaler hears of it in either order."""
-    for first_bad in (True, False):
+    for first_bad, accumulates in itertools.product((True, False), repeat=2):
         plain, (found, scaler) = make(), scaled(make())
         for step, bad in enumerate((first_bad, not first_bad)):
-            scaler.scale(loss_of(found, step, bad=torch.nan if bad else None)).backward()
+            with found.accumulate() if accumulates else contextlib.nullcontext():
+                scaler.scale(loss_of(found, step, bad=torch.nan if bad else None)).backward()
         scaler.step(found.fused_optimizer)
         scaler.update()
         loss_of(plain, int(first_bad)).backward()
