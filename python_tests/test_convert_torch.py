@@ -241,6 +241,25 @@ def test_errors_of_several_tables() -> None:
     assert not any(ours.state_dict()["embedding_bags.item.exp_avg"].flatten())
 
 
+def test_the_step_of_several_optimizers() -> None:
+    """It is that of Adam, whose formula needs it, however often the others have stepped."""
+    layers = {n: nn.EmbeddingBag(*size, sparse=True) for n, size in SIZES.items()}
+    trained = {"user": (rk.Adagrad(), torch.optim.Adagrad, 3), "item": (rk.Adam(), torch.optim.SparseAdam, 2)}
+    trained["shop"] = rk.Adagrad(), torch.optim.Adagrad, 0
+    theirs = []
+    for name, (_, kind, steps) in trained.items():
+        theirs.append(kind([layers[name].weight]))
+        for _ in range(steps):
+            layers[name](ids_of(0, 12)).sum().backward()
+            theirs[-1].step()
+    configs = [
+        rk.EmbeddingBagConfig(*SIZES[n], name=n, feature_names=[n], optimizer=own) for n, (own, *_) in trained.items()
+    ]
+    ours = rk.EmbeddingBagCollection(configs, optimizer=rk.SGD())
+    rk.import_tables(ours, layers, trained_by=theirs)
+    assert int(ours.step) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -114,8 +114,6 @@ class TorchPeer(Peer):
 
     def write(self, tables: Sequence[TableNumbers]) -> None:
         """Copies into the parameters and the optimizers' state, which is made where there is none yet."""
-        if self.families:
-            self.read()  # refuses what it cannot read, before anything is written
         for name, weight in self._weights.items():
             if weight.numel() > 1 and 0 in weight.stride():
                 raise ValueError(f"table {name!r}: weight must have memory for each number, got an expanded tensor")
