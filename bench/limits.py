@@ -10,13 +10,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bench.shapes import Shape, Workload
 
-SOURCES = ("gather_limit.cpp", "step_limit.cpp", "block_limit.cpp")
+SOURCES = ("gather_limit.cpp", "step_limit.cpp")
 
 
 @functools.cache
@@ -73,14 +72,6 @@ class Limits:
         """Reads and writes a byte of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         self._library.rewrite_rows(*pointers, ctypes.c_int64(rows.numel()), ctypes.c_int64(weights.shape[1]))
-
-    def move_blocks(self, files: tuple[int, int], memory: np.ndarray, *numbers: np.ndarray | int) -> None:
-        """Reads and writes blocks of files as bench/block_limit.cpp says: reads, writes and frames int64; first."""
-        *places, first = numbers
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (memory, *places)]
-        sizes = map(ctypes.c_int64, (len(places[0]), len(places[1]), first))
-        if not self._library.move_blocks(*files, *pointers, *sizes):
-            raise OSError("a block could not be read or written")
 
     def multiply_add(self, count: int) -> None:
         """``count`` multiplications, each with an addition, of numbers in registers."""

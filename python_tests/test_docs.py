@@ -107,6 +107,18 @@ def test_make_targets_are_found() -> None:
     }
 
 
+def test_benchmarks_exist() -> None:
+    """Every `python -m bench.X` is a program here, or its line names the commit that has it; every result is linked."""
+    pages = "\n".join((ROOT / page).read_text() for page in PAGES)
+    here = "\n".join(line for line in pages.splitlines() if not re.search(r"\| [0-9a-f]{8} \|$", line))
+    named = set(re.findall(r"python -m (bench(?:\.\w+)*)", here))
+    assert len(named) > 5
+    files = (ROOT / name.replace(".", "/") for name in named)
+    assert not [file for file in files if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists())]
+    results = {path.name for path in (ROOT / "bench" / "results").glob("*.json")}
+    assert results - set(re.findall(r"bench/results/([\w-]+\.json)", pages)) == set()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     """Every relative link names a file or folder of the repository."""

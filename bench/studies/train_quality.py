@@ -16,15 +16,109 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 
 import bench
 from bench.script import environment, options_of, parser_of, positive
-from bench.train_step import RecipeDLRM, TunedDLRM
-from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
+from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, TrainConfig, load_completejourney
+from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.data import ahead
+from rec_kernels.dlrm.ranks import ALONE
 from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.scores import predict, score
+
+
+def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
+    """Weight [E, D] of each table of ``model``."""
+    tables = model.embeddings.embedding_bags
+    return {name: tables[name].weight.detach() for name in tables}
+
+
+class PlainInteraction(nn.Module):
+    """torch's way to the result of ``rk.dot_interaction``."""
+
+    def __init__(self, num_features: int, embedding_dim: int):
+        super().__init__()
+        self.register_buffer("places", torch.tril_indices(num_features + 1, num_features + 1, -1), persistent=False)
+        self.out_features = embedding_dim + self.places.shape[1]
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        vectors = torch.cat([dense[:, None], sparse], dim=1)
+        products = torch.bmm(vectors, vectors.mT)
+        return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
+
+
+class NoCollection(nn.Module):
+    """In place of a collection, where the tables are a model's own."""
+
+    def check(self) -> None:
+        """Nothing is told late."""
+
+
+class TorchDLRM(DLRM):
+    """DLRM with torch's interaction, without tables: ``embeddings`` go when their weights have been taken."""
+
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        return [*self.bottom.parameters(), *self.top.parameters()]
+
+
+class RecipeDLRM(TorchDLRM):
+    """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
+
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, **options)
+        weights = _initial_weights(self)
+        self.tables = nn.ModuleDict(
+            {
+                feature: nn.EmbeddingBag.from_pretrained(
+                    weight.clone(), freeze=False, sparse=True, mode="mean" if feature == HISTORY else "sum"
+                )
+                for feature, weight in weights.items()
+            }
+        )
+        self.embeddings = NoCollection()
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Weights of the tables, for an optimizer that takes sparse gradients."""
+        return list(self.tables.parameters())
+
+    def pooled(self, batch: Batch) -> torch.Tensor:
+        ids = batch.features.values().view(len(FEATURES), -1)
+        offsets = torch.arange(ids.shape[1], dtype=ids.dtype)
+        one_hot = [self.tables[feature](row, offsets) for feature, row in zip(FEATURES, ids, strict=True)]
+        values, offsets = batch.shared.values(), batch.shared.offsets()
+        history = self.tables[HISTORY](values, offsets[:-1].to(values.dtype))
+        return torch.cat([history, *one_hot], dim=1)
+
+
+class TunedDLRM(TorchDLRM):
+    """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
+
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, **options)
+        weights = _initial_weights(self)
+        self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
+        starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
+        self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
+        self.embeddings = NoCollection()
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """The one table, for an optimizer that takes sparse gradients."""
+        return [self.table]
+
+    def pooled(self, batch: Batch) -> torch.Tensor:
+        ids = batch.features.values().view(len(FEATURES), -1) + self.shift
+        one_hot = embedding(ids.T, self.table, sparse=True).flatten(1)
+        unique = batch.shared.unique(HISTORY)
+        values = unique.values().long() + self.history_shift
+        offsets = unique.offsets()[:-1].long()
+        history = embedding_bag(values, self.table, offsets, mode="mean", sparse=True)
+        return torch.cat([history.index_select(0, batch.shared.inverse(HISTORY)), one_hot], dim=1)
+
 
 IMPLEMENTATIONS = {"ours": DLRM, "torch": TunedDLRM, "recipe": RecipeDLRM}
 
@@ -67,6 +161,8 @@ class Together:
 
 class Changed:
     """The rows of a data set, every batch changed: what ``predict`` asks of a reader."""
+
+    ranks = ALONE
 
     def __init__(self, data: CompleteJourney, batch_size: int, change: Callable[[Batch], Batch]):
         self.data, self.batch_size, self.change = data, batch_size, change
