@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import rec_kernels as rk
-from bench.dense_side import NAMES, TUNED, DenseSubject
+from bench.cases import Case, dense_cases
 
 BATCH = 2048
-SHAPES = list(itertools.product((13, 27), (16, 32, 64, 128)))  # F, D
-IMPLEMENTATIONS = [*NAMES, TUNED]
 
 
 @functools.cache
@@ -66,30 +64,19 @@ def tuned(dense: Tensor, sparse: Tensor) -> Tensor:
     return torch.cat([dense, _PairwiseDots.apply(torch.cat([dense.unsqueeze(1), sparse], 1))], 1)
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"F={s[0]} D={s[1]}")
-def subject(request: pytest.FixtureRequest) -> DenseSubject:
-    """The shape under test."""
-    vectors, columns = request.param
-    _triangle(vectors + 1)  # not while it is compiled
-    products = BATCH * vectors * (vectors + 1) // 2 * columns
-    return DenseSubject(
-        f"F={vectors} D={columns}",
-        rk.dot_interaction,
-        recipe,
-        lambda: (torch.randn(BATCH, columns), torch.randn(BATCH, vectors, columns)),
-        # Backward, a pair's gradient is multiplied by both of its vectors.
-        (products, 3 * products),
-        tuned,
-    )
-
-
-def test_forward(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:
-    """Under no_grad."""
-    benchmark.group = f"dot_interaction {subject.name}"
-    subject.time(benchmark, "forward", name, rounds)
-
-
-def test_train(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:
-    """Forward and backward."""
-    benchmark.group = f"dot_interaction, trained, {subject.name}"
-    subject.time(benchmark, "train", name, rounds)
+def cases() -> Iterator[Case]:
+    """Samples of F sparse vectors and a dense one, of D columns."""
+    for vectors, columns in itertools.product((13, 27), (16, 32, 64, 128)):
+        _triangle(vectors + 1)  # not while it is compiled
+        shapes = (BATCH, columns), (BATCH, vectors, columns)
+        products = BATCH * vectors * (vectors + 1) // 2 * columns
+        yield from dense_cases(
+            "dot_interaction",
+            f"F={vectors} D={columns}",
+            rk.dot_interaction,
+            recipe,
+            lambda shapes=shapes: tuple(map(torch.randn, shapes)),
+            # Backward, a pair's gradient is multiplied by both of its vectors.
+            (products, 3 * products),
+            tuned,
+        )

@@ -8,18 +8,19 @@ without looking at what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 
-import pytest
 import torch
-from torch import Tensor
 
 import rec_kernels as rk
 from bench import peers
+from bench.cases import Case
 from bench.limits import limits
-from bench.shapes import BATCHES, Shape
-from bench.subject import Subject, subject_fixture
-from bench.timing import time_calls, turned
+from bench.shapes import WORKLOADS, Shape
+from bench.subject import DIRECTIONS, Subject
+from bench.timing import Call
 
 FORMATS = ("bf16", "fp16", "int8", "int4", "mx9", "mx6", "mx4")
 HAS_FBGEMM = "fbgemm" in peers.available()
@@ -32,55 +33,45 @@ def implementations(direction: str, format: str) -> list[str]:
 
 
 class Formats(Subject):
-    """One workload; tables of one format at a time beside those in float32."""
+    """One workload; tables of one format at a time beside those in float32. Keys of what is built: (kind, format)."""
 
-    def __init__(self, workload: Shape) -> None:
-        super().__init__(workload)
-        self.runs = workload.runs(torch.empty(workload.batch, workload.tables * workload.dim))
+    format = ""
 
-    def _tables(self, kind: str, format: str) -> object:
+    def of(self, kind: str, format: str):
+        """Tables of a kind ("ours", "fbgemm", "fbgemm training") and a format."""
         if (kind, format) not in self._built:
-            self.drop(keep=lambda key: key[1] in (format, "fp32"))
-            self._built[kind, format] = self._build(kind, format)
+            self._built[kind, format] = self._make(kind, format)
         return self._built[kind, format]
 
-    def _build(self, kind: str, format: str) -> object:
-        if kind == "fbgemm training":
-            return peers.Fbgemm(self.workload, format)
-        if kind == "ours":
-            return peers.Ours(self.workload, format)
-        ours = self._tables("ours", format)
-        theirs = peers.FbgemmInference(self.workload, format, ours)
-        with torch.no_grad():
-            # FBGEMM rounds the scale and bias of int8 rows to float16.
-            torch.testing.assert_close(
-                theirs.forward(self.batches[0]), ours.forward(self.batches[0]), rtol=1e-3, atol=1e-3
-            )
+    def _make(self, kind: str, format: str):
+        if kind != "fbgemm":
+            return (peers.Ours if kind == "ours" else peers.Fbgemm)(self.workload, format)
+        ours = self.of("ours", format)
+        theirs, first = peers.FbgemmInference(self.workload, format, ours), self.batches[0]
+        # FBGEMM rounds the scale and bias of int8 rows to float16.
+        torch.testing.assert_close(theirs.forward(first), ours.forward(first), rtol=1e-3, atol=1e-3)
         return theirs
 
-    def _rows(self, format: str) -> Tensor:
-        weights = self._tables("ours", format).module._weights.detach()
-        return weights.view(torch.uint8).view(-1, rk.row_bytes(format, self.workload.dim))
+    def format_of(self, direction: str, name: str) -> str:
+        """Format of an implementation's rows."""
+        untrained = name == "fbgemm" and direction == "train" and self.format not in peers.FBGEMM_FORMATS
+        return "fp32" if name == "ours fp32" or untrained else self.format
 
-    @staticmethod
-    def read_format(direction: str, format: str, name: str) -> str:
-        """Format of an implementation's rows where ours are of ``format``."""
-        untrained = name == "fbgemm" and direction == "train" and format not in peers.FBGEMM_FORMATS
-        return "fp32" if name == "ours fp32" or untrained else format
+    def width(self, direction: str, name: str) -> int:
+        """Bytes of an implementation's row."""
+        return rk.row_bytes(self.format_of(direction, name), self.workload.dim)
 
-    def call(self, direction: str, format: str, name: str) -> Callable[[int], object]:
-        """A function of a batch number."""
+    def call(self, direction: str, name: str) -> Call:
         if name == "limit":
-            return self._limit(direction, self._rows(format))
+            return self._limit(direction)
         kind = "fbgemm training" if (name, direction) == ("fbgemm", "train") else name.split()[0]
-        tables = self._tables(kind, self.read_format(direction, format, name))
-        if direction == "forward":
-            return lambda i: tables.forward(self.batches[i])
-        return lambda i: tables.train(self.batches[i], self.grad)
+        return self.calls(direction, self.of(kind, self.format_of(direction, name)), self.batches)
 
-    def _limit(self, direction: str, rows: Tensor) -> Callable[[int], object]:
-        dim = self.workload.dim
-        pieces = [[(of[ids], bag, dim, columns) for bag, ids, columns in self.runs] for of in self.linear]
+    def _limit(self, direction: str) -> Call:
+        w, weights = self.workload, self.of("ours", self.format).module._weights.detach()
+        rows = weights.view(torch.uint8).view(-1, rk.row_bytes(self.format, w.dim))
+        runs = w.runs(torch.empty(w.batch, w.tables * w.dim))
+        pieces = [[(of[ids], bag, w.dim, columns) for bag, ids, columns in runs] for of in self.linear]
 
         def least(i: int) -> None:
             for piece in pieces[i]:
@@ -91,25 +82,21 @@ class Formats(Subject):
         return least
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    cases = [
-        (format, direction, name)
-        for format in FORMATS
-        for direction in ("forward", "train")
-        for name in turned(implementations(direction, format), metafunc.config)
-    ]
-    metafunc.parametrize(("format", "direction", "name"), cases)
+def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
+    """Bytes: of a call with rows of the format that the implementation has (bench/shapes.py)."""
+    for workload in workloads:
+        subject = Formats(workload)
+        for format, direction in itertools.product(FORMATS, DIRECTIONS):
+            subject.format = format
+            subject.drop(keep=lambda key, format=format: key[1] in (format, "fp32"))
+            yield _case(subject, direction)
 
 
-subject = subject_fixture(Formats, named=True)
-
-
-def test_formats(benchmark, subject: Formats, format: str, direction: str, name: str, rounds: int) -> None:
-    """Bytes: of a call with rows of the format that the implementation has (``bench/shapes.py``)."""
-    benchmark.group = f"{direction} {format} {subject.workload.name}"
-    function = subject.call(direction, format, name)
-    width = rk.row_bytes(subject.read_format(direction, format, name), subject.workload.dim)
-    with torch.set_grad_enabled(direction == "train"):
-        time_calls(benchmark, function, BATCHES, rounds, subject.moved(direction, width))
-    subject.note(benchmark, direction, name, width)
+def _case(subject: Formats, direction: str) -> Case:
+    (case,) = subject.cases(implementations(direction, subject.format), [direction])
+    return dataclasses.replace(
+        case,
+        title=f"{direction} {subject.format} {subject.workload.name}",
+        moved=lambda name: subject.moved(direction, subject.width(direction, name)),
+        note=lambda name: subject.note(direction, name, subject.width(direction, name)),
+    )

@@ -6,18 +6,17 @@ FBGEMM where its CPU kernels have the optimizer (row-wise Adagrad, Adagrad), and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 
 import rec_kernels as rk
 from bench import peers
-from bench.shapes import BATCHES, Workload
-from bench.subject import Subject, subject_fixture
-from bench.timing import time_calls, turned
+from bench.cases import Case
+from bench.shapes import WORKLOADS, Shape
+from bench.subject import Subject
 
 HAS_FBGEMM = "fbgemm" in peers.available()
-CASES = [(optimizer, format) for optimizer in peers.OPTIMIZERS for format in ("fp32", "int8")]
 
 
 def implementations(optimizer: str, format: str) -> list[str]:
@@ -27,57 +26,41 @@ def implementations(optimizer: str, format: str) -> list[str]:
     return ["ours", *plain, *(name for name, has in others.items() if optimizer in has and format == "fp32")]
 
 
-def optimizer_of(name: str, optimizer: str) -> str:
-    """An implementation's optimizer: its case's, or row-wise Adagrad for the entry beside it."""
-    return "rowwise_adagrad" if name.endswith("rowwise_adagrad") else optimizer
-
-
-def state_bytes(w: Workload, optimizer: str) -> int:
-    """Bytes of a row's state."""
-    return sum(4 * w.dim if each else 4 for each in peers.OPTIMIZERS[optimizer]().state.values())
-
-
 class Steps(Subject):
-    """One workload; tables with one optimizer at a time."""
+    """One workload with one optimizer and format."""
 
-    _case: tuple[str, str] | None = None
+    optimizer, format = "", ""
 
-    def train(self, optimizer: str, format: str, name: str) -> Callable[[int], object]:
-        """A function of a batch number that trains on it."""
-        if (optimizer, format) != self._case:
-            # Adam's state alone is twice the tables.
-            self.drop()
-            self._case = optimizer, format
-        if name not in self._built:
-            self._built[name] = self._build(name, format, optimizer_of(name, optimizer))
-        tables = self._built[name]
-        return lambda i: tables.train(self.batches[i], self.grad)
+    def optimizer_of(self, name: str) -> str:
+        """An implementation's: its case's, or row-wise Adagrad for the entry beside it."""
+        return "rowwise_adagrad" if name.endswith("rowwise_adagrad") else self.optimizer
 
-    def _build(self, name: str, format: str, optimizer: str) -> object:
+    def make(self, name: str):
+        optimizer = self.optimizer_of(name)
         if name == "torch":
             return peers.TorchTables(self.workload, optimizer)
-        if name == "fbgemm":
-            return peers.Fbgemm(self.workload, format, optimizer)
-        return peers.Ours(self.workload, format, optimizer)
+        return (peers.Fbgemm if name == "fbgemm" else peers.Ours)(self.workload, self.format, optimizer)
 
-    def bytes_moved(self, optimizer: str, format: str) -> float:
-        """Bytes that a step of ours moves."""
-        w, row = self.workload, rk.row_bytes(format, self.workload.dim)
-        return w.forward_bytes(row) + w.backward_bytes(self.unique_rows(), row, state_bytes(w, optimizer))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    cases = [(*case, name) for case in CASES for name in turned(implementations(*case), metafunc.config)]
-    metafunc.parametrize(("optimizer", "format", "name"), cases)
+    def bytes_moved(self, name: str) -> float:
+        """Bytes that a step of ours with the implementation's optimizer moves."""
+        w, row = self.workload, rk.row_bytes(self.format, self.workload.dim)
+        each = peers.OPTIMIZERS[self.optimizer_of(name)]().state.values()
+        state = sum(4 * w.dim if of_element else 4 for of_element in each)
+        return w.forward_bytes(row) + w.backward_bytes(self.unique_rows(), row, state)
 
 
-subject = subject_fixture(Steps)
-
-
-def test_step(benchmark, subject: Steps, optimizer: str, format: str, name: str, rounds: int) -> None:
-    """Forward, backward and update. Bytes: of a step of ours with that optimizer (``bench/shapes.py``)."""
-    benchmark.group = f"train {optimizer} {format} {subject.workload.name}"
-    rounds = rounds if name != "torch" else max(rounds // 3, 3)
-    function = subject.train(optimizer, format, name)
-    time_calls(benchmark, function, BATCHES, rounds, subject.bytes_moved(optimizer_of(name, optimizer), format))
+def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
+    """Bytes: of a step of ours with that optimizer (bench/shapes.py)."""
+    for workload in workloads:
+        steps = Steps(workload)
+        for optimizer, format in itertools.product(peers.OPTIMIZERS, ("fp32", "int8")):
+            steps.drop()  # Adam's state alone is twice the tables
+            steps.optimizer, steps.format = optimizer, format
+            yield Case(
+                f"train {optimizer} {format} {workload.name}",
+                implementations(optimizer, format),
+                functools.partial(steps.call, "train"),
+                steps.bytes_moved,
+                gradients=True,
+                slow=["torch"],
+            )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.peers import EPS, LR, fbgemm_ops, fill
-from bench.timing import time_calls
+from bench.cases import Case
+from bench.peers import EPS, LR, fbgemm_ops, fbgemm_tables
+from bench.timing import Call
 
 #: Batches that the calls take in turn.
 INPUTS = 4
@@ -40,8 +38,6 @@ MIXTURES = [
         Mixture(f"26 x 64, one in a group, B = {batch}", batch, (64,) * 26, 1, 50),
     )
 ]
-IMPLEMENTATIONS = ["ours", "two collections", "whole batch", "torch, whole batch"]
-IMPLEMENTATIONS += ["fbgemm, whole batch"] * (fbgemm_ops() is not None)
 
 
 def _batch(m: Mixture, seed: int) -> rk.KeyedJaggedTensor:
@@ -59,87 +55,62 @@ def _collection(dims: dict[str, int]) -> rk.EmbeddingBagCollection:
     return rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=LR, eps=EPS))
 
 
-class Subject:
-    """Batches of a mixture, and what looks them up: functions of the number of a batch, [B, sum of D] each."""
+class Bags:
+    """Batches of a mixture, and what looks them up: [B, sum of D] each."""
 
     def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
         keys = [f"f{f}" for f in range(len(mixture.dims))]
         self.dims = dict(zip(keys, mixture.dims, strict=True))
         self.group = keys[: mixture.grouped]
         self.whole = [_batch(mixture, seed) for seed in range(INPUTS)]
         self.few = [rk.InverseKeyedJaggedTensor.from_kjt(batch, [self.group]) for batch in self.whole]
         self.grad = torch.randn(mixture.batch, sum(mixture.dims))
+        self.optimizer: torch.optim.Optimizer | None = None
 
-    @functools.cached_property
-    def module(self) -> rk.EmbeddingBagCollection:
-        """One collection of all features."""
-        return _collection(self.dims)
-
-    @functools.cached_property
-    def parts(self) -> list[rk.EmbeddingBagCollection]:
-        """The group's, and the others'."""
-        return [_collection({k: d for k, d in self.dims.items() if (k in self.group) == of}) for of in (True, False)]
-
-    @functools.cached_property
-    def torch_tables(self) -> tuple[list[torch.nn.EmbeddingBag], torch.optim.Optimizer]:
-        """A module of torch for each table."""
-        tables = [torch.nn.EmbeddingBag(ROWS, d, mode="sum", sparse=True) for d in self.mixture.dims]
-        return tables, torch.optim.Adagrad([t.weight for t in tables], lr=LR, eps=EPS)
-
-    @functools.cached_property
-    def fbgemm(self) -> torch.nn.Module:
-        """FBGEMM's tables."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            from fbgemm_gpu.split_embedding_configs import EmbOptimType
-            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-                ComputeDevice,
-                EmbeddingLocation,
-                SplitTableBatchedEmbeddingBagsCodegen,
-            )
-        specs = [(ROWS, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for d in self.mixture.dims]
-        tables = SplitTableBatchedEmbeddingBagsCodegen(
-            specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
-        )
-        fill(tables)
-        return tables
-
-    def forward(self, name: str, i: int) -> Tensor:
-        """One lookup."""
-        whole = self.whole[i]
+    def lookup(self, name: str) -> Callable[[int], Tensor]:
+        """The lookup of an implementation, of the number of a batch."""
         if name == "ours":
-            return self.module(self.few[i]).values()
+            module = _collection(self.dims)
+            return lambda i: module(self.few[i]).values()
         if name == "two collections":
-            return torch.cat([part(self.few[i]).values() for part in self.parts], dim=1)
+            halves = ({k: d for k, d in self.dims.items() if (k in self.group) == of} for of in (True, False))
+            parts = [_collection(half) for half in halves]
+            return lambda i: torch.cat([part(self.few[i]).values() for part in parts], dim=1)
         if name == "whole batch":
-            return self.module(whole).values()
+            module = _collection(self.dims)
+            return lambda i: module(self.whole[i]).values()
         if name == "fbgemm, whole batch":
-            return self.fbgemm(whole.values(), whole.offsets())
-        tables = zip(self.dims, self.torch_tables[0], strict=True)
-        return torch.cat([table(whole[key].values(), whole[key].offsets()[:-1]) for key, table in tables], dim=1)
+            theirs = fbgemm_tables([(ROWS, d) for d in self.dims.values()])
+            return lambda i: theirs(self.whole[i].values(), self.whole[i].offsets())
+        tables = {k: torch.nn.EmbeddingBag(ROWS, d, mode="sum", sparse=True) for k, d in self.dims.items()}
+        self.optimizer = torch.optim.Adagrad([t.weight for t in tables.values()], lr=LR, eps=EPS)
 
-    def train(self, name: str, i: int) -> None:
+        def by_table(i: int) -> Tensor:
+            bags = {key: self.whole[i][key] for key in tables}
+            return torch.cat([table(bags[k].values(), bags[k].offsets()[:-1]) for k, table in tables.items()], dim=1)
+
+        return by_table
+
+    def train(self, name: str) -> Call:
         """Lookup, backward and update."""
-        self.forward(name, i).backward(self.grad)
-        if name.startswith("torch"):
-            self.torch_tables[1].step()
-            self.torch_tables[1].zero_grad()
+        self.optimizer = None
+        lookup, optimizer = self.lookup(name), self.optimizer
+
+        def step(i: int) -> None:
+            lookup(i).backward(self.grad)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
 
 
-@pytest.fixture(scope="module", params=MIXTURES, ids=lambda m: m.name)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """The mixture under test."""
-    return Subject(request.param)
-
-
-def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:
-    """Under no_grad. Bytes: what is written."""
-    benchmark.group = f"shared bags, {subject.mixture.name}"
-    with torch.no_grad():
-        time_calls(benchmark, functools.partial(subject.forward, name), INPUTS, rounds, 4 * subject.grad.numel())
-
-
-def test_train(benchmark, subject: Subject, name: str, rounds: int) -> None:
-    """Times forward, backward and update. Bytes counted: the output and its gradient."""
-    benchmark.group = f"shared bags, trained, {subject.mixture.name}"
-    time_calls(benchmark, functools.partial(subject.train, name), INPUTS, rounds, 8 * subject.grad.numel())
+def cases() -> Iterator[Case]:
+    """Bytes: what is written; trained, also its gradient."""
+    names = ["ours", "two collections", "whole batch", "torch, whole batch"]
+    names += ["fbgemm, whole batch"] * (fbgemm_ops() is not None)
+    for mixture in MIXTURES:
+        bags = Bags(mixture)
+        size = 4 * bags.grad.numel()
+        yield Case(f"shared bags, {mixture.name}", names, bags.lookup, size, INPUTS)
+        yield Case(f"shared bags, trained, {mixture.name}", names, bags.train, 2 * size, INPUTS, gradients=True)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import rec_kernels as rk
-from bench.dense_side import NAMES, TUNED, DenseSubject
+from bench.cases import Case, dense_cases
 
 VECTORS, LAYERS = 27, 3
-SHAPES = [*itertools.product((2048,), (16, 64, 128), (64, 256, 512)), (8192, 64, 64)]  # B, D, low_rank
-IMPLEMENTATIONS = [*NAMES, TUNED]
 
 
 def formula(x0: Tensor, *parameters: Tensor) -> Tensor:
@@ -55,11 +53,13 @@ class ByHand(torch.autograd.Function):
         return grad_x0.add_(grad), *itertools.chain(*zip(*grads, strict=True))
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: "B={} D={} r={}".format(*s))
-def subject(request: pytest.FixtureRequest) -> DenseSubject:
-    """The shape under test; each input has parameters of its own."""
-    batch, dim, rank = request.param
-    columns = VECTORS * dim
+def cases() -> Iterator[Case]:
+    """Each input has parameters of its own."""
+    for batch, dim, rank in [*itertools.product((2048,), (16, 64, 128), (64, 256, 512)), (8192, 64, 64)]:
+        yield from _cases(batch, VECTORS * dim, rank)
+
+
+def _cases(batch: int, columns: int, rank: int) -> Iterator[Case]:
     net = rk.LowRankCrossNet(columns, LAYERS, rank)
     names = [name for name, _ in net.named_parameters()]
 
@@ -71,17 +71,5 @@ def subject(request: pytest.FixtureRequest) -> DenseSubject:
         return torch.randn(batch, columns), *(p.detach() for p in fresh)
 
     products = 2 * LAYERS * batch * columns * rank
-    name = f"B={batch} N={columns} r={rank}"
-    return DenseSubject(name, ours, formula, make, (products, 3 * products), tuned=ByHand.apply)
-
-
-def test_forward(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:
-    """Under no_grad."""
-    benchmark.group = f"low_rank_cross {subject.name}"
-    subject.time(benchmark, "forward", name, rounds)
-
-
-def test_train(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:
-    """Forward and backward."""
-    benchmark.group = f"low_rank_cross, trained, {subject.name}"
-    subject.time(benchmark, "train", name, rounds)
+    size = f"B={batch} N={columns} r={rank}"
+    return dense_cases("low_rank_cross", size, ours, formula, make, (products, 3 * products), ByHand.apply)

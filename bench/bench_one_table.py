@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import rec_kernels as rk
+from bench.cases import Case
 from bench.peers import EPS, LR
 from bench.shapes import BATCHES, Workload
-from bench.timing import time_calls, turned
+from bench.subject import DIRECTIONS
+from bench.timing import Call
 
 WORKLOAD = Workload("one d64-zipf", 1, 2048, 1_000_000, 64, 20, zipf=1.05)
 KINDS = ("blocks", "matrices", "perceptrons")
 BLOCKS, TEMPERATURE = 8, 0.3
 COLLISIONS, HIDDEN = 16, 64
-IMPLEMENTATIONS = ["ours", "torch", "plain table"]
 
 
 class TorchBlocks(nn.Module):
@@ -75,7 +76,7 @@ class Trained:
     def __init__(self, module: nn.Module, read: Callable[[rk.JaggedTensor], Tensor] | None = None) -> None:
         self.read = read or module
         tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
-        dense = [p for p in module.parameters() if p.requires_grad and all(p is not t for t in tables)]
+        dense = [p for p in rk.dense_parameters(module) if all(p is not t for t in tables)]
         self.optimizers = [torch.optim.Adagrad(tables, lr=LR, eps=EPS)] if tables else []
         self.optimizers += [torch.optim.SGD(dense, lr=LR)] if dense else []
 
@@ -92,7 +93,7 @@ def _batches() -> list[rk.JaggedTensor]:
     return [rk.JaggedTensor(WORKLOAD.ids(seed), offsets=WORKLOAD.offsets()) for seed in range(BATCHES)]
 
 
-@functools.lru_cache(maxsize=len(IMPLEMENTATIONS))
+@functools.lru_cache(maxsize=3)
 def _built(kind: str, name: str) -> Trained:
     rows, dim, optimizer = WORKLOAD.rows, WORKLOAD.dim, rk.RowwiseAdagrad(lr=LR, eps=EPS)
     if name == "plain table":
@@ -114,26 +115,16 @@ def _built(kind: str, name: str) -> Trained:
     return Trained(rk.PathEmbeddingBag(rows, dim, COLLISIONS, hidden=hidden, optimizer=optimizer))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
-    metafunc.parametrize("kind", KINDS, scope="module")
+def _call(kind: str, direction: str, name: str) -> Call:
+    made, grad = _built(kind, name), torch.randn(WORKLOAD.batch, WORKLOAD.dim)
+    if direction == "forward":
+        return lambda i: made.read(_batches()[i])
+    return lambda i: made.train(_batches()[i], grad)
 
 
-def test_forward(benchmark, kind: str, name: str, rounds: int) -> None:
-    """Pooled lookup under no_grad. Bytes: of a plain table."""
-    benchmark.group = f"forward {kind}"
-    with torch.no_grad():
-        time_calls(benchmark, lambda i: _built(kind, name).read(_batches()[i]), BATCHES, rounds, _bytes())
-
-
-def test_train(benchmark, kind: str, name: str, rounds: int) -> None:
-    """Forward, backward and updates: row-wise Adagrad, of torch the element-wise one; SGD of what is dense."""
-    benchmark.group = f"train {kind}"
-    grad = torch.randn(WORKLOAD.batch, WORKLOAD.dim)
-    rounds = rounds if name != "torch" else max(rounds // 3, 3)
-    time_calls(benchmark, lambda i: _built(kind, name).train(_batches()[i], grad), BATCHES, rounds, _bytes())
-
-
-def _bytes() -> int:
-    return WORKLOAD.forward_bytes()
+def cases() -> Iterator[Case]:
+    """Bytes: of a plain table. Trained by row-wise Adagrad, of torch the element-wise one; SGD of what is dense."""
+    for kind, direction in itertools.product(KINDS, DIRECTIONS):
+        call, trains = functools.partial(_call, kind, direction), direction == "train"
+        names, moved = ["ours", "torch", "plain table"], WORKLOAD.forward_bytes()
+        yield Case(f"{direction} {kind}", names, call, moved, BATCHES, gradients=trains, slow=["torch"] * trains)

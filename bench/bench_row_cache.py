@@ -7,17 +7,15 @@ cache. Bytes are those of a step on float32 tables.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-
-from torch import Tensor
+from collections.abc import Iterator
 
 import rec_kernels as rk
 from bench import peers
+from bench.cases import Case
 from bench.shapes import BATCHES, Workload
-from bench.subject import Subject, subject_fixture
-from bench.timing import time_calls
+from bench.subject import Subject
+from bench.timing import Call
 
 FRACTION = 0.05
 CACHES = {"ours": "lfu", "ours lru": "lru"}
@@ -28,28 +26,22 @@ WORKLOADS = [
 ]
 WARM_UP = 60  # steps
 FRESH = 240  # batches of "zipf" workloads, before the first of them is seen again
-IMPLEMENTATIONS = [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
 
 
 class Steps(Subject):
-    """One workload; tables are built when they are first trained."""
+    """One workload; a call trains on the next batch."""
 
-    @functools.cached_property
-    def fresh(self) -> list[Tensor]:
-        """Batches, by turns."""
-        if "zipf" not in self.workload.name:
-            return self.batches
-        return [self.workload.ids(seed) for seed in range(BATCHES, BATCHES + FRESH)]
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        is_new = workload.zipf is not None
+        self.fresh = [workload.ids(BATCHES + seed) for seed in range(FRESH)] if is_new else self.batches
 
-    def train(self, name: str) -> Callable[[int], object]:
-        """A function, of a number that does not matter, that trains on the next batch."""
-        if name not in self._built:
-            self._built[name] = self._build(name)
-        tables = self._built[name]
+    def call(self, direction: str, name: str) -> Call:
+        tables = self.built(name)
         batches = itertools.islice(itertools.cycle(self.fresh), WARM_UP, None)
         return lambda _: tables.train(next(batches), self.grad)
 
-    def _build(self, name: str) -> object:
+    def make(self, name: str):
         if name == "fbgemm":
             return peers.Fbgemm(self.workload)
         if name not in CACHES:
@@ -60,19 +52,16 @@ class Steps(Subject):
         tables.module.row_cache.stats.zero_()
         return tables
 
-    def hit_rate(self, name: str) -> float | None:
+    def note(self, direction: str, name: str, row_bytes: int | None = None) -> dict[str, object]:
         """Hit rate over the batches trained since the warm-up."""
         if name not in CACHES:
-            return None
-        lookups, hits = self._built[name].module.row_cache.stats.sum(0)[:2].tolist()
-        return hits / lookups
+            return {}
+        lookups, hits = self.built(name).module.row_cache.stats.sum(0)[:2].tolist()
+        return {"hit_rate": hits / lookups}
 
 
-subject = subject_fixture(Steps, WORKLOADS)
-
-
-def test_step(benchmark, subject: Steps, name: str, rounds: int) -> None:
-    """Forward, backward and update. Bytes: of a step on float32 tables (``bench/shapes.py``)."""
-    benchmark.group = f"train {subject.workload.name}"
-    time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.moved("train"))
-    benchmark.extra_info["hit_rate"] = subject.hit_rate(name)
+def cases() -> Iterator[Case]:
+    """Forward, backward and update."""
+    names = [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
+    for workload in WORKLOADS:
+        yield from Steps(workload).cases(names, ["train"])

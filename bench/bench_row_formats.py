@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
 
-import pytest
 import torch
 from torch import Tensor
 
 import rec_kernels as rk
+from bench.cases import INPUTS, Case, Way, op_case
 from bench.peers import fbgemm_ops
-from bench.timing import time_calls, turned
+from bench.timing import Call
 
 SIZES = [(32_768, 128), (131_072, 16)]
-# Inputs that the calls take in turn: together more than a cache holds.
-INPUTS = 6
-BITS = {"int8": 8, "int4": 4}
+FORMATS = ("int8", "int4", "mx6", "bf16")
 
 quantized = torch.ops.quantized
 Function = Callable[[Tensor], Tensor]
@@ -23,77 +23,53 @@ Function = Callable[[Tensor], Tensor]
 
 def quantizers(format: str, rounding: str) -> dict[str, Function]:
     """Implementation -> its function of rows of floats; the same bytes. Nobody else rounds stochastically."""
-    step = torch.tensor(1)
-    found: dict[str, Function] = {
-        "ours": lambda x: rk.quantize_rows(x, format, rounding=rounding, seed=step, step=step)
-    }
-    if rounding == "stochastic":
-        return found
-    if format == "bf16":
-        found["torch"] = lambda x: x.bfloat16()
-    elif format in BITS:
-        found["torch"] = {"int8": quantized.embedding_bag_byte_prepack, "int4": quantized.embedding_bag_4bit_prepack}[
-            format
-        ]
-    if format in BITS and (ops := fbgemm_ops()):
-        by_format = {
-            "int8": ops.FloatToFused8BitRowwiseQuantized,
-            "int4": lambda x: ops.FloatToFusedNBitRowwiseQuantizedSBHalf(x, 4),
-        }
-        found["fbgemm"] = by_format[format]
-    return found
+    step, ops = torch.tensor(1), fbgemm_ops()
+    ours = {"ours": lambda x: rk.quantize_rows(x, format, rounding=rounding, seed=step, step=step)}
+    prepack = {"int8": quantized.embedding_bag_byte_prepack, "int4": quantized.embedding_bag_4bit_prepack}
+    prepack["bf16"] = Tensor.bfloat16
+    if rounding == "stochastic" or format not in prepack:
+        return ours
+    theirs = {"torch": prepack[format]}
+    if ops and format == "int8":
+        theirs["fbgemm"] = ops.FloatToFused8BitRowwiseQuantized
+    elif ops and format == "int4":
+        theirs["fbgemm"] = lambda x: ops.FloatToFusedNBitRowwiseQuantizedSBHalf(x, 4)
+    return ours | theirs
 
 
 def dequantizers(format: str, columns: int) -> dict[str, Function]:
     """Implementation -> its function of encoded rows; the same numbers."""
-    found: dict[str, Function] = {"ours": lambda rows: rk.dequantize_rows(rows, format, columns)}
-    if format == "bf16":
-        found["torch"] = lambda rows: rows.view(torch.bfloat16).float()
-    elif format in BITS:
-        found["torch"] = {"int8": quantized.embedding_bag_byte_unpack, "int4": quantized.embedding_bag_4bit_unpack}[
-            format
-        ]
-    if format in BITS and (ops := fbgemm_ops()):
-        by_format = {
-            "int8": ops.Fused8BitRowwiseQuantizedToFloat,
-            "int4": lambda rows: ops.FusedNBitRowwiseQuantizedSBHalfToFloat(rows, 4),
-        }
-        found["fbgemm"] = by_format[format]
-    return found
+    ops = fbgemm_ops()
+    ours = {"ours": lambda rows: rk.dequantize_rows(rows, format, columns)}
+    unpack = {"int8": quantized.embedding_bag_byte_unpack, "int4": quantized.embedding_bag_4bit_unpack}
+    unpack["bf16"] = lambda rows: rows.view(torch.bfloat16).float()
+    theirs = {"torch": unpack[format]} if format in unpack else {}
+    if ops and format == "int8":
+        theirs["fbgemm"] = ops.Fused8BitRowwiseQuantizedToFloat
+    elif ops and format == "int4":
+        theirs["fbgemm"] = lambda rows: ops.FusedNBitRowwiseQuantizedSBHalfToFloat(rows, 4)
+    return ours | theirs
 
 
-QUANTIZE = [(f, r) for f in ("int8", "int4", "mx6", "bf16") for r in ("nearest", "stochastic")]
-DEQUANTIZE = ["int8", "int4", "mx6", "bf16"]
+def cases() -> Iterator[Case]:
+    """Inputs are together more than a cache holds. Bytes: the floats once, so that rates compare both ways."""
+    for (rows, columns), format in itertools.product(SIZES, FORMATS):
+        x = list(torch.randn(INPUTS, rows, columns).unbind())
+        for rounding in ("nearest", "stochastic"):
+            yield _checked(
+                f"quantize {format} {rounding} {rows}x{columns}", quantizers(format, rounding), x, x[0].nbytes
+            )
+        encoded = [rk.quantize_rows(of, format) for of in x]
+        yield _checked(f"dequantize {format} {rows}x{columns}", dequantizers(format, columns), encoded, x[0].nbytes)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The implementations take turns at who goes first."""
-    if metafunc.function is test_quantize:
-        cases = [(*way, name) for way in QUANTIZE for name in turned(quantizers(*way), metafunc.config)]
-        metafunc.parametrize(("format", "rounding", "name"), cases)
-    elif metafunc.function is test_dequantize:
-        cases = [(f, name) for f in DEQUANTIZE for name in turned(dequantizers(f, 1), metafunc.config)]
-        metafunc.parametrize(("format", "name"), cases)
+def _checked(title: str, functions: dict[str, Function], inputs: list[Tensor], moved: int) -> Case:
+    case = op_case(title, {name: Way(f, [(x,) for x in inputs]) for name, f in functions.items()}, moved)
+    wanted = functions["ours"](inputs[0])
 
+    def call(name: str) -> Call:
+        found = functions[name](inputs[0]).view(wanted.dtype)
+        assert torch.equal(found, wanted), f"{name} has other bytes: no figure"
+        return case.call(name)
 
-def _time(benchmark, functions: dict[str, Function], name: str, inputs: list[Tensor], rounds: int, numel: int) -> None:
-    function, first = functions[name], inputs[0]
-    wanted = functions["ours"](first)
-    assert torch.equal(function(first).view(wanted.dtype), wanted), f"{name} has other bytes: no figure"
-    time_calls(benchmark, lambda i: function(inputs[i]), len(inputs), rounds, 4 * numel)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-def test_quantize(benchmark, size: tuple[int, int], format: str, rounding: str, name: str, rounds: int) -> None:
-    """Bytes: the float32 input, read once."""
-    inputs = list(torch.randn(INPUTS, *size).unbind())
-    benchmark.group = f"quantize {format} {rounding} {size[0]}x{size[1]}"
-    _time(benchmark, quantizers(format, rounding), name, inputs, rounds, size[0] * size[1])
-
-
-@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-def test_dequantize(benchmark, size: tuple[int, int], format: str, name: str, rounds: int) -> None:
-    """Bytes: the float32 output, written once, so that the rates compare with those of quantize."""
-    inputs = [rk.quantize_rows(x, format) for x in torch.randn(INPUTS, *size).unbind()]
-    benchmark.group = f"dequantize {format} {size[0]}x{size[1]}"
-    _time(benchmark, dequantizers(format, size[1]), name, inputs, rounds, size[0] * size[1])
+    return dataclasses.replace(case, call=call)

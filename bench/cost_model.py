@@ -18,7 +18,7 @@ import torch
 
 import bench
 from bench.figures import FiguresError, load, where
-from bench.run import machine
+from bench.script import machine
 from bench.shapes import WORKLOADS, Shape
 from bench.subject import Subject
 from bench.tuning import model
@@ -83,7 +83,7 @@ def calibrate(file: Path, threads: int) -> None:
         torch.set_num_threads(threads)
     named = {(point.sweep, point.value): point for point in points()}
     run = Run([named[key] for key in CALIBRATION], EFFORT, Tables(alone=True))
-    document = measured(run, PASSES, SECONDS, machine(threads, "python -m bench.cost_model"))
+    document = measured(run, PASSES, SECONDS, machine(threads))
     model.add_model(document)
     bench.save(document, file)
 

@@ -118,7 +118,11 @@ class ProductLimit:
         self._out = torch.empty(shape.batch, shape.tables * shape.dim)
         self._buffers = torch.empty(2 * shape.num_ids, dtype=torch.int64)
 
-    def __call__(self, ids: Tensor, grad: Tensor | None) -> Tensor:
-        """The lookup [B, T * D] of ids [N], key-major; with its gradient also makes one step."""
+    def forward(self, ids: Tensor) -> Tensor:
+        """The lookup [B, T * D] of ids [N], key-major."""
+        return self.train(ids, None)
+
+    def train(self, ids: Tensor, grad: Tensor | None) -> Tensor:
+        """The lookup, and one step with its gradient."""
         limits().step_products(self._sizes, self._rates, *self._tables, ids, grad, self._out, self._buffers)
         return self._out

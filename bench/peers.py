@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import mmap
+from collections.abc import Sequence
 from importlib import metadata
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -81,26 +83,35 @@ FBGEMM_OPTIMIZERS = {"rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD", "adagrad": "EXA
 FBGEMM_FORMATS = ("fp32", "fp16")
 
 
+def fbgemm_modules() -> tuple[ModuleType, ModuleType]:
+    """FBGEMM's modules of settings and of tables; they print when they are imported."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
+    return split_embedding_configs, split_table_batched_embeddings_ops_training
+
+
+def fbgemm_tables(
+    sizes: Sequence[tuple[int, int]], format: str = "fp32", optimizer: str = "rowwise_adagrad"
+) -> torch.nn.Module:
+    """FBGEMM's tables of so many rows and columns on the CPU, with numbers other than zeros, as ours have."""
+    configs, fbgemm = fbgemm_modules()
+    tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+        [(*size, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
+        optimizer=configs.EmbOptimType[FBGEMM_OPTIMIZERS[optimizer]],
+        weights_precision=configs.SparseType(format),
+        learning_rate=LR,
+        eps=EPS,
+    )
+    for weight in tables.split_embedding_weights():
+        weight.uniform_(-0.01, 0.01)
+    return tables
+
+
 class Fbgemm:
     """FBGEMM's table-batched embedding with a fused optimizer; rows of float16 are rounded stochastically."""
 
     def __init__(self, w: Shape, format: str = "fp32", optimizer: str = "rowwise_adagrad") -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-                ComputeDevice,
-                EmbeddingLocation,
-                SplitTableBatchedEmbeddingBagsCodegen,
-            )
-        specs = [(rows, w.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in w.table_rows]
-        self.module = SplitTableBatchedEmbeddingBagsCodegen(
-            specs,
-            optimizer=EmbOptimType[FBGEMM_OPTIMIZERS[optimizer]],
-            weights_precision=SparseType(format),
-            learning_rate=LR,
-            eps=EPS,
-        )
-        fill(self.module)
+        self.module = fbgemm_tables([(rows, w.dim) for rows in w.table_rows], format, optimizer)
         self.offsets = w.offsets()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -130,12 +141,6 @@ def in_huge_pages(x: Tensor) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes].view(x.dtype).view(x.shape).copy_(x)
-
-
-def fill(tables: torch.nn.Module) -> None:
-    """Gives FBGEMM's tables numbers other than zeros, as ours have."""
-    for weight in tables.split_embedding_weights():
-        weight.uniform_(-0.01, 0.01)
 
 
 class Ours:

@@ -24,7 +24,7 @@ from torch import nn
 
 import bench
 import rec_kernels as rk
-from bench.script import environment, parser_of, positive
+from bench.script import machine, parser_of, positive
 from bench.shapes import Workload
 
 WORKLOAD = Workload("disk", tables=8, batch=512, rows=1_000_000, dim=64, bag=2, zipf=1.15)
@@ -138,7 +138,7 @@ def main() -> None:
             sys.exit(f"{kind}: the losses differ: { {name: r['loss'] for name, r in runs.items()} }")
     print(f"tables {4 * budget / 1e6:.0f} MB, memory budget {budget / 1e6:.0f} MB\n\n{table(found)}")
     workload = WORKLOAD.__dict__ | {"fraction": FRACTION, "budget": budget}
-    bench.save(environment() | {"workload": workload, "runs": found}, args.output)
+    bench.save(machine() | {"workload": workload, "runs": found}, args.output)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,91 @@
-"""Runs the CPU benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`.
+"""Times ops on the CPU beside torch, FBGEMM and a bare loop, prints a table and saves the figures.
 
-The table is bench.report's. docs/benchmarks.md says what its columns and the JSON file hold.
+    python -m bench.run --op embedding_bag --quick --threads 1
+    python -m bench.run --op embedding_bag --workload 8,2048,1000000,64,20,1.05 --case forward
+    python -m bench.run --op embedding_bag --workload criteo-kaggle --workload mlperf-dcnv2
+
+The table has the time of each implementation, its bytes, GB/s, the share of the measured limit, and its time over ours.
+docs/benchmarks.md says what the columns and the JSON file hold, and how to compare two commits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ast
+import multiprocessing
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections import defaultdict
-from datetime import datetime, timezone
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import torch
-
-import rec_kernels
-from bench import RESULTS, ROOT, commit, save
+from bench import RESULTS, ROOT, save
+from bench.cases import Pass
 from bench.figures import where
-from bench.peers import fbgemm_version
 from bench.report import table
-from bench.script import positive
-from bench.workloads import NAMED, OPS
-from rec_kernels.dlrm.devices import cpu_model
+from bench.script import machine, positive
+from bench.shapes import WORKLOADS
+from bench.workloads import NAMED, OPS, workload
 
 #: Benchmarks: an op, or ops in one use of theirs.
 BENCHED = sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
 #: Figures that a benchmark gives beside a call's time; that of the first pass is kept.
 EXTRAS = ("distinct_bytes", "features", "hit_rate")
+QUICK_ROUNDS = 5
+
+
+def _contents() -> str:
+    """Lists the values of --op and --workload for --help."""
+    docs = {op: ast.get_docstring(ast.parse((ROOT / "bench" / f"bench_{op}.py").read_text())) for op in BENCHED}
+    lines = ["ops:", *(f"  {op:<24} {' '.join(doc.partition(chr(10) * 2)[0].split())}" for op, doc in docs.items())]
+    lines += ["", "workloads of embedding bags, those without --workload, and those that have to be named:"]
+    lines += [f"  {w.name:<24} {w.sizes()}" for w in (*WORKLOADS, *NAMED.values())]
+    return "\n".join(lines)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line; ``given``: in its place."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
-    parser.add_argument("--op", action="append", choices=BENCHED, help="benchmark only this (repeatable; default: all)")
-    parser.add_argument(
-        "--workload",
-        action="append",
-        choices=NAMED,
-        default=[],
-        help=f"give the op this named workload in place of its own (repeatable; {' and '.join(OPS)} take them)",
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run", description=__doc__, epilog=_contents(), formatter_class=form
     )
-    parser.add_argument(
-        "--passes", type=positive, default=8, help="whole passes; the table shows medians over them (default 8)"
-    )
-    parser.add_argument("--rounds", type=positive, default=60, help="turns per implementation and pass (default 60)")
-    parser.add_argument("--threads", type=positive, default=0, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--skip-tests", action="store_true", help="do not run the ops' tests first")
-    where = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json)"
-    parser.add_argument("--output", type=Path, help=where)
+    add = parser.add_argument
+    add("--op", action="append", choices=BENCHED, metavar="OP", help="only this (repeatable; default: all of below)")
+    takers = f"{', '.join(OPS[:-1])} and {OPS[-1]}"
+    text = f"in place of an op's own: a name of below, or T,B,E,D,L[,ZIPF] of equal tables (of {takers})"
+    add("--workload", action="append", type=workload, default=[], metavar="WORKLOAD", help=text)
+    add("--case", action="append", default=[], metavar="TEXT", help="only benchmarks whose name has this (repeatable)")
+    text = "only ours and this, as the table names it: torch, fbgemm, limit (repeatable)"
+    add("--implementation", action="append", default=[], metavar="NAME", help=text)
+    add("--passes", type=positive, default=8, help="processes one after the other; figures are medians (default: 8)")
+    add("--rounds", type=positive, default=60, help="timed calls of an implementation in a pass (default: 60)")
+    add("--threads", type=positive, default=0, help="CPU threads (default: torch's choice)")
+    text = f"one pass of {QUICK_ROUNDS} rounds, without the ops' tests; a file is written with --output alone"
+    add("--quick", action="store_true", help=text)
+    add("--skip-tests", action="store_true", help="do not run the ops' tests first")
+    text = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json)"
+    add("--output", type=Path, help=text)
     args = parser.parse_args(given)
     if args.workload:
         args.op = args.op or list(OPS)
         if others := sorted(set(args.op) - set(OPS)):
-            parser.error(f"--op {', '.join(others)}: only {' and '.join(OPS)} take a --workload")
+            parser.error(f"--op {', '.join(others)}: only {takers} take a --workload")
+    if args.quick:
+        args.passes, args.rounds, args.skip_tests = 1, QUICK_ROUNDS, True
     return args
 
 
-def run_pytest(options: list[str]) -> None:
-    """Runs pytest from the repository's root; ends the program when it fails."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *options], cwd=ROOT)
-    if done.returncode:
-        sys.exit(f"pytest {' '.join(options)} failed: no figures from kernels that are wrong")
+def run_tests(ops: list[str]) -> None:
+    """Runs the ops' tests; ends the program when one fails."""
+    tests = [test for op in ops if (ROOT / (test := f"python_tests/test_{op}.py")).exists()]
+    if tests and subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode:
+        sys.exit(f"pytest {' '.join(tests)} failed: no figures from kernels that are wrong")
 
 
-def one_pass(files: list[str], args: argparse.Namespace, turn: int) -> dict[str, dict[str, dict]]:
-    """group -> implementation -> {"ms", "min_ms", "bytes", EXTRAS} of one pass over all benchmarks."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "pass.json"
-        options = [f"--rounds={args.rounds}", f"--turn={turn}", f"--threads={args.threads}"]
-        options += [f"--workload={name}" for name in args.workload]
-        run_pytest([*files, *options, f"--benchmark-json={path}", "--benchmark-quiet", "-p", "no:cacheprovider"])
-        raw = json.loads(path.read_text())
-    groups: dict[str, dict[str, dict]] = defaultdict(dict)
-    for b in raw["benchmarks"]:
-        groups[b["group"]][b["params"]["name"]] = {
-            "ms": b["stats"]["median"] * 1e3,
-            "min_ms": b["stats"]["min"] * 1e3,
-            "bytes": b["extra_info"].get("bytes"),
-            **{key: b["extra_info"][key] for key in EXTRAS if b["extra_info"].get(key) is not None},
-        }
-    return groups
+def one_pass(what: Pass, turn: int) -> dict[str, dict[str, dict]]:
+    """``Pass.measure`` in a new process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(what.measure, turn).result()
 
 
 def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
@@ -105,35 +108,24 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
     return merged
 
 
-def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
-    """Describes machine and versions of the figures; ``threads``: 0 for torch's choice."""
-    about = rec_kernels.build_info()
-    return {
-        "command": " ".join([command, *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        **commit(),
-        "cpu": cpu_model(),
-        "threads": threads or torch.get_num_threads(),
-        **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
-        "fbgemm": fbgemm_version(),
-    }
-
-
 def main() -> None:
     """The command."""
     args = arguments()
     ops = args.op or BENCHED
-    tests = [test for op in ops if (ROOT / (test := f"python_tests/test_{op}.py")).exists()]
-    if tests and not args.skip_tests:
-        run_pytest(tests)
-    files = [f"bench/bench_{op}.py" for op in ops]
+    if not args.skip_tests:
+        run_tests(ops)
     # Before the passes: of the files that are measured.
     about = machine(args.threads) | {"passes": args.passes, "rounds": args.rounds}
-    groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
+    what = Pass(ops, args.workload, args.rounds, args.threads, args.case, args.implementation)
+    groups = merge([one_pass(what, turn) for turn in range(args.passes)])
+    if not groups:
+        sys.exit(f"no benchmark of {', '.join(ops)} has {' or '.join(args.case)} in its name")
     document = {"machine": about, "results": groups}
     print(f"\n{where(document)}\n\n{table(document)}")
-    what = "-".join([*(args.op or ["cpu"]), *args.workload])
-    output = args.output or RESULTS / f"{what}-{about['threads']}threads.json"
+    if args.quick and args.output is None:
+        return
+    name = "-".join([*(args.op or ["cpu"]), *(w.name for w in args.workload)])
+    output = args.output or RESULTS / f"{name}-{about['threads']}threads.json"
     save(document, output)
     print(f"\nsaved to {output}")
 

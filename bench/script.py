@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from bench import RESULTS, ROOT, save
+import rec_kernels
+from bench import RESULTS, ROOT, commit, save
+from bench.peers import fbgemm_version
 from rec_kernels.dlrm.devices import cpu_model
 
 
@@ -48,21 +50,24 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def environment() -> dict:
-    """Environment that a result depends on besides the code."""
-    module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+def machine(threads: int = 0) -> dict[str, object]:
+    """Describes command, commit, machine and versions of the figures; ``threads``: 0 for torch's choice."""
+    file, about = Path(sys.argv[0]).resolve(), rec_kernels.build_info()
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts) if file.is_relative_to(ROOT) else file.name
     return {
-        "torch": torch.__version__,
+        "command": shlex.join(["python", "-m", name.removesuffix(".__main__"), *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        **commit(),
         "cpu": cpu_model(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "threads": threads or torch.get_num_threads(),
+        **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
+        "fbgemm": fbgemm_version(),
     }
 
 
 def write_result(options: argparse.Namespace, settings: Sequence[str], results: Any) -> None:
     """Writes results to ``options.output``, with the environment and the options that ``settings`` names."""
     given = {name: getattr(options, name) for name in settings}
-    result = {"environment": environment(), "settings": given, "results": results}
+    result = {"environment": machine(), "settings": given, "results": results}
     save(result, options.output)
     print(f"written to {options.output}")

@@ -70,6 +70,12 @@ class Shape(abc.ABC):
         lengths = torch.tensor(self.table_bags).repeat_interleave(self.batch)
         return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
+    def sizes(self) -> str:
+        """The sizes for a person."""
+        bags, rows = self.table_bags, sum(self.table_rows)
+        length = f"{min(bags)} to {max(bags)}" if len(set(bags)) > 1 else f"{bags[0]}"
+        return f"{self.tables} tables x {self.batch} bags x {length} ids, {rows:,} rows in all, D = {self.dim}"
+
     def split(self, ids: Tensor) -> tuple[Tensor, ...]:
         """The ids of every table: [B * L] each."""
         return ids.split([self.batch * bag for bag in self.table_bags])

@@ -16,7 +16,7 @@ from torch import Tensor
 import bench
 import rec_kernels as rk
 from bench.peers import available
-from bench.script import environment, parser_of, positive
+from bench.script import machine, parser_of, positive
 from bench.shapes import Workload
 from bench.timing import take_turns
 
@@ -98,7 +98,7 @@ def main() -> None:
         ratio = found[name]["ours"] / found[name]["torch"]
         figures = "  ".join(f"{who} {time:7.2f} us" for who, time in found[name].items())
         print(f"{name:<32} {figures}  ours / torch {ratio:.2f}", flush=True)
-    bench.save({"machine": environment(), "threads": 1, "microseconds": found}, arguments.output)
+    bench.save({"machine": machine(), "threads": 1, "microseconds": found}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import bench
 from bench import RESULTS
 from bench.bench_embedding_bag import Lookups
-from bench.run import machine
+from bench.script import machine
 from bench.shapes import BATCHES
 from bench.timing import take_turns
 from bench.workloads import NAMED
@@ -82,7 +82,7 @@ def sampled(step: Callable[[int], object], seconds: float) -> dict[str, float]:
 def measure(name: str, turns: int, seconds: float) -> dict[str, object]:
     """Milliseconds of a step and of the bare loop's, in turns, and the shares of the step's parts."""
     subject = Lookups(NAMED[name])
-    steps = {who: subject.train(who) for who in ("ours", "limit")}
+    steps = {who: subject.call("train", who) for who in ("ours", "limit")}
     times = take_turns(steps, BATCHES, turns=turns, seconds=seconds)
     ms = {who: statistics.median(calls) * 1e3 for who, calls in times.items()}
     return {"ms": ms["ours"], "limit_ms": ms["limit"], "parts": sampled(steps["ours"], 4 * seconds)}
@@ -100,7 +100,7 @@ def main() -> None:
     if shutil.which("perf") is None:
         parser.error("there is no perf: Debian's package is linux-perf")
     torch.set_num_threads(1)
-    about, results = machine(1, "python -m bench.step_parts"), {}
+    about, results = machine(1), {}
     for name in args.workload or NAMED:
         found = results[name] = measure(name, args.turns, args.seconds)
         parts = ", ".join(f"{part} {share:.0%}" for part, share in found["parts"].items())

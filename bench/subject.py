@@ -6,21 +6,57 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 
-import pytest
 import torch
 
-from bench.shapes import BATCHES, WORKLOADS, Shape
-from bench.workloads import NAMED
+from bench.cases import Case
+from bench.shapes import BATCHES, Shape
+from bench.timing import Call
+
+DIRECTIONS = ("forward", "train")
 
 
 class Subject:
-    """A workload and its batches. Benchmarks derive from it and build what they time when it is first asked for."""
+    """A workload and its batches. Benchmarks derive from it and say how what they time is made."""
 
     def __init__(self, workload: Shape, batches: int = BATCHES) -> None:
         self.workload = workload
         self.batches = [workload.ids(seed) for seed in range(batches)]
         self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
         self._built: dict[object, object] = {}
+
+    def make(self, name: str):
+        """Tables with the methods ``forward`` and ``train`` (bench/peers.py)."""
+        raise NotImplementedError
+
+    def built(self, name: str):
+        """The implementation called ``name``, made when it is first asked for."""
+        if name not in self._built:
+            self._built[name] = self.make(name)
+        return self._built[name]
+
+    def call(self, direction: str, name: str) -> Call:
+        """A function of a batch number that looks the batch up ("forward") or also trains on it ("train")."""
+        return self.calls(direction, self.built(name), self.batches)
+
+    def calls(self, direction: str, tables, batches: Sequence[torch.Tensor]) -> Call:
+        """The function ``call`` of some tables and batches."""
+        if direction == "forward":
+            return lambda i: tables.forward(batches[i])
+        return lambda i: tables.train(batches[i], self.grad)
+
+    def cases(self, names: Sequence[str], directions: Sequence[str] = DIRECTIONS) -> Iterator[Case]:
+        """A case for each direction; torch's steps are slow."""
+        for direction in directions:
+            yield Case(
+                f"{direction} {self.workload.name}",
+                names,
+                functools.partial(self.call, direction),
+                self.moved(direction),
+                len(self.batches),
+                gradients=direction == "train",
+                slow=["torch"] if direction == "train" else [],
+                note=functools.partial(self.note, direction),
+            )
 
     @functools.cached_property
     def linear(self) -> list[torch.Tensor]:
@@ -60,27 +96,15 @@ class Subject:
         rows = {"unique_rows": self.unique_rows(), "cycle_rows": self.cycle_rows}
         return sizes | {"row_bytes": row_bytes or 4 * w.dim} | rows
 
-    def note(self, benchmark, direction: str, name: str, row_bytes: int | None = None) -> None:
-        """Has the JSON file say of a call what is not its time: distinct bytes; of ours the features, too."""
-        benchmark.extra_info["distinct_bytes"] = self.moved(direction, row_bytes, distinct=True)
+    def note(self, direction: str, name: str, row_bytes: int | None = None) -> dict[str, object]:
+        """Fields of the JSON file besides the time: distinct bytes; of ours the features, too."""
+        said: dict[str, object] = {"distinct_bytes": self.moved(direction, row_bytes, distinct=True)}
         if name == "ours":
-            benchmark.extra_info["features"] = {"direction": direction} | self.features(row_bytes)
+            said["features"] = {"direction": direction} | self.features(row_bytes)
+        return said
 
     def drop(self, keep: Callable[[object], bool] = lambda _: False) -> None:
         """Gives back the memory of what was built under keys that ``keep`` does not want."""
         for key in [key for key in self._built if not keep(key)]:
             del self._built[key]
         gc.collect()
-
-
-def subject_fixture(make: type[Subject], workloads: Sequence[Shape] = WORKLOADS, named: bool = False) -> Callable:
-    """The fixture ``subject``: one for every workload; with ``named``, the named ones, too, for --workload."""
-
-    @pytest.fixture(scope="module", params=[*workloads, *(NAMED.values() if named else ())], ids=lambda w: w.name)
-    def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-        """The workload under test."""
-        subject = make(request.param)
-        yield subject
-        subject.drop()
-
-    return subject

@@ -5,44 +5,44 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # training steps are timed where there is no pytest, too
-    import pytest
 
 # The first calls after the tables were built are slower: threads wake, memory settles, clocks rise.
 WARMUP_CALLS, WARMUP_SECONDS = 10, 0.3
 # Calls per turn: a median of fewer means nothing.
 LEAST_CALLS = 3
 
+Call = Callable[[int], object]
 
-def turned(names: Iterable[str], config: pytest.Config) -> list[str]:
-    """``names``, beginning with another one in every pass: whoever goes first meets a machine that is not awake yet."""
+
+def turned(names: Iterable[str], turn: int) -> list[str]:
+    """``names``, beginning with another one in every turn: whoever goes first meets a machine that is not awake yet."""
     names = list(names)
-    turn = config.getoption("--turn") % len(names)
-    return names[turn:] + names[:turn]
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
-def time_calls(benchmark, function: Callable[[int], object], inputs: int, rounds: int, num_bytes: float) -> None:
-    """Times ``function`` of the numbers 0 .. inputs - 1 in turn."""
-    turn = itertools.cycle(range(inputs))
+def timed(function: Call, number: int) -> float:
+    """Seconds of a call, whose result is dropped at once.
 
-    def drop_result(i: int) -> None:
-        # pytest-benchmark would keep it during the next call, and glibc then finds no freed memory that fits: every
-        # page of the next result costs a page fault, which is no matter of the kernels (0.3 ms for 2 MB).
-        function(i)
+    glibc would find no freed memory that fits if it were kept during the next call: every page of the next result would
+    cost a page fault, which is no matter of the kernels (0.3 ms for 2 MB).
+    """
+    start = time.perf_counter()
+    function(number)
+    return time.perf_counter() - start
 
-    end = time.perf_counter() + WARMUP_SECONDS
-    for call in itertools.count():
-        if call >= WARMUP_CALLS and time.perf_counter() >= end:
-            break
-        drop_result(next(turn))
-    benchmark.extra_info["bytes"] = num_bytes
-    benchmark.pedantic(drop_result, setup=lambda: ((next(turn),), {}), rounds=rounds)
+
+def time_calls(function: Call, inputs: int, rounds: int) -> list[float]:
+    """Seconds of ``rounds`` calls of ``function``, of the numbers 0 .. inputs - 1 in turn, after a warm-up."""
+    numbers, calls, end = itertools.cycle(range(inputs)), 0, time.perf_counter() + WARMUP_SECONDS
+    while calls < WARMUP_CALLS or time.perf_counter() < end:
+        function(next(numbers))
+        calls += 1
+    return [timed(function, next(numbers)) for _ in range(rounds)]
 
 
 def take_turns(
-    functions: dict[str, Callable[[int], object]], inputs: int, *, turns: int, seconds: float, first: int = 0
+    functions: dict[str, Call], inputs: int, *, turns: int, seconds: float, first: int = 0
 ) -> dict[str, list[float]]:
     """Seconds of the calls of several functions of the numbers 0 .. inputs - 1, measured within one another's reach.
 
@@ -52,16 +52,14 @@ def take_turns(
         seconds: how long a turn lasts, at the least; it has at least ``LEAST_CALLS`` calls.
         first: the number of the function that begins; every turn begins with the next one.
     """
-    names, found = list(functions), {name: [] for name in functions}
-    numbers = {name: itertools.cycle(range(inputs)) for name in names}
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    numbers = {name: itertools.cycle(range(inputs)) for name in functions}
     for turn in range(first, first + turns):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in turned(functions, turn):
             # Untimed: it finds the caches full of the previous function's data.
             functions[name](next(numbers[name]))
             end, calls = time.perf_counter() + seconds, []
             while len(calls) < LEAST_CALLS or time.perf_counter() < end:
-                number, start = next(numbers[name]), time.perf_counter()
-                functions[name](number)
-                calls.append(time.perf_counter() - start)
+                calls.append(timed(functions[name], next(numbers[name])))
             found[name] += calls
     return found

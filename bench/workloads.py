@@ -5,6 +5,8 @@ Ids are synthetic. docs/benchmarks.md has a table of all.
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,4 +112,21 @@ NAMED: dict[str, Shape] = {
     )
 }
 #: The benchmarks that take them.
-OPS = ("embedding_bag", "embedding_bag_formats")
+OPS = ("embedding_bag", "embedding_bag_formats", "embedding_bag_optimizers")
+
+
+def workload(text: str) -> Shape:
+    """A named workload, or T,B,E,D,L[,ZIPF]: so many tables, bags, rows, columns, ids of a bag; the exponent.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    if text in NAMED:
+        return NAMED[text]
+    sizes = re.fullmatch(r"(\d+),(\d+),(\d+),(\d+),(\d+)(?:,(\d+\.?\d*))?", text)
+    numbers = [int(size) for size in sizes.groups()[:5]] if sizes else [0]
+    if not sizes or not all(numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither {', '.join(NAMED)} nor T,B,E,D,L[,ZIPF] of numbers above 0, as 8,2048,1000000,64,20"
+        )
+    return Workload(text.replace(",", "x"), *numbers, zipf=float(sizes[6]) if sizes[6] else None)

@@ -16,7 +16,7 @@ from backends import ROOT
 from tiers import full
 
 import bench
-from bench import compare, compile_times, figures, report, run, step_parts
+from bench import compare, compile_times, figures, report, run, script, step_parts
 from bench.figures import FiguresError
 from bench.subject import Subject
 from bench.workloads import NAMED
@@ -67,7 +67,13 @@ def test_arguments_of_run(capsys: pytest.CaptureFixture) -> None:
     assert run.arguments([]).op is None
     with pytest.raises(SystemExit):
         run.arguments(["--workload", "dlrm-small", "--op", "expand"])
-    assert "--op expand: only embedding_bag and embedding_bag_formats take a --workload" in capsys.readouterr().err
+    assert "--op expand: only embedding_bag, embedding_bag_formats and" in capsys.readouterr().err
+    quick = run.arguments(["--quick", "--passes", "9"])
+    assert (quick.passes, quick.rounds, quick.skip_tests) == (1, run.QUICK_ROUNDS, True)
+    with pytest.raises(SystemExit, match="0"):
+        run.arguments(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in (*run.BENCHED, *NAMED))
 
 
 def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +152,9 @@ def test_share_of_the_limit_is_of_the_same_bytes() -> None:
 def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has them, and so has the line above every table."""
     output = tmp_path / "run.json"
-    monkeypatch.setattr(run, "run_pytest", lambda options: None)
-    monkeypatch.setattr(run, "one_pass", lambda files, args, turn: one_pass({"ours": 1.0}))
-    monkeypatch.setattr(run, "fbgemm_version", lambda: "1.2")
+    monkeypatch.setattr(run, "run_tests", lambda ops: None)
+    monkeypatch.setattr(run, "one_pass", lambda what, turn: one_pass({"ours": 1.0}))
+    monkeypatch.setattr(script, "fbgemm_version", lambda: "1.2")
     given = ["--op", "expand", "--passes", "3", "--rounds", "7", "--threads", "5", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["bench.run", *given])
     run.main()

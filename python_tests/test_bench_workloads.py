@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import shutil
 import statistics
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from backends import ROOT
 
 import rec_kernels as rk
 from bench import bench_embedding_bag_formats as formats
-from bench import peers
+from bench import peers, run
+from bench.cases import Case, Pass, Way, trained_case
 from bench.limits import ProductLimit, StepLimit
 from bench.reuse import REUSE_2021, REUSE_2022, STEADY_COUNT, reused_ids
 from bench.shapes import Shape, Workload
 from bench.subject import Subject
-from bench.workloads import KAGGLE_ROWS, MLPERF_BAGS, MLPERF_ROWS, NAMED, OPS, ROW_MULTIPLE, MultiHot, Reused
+from bench.workloads import KAGGLE_ROWS, MLPERF_BAGS, MLPERF_ROWS, NAMED, OPS, ROW_MULTIPLE, MultiHot, Reused, workload
 
 TINY = MultiHot("tiny", 5, 16, (3, 1000, 70), (1, 4, 4), scale=10)
 
@@ -99,9 +100,9 @@ def test_the_limit_of_products_is_a_step(shape: Workload) -> None:
     limit = ProductLimit(shape, 4, weights, state, peers.LR, peers.EPS)
     for seed in range(3):
         ids, grad = shape.ids(seed), torch.randn(shape.batch, shape.tables * shape.dim)
-        torch.testing.assert_close(limit(ids, None), ours.forward(ids), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(limit.forward(ids), ours.forward(ids), rtol=1e-4, atol=1e-6)
         ours.train(ids, grad)
-        limit(ids, grad)
+        limit.train(ids, grad)
     torch.testing.assert_close(state, ours.module._memory["_sum"], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights, ours.module._weights, rtol=1e-4, atol=1e-5)
 
@@ -213,51 +214,58 @@ def test_features_and_bytes_by_hand() -> None:
         ("limit", "train", 24),
     ],
 )
-def test_bytes_are_of_the_rows_that_are_read(
-    name: str, direction: str, row_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_of_the_rows_that_are_read(name: str, direction: str, row_bytes: int) -> None:
     """Bytes follow the format that an implementation reads: float32 beside tables of int8."""
-    subject = formats.Formats(TINY)
-    monkeypatch.setattr(subject, "call", lambda *_: lambda i: None)
+    case = next(case for case in formats.cases([TINY]) if case.title == f"{direction} int8 tiny")
+    subject = Subject(TINY)
+    assert case.moved(name) == subject.moved(direction, row_bytes)
+    assert case.note(name)["distinct_bytes"] == subject.moved(direction, row_bytes, distinct=True)
+
+
+def test_workloads_of_a_command_line() -> None:
+    """Names, or sizes; what is neither is refused with both."""
+    assert workload("meta-2021") is NAMED["meta-2021"]
+    assert workload("8,2048,1000,64,20,1.05") == Workload("8x2048x1000x64x20x1.05", 8, 2048, 1000, 64, 20, zipf=1.05)
+    assert workload("8,2048,1000,64,20").zipf is None
+    for wrong in ("meta-2023", "8,2048,1000,64", "8,0,1000,64,20", "8,2048,1000,64,20,x"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"neither dlrm-small, .* nor T,B,E,D,L\[,ZIPF\]"):
+            workload(wrong)
+
+
+def test_cases_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass has ours and whom it names, in turned order, in cases of wanted titles; slow ones have fewer rounds."""
     monkeypatch.setattr("bench.timing.WARMUP_SECONDS", 0.0)
-    benchmark = SimpleNamespace(extra_info={}, pedantic=lambda *_, **__: None)
-    formats.test_formats(benchmark, subject, "int8", direction, name, rounds=1)
-    assert benchmark.extra_info["bytes"] == subject.moved(direction, row_bytes)
-    assert benchmark.extra_info["distinct_bytes"] == subject.moved(direction, row_bytes, distinct=True)
+    calls: dict[str, list[int]] = {}
+
+    def call(name: str) -> Callable[[int], object]:
+        return calls.setdefault(name, []).append
+
+    names = ["ours", "torch", "limit"]
+    made = [Case(title, names, call, 8.0, 2, slow=["torch"], note=lambda n: {"of": n}) for title in ("one", "two")]
+    monkeypatch.setitem(sys.modules, "bench.bench_fake", SimpleNamespace(cases=lambda: iter(made)))
+    found = Pass(["fake"], rounds=9, only=["tw"], names=["torch"]).measure(turn=1)
+    assert {title: list(rows) for title, rows in found.items()} == {"two": ["torch", "ours"]}
+    assert found["two"]["torch"].keys() == {"ms", "min_ms", "bytes", "of"}
+    assert {name: len(numbers) for name, numbers in calls.items()} == {"torch": 13, "ours": 19}
+    assert calls["ours"][:4] == [0, 1, 0, 1]
 
 
-FIRST = """
-import pytest, sys
-class First:
-    def pytest_collection_modifyitems(self, config, items):
-        items[:] = {item.path: item for item in reversed(items)}.values()
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--rounds=1", *sys.argv[1:]], plugins=[First()]))
-"""
-
-
-@pytest.mark.full
-def test_each_benchmark_runs() -> None:
-    """Each file's first case runs."""
-    files = sorted(str(path) for path in (ROOT / "bench").glob("bench_*.py"))
-    ran = subprocess.run([sys.executable, "-c", FIRST, *files], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-2000:]
-    assert f"{len(files)} passed" in ran.stdout
-
-
-COLLECT_TWICE = """
-import pytest, sys
-options = ["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]
-sys.exit(pytest.main(options) or print("and") or pytest.main([*options, "--workload=criteo-kaggle"]))
-"""
+def test_gradients_are_of_those_that_require_them() -> None:
+    """A trained case has the gradients of its leaves; outputs of other sizes have gradients of their own."""
+    x, factor = (torch.randn(4, requires_grad=True) for _ in range(2))
+    case = trained_case("t", {"ours": Way(lambda a, b, n: (a * b)[:n], [(x, factor, 2), (x, factor.detach(), 3)])}, 1.0)
+    both, one = (case.call("ours")(i) for i in range(2))
+    assert [len(both), len(one)] == [2, 1]
+    assert one[0].count_nonzero() == 3
 
 
 @pytest.mark.full
-def test_benchmarks_take_named_workloads_only_when_asked() -> None:
-    """pytest collects embedding_bag's named workloads with --workload and leaves them out without it."""
-    command = [sys.executable, "-c", COLLECT_TWICE, *(f"bench/bench_{op}.py" for op in OPS)]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for listed, is_named in zip(printed.split("\nand\n"), (False, True), strict=True):
-        tests = [line for line in listed.splitlines() if "::" in line]
-        assert tests
-        assert all(("criteo-kaggle" in line) == is_named for line in tests)
-        assert not any(name in line for line in tests for name in set(NAMED) - {"criteo-kaggle"})
+@pytest.mark.parametrize("op", run.BENCHED)
+def test_each_benchmark_runs(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each op's first case runs in every implementation."""
+    monkeypatch.setattr("bench.timing.WARMUP_SECONDS", 0.0)
+    monkeypatch.setattr("bench.timing.WARMUP_CALLS", 1)
+    case = next(Pass([op], [TINY] if op in OPS else []).cases())
+    assert case.names[0] == "ours"
+    rows = [case.measure(name, rounds=1) for name in case.names]
+    assert all(row["ms"] > 0 and row["bytes"] > 0 for row in rows)

@@ -5,13 +5,10 @@ All of them work on the same tables, ids and gradient, except FBGEMM, which keep
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import io
 import os
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -19,6 +16,7 @@ from torch import Tensor
 
 import rec_kernels as rk
 from bench.gpu.cases import ADAGRAD, ADAM, batches_of_ids, is_weighted
+from bench.peers import fbgemm_modules
 from bench.shapes import Workload
 from rec_kernels._triton_versions import UnsupportedTritonError
 
@@ -248,7 +246,7 @@ class Fbgemm(_Autograd):
     captures = frozenset({"forward", "step"})
 
     def __init__(self, data: Tables, optimizer: str) -> None:
-        (configs, fbgemm), w = _fbgemm(), data.workload
+        (configs, fbgemm), w = fbgemm_modules(), data.workload
         place = ("HOST", "CPU") if data.device.type == "cpu" else ("DEVICE", "CUDA")
         spec = (w.rows, w.dim, fbgemm.EmbeddingLocation[place[0]], fbgemm.ComputeDevice[place[1]])
         name = "EXACT_ROWWISE_ADAGRAD" if optimizer == ADAGRAD else "EXACT_SGD"
@@ -267,13 +265,6 @@ class Fbgemm(_Autograd):
     def backward(self) -> None:
         self._output.backward(self.data.grad)
         self._output = None
-
-
-def _fbgemm() -> tuple[ModuleType, ModuleType]:
-    """FBGEMM's modules of settings and of tables; they print when they are imported."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
-    return split_embedding_configs, split_table_batched_embeddings_ops_training
 
 
 def _why_not_ours(device: torch.device) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 
 import bench
-from bench.script import environment, options_of, parser_of, positive
+from bench.script import machine, options_of, parser_of, positive
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, TrainConfig, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.data import ahead
@@ -232,7 +232,7 @@ def summarise(runs: list[dict]) -> dict:
 
 def write(path: Path, settings: dict, runs: list[dict]) -> None:
     """Writes the result file."""
-    content = {"environment": environment(), "settings": settings, "summary": summarise(runs), "runs": runs}
+    content = {"environment": machine(), "settings": settings, "summary": summarise(runs), "runs": runs}
     bench.save(content, path)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 import bench
-from bench.run import RESULTS, machine
+from bench import RESULTS
+from bench.script import machine
 from bench.tuning import measure, model, pictures, report
 from bench.tuning.measure import FULL, QUICK
 from bench.tuning.passes import Run, measured
@@ -52,7 +53,7 @@ def measured_points(args: argparse.Namespace) -> dict[str, object]:
     effort = QUICK if args.quick else FULL
     todo = [p for p in points(args.quick) if not args.sweep or p.sweep in ("base", *args.sweep)]
     run = Run(todo, effort, measure.Tables())
-    return measured(run, args.passes or effort.passes, LIMIT, machine(args.threads, "python -m bench.tuning"))
+    return measured(run, args.passes or effort.passes, LIMIT, machine(args.threads))
 
 
 def main() -> None:
