@@ -11,7 +11,7 @@ import torch
 
 from bench import peers
 from bench.cases import Case
-from bench.limits import StepLimit, limits
+from bench.limits import DIMS, StepLimit, limits
 from bench.shapes import WORKLOADS, Shape
 from bench.subject import Subject
 from bench.timing import Call
@@ -43,4 +43,5 @@ class Lookups(Subject):
 def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
     """Bytes: bench/shapes.py."""
     for workload in workloads:
-        yield from Lookups(workload).cases([*peers.available(), "limit"])
+        limit = ["limit"] * (workload.dim in DIMS)
+        yield from Lookups(workload).cases([*peers.available(), *limit])

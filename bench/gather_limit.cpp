@@ -1,11 +1,10 @@
 // The machine's limits: rows are gathered and added up, unchecked, in any order of threads; numbers are multiplied.
 // bench_embedding_bag and bench_grouped_projection compare with them; bench/limits.py compiles this for the machine it
 // runs on.
-#include <cstdint>
+#include "limit_rows.h"
 
 namespace {
 
-typedef float Line __attribute__((vector_size(64), aligned(4)));
 constexpr int64_t kAhead = 16, kLinesAhead = 128;
 
 // Where a lookup's columns go: bag b of table t to `data` + t * table + b * row, in floats.
@@ -86,16 +85,12 @@ extern "C" void rewrite_rows(char* weights, const int64_t* rows, int64_t n, int6
   }
 }
 
-// Sums of `bag` rows of 16, 64 or 128 floats; returns 0 for another width. `sizes`: tables, bags of each, and floats of
+// Sums of `bag` rows; returns 0 for a width that with_lines lacks. `sizes`: tables, bags of each, and floats of
 // `out` between tables and between bags.
 extern "C" int gather_sum(const float* weights, const int64_t* rows, int64_t bag, int64_t dim, float* out,
                           const int64_t* sizes) {
   const Columns to{out, sizes[0], sizes[1], sizes[2], sizes[3]};
-  if (dim == 16) gather_lines<1>(weights, rows, bag, to);
-  else if (dim == 64) gather_lines<4>(weights, rows, bag, to);
-  else if (dim == 128) gather_lines<8>(weights, rows, bag, to);
-  else return 0;
-  return 1;
+  return with_lines(dim, [&](auto lines) { gather_lines<lines>(weights, rows, bag, to); });
 }
 
 // Rows read, changed and written back: the least that any update of touched rows must do.

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from bench.shapes import Shape, Workload
 
+#: Columns of rows that the loops have been written for (bench/limit_rows.h).
+DIMS = (16, 32, 64, 128, 256)
 SOURCES = ("gather_limit.cpp", "step_limit.cpp")
 
 
@@ -41,7 +43,7 @@ class Limits:
         """out [T, B, dim] = sums of `bag` rows each; rows [T * B * bag] int64 are row numbers of the flat weights."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         if not self._library.gather_sum(*pointers, ctypes.c_int64(bag), ctypes.c_int64(dim), *_columns(out)):
-            raise ValueError(f"dim = {dim} must be 16, 64 or 128")
+            raise ValueError(f"dim = {dim} must be one of {DIMS}")
 
     def update(self, weights: Tensor, rows: Tensor, dim: int) -> None:
         """Adds a number to every element of the given (unique, sorted) rows."""
@@ -54,13 +56,13 @@ class Limits:
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
         numbers = map(ctypes.c_int64, sizes), map(ctypes.c_float, rates)
         if not self._library.step_rowwise_adagrad(*pointers[:5], *numbers[0], *pointers[5:], *numbers[1]):
-            raise ValueError(f"dim = {sizes[2]} must be 16, 64 or 128")
+            raise ValueError(f"dim = {sizes[2]} must be one of {DIMS}")
 
     def step_products(self, sizes: Tensor, rates: tuple[float, float], *tensors: Tensor | None) -> None:
         """Looks up and updates tables of quotients and remainders, as ``ProductLimit`` says, with its tensors."""
         pointers = [ctypes.c_void_p(t.data_ptr() if t is not None else None) for t in (*tensors, sizes)]
         if not self._library.step_quotient_remainder(*pointers, *map(ctypes.c_float, rates)):
-            raise ValueError(f"dim = {sizes[3]} must be 16, 64 or 128")
+            raise ValueError(f"dim = {sizes[3]} must be one of {DIMS}")
 
     def touch(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
         """Reads a word of every cache line of the rows; weights uint8 [N, row bytes], out [T, B, dim] float32."""

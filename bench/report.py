@@ -21,8 +21,6 @@ LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 INCHES_PER_GROUP, DPI = 0.85, 100
 #: More groups than this would make a picture that nobody reads.
 MOST_GROUPS = 24
-#: More titles than this would overlap in the roofline.
-MOST_TITLES = 10
 
 
 def summary(document: dict) -> str:
@@ -66,37 +64,31 @@ def drawable(document: dict) -> dict[str, Group]:
 
 
 def draw(document: dict, name: str, folder: Path) -> str:
-    """Draws NAME-rates.png and NAME-roofline.png into a folder.
+    """Draws NAME-rates.png into a folder.
 
     Returns:
-        What happened, for the user: where they are, or why there are none.
+        What happened, for the user: where it is, or why there is none.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "no pictures: matplotlib is not installed"
+        return "no picture: matplotlib is not installed"
     everything = drawable(document)
     if not everything:
-        return f"no pictures of {name}: no benchmark in it has bytes and a limit"
+        return f"no picture of {name}: no benchmark in it has bytes and a limit"
     groups = dict(list(everything.items())[:MOST_GROUPS])
     folder.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(n for group in groups.values() for n in group if n not in LIMITS))
     colours = dict(zip(names, COLOURS * len(names), strict=False))
-    paths = []
-    for kind, panel, size in (
-        ("rates", _bars, (9, 1.2 + INCHES_PER_GROUP * len(groups))),
-        ("roofline", _roofline, (9, 5.5)),
-    ):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots()
-        panel(axes, groups, colours)
-        figure.suptitle(where(document), x=0.01, ha="left", fontsize=9)
-        figure.legend(loc="outside lower center", ncols=5, frameon=False)
-        paths.append(folder / f"{name}-{kind}.png")
-        figure.savefig(paths[-1], dpi=DPI)
+    figure = Figure(figsize=(9, 1.2 + INCHES_PER_GROUP * len(groups)), layout="constrained")
+    _bars(figure.subplots(), groups, colours)
+    figure.suptitle(where(document), x=0.01, ha="left", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    path = folder / f"{name}-rates.png"
+    figure.savefig(path, dpi=DPI)
     left_out = len(everything) - len(groups)
     note = f" (without the last {left_out} benchmarks)" if left_out else ""
-    return f"pictures: {', '.join(map(str, paths))}{note}"
+    return f"picture: {path}{note}"
 
 
 def _rate(row: dict) -> float:
@@ -125,31 +117,11 @@ def _bars(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
     axes.set_xlabel("GB/s, every occurrence of a row counted; beside a bar: % of the limit")
 
 
-def _roofline(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
-    """Rates over the bytes of a call: the limit's are the roof, each call has its own below it."""
-    roof = sorted((moved(next(iter(g.values()))) / 1e6, _limit_rate(g), title) for title, g in groups.items())
-    axes.plot(*zip(*[(x, y) for x, y, _ in roof], strict=True), "_", color=LIMIT_COLOUR, markersize=16, label="limit")
-    for name, colour in colours.items():
-        points = [(moved(g[name]) / 1e6, _rate(g[name])) for g in groups.values() if name in g]
-        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=5, label=name)
-    for x, y, title in roof:
-        if len(roof) <= MOST_TITLES:
-            axes.annotate(title, (x, y), (0, 4), textcoords="offset points", fontsize=7, rotation=35)
-        least = min(_rate(row) for row in groups[title].values())
-        axes.vlines(x, least, y, LIMIT_COLOUR, linewidth=0.5, zorder=0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.margins(0.12)
-    axes.set_xlabel("MB of a call, every occurrence of a row counted")
-    axes.set_ylabel("GB/s")
-    axes.grid(alpha=0.3)
-
-
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line; ``given``: in its place."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="JSON file of bench.run, or COMMIT:PATH")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw rates and roofline of each file there")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the rates of each file there")
     return parser.parse_args(given)
 
 

@@ -7,9 +7,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "limit_rows.h"
+
 namespace {
 
-typedef float Line __attribute__((vector_size(64), aligned(4)));
 constexpr int64_t kAhead = 24;  // entries between a prefetch and its use
 
 int bits_of(int64_t numbers) {
@@ -148,13 +149,13 @@ void step_pairs(const Pair& p, const uint64_t* entries, int64_t count, const flo
 
 // One step of `tables` tables. ids: `batch` bags of bags[t] ids for each table, one after the other; first_rows
 // [tables + 1]: where tables begin among the rows of weights [rows, dim] and state [rows]; grad [batch, tables * dim];
-// two buffers of as many entries as there are ids, one behind the other. Returns 0 for a `dim` that is not 16, 64 or
-// 128.
+// two buffers of as many entries as there are ids, one behind the other. Returns 0 for a `dim` that
+// with_lines lacks.
 extern "C" int step_rowwise_adagrad(float* weights, float* state, const int64_t* ids, const int64_t* first_rows,
                                     const int64_t* bags, int64_t tables, int64_t batch, int64_t dim, const float* grad,
                                     uint64_t* entries, float lr, float eps) {
-  const auto step = dim == 16 ? step_rows<1> : dim == 64 ? step_rows<4> : dim == 128 ? step_rows<8> : nullptr;
-  if (step == nullptr) return 0;
+  decltype(&step_rows<1>) step = nullptr;
+  if (!with_lines(dim, [&](auto lines) { step = step_rows<lines>; })) return 0;
   std::vector<int64_t> first_ids(static_cast<size_t>(tables) + 1);
   for (int64_t t = 0; t < tables; ++t)
     first_ids[static_cast<size_t>(t) + 1] = first_ids[static_cast<size_t>(t)] + batch * bags[t];
@@ -178,13 +179,13 @@ extern "C" int step_rowwise_adagrad(float* weights, float* state, const int64_t*
 
 // Lookup and, with `grad`, step of `tables` tables of quotients and remainders, each of rows + few rows behind the one
 // before; the other arguments are those of step_rowwise_adagrad. out [batch, tables * dim] gets the lookup. `batch`
-// times `few` is below 2^32, as are ids. Returns 0 for a `dim` that is not 16, 64 or 128.
+// times `few` is below 2^32, as are ids. Returns 0 for a `dim` that with_lines lacks.
 extern "C" int step_quotient_remainder(float* weights, float* state, const int64_t* ids, const float* grad, float* out,
                                        uint64_t* entries, const int64_t* sizes, float lr, float eps) {
   const int64_t tables = sizes[0], batch = sizes[1], bag = sizes[2], dim = sizes[3], rows = sizes[4], few = sizes[5];
-  const auto look_up = dim == 16 ? multiply_rows<1> : dim == 64 ? multiply_rows<4> : multiply_rows<8>;
-  const auto step = dim == 16 ? step_pairs<1> : dim == 64 ? step_pairs<4> : step_pairs<8>;
-  if (dim != 16 && dim != 64 && dim != 128) return 0;
+  decltype(&multiply_rows<1>) look_up = nullptr;
+  decltype(&step_pairs<1>) step = nullptr;
+  if (!with_lines(dim, [&](auto lines) { look_up = multiply_rows<lines>, step = step_pairs<lines>; })) return 0;
   const int64_t count = batch * bag;
 #pragma omp parallel
   {

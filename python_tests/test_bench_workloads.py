@@ -71,7 +71,7 @@ def test_ids_are_within_their_tables(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [TINY, Workload("", 3, 300, 100_000, 64, 1), Workload("", 3, 30, 1000, 128, 20, zipf=1.1)], ids=str
+    "shape", [TINY, Workload("", 3, 300, 100_000, 32, 1), Workload("", 3, 30, 1000, 128, 20, zipf=1.1)], ids=str
 )
 def test_the_limit_of_a_step_is_a_step(shape: Shape) -> None:
     """The bare loop makes the update of row-wise Adagrad, but for the order of its sums."""
