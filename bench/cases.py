@@ -190,9 +190,4 @@ def dense_cases(
         moved = (given + written, 3 * given + 2 * written)[trains]
         count = products[trains]
         least = {"bytes": functools.partial(move, trains), "products": lambda i, n=count: limits().multiply_add(n)}
-        bytes_of = functools.partial(_halved, moved)
-        yield (trained_case if trains else op_case)(title, ways, bytes_of, least)
-
-
-def _halved(moved: float, name: str) -> float:
-    return moved / 2 if name == HALF else moved
+        yield (trained_case if trains else op_case)(title, ways, lambda n, m=moved: m / 2 if n == HALF else m, least)

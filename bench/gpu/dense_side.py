@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.gpu.subjects import Built, Differentiable, Subject
+from bench.gpu.subjects import GradientCase
 from rec_kernels.reference.dot_interaction import interaction_reference
 from rec_kernels.reference.factorization_machine import formula
 
@@ -23,7 +23,7 @@ _FUNCTIONS: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-class DenseSide:
+class DenseSide(GradientCase):
     """One of the ops. Everything is read or written once: the two counts of bytes are the same.
 
     Args:
@@ -34,6 +34,7 @@ class DenseSide:
 
     def __init__(self, op: str, batch: int, vectors: int, columns: int, dtype: torch.dtype = torch.float32) -> None:
         self.op, self.sizes, self.dtype = op, (batch, vectors, columns), dtype
+        self.unit = 2.0**-8 if dtype == torch.bfloat16 else 0.0
         kind = "" if dtype == torch.float32 else "-bf16"
         self.name = f"{op.replace('_', '-')}-{batch}x{vectors}x{columns}{kind}"
 
@@ -43,7 +44,6 @@ class DenseSide:
         return {"name": self.name, "op": self.op, "dtype": str(self.dtype).removeprefix("torch.")} | sizes
 
     def moved(self) -> dict[str, int]:
-        """Bytes of the operations."""
         batch, vectors, columns = self.sizes
         if self.op == "dot_interaction":
             read, out = batch * columns * (1 + vectors), batch * (columns + vectors * (vectors + 1) // 2)
@@ -52,19 +52,17 @@ class DenseSide:
         # Forward: arguments read, the result written. Backward: its gradient and the arguments read, theirs written.
         return {"forward": self.dtype.itemsize * (read + out), "backward": self.dtype.itemsize * (2 * read + out)}
 
-    def subjects(self, device: torch.device) -> Iterator[Subject]:
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        return _FUNCTIONS[self.op]
+
+    def given(self, device: torch.device) -> tuple[Tensor, ...]:
         batch, vectors, columns = self.sizes
         make = functools.partial(torch.randn, device=device, dtype=self.dtype, requires_grad=True)
         small = (batch, columns) if self.op == "dot_interaction" else (vectors, FACTORS)
         wide = make(batch, vectors, columns)
-        given = (make(small), wide) if self.op == "dot_interaction" else (wide, make(small))
-        for name, function in _FUNCTIONS[self.op].items():
-            for operation, count in self.moved().items():
-                build = functools.partial(self._build, name, function, operation, given)
-                yield Subject(name, operation, None, {"all": count, "unique": count}, build)
+        return (make(small), wide) if self.op == "dot_interaction" else (wide, make(small))
 
-    def _bounds(self, name: str) -> list[float]:
-        """Largest error of the result and each gradient before rounding, in sums of the terms' magnitudes."""
+    def bounds(self, name: str) -> Sequence[float]:
         batch, vectors, columns = self.sizes
         half = self.dtype == torch.bfloat16
         if name == "torch":
@@ -76,21 +74,3 @@ class DenseSide:
         summed = vectors + columns * min(batch, 8) + math.ceil(batch / 8)
         cut = 2.0**-10 if half else 0.0
         return [(n + 16) * 2.0**-22 + cut for n in (vectors + columns, vectors + 2 * FACTORS, summed)]
-
-    def _build(self, name: str, function: Callable, operation: str, given: tuple[Tensor, Tensor]) -> Built:
-        op = Differentiable(function, *given)
-
-        def each(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-            wide = [change(t.detach().double()).requires_grad_() for t in given]
-            out = _FUNCTIONS[self.op]["torch"](*wide)
-            return out, *torch.autograd.grad(out, wide, change(op.grad.double()))
-
-        def check() -> None:
-            unit = 2.0**-8 if self.dtype == torch.bfloat16 else 0.0  # of the result, rounded once
-            results = (op.forward(), *op.backward()), each(lambda t: t), each(torch.abs), self._bounds(name)
-            for mine, right, magnitude, bound in zip(*results, strict=True):
-                allowed = bound * magnitude
-                allowed += unit * (right.abs() + allowed)
-                assert ((mine.double() - right).abs() - allowed).max().item() <= 0
-
-        return op.built(operation, check)

@@ -6,13 +6,13 @@ Bags have one length, so that plain torch has an answer, too: it works on the id
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.gpu.subjects import Built, Differentiable, Subject
+from bench.gpu.subjects import Built, GradientCase, Subject
 
 #: Samples that look alike, on average; inputs that the calls take in turn; rows of a table; shards.
 SESSION, INPUTS, ROWS, BUCKETS = 8, 3, 1_000_000, 8
@@ -20,7 +20,7 @@ SESSION, INPUTS, ROWS, BUCKETS = 8, 3, 1_000_000, 8
 ops = torch.ops.rec_kernels
 
 
-class Expand:
+class Expand(GradientCase):
     """Rows of the distinct samples for all of them, and the sum of their gradients, beside index_select."""
 
     def __init__(self, samples: int, columns: int) -> None:
@@ -34,7 +34,6 @@ class Expand:
         return {"name": self.name, "op": "expand"} | sizes
 
     def moved(self) -> dict[str, dict[str, int]]:
-        """Bytes of the operations, by both counts."""
         row, ids = 4 * self.columns, 8 * self.samples
         # Either way a row of every sample and of every distinct one; reading the latter from memory each time is "all".
         once = (self.samples + self.distinct) * row + ids
@@ -43,28 +42,15 @@ class Expand:
             "backward": {"all": once, "unique": once},
         }
 
-    def subjects(self, device: torch.device) -> Iterator[Subject]:
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        return {"ours": rk.expand, "torch": lambda x, inverse: x.index_select(0, inverse)}
+
+    def given(self, device: torch.device) -> tuple[Tensor, ...]:
         x = torch.randn(self.distinct, self.columns, device=device, requires_grad=True)
-        inverse = torch.randint(self.distinct, (self.samples,), device=device)
-        for name, function in (("ours", rk.expand), ("torch", lambda x, i: x.index_select(0, i))):
-            for operation, moved in self.moved().items():
-                build = functools.partial(self._build, function, operation, x, inverse)
-                yield Subject(name, operation, None, moved, build)
+        return x, torch.randint(self.distinct, (self.samples,), device=device)
 
-    def _build(self, function: Callable, operation: str, x: Tensor, inverse: Tensor) -> Built:
-        op = Differentiable(function, x, inverse)
-
-        def check() -> None:
-            assert torch.equal(op.forward(), x.detach()[inverse])
-            (by_x,), grad = op.backward(), op.grad.double()
-            exact, most = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
-            exact.index_add_(0, inverse, grad)
-            most.index_add_(0, inverse, grad.abs())
-            # FP32 additions in any order.
-            error = (by_x.double() - exact).abs() - self.samples * 2.0**-23 * most
-            assert error.max().item() <= 0
-
-        return op.built(operation, check)
+    def bounds(self, name: str) -> Sequence[float]:
+        return 0.0, self.samples * 2.0**-23  # FP32 additions in any order
 
 
 class Jagged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -129,11 +129,59 @@ def _operation(data: Tables, built: Callable[[], Implementation], operation: str
     return Built(call, prepare, check, operation in implementation.captures)
 
 
-def _scaled_by_torch(x: Tensor, scale: Tensor) -> Tensor:
-    return x * scale[:, None]
+class GradientCase:
+    """An op and its gradients, ours beside torch's recipe, which is also computed in float64 and checks both.
+
+    Derived cases have a ``name`` and ``about()``, and the methods here that say nothing.
+    """
+
+    name: str
+    #: Share of a result by which it is rounded, once, to its dtype.
+    unit = 0.0
+
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        """The functions "ours" and "torch" of what is given."""
+        raise NotImplementedError
+
+    def given(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The arguments, of which floats have gradients."""
+        raise NotImplementedError
+
+    def moved(self) -> Mapping[str, int | dict[str, int]]:
+        """Bytes of "forward" and "backward": by count, or of both counts."""
+        raise NotImplementedError
+
+    def bounds(self, name: str) -> Sequence[float]:
+        """Largest error of the result and of each gradient before rounding, in sums of their terms' magnitudes."""
+        raise NotImplementedError
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        given = self.given(device)
+        for name, function in self.functions().items():
+            for operation, size in self.moved().items():
+                build = functools.partial(self._build, name, function, operation, given)
+                moved = size if isinstance(size, dict) else {"all": size, "unique": size}
+                yield Subject(name, operation, None, moved, build)
+
+    def _build(self, name: str, function: Callable, operation: str, given: tuple[Tensor, ...]) -> Built:
+        op = Differentiable(function, *given)
+
+        def each(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+            wide = [change(t.detach().double()).requires_grad_() if t.is_floating_point() else t for t in given]
+            out = self.functions()["torch"](*wide)
+            return out, *torch.autograd.grad(out, [t for t in wide if t.requires_grad], change(op.grad.double()))
+
+        def check() -> None:
+            results = (op.forward(), *op.backward()), each(lambda t: t), each(torch.abs), self.bounds(name)
+            for mine, right, magnitude, bound in zip(*results, strict=True):
+                allowed = bound * magnitude
+                allowed += self.unit * (right.abs() + allowed)
+                assert ((mine.double() - right).abs() - allowed).max().item() <= 0
+
+        return op.built(operation, check)
 
 
-class ScaleRows:
+class ScaleRows(GradientCase):
     """scale_rows beside plain torch. Each row is its own: the two counts of bytes are the same."""
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -145,41 +193,27 @@ class ScaleRows:
         return {"name": self.name, "op": "scale_rows", "rows": self.rows, "dim": self.columns}
 
     def moved(self) -> dict[str, int]:
-        """Bytes of the operations."""
         elements = self.rows * self.columns
         # Forward: x read, the output written. Backward: the gradient and x read (the gradient twice), grad_x written.
         return {"forward": 8 * elements + 4 * self.rows, "backward": 16 * elements + 8 * self.rows}
 
-    def subjects(self, device: torch.device) -> Iterator[Subject]:
-        x = torch.randn(self.rows, self.columns, device=device, requires_grad=True)
-        scale = torch.randn(self.rows, device=device, requires_grad=True)
-        for name, function in (("ours", rk.scale_rows), ("torch", _scaled_by_torch)):
-            for operation, size in self.moved().items():
-                build = functools.partial(self._build, function, operation, x, scale)
-                yield Subject(name, operation, None, {"all": size, "unique": size}, build)
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        return {"ours": rk.scale_rows, "torch": lambda x, scale: x * scale[:, None]}
 
-    def _build(self, function: Callable, operation: str, x: Tensor, scale: Tensor) -> Built:
-        op = Differentiable(function, x, scale)
+    def given(self, device: torch.device) -> tuple[Tensor, ...]:
+        make = functools.partial(torch.randn, device=device, requires_grad=True)
+        return make(self.rows, self.columns), make(self.rows)
 
-        def check() -> None:
-            expected = x.double() * scale.double()[:, None]
-            torch.testing.assert_close(op.forward().double(), expected, rtol=1e-6, atol=0)
-            (by_x, by_scale), grad = op.backward(), op.grad.double()
-            torch.testing.assert_close(by_x.double(), grad * scale.double()[:, None], rtol=1e-6, atol=0)
-            products = grad * x.double()
-            # FP32 additions in any order.
-            error = (by_scale.double() - products.sum(1)).abs() - self.columns * 2.0**-23 * products.abs().sum(1)
-            assert error.max().item() <= 0
-
-        return op.built(operation, check)
+    def bounds(self, name: str) -> Sequence[float]:
+        return 1e-6, 1e-6, self.columns * 2.0**-23  # FP32 additions in any order
 
 
-class GroupedProjection:
+class GroupedProjection(GradientCase):
     """grouped_projection beside a loop of torch's linear. The bytes are few: the two counts are the same."""
 
     def __init__(self, batch: int, in_dims: list[int], out_dim: int) -> None:
         self.batch, self.in_dims, self.out_dim = batch, in_dims, out_dim
-        self.out_dims = [out_dim] * len(in_dims)
+        self.sizes = [0 if d == out_dim else d * out_dim for d in in_dims]
         self.name = f"grouped-projection-{batch}x{len(in_dims)}x{out_dim}"
 
     def about(self) -> dict[str, object]:
@@ -187,47 +221,27 @@ class GroupedProjection:
         sizes = {"batch": self.batch, "in_dims": self.in_dims, "dim": self.out_dim}
         return {"name": self.name, "op": "grouped_projection"} | sizes
 
-    def _weights(self) -> int:
-        """Elements of all matrices."""
-        return sum(self.out_dim * d for d in self.in_dims if d != self.out_dim)
-
     def moved(self) -> dict[str, int]:
-        """Bytes of the operations."""
         # Forward: x and weights read, the result written. Backward: the gradient and what it is of read, once for each
         # of the two that are written.
-        forward = 4 * (self.batch * (sum(self.in_dims) + sum(self.out_dims)) + self._weights())
+        columns = sum(self.in_dims) + len(self.in_dims) * self.out_dim
+        forward = 4 * (self.batch * columns + sum(self.sizes))
         return {"forward": forward, "backward": 2 * forward}
 
-    def subjects(self, device: torch.device) -> Iterator[Subject]:
-        x = torch.randn(self.batch, sum(self.in_dims), device=device, requires_grad=True)
-        weights = torch.randn(self._weights(), device=device, requires_grad=True)
-        for name, function in (("ours", self._by_us), ("torch", self._by_torch)):
-            for operation, size in self.moved().items():
-                build = functools.partial(self._build, function, operation, x, weights)
-                yield Subject(name, operation, None, {"all": size, "unique": size}, build)
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        return {"ours": self._by_us, "torch": self._by_torch}
+
+    def given(self, device: torch.device) -> tuple[Tensor, ...]:
+        make = functools.partial(torch.randn, device=device, requires_grad=True)
+        return make(self.batch, sum(self.in_dims)), make(sum(self.sizes))
+
+    def bounds(self, name: str) -> Sequence[float]:
+        # The bound of docs/numerics.md, for the longest sum here.
+        return [(max(self.batch, self.out_dim, *self.in_dims) + 8) * 2.0**-22] * 3
 
     def _by_us(self, x: Tensor, weights: Tensor) -> Tensor:
-        return rk.grouped_projection(x, weights, self.in_dims, self.out_dims)
+        return rk.grouped_projection(x, weights, self.in_dims, [self.out_dim] * len(self.in_dims))
 
     def _by_torch(self, x: Tensor, weights: Tensor) -> Tensor:
-        sizes = [0 if d == self.out_dim else d * self.out_dim for d in self.in_dims]
-        pairs = zip(x.split(self.in_dims, 1), weights.split(sizes), strict=True)
+        pairs = zip(x.split(self.in_dims, 1), weights.split(self.sizes), strict=True)
         return torch.cat([F.linear(c, w.view(self.out_dim, -1)) if len(w) else c for c, w in pairs], 1)
-
-    def _build(self, function: Callable, operation: str, x: Tensor, weights: Tensor) -> Built:
-        op = Differentiable(function, x, weights)
-
-        def check() -> None:
-            found, grad = (op.forward(), *op.backward()), op.grad.double()
-            wide = [t.detach().double().requires_grad_() for t in (x, weights)]
-            exact = self._by_torch(*wide)
-            exact = exact, *torch.autograd.grad(exact, wide, grad)
-            size = [t.detach().double().abs().requires_grad_() for t in (x, weights)]
-            most = self._by_torch(*size)
-            most = most, *torch.autograd.grad(most, size, grad.abs())
-            for mine, right, magnitude in zip(found, exact, most, strict=True):
-                # The bound of docs/numerics.md, for the longest sum here.
-                allowed = (max(self.batch, self.out_dim, *self.in_dims) + 8) * 2.0**-22 * magnitude
-                assert ((mine.double() - right).abs() - allowed).max().item() <= 0
-
-        return op.built(operation, check)

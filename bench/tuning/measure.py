@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from bench import peers
 from bench.limits import limits
 from bench.shapes import BATCHES
 from bench.subject import Subject
-from bench.timing import take_turns
+from bench.timing import Call, take_turns
 from bench.tuning.points import Point
 
 DIRECTIONS = ("forward", "step")
@@ -27,8 +27,6 @@ CYCLE_BYTES, MOST_BATCHES = 160e6, 60
 WIDE = 128
 #: Rows in the cache that are decoded, in so many bags of so many ids, and encoded.
 CODED_ROWS, CODED_BAGS, CODED_BAG = 4096, 2048, 20
-
-Call = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -86,29 +84,15 @@ def batches_of(point: Point) -> int:
     return int(min(max(BATCHES, CYCLE_BYTES // rows + 1), MOST_BATCHES))
 
 
-def calls(subject: Subject, built: dict[str, object], direction: str) -> dict[str, Call]:
-    """Name -> function of a batch number, whose result is dropped at once (bench/timing.py says why)."""
-
-    def forward(tables: object) -> Call:
-        def call(i: int) -> None:
-            tables.forward(subject.batches[i])
-
-        return call
-
-    def step(tables: object) -> Call:
-        return lambda i: tables.train(subject.batches[i], subject.grad)
-
-    if direction == "forward":
-        return {name: forward(tables) for name, tables in built.items()}
-    return {name: step(tables) for name, tables in built.items() if hasattr(tables, "train")}
-
-
 def measure_point(subject: Subject, built: dict[str, object], effort: Effort, first: int) -> dict[str, dict]:
     """Direction -> implementation -> seconds of its calls."""
     found = {}
     for direction in DIRECTIONS:
         with torch.set_grad_enabled(direction == "step"):
-            functions = calls(subject, built, direction)
+            trains, batches = direction == "step", subject.batches
+            able = {name: tables for name, tables in built.items() if hasattr(tables, "train") or not trains}
+            call = functools.partial(subject.calls, "train" if trains else "forward", batches=batches)
+            functions = {name: call(tables=tables) for name, tables in able.items()}
             found[direction] = take_turns(
                 functions, len(subject.batches), turns=effort.turns, seconds=effort.seconds, first=first
             )
