@@ -29,7 +29,9 @@ class Lookups(Subject):
         w, module = self.workload, self.built("ours").module
         runs = w.runs(torch.empty(w.batch, w.tables * w.dim))
         pieces = [[(rows[ids], bag, w.dim, columns) for bag, ids, columns in runs] for rows in self.linear]
-        step = StepLimit(w, module._weights, module._memory["_sum"], peers.LR, peers.EPS) if direction == "train" else None
+        step = (
+            StepLimit(w, module._weights, module._memory["_sum"], peers.LR, peers.EPS) if direction == "train" else None
+        )
 
         def least(i: int) -> None:
             for piece in pieces[i]:

@@ -90,6 +90,10 @@ class Pass(NamedTuple):
                 if not self.only or any(text in case.title for text in self.only):
                     yield case
 
+    def names_of(self, case: Case) -> list[str]:
+        """The implementations of a case that are asked for, and ours."""
+        return [name for name in case.names if not self.names or name in ("ours", *self.names)]
+
     def measure(self, turn: int) -> dict[str, dict[str, dict]]:
         """Title -> implementation -> row; ``turn``: the number of the pass, by which another one goes first."""
         if self.threads:
@@ -97,9 +101,8 @@ class Pass(NamedTuple):
         warnings.filterwarnings("ignore", message="Sparse invariant checks")  # of torch's own sparse gradients
         found = {}
         for case in self.cases():
-            names = [name for name in case.names if not self.names or name in ("ours", *self.names)]
             print(f"pass {turn + 1}: {case.title}", file=sys.stderr, flush=True)
-            found[case.title] = {name: case.measure(name, self.rounds) for name in turned(names, turn)}
+            found[case.title] = {name: case.measure(name, self.rounds) for name in turned(self.names_of(case), turn)}
         return found
 
 

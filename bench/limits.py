@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from bench.shapes import Shape, Workload
 
 #: Columns of rows that the loops have been written for (bench/limit_rows.h).
 DIMS = (16, 32, 64, 128, 256)
-SOURCES = ("gather_limit.cpp", "step_limit.cpp")
+SOURCES = ("gather_limit.cpp", "step_limit.cpp", "block_limit.cpp")
 
 
 @functools.cache
@@ -69,6 +70,14 @@ class Limits:
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         sizes = (bag, weights.shape[1], dim)
         self._library.touch_rows(*pointers, *map(ctypes.c_int64, sizes), *_columns(out))
+
+    def move_blocks(self, files: tuple[int, int], memory: np.ndarray, *numbers: np.ndarray | int) -> None:
+        """Reads and writes blocks of files as bench/block_limit.cpp says: reads, writes and frames int64; first."""
+        *places, first = numbers
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (memory, *places)]
+        sizes = map(ctypes.c_int64, (len(places[0]), len(places[1]), first))
+        if not self._library.move_blocks(*files, *pointers, *sizes):
+            raise OSError("a block could not be read or written")
 
     def rewrite(self, weights: Tensor, rows: Tensor) -> None:
         """Reads and writes a byte of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import rec_kernels
-from bench import RESULTS, ROOT, commit
+from bench import RESULTS, ROOT, commit, save
 from bench.peers import fbgemm_version
 from rec_kernels.dlrm.devices import cpu_model
 
@@ -61,3 +63,10 @@ def machine(threads: int = 0) -> dict[str, object]:
         **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
         "fbgemm": fbgemm_version(),
     }
+
+
+def write_result(options: argparse.Namespace, settings: Sequence[str], results: Any) -> None:
+    """Writes results to ``options.output``, with the machine and the options that ``settings`` names."""
+    given = {name: getattr(options, name) for name in settings}
+    save({"environment": machine(), "settings": given, "results": results}, options.output)
+    print(f"written to {options.output}")

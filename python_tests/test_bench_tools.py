@@ -16,7 +16,7 @@ from backends import ROOT
 from tiers import full
 
 import bench
-from bench import compare, compile_times, figures, report, run, script
+from bench import compare, compile_times, figures, report, run, script, step_parts
 from bench.figures import FiguresError
 from bench.subject import Subject
 from bench.workloads import NAMED
@@ -311,3 +311,48 @@ def test_compile_times(tmp_path: Path) -> None:
     assert found[0] == "rows/cuda/a.cu"
     assert found[1] > 0.01
     assert not (tmp_path / "kept.o").exists()
+
+
+def test_parts_of_a_step() -> None:
+    """Functions of our library belong to parts by their own names, not by their template arguments."""
+    space = "[.] rec_kernels::v4::(anonymous namespace)::"
+    report = "\n".join(
+        [
+            "# Overhead;Shared Object;Symbol",
+            f" 40.00% ;librec_kernels_cpu.so ;{space}FinishNarrow<rec_kernels::UpdateTarget<rec_kernels::Sorted>>",
+            f"  6.00% ;librec_kernels_cpu.so ;{space}sum_sorted",
+            f" 24.00% ;librec_kernels_cpu.so ;{space}pool_block<(rec_kernels::v4::BagKind)0>",
+            f" 10.00% ;librec_kernels_cpu.so ;{space}TableSorter::write_entries<long>",
+            f"  5.00% ;librec_kernels_cpu.so ;{space}copy_somewhere<Update>",
+            " 10.00% ;libpython3.11.so.1.0  ;[.] _PyEval_EvalFrameDefault",
+            "  5.00% ;[unknown] ;[k] 0xffffffff",
+        ]
+    )
+    assert step_parts.shares(report) == pytest.approx(
+        {
+            "lookup": 0.24,
+            "keys, sort, runs": 0.1,
+            "sums of gradients, update": 0.46,
+            "other kernels": 0.05,
+            step_parts.OUTSIDE: 0.15,
+        }
+    )
+
+
+def test_cases_under_pytest_benchmark() -> None:
+    """Cases of an op, and the implementations that were asked for; without an op it says what is missing."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--benchmark-disable",
+        "bench/test_cases.py",
+    ]
+    chosen = ["--op", "scale_rows", "--case", "4096x16", "--implementation", "torch", "--rounds", "2"]
+    done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True)
+    assert "4 passed" in done.stdout, done.stdout
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "--op must be given" in done.stdout + done.stderr
