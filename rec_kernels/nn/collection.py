@@ -23,7 +23,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.file_store import make_store
 from rec_kernels.nn.tables.given_tables import checked_tables
-from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_buffers, move_memory
+from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_buffers, move_memory, register_memory
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
@@ -105,14 +105,8 @@ class TableCollection(nn.Module):
 
     def _make_tables(self, device: torch.device | str | None) -> None:
         features = self._features
-        # Who copies, broadcasts or averages members does so to tables and state, which are views of flat tensors: these
-        # are no buffers. Of bytes they are: AveragedModel then copies the last ones, which have no average.
-        weights = self._store.new_weights(device)
-        self._memory = {"_weights": weights} | optimizer_tensors(features, device)
-        for name, tensor in self._memory.items():
-            if not name.startswith("_") or (name == "_weights" and features.storage.is_bytes):
-                self.register_buffer(name, tensor, persistent=name not in ("lr", "_weights"))
-        self._weights = weights
+        self._memory = {"_weights": self._store.new_weights(device)} | optimizer_tensors(features, device)
+        self._weights = register_memory(self, self._memory, is_bytes=features.storage.is_bytes)
         numbers = self._store.numbers()
         held = Tables(features, self._weights, in_file=bool(numbers), trains=self._is_trained, device=device)
         self._modules[self._holder] = held

@@ -159,6 +159,18 @@ def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return moved if moved.dtype == t.dtype else t.to(moved.device)
 
 
+def register_memory(module: nn.Module, memory: Mapping[str, Any], *, is_bytes: bool) -> Tensor:
+    """Registers those of a collection's tensors that are buffers; returns the flat rows.
+
+    Whoever copies, broadcasts or averages a module's members does so to tables and state, which are views of flat
+    tensors: these are no buffers. Rows in bytes are one, of which AveragedModel copies the last: bytes have no average.
+    """
+    for name, tensor in memory.items():
+        if not name.startswith("_") or (name == "_weights" and is_bytes):
+            module.register_buffer(name, tensor, persistent=name not in ("lr", "_weights"))
+    return memory["_weights"]
+
+
 def mark_static(tensors: Mapping[str, Tensor | None]) -> None:
     """Tells torch.compile that tensors stay where they are, as torch._dynamo.mark_static_address, which takes longer.
 
