@@ -119,6 +119,7 @@ CALLS = [
     *((arguments, FAMILY, record) for record in FORGED),
     *((_parts, [op for op in FAMILY if op != "embedding_bag_tables"], record) for record in FORGED_PARTS),
     *((_bytes, [*FORWARDS[::2], UPDATE, FAMILY[-1]], record) for record in FORGED_BYTES),
+    (lambda: arguments() | {"lr": torch.ones(3)}, [UPDATE], (1, "table_id", 3, 1, "table id")),  # without a rate
     *((lambda o=o: _state(o), [UPDATE], record) for o in ELEMENTWISE for record in FORGED_STATE),
 ]
 
