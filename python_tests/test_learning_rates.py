@@ -176,6 +176,9 @@ def test_schedulers_and_states() -> None:
     for c in (collection, other):
         _train(c)
     assert all(same_bits(a, b) for a, b in zip(_rows(collection).values(), _rows(other).values(), strict=True))
+    turned = rk.EmbeddingBagCollection(_tables({n: RATES[n] for n in "dacb"}), optimizer=rk.Adagrad(lr=0.1))
+    turned.fused_optimizer.load_state_dict(collection.fused_optimizer.state_dict())
+    assert [g["lr"] for g in turned.fused_optimizer.param_groups] == [0.1, 0.0, 0.15]
     few = rk.EmbeddingBagCollection(_tables({"a": None}), optimizer=rk.SGD(lr=0.1))
     with pytest.raises(ValueError, match="the state has groups of tables"):
         few.fused_optimizer.load_state_dict(collection.fused_optimizer.state_dict())

@@ -115,12 +115,14 @@ def sparse_only(weight: Tensor) -> None:
     F.embedding(torch.tensor([3, 3, 7]), weight, sparse=True).sum().backward()
 
 
-@pytest.mark.parametrize("use", [dense_only, sparse_only])
-def test_without_a_lookup(use: Callable[[Tensor], None]) -> None:
-    """A backward that no lookup is part of updates the table, too, and no other."""
+@pytest.mark.parametrize("uses", [[dense_only], [sparse_only], [sparse_only, dense_only]])
+def test_without_a_lookup(uses: list[Callable[[Tensor], None]]) -> None:
+    """A backward, or a block, that no lookup is part of updates the table, too, and no other."""
     collection, expected = make(rk.Adagrad(lr=0.1)), nn.Parameter(start())
-    use(collection.embedding_bags["item"].weight)
-    use(expected)
+    with collection.accumulate() if len(uses) > 1 else contextlib.nullcontext():
+        for use in uses:
+            use(collection.embedding_bags["item"].weight)
+            use(expected)
     torch.optim.Adagrad([expected], lr=0.1).step()
     torch.testing.assert_close(collection.embedding_bags["item"].weight.detach(), expected.detach())
     assert collection.step == 1

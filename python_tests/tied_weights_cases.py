@@ -27,14 +27,15 @@ def make(optimizer: object, **options: object) -> rk.EmbeddingBagCollection:
 
 
 def batch(seed: int, *, weights: bool = False, variable: bool = False) -> rk.KeyedJaggedTensor:
-    """Bags of the three features: ragged, some empty."""
+    """Bags of the three features: ragged, some empty; with weights, some ids are in no bag."""
     random = torch.Generator().manual_seed(seed)
     sizes = [B, B - 2, B] if variable else [B] * 3
     lengths = torch.randint(0, 4, (sum(sizes),), generator=random)
-    values = torch.randint(0, 30, (int(lengths.sum()),), generator=random)
+    values = torch.randint(0, 30, (int(lengths.sum()) + 3 * weights,), generator=random)
+    offsets = 2 * weights + F.pad(lengths.cumsum(0), (1, 0))
     factors = torch.rand(len(values), generator=random) if weights else None
     strides = sizes if variable else None
-    return rk.KeyedJaggedTensor(["a", "b", "c"], values, lengths=lengths, weights=factors, stride_per_key=strides)
+    return rk.KeyedJaggedTensor(["a", "b", "c"], values, offsets=offsets, weights=factors, stride_per_key=strides)
 
 
 def loss_of(found: dict[str, Tensor], item: Tensor, step: int) -> Tensor:
