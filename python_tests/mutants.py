@@ -79,8 +79,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/row_cache/cpu/plan.cpp",
-        "clock % history.decay_every == 0;",
-        "clock % history.decay_every == 1;",
+        "clock % policy.decay_every == 0;",
+        "clock % policy.decay_every == 1;",
         "row_cache_plan",
     ),
     Mutant(
@@ -159,7 +159,7 @@ MUTANTS = [
     ),
     # Argument checks.
     Mutant("csrc/dense/expand.cpp", 'check_value(rows >= 0, "rows = "', 'check_value(rows >= -1, "rows = "', "expand"),
-    Mutant("csrc/dense/dot_interaction.cpp", '  check_dtype(grad, dense.scalar_type(), "grad");\n', "", "products"),
+    Mutant("csrc/dense/dot_interaction.cpp", ".columns()}).dtype(dense.scalar_type())", ".columns()})", "products"),
     Mutant(
         "csrc/embedding_bag/embedding_bag.cpp",
         "check_value(groups[f] >= -1 &&",

@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/text.h"
 
@@ -37,31 +38,22 @@ void check_value(bool ok, const Parts&... parts) {
   if (__builtin_expect(!ok, 0)) throw_value_error(join(parts...));
 }
 
-inline const char* dtype_name(ScalarType t) {
-  switch (t) {
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    default:
-      return "another dtype";
-  }
+inline const char* dtype_name(ScalarType dtype) {
+  constexpr std::pair<ScalarType, const char*> kNames[] = {
+      {ScalarType::Bool, "bool"},     {ScalarType::Byte, "uint8"},        {ScalarType::Char, "int8"},
+      {ScalarType::Short, "int16"},   {ScalarType::Int, "int32"},         {ScalarType::Long, "int64"},
+      {ScalarType::Half, "float16"},  {ScalarType::BFloat16, "bfloat16"}, {ScalarType::Float, "float32"},
+      {ScalarType::Double, "float64"}};
+  for (const auto& [each, name] : kNames)
+    if (each == dtype) return name;
+  return "another dtype";
+}
+
+// True if an option is the second of its two words; neither of them is an error.
+inline bool parse_choice(const std::string& given, const char* name, const char* first, const char* second) {
+  const bool is_second = given == second;
+  check_value(is_second || given == first, name, " must be \"", first, "\" or \"", second, "\", got \"", given, "\"");
+  return is_second;
 }
 
 inline std::string shape_text(Sizes sizes) {
@@ -71,36 +63,46 @@ inline std::string shape_text(Sizes sizes) {
 }
 inline std::string shape_of(const Tensor& t) { return shape_text(t.sizes()); }
 
-inline void check_dtype(const Tensor& t, ScalarType want, const char* name) {
-  check_value(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ", dtype_name(t.scalar_type()));
-}
+// Checks an argument, each of them or nothing: check(x, "x").rank(2).dtype(ScalarType::Float).on_device_of(y, "y").
+struct TensorCheck {
+  const Tensor& t;
+  const char* name;
 
-inline void check_integer(const Tensor& t, const char* name) {
-  const ScalarType d = t.scalar_type();
-  check_value(d == ScalarType::Int || d == ScalarType::Long, name, " must be int32 or int64, got ", dtype_name(d));
-}
-
-inline void check_rank(const Tensor& t, int64_t rank, const char* name) {
-  if (t.dim() != rank) check_value(false, name, " must have ", rank, " dimension(s), got shape ", shape_of(t));
-}
-
-inline void check_shape(const Tensor& t, std::initializer_list<int64_t> want, const char* name) {
-  bool same = t.dim() == static_cast<int64_t>(want.size());
-  int64_t i = 0;
-  for (int64_t w : want) same = same && t.size(i++) == w;
-  if (!same) check_value(false, name, " must have shape ", shape_text(want), ", got ", shape_of(t));
-}
-
-// Tensors that are written, or too large to copy behind the caller's back, must be contiguous.
-inline void check_contiguous(const Tensor& t, const char* name) {
-  check_value(t.is_contiguous(), name, " must be contiguous; call .contiguous() on it");
-}
-
-inline void check_same_device(const Tensor& t, const Tensor& other, const char* name, const char* other_name) {
-  const bool same = t.is_cuda() == other.is_cuda() && t.is_cpu() == other.is_cpu() &&
-                    t.get_device_index() == other.get_device_index();
-  check_value(same, name, " must be on the same device as ", other_name);
-}
+  const TensorCheck& dtype(ScalarType want) const {
+    const ScalarType d = t.scalar_type();
+    if (d != want) check_value(false, name, " must be ", dtype_name(want), ", got ", dtype_name(d));
+    return *this;
+  }
+  const TensorCheck& integer() const {
+    const ScalarType d = t.scalar_type();
+    const bool good = d == ScalarType::Int || d == ScalarType::Long;
+    if (!good) check_value(false, name, " must be int32 or int64, got ", dtype_name(d));
+    return *this;
+  }
+  const TensorCheck& rank(int64_t want) const {
+    if (t.dim() != want) check_value(false, name, " must have ", want, " dimension(s), got shape ", shape_of(t));
+    return *this;
+  }
+  const TensorCheck& shape(std::initializer_list<int64_t> want) const {
+    bool same = t.dim() == static_cast<int64_t>(want.size());
+    int64_t i = 0;
+    for (int64_t w : want) same = same && t.size(i++) == w;
+    if (!same) check_value(false, name, " must have shape ", shape_text(want), ", got ", shape_of(t));
+    return *this;
+  }
+  // Tensors that are written, or too large to copy behind the caller's back, must be contiguous.
+  const TensorCheck& contiguous() const {
+    check_value(t.is_contiguous(), name, " must be contiguous; call .contiguous() on it");
+    return *this;
+  }
+  const TensorCheck& on_device_of(const Tensor& other, const char* other_name) const {
+    const bool same = t.is_cuda() == other.is_cuda() && t.is_cpu() == other.is_cpu() &&
+                      t.get_device_index() == other.get_device_index();
+    check_value(same, name, " must be on the same device as ", other_name);
+    return *this;
+  }
+};
+inline TensorCheck check(const Tensor& t, const char* name) { return {t, name}; }
 
 // The stable ABI drops torch's reason for a failure: what was asked for is said here.
 template <class Allocate>

@@ -5,22 +5,17 @@
 namespace rec_kernels {
 
 void check_expand(const Tensor& x, const Tensor& inverse) {
-  check_rank(x, 2, "x");
+  check(x, "x").rank(2);
   const ScalarType t = x.scalar_type();
   check_value(t == ScalarType::Float || t == ScalarType::Half || t == ScalarType::BFloat16 || t == ScalarType::Int ||
                   t == ScalarType::Long,
               "x must be float32, float16, bfloat16, int32 or int64, got ", dtype_name(t));
-  check_rank(inverse, 1, "inverse");
-  check_integer(inverse, "inverse");
-  check_same_device(inverse, x, "inverse", "x");
+  check(inverse, "inverse").rank(1).integer().on_device_of(x, "x");
 }
 
 void check_expand_backward(const Tensor& grad, const Tensor& inverse, int64_t rows) {
-  check_rank(grad, 2, "grad");
-  check_dtype(grad, ScalarType::Float, "grad");
-  check_shape(inverse, {grad.size(0)}, "inverse");
-  check_integer(inverse, "inverse");
-  check_same_device(inverse, grad, "inverse", "grad");
+  check(grad, "grad").rank(2).dtype(ScalarType::Float);
+  check(inverse, "inverse").shape({grad.size(0)}).integer().on_device_of(grad, "grad");
   check_value(rows >= 0, "rows = ", rows, " must be 0 or more");
 }
 

@@ -48,18 +48,16 @@ ProjectionSizes sizes_of(const ProjectionDims& dims) {
 }
 
 void check_rows(const Tensor& t, int64_t columns, const char* name, const char* dims_name) {
-  check_rank(t, 2, name);
-  check_dtype(t, ScalarType::Float, name);
+  check(t, name).rank(2).dtype(ScalarType::Float);
   check_value(t.size(1) == columns, name, " must have sum(", dims_name, ") = ", columns, " columns, got shape ",
               shape_of(t));
 }
 
 void check_weights(const Tensor& weights, int64_t elements, const Tensor& other, const char* other_name) {
-  check_rank(weights, 1, "weights");
-  check_dtype(weights, ScalarType::Float, "weights");
+  check(weights, "weights").rank(1).dtype(ScalarType::Float);
   check_value(weights.size(0) == elements, "weights must have ", elements,
               " elements, the matrices of all groups that are not the identity, got ", weights.size(0));
-  check_same_device(weights, other, "weights", other_name);
+  check(weights, "weights").on_device_of(other, other_name);
 }
 
 }  // namespace
@@ -84,8 +82,7 @@ ProjectionSizes check_grouped_projection_backward_weights(const Tensor& grad, co
   const ProjectionSizes sizes = sizes_of(dims);
   check_rows(grad, sizes.out_columns, "grad", "out_dims");
   check_rows(x, sizes.in_columns, "x", "in_dims");
-  check_shape(x, {grad.size(0), sizes.in_columns}, "x");
-  check_same_device(x, grad, "x", "grad");
+  check(x, "x").shape({grad.size(0), sizes.in_columns}).on_device_of(grad, "grad");
   return sizes;
 }
 

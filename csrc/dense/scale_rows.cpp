@@ -5,19 +5,13 @@
 namespace rec_kernels {
 
 void check_scale_rows(const Tensor& x, const Tensor& scale) {
-  check_rank(x, 2, "x");
-  check_dtype(x, ScalarType::Float, "x");
-  check_shape(scale, {x.size(0)}, "scale");
-  check_dtype(scale, ScalarType::Float, "scale");
-  check_same_device(scale, x, "scale", "x");
+  check(x, "x").rank(2).dtype(ScalarType::Float);
+  check(scale, "scale").shape({x.size(0)}).dtype(ScalarType::Float).on_device_of(x, "x");
 }
 
 void check_row_dot(const Tensor& a, const Tensor& b) {
-  check_rank(a, 2, "a");
-  check_dtype(a, ScalarType::Float, "a");
-  check_shape(b, {a.size(0), a.size(1)}, "b");
-  check_dtype(b, ScalarType::Float, "b");
-  check_same_device(b, a, "b", "a");
+  check(a, "a").rank(2).dtype(ScalarType::Float);
+  check(b, "b").shape({a.size(0), a.size(1)}).dtype(ScalarType::Float).on_device_of(a, "a");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {

@@ -11,10 +11,7 @@ namespace rec_kernels {
 constexpr int64_t kMostVectors = int64_t{1} << 20, kMostColumns = int64_t{1} << 20;
 
 // Throws std::invalid_argument for a precision of products that a GPU does not have.
-inline void check_precision(const std::string& precision) {
-  check_value(precision == "ieee" || precision == "tf32", "precision must be \"ieee\" or \"tf32\", got \"", precision,
-              "\"");
-}
+inline void check_precision(const std::string& precision) { parse_choice(precision, "precision", "ieee", "tf32"); }
 
 // Throws std::invalid_argument for a tensor whose vectors have too few columns, or too many.
 inline void check_columns(const Tensor& t, const char* name) {

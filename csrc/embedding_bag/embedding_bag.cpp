@@ -8,28 +8,28 @@ namespace rec_kernels {
 namespace {
 
 void check_sizes(const LayoutSizes& s, int64_t parts) {
-  const auto check = [](bool ok, Size at, int64_t value, const char* allowed) {
-    check_value(ok, "layout_sizes[", static_cast<int>(at), "] = ", value, " must be ", allowed,
+  const auto check_size = [&](bool ok, const int64_t& value, const char* allowed) {
+    check_value(ok, "layout_sizes[", &value - &s.num_features, "] = ", value, " must be ", allowed,
                 "; rec_kernels.table_layout makes layout and layout_sizes");
   };
-  check(s.num_features >= 0 && s.num_features <= parts && (s.num_features > 0) == (parts > 0), Size::kNumFeatures,
-        s.num_features, "the number of features, of which each has a row of layout or several");
-  check(parts > 0 ? s.output_dim > 0 : s.output_dim == 0, Size::kOutputDim, s.output_dim,
-        "the columns of all features, 0 without any");
-  check(s.widest_feature >= 0, Size::kWidestFeature, s.widest_feature, "at least 0");
-  check(s.num_rows >= 0, Size::kNumRows, s.num_rows, "at least 0");
-  check(s.max_embedding_dim >= (parts > 0) && s.max_embedding_dim <= INT32_MAX, Size::kMaxEmbeddingDim,
-        s.max_embedding_dim, "in [1, 2^31)");
-  check(s.most_parts >= 1 && s.most_parts <= kMaxParts, Size::kMostParts, s.most_parts, "in [1, 4]");
-  check(s.cache_ways >= 0 && s.cache_ways <= kMaxWays, Size::kCacheWays, s.cache_ways, "in [0, 1024]");
+  check_size(s.num_features >= 0 && s.num_features <= parts && (s.num_features > 0) == (parts > 0), s.num_features,
+             "the number of features, of which each has a row of layout or several");
+  check_size(parts > 0 ? s.output_dim > 0 : s.output_dim == 0, s.output_dim,
+             "the columns of all features, 0 without any");
+  check_size(s.widest_feature >= 0, s.widest_feature, "at least 0");
+  check_size(s.num_rows >= 0, s.num_rows, "at least 0");
+  check_size(s.max_embedding_dim >= (parts > 0) && s.max_embedding_dim <= INT32_MAX, s.max_embedding_dim,
+             "in [1, 2^31)");
+  check_size(s.most_parts >= 1 && s.most_parts <= kMaxParts, s.most_parts, "in [1, 4]");
+  check_size(s.cache_ways >= 0 && s.cache_ways <= kMaxWays, s.cache_ways, "in [0, 1024]");
   int64_t known = 0;
   for (int f = 0; f < kNumRowFormats; ++f)
     if (is_bag_format(static_cast<RowFormat>(f))) known |= INT64_C(1) << f;
-  check(s.formats != 0 && (s.formats & ~known) == 0, Size::kFormats, s.formats, "a bit for each format of the tables");
-  check(s.flags >= 0 && s.flags < 64, Size::kFlags, s.flags,
-        "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped, 16 some are padding, 32 every integer is one");
-  check(!(s.flags & kMultiplies) || s.most_parts > 1, Size::kFlags, s.flags,
-        "without 2 (multiplies), as no feature has several parts");
+  check_size(s.formats != 0 && (s.formats & ~known) == 0, s.formats, "a bit for each format of the tables");
+  check_size(s.flags >= 0 && s.flags < 64, s.flags,
+             "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped, 16 some are padding, 32 every integer is one");
+  check_size(!(s.flags & kMultiplies) || s.most_parts > 1, s.flags,
+             "without 2 (multiplies), as no feature has several parts");
 }
 
 void check_groups(const BagArguments& bags, int64_t features) {
@@ -37,9 +37,7 @@ void check_groups(const BagArguments& bags, int64_t features) {
   if (!bags.inverse) return;
   check_value(bags.bag_starts.has_value(), "bag_starts is missing: inverse and groups mean nothing without it");
   const Tensor& inverse = *bags.inverse;
-  check_rank(inverse, 2, "inverse");
-  check_dtype(inverse, ScalarType::Long, "inverse");
-  check_same_device(inverse, bags.values, "inverse", "values");
+  check(inverse, "inverse").rank(2).dtype(ScalarType::Long).on_device_of(bags.values, "values");
   const std::vector<int64_t>& groups = *bags.groups;
   check_value(static_cast<int64_t>(groups.size()) == features, "groups must have an element for each of the ", features,
               " features, got ", groups.size());
@@ -49,15 +47,13 @@ void check_groups(const BagArguments& bags, int64_t features) {
 }
 
 void check_jagged(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights) {
-  check_rank(values, 1, "values");
-  check_integer(values, "values");
-  check_rank(offsets, 1, "offsets");
-  check_integer(offsets, "offsets");
-  check_same_device(offsets, values, "offsets", "values");
+  check(values, "values").rank(1).integer();
+  check(offsets, "offsets").rank(1).integer().on_device_of(values, "values");
   if (!per_sample_weights) return;
-  check_shape(*per_sample_weights, {values.numel()}, "per_sample_weights");
-  check_dtype(*per_sample_weights, ScalarType::Float, "per_sample_weights");
-  check_same_device(*per_sample_weights, values, "per_sample_weights", "values");
+  check(*per_sample_weights, "per_sample_weights")
+      .shape({values.numel()})
+      .dtype(ScalarType::Float)
+      .on_device_of(values, "values");
 }
 
 Bags read_jagged(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
@@ -98,11 +94,12 @@ void check_floats_aligned(const Tensor& weights) {
 }  // namespace
 
 Layout read_layout(const Tensor& layout, const std::vector<int64_t>& sizes, const Tensor& values) {
-  check_rank(layout, 2, "layout");
-  check_shape(layout, {layout.size(0), kLayoutColumns}, "layout");
-  check_dtype(layout, ScalarType::Long, "layout");
-  check_contiguous(layout, "layout");
-  check_same_device(layout, values, "layout", "values");
+  check(layout, "layout")
+      .rank(2)
+      .shape({layout.size(0), kLayoutColumns})
+      .dtype(ScalarType::Long)
+      .contiguous()
+      .on_device_of(values, "values");
   check_value(sizes.size() == kLayoutSizes, "layout_sizes must have ", kLayoutSizes, " elements, got ", sizes.size());
   Layout out{static_cast<const TablePart*>(layout.const_data_ptr()), layout.size(0), {}};
   std::copy(sizes.begin(), sizes.end(), &out.sizes.num_features);
@@ -151,21 +148,17 @@ BagOptions parse_bag_options(const std::string& bounds_check) {
   return {raise || ignore, raise};
 }
 
-bool parse_pooling(const std::string& pooling) {
-  check_value(pooling == "sum" || pooling == "mean", "pooling must be \"sum\" or \"mean\", got \"", pooling, "\"");
-  return pooling == "mean";
-}
-
 void check_bags(const BagArguments& bags, const Layout& layout) {
   check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
   check_value(bags.offsets.numel() >= 1, "offsets must have num_features * batch + 1 elements, got none");
   const int64_t features = layout.sizes.num_features, count = bags.offsets.numel() - 1;
   check_groups(bags, features);
   if (bags.bag_starts) {
-    check_shape(*bags.bag_starts, {features + 1}, "bag_starts");
-    check_dtype(*bags.bag_starts, ScalarType::Long, "bag_starts");
-    check_contiguous(*bags.bag_starts, "bag_starts");
-    check_same_device(*bags.bag_starts, bags.values, "bag_starts", "values");
+    check(*bags.bag_starts, "bag_starts")
+        .shape({features + 1})
+        .dtype(ScalarType::Long)
+        .contiguous()
+        .on_device_of(bags.values, "values");
     return;
   }
   check_value(features == 0 ? count == 0 : count % features == 0,
@@ -206,10 +199,11 @@ Bags read_bags(const OneTableBags& bags) {
 
 Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
                     int64_t embedding_dim, bool mean) {
-  check_rank(weights, 2, "weights");
-  check_dtype(weights, format ? ScalarType::Byte : ScalarType::Float, "weights");
-  check_contiguous(weights, "weights");
-  check_same_device(weights, values, "weights", "values");
+  check(weights, "weights")
+      .rank(2)
+      .dtype(format ? ScalarType::Byte : ScalarType::Float)
+      .contiguous()
+      .on_device_of(values, "values");
   const int64_t rows = weights.size(0), columns = weights.size(1);
   check_value(format.has_value() == (embedding_dim != 0), "format and embedding_dim must be given together");
   if (!format) {
@@ -238,12 +232,11 @@ Part read_one_table(const std::vector<int64_t>& shape, bool mean) {
 }
 
 void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout) {
-  check_dtype(weights, layout.sizes.flags & kBytes ? ScalarType::Byte : ScalarType::Float, "weights");
-  check_contiguous(weights, "weights");
+  check(weights, "weights").dtype(layout.sizes.flags & kBytes ? ScalarType::Byte : ScalarType::Float).contiguous();
   // Host memory beside a GPU's tensors: whether the GPU reaches it is for on_gpu() of embedding_bag/cuda/input.cuh to
   // say.
-  if (!weights.is_cpu() || !values.is_cuda()) check_same_device(weights, values, "weights", "values");
-  check_rank(weights, 1, "weights");
+  if (!weights.is_cpu() || !values.is_cuda()) check(weights, "weights").on_device_of(values, "values");
+  check(weights, "weights").rank(1);
   if (layout.sizes.formats >> static_cast<int>(RowFormat::kFp32) & 1) check_floats_aligned(weights);
 }
 
@@ -252,9 +245,7 @@ void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables) {
   for (size_t i = 0; i < tables.size(); ++i) {
     const Tensor& t = tables[i];
     const std::string name = "tables[" + std::to_string(i) + "]";
-    check_rank(t, 2, name.c_str());
-    check_dtype(t, ScalarType::Float, name.c_str());
-    check_same_device(t, weights, name.c_str(), "weights");
+    check(t, name.c_str()).rank(2).dtype(ScalarType::Float).on_device_of(weights, "weights");
     end += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
   }
   check_value(weights.numel() == end, "weights must have ", end,
@@ -268,24 +259,19 @@ void check_trainable(const Layout& layout) {
 }
 
 void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim) {
-  check_shape(grad, {rows, output_dim}, "grad");
-  check_dtype(grad, ScalarType::Float, "grad");
-  check_same_device(grad, values, "grad", "values");
+  check(grad, "grad").shape({rows, output_dim}).dtype(ScalarType::Float).on_device_of(values, "values");
 }
 
 const float* optional_scalar(const OptionalTensor& t, const Tensor& values, const char* name) {
   if (!t) return nullptr;
   check_value(t->numel() == 1, name, " must have one element, got shape ", shape_of(*t));
-  check_dtype(*t, ScalarType::Float, name);
-  check_same_device(*t, values, name, "values");
+  check(*t, name).dtype(ScalarType::Float).on_device_of(values, "values");
   return t->const_data_ptr<float>();
 }
 
 const int64_t* optional_status(const OptionalTensor& status, const Tensor& values) {
   if (!status) return nullptr;
-  check_shape(*status, {2}, "status");
-  check_dtype(*status, ScalarType::Long, "status");
-  check_same_device(*status, values, "status", "values");
+  check(*status, "status").shape({2}).dtype(ScalarType::Long).on_device_of(values, "values");
   return status->const_data_ptr<int64_t>();
 }
 

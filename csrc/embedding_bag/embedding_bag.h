@@ -103,7 +103,8 @@ struct BagOptions {
   bool raise;
 };
 RK_EXPORT BagOptions parse_bag_options(const std::string& bounds_check);
-RK_EXPORT bool parse_pooling(const std::string& pooling);  // whether it is "mean"
+// True of "mean".
+inline bool parse_pooling(const std::string& pooling) { return parse_choice(pooling, "pooling", "sum", "mean"); }
 
 // Dtype of the output. Not exported: the symbol would contain torch's name of the type.
 inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {

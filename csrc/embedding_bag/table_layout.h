@@ -99,17 +99,6 @@ struct LayoutSizes {
 };
 constexpr int64_t kLayoutSizes = 9;
 static_assert(sizeof(LayoutSizes) == kLayoutSizes * sizeof(int64_t), "a list of numbers");
-enum class Size {
-  kNumFeatures,
-  kOutputDim,
-  kWidestFeature,
-  kNumRows,
-  kMaxEmbeddingDim,
-  kMostParts,
-  kCacheWays,
-  kFormats,
-  kFlags,
-};
 // The most ways of a set of a row cache.
 constexpr int64_t kMaxWays = 1024;
 enum LayoutFlag : int64_t {

@@ -14,10 +14,9 @@ void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimiz
   check_value(t.has_value() == wanted, name, wanted ? " must" : " must not", " be given for optimizer \"",
               kOptimizerNames[static_cast<int>(optimizer)], "\"");
   if (!t) return;
-  check_rank(*t, 1, name);
-  if (!per_element || t->scalar_type() != ScalarType::BFloat16) check_dtype(*t, ScalarType::Float, name);
-  check_contiguous(*t, name);
-  check_same_device(*t, values, name, "values");
+  check(*t, name).rank(1);
+  if (!per_element || t->scalar_type() != ScalarType::BFloat16) check(*t, name).dtype(ScalarType::Float);
+  check(*t, name).contiguous().on_device_of(values, "values");
 }
 
 Optimizer parse_optimizer(const std::string& name) {
@@ -31,15 +30,12 @@ Optimizer parse_optimizer(const std::string& name) {
 }
 
 GradientStep parse_gradient_step(const UpdateArguments& fused) {
-  const std::string& mode = fused.weight_decay_mode;
   const double weight_decay = fused.weight_decay;
   GradientStep step;
-  const bool l2 = mode == "l2";
-  check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
+  step.decoupled = parse_choice(fused.weight_decay_mode, "weight_decay_mode", "l2", "decoupled");
   check_value(weight_decay >= 0 && std::isfinite(static_cast<float>(weight_decay)), "weight_decay = ", weight_decay,
               " must be at least 0, and finite as float32");
   step.weight_decay = static_cast<float>(weight_decay);
-  step.decoupled = !l2;
   const auto limit = [](std::optional<double> clip, const char* name) {
     check_value(!clip || *clip > 0, name, " = ", clip.value_or(0), " must be above 0");
     return clip ? static_cast<float>(*clip) : INFINITY;
@@ -64,13 +60,9 @@ void check_moments(const OptionalTensor& sum, const UpdateArguments& fused, Opti
 }
 
 void check_step_and_lr(const Tensor& values, const Tensor& step, const Tensor& lr) {
-  check_rank(step, 0, "step");
-  check_dtype(step, ScalarType::Long, "step");
-  check_same_device(step, values, "step", "values");
+  check(step, "step").rank(0).dtype(ScalarType::Long).on_device_of(values, "values");
   if (lr.dim() > 1) check_value(false, "lr must have at most 1 dimension, got shape ", shape_of(lr));
-  check_dtype(lr, ScalarType::Float, "lr");
-  check_contiguous(lr, "lr");
-  check_same_device(lr, values, "lr", "values");
+  check(lr, "lr").dtype(ScalarType::Float).contiguous().on_device_of(values, "values");
 }
 
 void check_constants(const UpdateArguments& fused) {
@@ -97,13 +89,9 @@ void read_state(const OptionalTensor& sum, const UpdateArguments& fused, Update*
 }  // namespace
 
 UpdateRounding read_rounding(const Tensor& values, const std::string& rounding, const OptionalTensor& seed) {
-  const bool stochastic = rounding == "stochastic";
-  check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
-              "\"");
+  const bool stochastic = parse_choice(rounding, "rounding", "nearest", "stochastic");
   if (!seed) return {stochastic, nullptr};
-  check_rank(*seed, 0, "seed");
-  check_dtype(*seed, ScalarType::Long, "seed");
-  check_same_device(*seed, values, "seed", "values");
+  check(*seed, "seed").rank(0).dtype(ScalarType::Long).on_device_of(values, "values");
   return {stochastic, seed->const_data_ptr<int64_t>()};
 }
 

@@ -6,24 +6,20 @@ namespace rec_kernels {
 
 void check_jagged(const Tensor& values, const Tensor& offsets) {
   check_value(values.dim() == 1 || values.dim() == 2, "values must be [N] or [N, D], got shape ", shape_of(values));
-  check_rank(offsets, 1, "offsets");
-  check_integer(offsets, "offsets");
+  check(offsets, "offsets").rank(1).integer();
   check_value(offsets.size(0) >= 1, "offsets must have one element more than there are rows, got none");
-  check_same_device(offsets, values, "offsets", "values");
+  check(offsets, "offsets").on_device_of(values, "values");
 }
 
 void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights) {
-  check_rank(values, 1, "values");
-  check_integer(values, "values");
+  check(values, "values").rank(1).integer();
   check_jagged(values, offsets);
   check_jagged_weights(values, weights);
 }
 
 void check_jagged_weights(const Tensor& values, const OptionalTensor& weights) {
   if (!weights) return;
-  check_dtype(*weights, ScalarType::Float, "weights");
-  check_shape(*weights, {values.size(0)}, "weights");
-  check_same_device(*weights, values, "weights", "values");
+  check(*weights, "weights").dtype(ScalarType::Float).shape({values.size(0)}).on_device_of(values, "values");
 }
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets) {

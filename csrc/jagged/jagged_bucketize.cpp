@@ -12,9 +12,10 @@ std::vector<int64_t> check_jagged_bucketize(const Tensor& values, const Tensor& 
                                             const OptionalTensor& weights) {
   check_jagged_ids(values, offsets, weights);
   std::vector<int64_t> starts = starts_of(strides, offsets);
-  check_dtype(block_sizes, ScalarType::Long, "block_sizes");
-  check_shape(block_sizes, {static_cast<int64_t>(strides.size())}, "block_sizes");
-  check_same_device(block_sizes, values, "block_sizes", "values");
+  check(block_sizes, "block_sizes")
+      .dtype(ScalarType::Long)
+      .shape({static_cast<int64_t>(strides.size())})
+      .on_device_of(values, "values");
   check_value(num_buckets >= 1 && num_buckets <= kMostBuckets, "num_buckets = ", num_buckets, " must be in [1, ",
               kMostBuckets, "]");
   return starts;

@@ -7,9 +7,7 @@ namespace rec_kernels {
 void check_jagged_index_select(const Tensor& values, const Tensor& offsets, const Tensor& index,
                                std::optional<int64_t> total) {
   check_jagged(values, offsets);
-  check_rank(index, 1, "index");
-  check_integer(index, "index");
-  check_same_device(index, values, "index", "values");
+  check(index, "index").rank(1).integer().on_device_of(values, "values");
   check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
   check_fits(total.value_or(0), offsets);
 }

@@ -7,7 +7,7 @@ namespace rec_kernels {
 std::vector<int64_t> check_jagged_permute(const Tensor& values, const Tensor& offsets,
                                           const std::vector<int64_t>& permute, const std::vector<int64_t>& strides,
                                           const OptionalTensor& weights, std::optional<int64_t> total) {
-  check_rank(values, 1, "values");
+  check(values, "values").rank(1);
   check_jagged(values, offsets);
   check_jagged_weights(values, weights);
   std::vector<int64_t> starts = starts_of(strides, offsets);

@@ -7,12 +7,8 @@ namespace rec_kernels {
 void check_jagged_windows(const Tensor& values, const Tensor& starts, const Tensor& lengths,
                           std::optional<int64_t> total) {
   check_value(values.dim() == 1 || values.dim() == 2, "values must be [N] or [N, D], got shape ", shape_of(values));
-  check_rank(starts, 1, "starts");
-  check_integer(starts, "starts");
-  check_same_device(starts, values, "starts", "values");
-  check_shape(lengths, {starts.size(0)}, "lengths");
-  check_integer(lengths, "lengths");
-  check_same_device(lengths, values, "lengths", "values");
+  check(starts, "starts").rank(1).integer().on_device_of(values, "values");
+  check(lengths, "lengths").shape({starts.size(0)}).integer().on_device_of(values, "values");
   check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
   check_fits(total.value_or(0), lengths, "lengths");
 }

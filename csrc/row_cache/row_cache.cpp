@@ -5,34 +5,29 @@
 namespace rec_kernels {
 namespace {
 
-void check_rows(const OptionalTensor& rows, const Tensor& values) {
-  check_value(rows.has_value(), "cache_rows is missing: the other arguments of a cache mean nothing without it");
-  check_rank(*rows, 1, "cache_rows");
-  check_dtype(*rows, ScalarType::Float, "cache_rows");
-  check_contiguous(*rows, "cache_rows");
-  check_same_device(*rows, values, "cache_rows", "values");
+void check_rows(const Tensor* rows, const Tensor& values) {
+  check_value(rows != nullptr, "cache_rows is missing: the other arguments of a cache mean nothing without it");
+  check(*rows, "cache_rows").rank(1).dtype(ScalarType::Float).contiguous().on_device_of(values, "values");
 }
 
 }  // namespace
 
-void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
-  check_value(t.has_value(), name, " is missing: a cache has an element of it for every slot");
-  check_shape(*t, {slots}, name);
-  check_dtype(*t, dtype, name);
-  check_contiguous(*t, name);
-  check_same_device(*t, values, name, "values");
+void check_slots(const Tensor* t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
+  check_value(t != nullptr, name, " is missing: a cache has an element of it for every slot");
+  check(*t, name).shape({slots}).dtype(dtype).contiguous().on_device_of(values, "values");
 }
 
 void check_slots_of_ids(const Tensor& slots, const Tensor& values) {
-  check_shape(slots, {values.numel()}, "cache_slots");
-  check_dtype(slots, ScalarType::Long, "cache_slots");
-  check_contiguous(slots, "cache_slots");
-  check_same_device(slots, values, "cache_slots", "values");
+  check(slots, "cache_slots")
+      .shape({values.numel()})
+      .dtype(ScalarType::Long)
+      .contiguous()
+      .on_device_of(values, "values");
 }
 
 bool check_cached_rows(const CachedRows& cache, const Tensor& values) {
   if (!cache.rows && !cache.slots) return false;
-  check_rows(cache.rows, values);
+  check_rows(cache.rows ? &*cache.rows : nullptr, values);
   check_value(cache.slots.has_value(), "cache_slots is missing: row_cache_insert_ and row_cache_lookup make it");
   check_slots_of_ids(*cache.slots, values);
   return true;
@@ -42,8 +37,8 @@ bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor
   if (!cache.rows && !cache.tags && !cache.marks && !cache.dirty) return false;
   const int64_t ways = layout.sizes.cache_ways;
   check_value(ways >= 1, "layout has no row cache: its cache_ways is 0, so cache_tags and the like must not be given");
-  check_value(cache.tags.has_value(), "cache_tags is missing: a cache has an element of it for every slot");
-  check_rank(*cache.tags, 1, "cache_tags");
+  check_value(cache.tags != nullptr, "cache_tags is missing: a cache has an element of it for every slot");
+  check(*cache.tags, "cache_tags").rank(1);
   const int64_t slots = cache.tags->numel();
   check_value(slots % ways == 0, "cache_tags must have a multiple of cache_ways = ", ways, " elements, got ", slots);
   check_slots(cache.tags, slots, values, "cache_tags", ScalarType::Long);
@@ -54,31 +49,30 @@ bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor
   return true;
 }
 
-void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values) {
-  const int64_t slots = cache.tags->numel();
-  check_slots(history.stamps, slots, values, "cache_stamps", ScalarType::Long);
-  check_clock(history.clock, values);
-  check_value(history.counts.has_value() == history.lfu && history.row_counts.has_value() == history.lfu,
-              "cache_counts and row_counts must ", history.lfu ? "" : "not ", "be given for policy \"",
-              history.lfu ? "lfu" : "lru", "\"");
-  check_value(history.decay_every >= 0, "decay_every = ", history.decay_every, " must not be negative");
-  if (history.lfu) {
-    check_slots(history.counts, slots, values, "cache_counts", ScalarType::Byte);
-    check_rank(*history.row_counts, 1, "row_counts");
-    check_slots(history.row_counts, history.row_counts->numel(), values, "row_counts", ScalarType::Byte);
+void check_history(const Tensor& clock, const Tensor& stamps, const InsertionPolicy& policy, int64_t slots,
+                   const Tensor& values) {
+  const bool lfu = parse_choice(policy.name, "policy", "lru", "lfu");
+  check_slots(&stamps, slots, values, "cache_stamps", ScalarType::Long);
+  check_clock(clock, values);
+  check_value(policy.counts.has_value() == lfu && policy.row_counts.has_value() == lfu,
+              "cache_counts and row_counts must ", lfu ? "" : "not ", "be given for policy \"", policy.name, "\"");
+  check_value(policy.decay_every >= 0, "decay_every = ", policy.decay_every, " must not be negative");
+  if (lfu) {
+    check_slots(&*policy.counts, slots, values, "cache_counts", ScalarType::Byte);
+    check(*policy.row_counts, "row_counts").rank(1);
+    check_slots(&*policy.row_counts, policy.row_counts->numel(), values, "row_counts", ScalarType::Byte);
   }
-  if (!history.stats) return;
-  check_rank(*history.stats, 2, "cache_stats");
-  check_shape(*history.stats, {history.stats->size(0), kCacheStats}, "cache_stats");
-  check_dtype(*history.stats, ScalarType::Long, "cache_stats");
-  check_contiguous(*history.stats, "cache_stats");
-  check_same_device(*history.stats, values, "cache_stats", "values");
+  if (!policy.stats) return;
+  check(*policy.stats, "cache_stats")
+      .rank(2)
+      .shape({policy.stats->size(0), kCacheStats})
+      .dtype(ScalarType::Long)
+      .contiguous()
+      .on_device_of(values, "values");
 }
 
 void check_clock(const Tensor& clock, const Tensor& values) {
-  check_rank(clock, 0, "cache_clock");
-  check_dtype(clock, ScalarType::Long, "cache_clock");
-  check_same_device(clock, values, "cache_clock", "values");
+  check(clock, "cache_clock").rank(0).dtype(ScalarType::Long).on_device_of(values, "values");
 }
 
 int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots) {
@@ -90,24 +84,18 @@ int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<i
   return slots;
 }
 
-void check_row_counts(const CacheHistory& history, int64_t rows) {
-  const int64_t have = history.lfu ? history.row_counts->numel() : rows;
+void check_row_counts(const InsertionPolicy& policy, int64_t rows) {
+  const int64_t have = policy.lfu() ? policy.row_counts->numel() : rows;
   check_value(have >= rows, "row_counts must have one element per row (", rows, "), got ", have);
 }
 
 void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty) {
-  check_rank(cache_tags, 1, "cache_tags");
-  check_dtype(cache_tags, ScalarType::Long, "cache_tags");
-  check_contiguous(cache_tags, "cache_tags");
-  check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
-  check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
-  check_contiguous(cache_dirty, "cache_dirty");
-  check_same_device(cache_dirty, cache_tags, "cache_dirty", "cache_tags");
-}
-
-bool parse_policy(const std::string& policy) {
-  check_value(policy == "lru" || policy == "lfu", "policy must be \"lru\" or \"lfu\", got \"", policy, "\"");
-  return policy == "lfu";
+  check(cache_tags, "cache_tags").rank(1).dtype(ScalarType::Long).contiguous();
+  check(cache_dirty, "cache_dirty")
+      .shape({cache_tags.numel()})
+      .dtype(ScalarType::Byte)
+      .contiguous()
+      .on_device_of(cache_tags, "cache_tags");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {

@@ -30,18 +30,23 @@
 
 namespace rec_kernels {
 
+// An update's cache arguments, as they arrive; null: not given.
+struct CacheArguments {
+  const Tensor *rows, *tags, *marks, *dirty;
+};
+
 // A lookup's cache arguments, as they arrive. A backward finds rows again by `tags` and `marks`.
 struct CachedRows {
   const OptionalTensor &rows, &slots, &tags, &marks;
+
+  CacheArguments with(const OptionalTensor& dirty) const {
+    const auto pointer = [](const OptionalTensor& t) { return t ? &*t : nullptr; };
+    return {pointer(rows), pointer(tags), pointer(marks), pointer(dirty)};
+  }
 };
 template <>
 struct ArgumentsOf<const CachedRows&> {
   using types = Types<const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
-};
-
-// An update's cache arguments, as they arrive.
-struct CacheArguments {
-  const OptionalTensor &rows, &tags, &marks, &dirty;
 };
 
 // The bags and the layout of the cache's own ops, as they arrive.
@@ -65,18 +70,12 @@ struct InsertionPolicy {
   const std::string& name;
   const OptionalTensor &counts, &row_counts, &stats;
   int64_t decay_every;
+
+  bool lfu() const { return name == "lfu"; }  // else "lru", or check_history() throws
 };
 template <>
 struct ArgumentsOf<const InsertionPolicy&> {
   using types = Types<const std::string&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t>;
-};
-
-// The tensors that only the cache's own ops take.
-struct CacheHistory {
-  const Tensor& clock;
-  const OptionalTensor &stamps, &counts, &row_counts, &stats;
-  bool lfu;
-  int64_t decay_every;
 };
 
 template <class T>
@@ -91,16 +90,17 @@ enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCach
 RK_EXPORT bool check_cached_rows(const CachedRows& cache, const Tensor& values);
 RK_EXPORT bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use);
 // Checks that a tensor has an element for every slot.
-void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype);
+void check_slots(const Tensor* t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype);
 RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
-RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
+// The tensors that only insertions take; there are `slots` slots.
+RK_EXPORT void check_history(const Tensor& clock, const Tensor& stamps, const InsertionPolicy& policy, int64_t slots,
+                             const Tensor& values);
 // Number of slots that a flush covers from first_slot on.
 RK_EXPORT int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots);
 // Checks that every row has a count, if rows have counts.
-RK_EXPORT void check_row_counts(const CacheHistory& history, int64_t rows);
+RK_EXPORT void check_row_counts(const InsertionPolicy& policy, int64_t rows);
 RK_EXPORT void check_clock(const Tensor& clock, const Tensor& values);
 // The tensors of row_cache_stats.
 RK_EXPORT void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty);
-RK_EXPORT bool parse_policy(const std::string& policy);
 
 }  // namespace rec_kernels

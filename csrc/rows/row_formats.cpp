@@ -12,9 +12,7 @@ constexpr const char* kNames[kNumRowFormats] = {"fp32",       "fp16",       "bf1
 
 void check_scalar(const OptionalTensor& t, const Tensor& x, const char* name) {
   if (!t) return;
-  check_rank(*t, 0, name);
-  check_dtype(*t, ScalarType::Long, name);
-  check_same_device(*t, x, name, "x");
+  check(*t, name).rank(0).dtype(ScalarType::Long).on_device_of(x, "x");
 }
 
 }  // namespace
@@ -34,7 +32,7 @@ QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const 
                               const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
                               const std::optional<std::string>& scale_rule) {
   parse_row_format(format);  // an unknown name is said before a wrong shape
-  check_rank(x, 2, "x");
+  check(x, "x").rank(2);
   check_value(x.size(1) <= INT32_MAX, "x must have fewer than 2^31 columns, got shape ", shape_of(x));
   return read_fake_quantize(x, format, rounding, seed, step, table, first_row, scale_rule);
 }
@@ -46,9 +44,7 @@ QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, c
   check_float_dtype(x.scalar_type(), "x");
   check_value(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, "x must have at least one column, got shape ", shape_of(x));
   const int64_t rows = x.numel() / x.size(x.dim() - 1);
-  const bool stochastic = rounding == "stochastic";
-  check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
-              "\"");
+  const bool stochastic = parse_choice(rounding, "rounding", "nearest", "stochastic");
   check_value(!scale_rule || *scale_rule == "floor" || *scale_rule == "rceil",
               "scale_rule must be \"floor\", \"rceil\" or None, got \"", scale_rule.value_or(""), "\"");
   check_scalar(seed, x, "seed");
@@ -61,8 +57,7 @@ QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, c
 
 RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim) {
   const RowFormat f = parse_row_format(format);
-  check_rank(rows, 2, "rows");
-  check_dtype(rows, ScalarType::Byte, "rows");
+  check(rows, "rows").rank(2).dtype(ScalarType::Byte);
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
   const int64_t want = row_bytes(f, embedding_dim);

@@ -386,7 +386,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
   update.records = layout.parts;
   check_weights(weights, values, layout);
-  const CacheArguments arguments{cached.rows, cached.tags, cached.marks, cache_dirty};
+  const CacheArguments arguments = cached.with(cache_dirty);
   const bool has_cache = check_cache(arguments, layout, values, CacheUse::kUpdate);
   BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, has_cache ? &arguments : nullptr));
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);

@@ -28,7 +28,7 @@ CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse 
     out.places.push_back(CachePlace::of(r.cache_sets, r.cache_first_set, r.cache_row_offset, ways, r.num_embeddings));
   }
   out.view = {cache.tags->const_data_ptr<int64_t>(),
-              optional_pointer<uint8_t>(cache.marks),
+              cache.marks ? cache.marks->mutable_data_ptr<uint8_t>() : nullptr,
               out.places.data(),
               nullptr,
               nullptr,

@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(const Tensor& weights, const 
   const Update update = read_update(bags.values, sum, step, lr, fused, grad_scale);
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_weights(weights, bags.values, layout);
-  const CacheArguments arguments{cache.rows, cache.tags, cache.marks, cache_dirty};
+  const CacheArguments arguments = cache.with(cache_dirty);
   const bool cached = check_cache(arguments, layout, bags.values, CacheUse::kUpdate);
   const BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, cached ? &arguments : nullptr));
   return forward(weights, in, output_dtype, read_cached_rows(cache, in, bags.values));

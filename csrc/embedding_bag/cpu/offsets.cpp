@@ -7,8 +7,7 @@ namespace {
 
 // True if offsets [bags + 1] rise, in [0, values].
 bool offsets_rise(const Tensor& offsets_in, int64_t values) {
-  check_rank(offsets_in, 1, "offsets");
-  check_integer(offsets_in, "offsets");
+  check(offsets_in, "offsets").rank(1).integer();
   check_value(offsets_in.size(0) >= 1, "offsets must have one element more than there are bags, got none");
   const Tensor offsets = as_contiguous(offsets_in);
   Bags bags{};

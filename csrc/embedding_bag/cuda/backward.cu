@@ -170,7 +170,7 @@ GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const Bag
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_trainable(layout);
   check_weights(weights, bags.values, layout);
-  check_same_device(grad, bags.values, "grad", "values");
+  check(grad, "grad").on_device_of(bags.values, "values");
   BagInput in = read_bags(bags, layout, stream);
   check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
   const LayoutLimits limits = limits_of(in, weights);
@@ -178,7 +178,7 @@ GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const Bag
 }
 
 GradientInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
-  check_same_device(grad, bags.values, "grad", "values");
+  check(grad, "grad").on_device_of(bags.values, "values");
   BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
   check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
   return {std::move(in), {}, grad};
@@ -294,7 +294,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(update, in.num_rows);
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
-  const CacheTensors cache = read_cache({cached.rows, cached.tags, cached.marks, cache_dirty}, layout, values);
+  const CacheTensors cache = read_cache(cached.with(cache_dirty), layout, values);
   if (cached.slots) check_slots_of_ids(*cached.slots, values);
   LayoutLimits limits = limits_of(in, weights, cache);
   limits.state_elements = update.state_elements;

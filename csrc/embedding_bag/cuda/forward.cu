@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, cons
   check_tables_of(weights, tables);
   check_trainable(read_layout(bags.layout, bags.layout_sizes, bags.values));
   // Gradients of tables are where the values are.
-  check_same_device(weights, bags.values, "weights", "values");
+  check(weights, "weights").on_device_of(bags.values, "values");
   const OptionalTensor none;
   return embedding_bag_cuda(weights, bags, false, {none, none, none, none}, output_dtype);
 }
@@ -75,8 +75,8 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(const Tensor& weights, const
                                                     std::optional<ScalarType> output_dtype) {
   // The backward needs these; the forward raises their errors early.
   read_update(bags.values, sum, step, lr, fused, grad_scale);
-  check_cache({cache.rows, cache.tags, cache.marks, cache_dirty},
-              read_layout(bags.layout, bags.layout_sizes, bags.values), bags.values, CacheUse::kUpdate);
+  check_cache(cache.with(cache_dirty), read_layout(bags.layout, bags.layout_sizes, bags.values), bags.values,
+              CacheUse::kUpdate);
   return embedding_bag_cuda(weights, bags, false, cache, output_dtype);
 }
 

@@ -244,7 +244,7 @@ CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const
   CacheTensors out{};
   if (!check_cache(cache, layout, values, use)) return out;
   out.tags = cache.tags->mutable_data_ptr<int64_t>();
-  out.marks = optional_pointer<uint8_t>(cache.marks);
+  if (cache.marks) out.marks = cache.marks->mutable_data_ptr<uint8_t>();
   out.ways = layout.sizes.cache_ways;
   out.num_slots = cache.tags->numel();
   if (use == CacheUse::kFind) return out;

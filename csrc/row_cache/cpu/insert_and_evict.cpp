@@ -22,36 +22,31 @@ void halve(const OptionalTensor& counts) {
 }
 
 // Checks that the statistics have a row for every table of the parts.
-int64_t check_tables(const BagInput& in, const CacheHistory& history) {
-  check_row_counts(history, in.num_rows);
+int64_t check_tables(const BagInput& in, const InsertionPolicy& policy) {
+  check_row_counts(policy, in.num_rows);
   int64_t tables = 0;
   for (int64_t p = 0; p < in.num_parts; ++p) tables = std::max(tables, int64_t{in.parts[p].shard.table} + 1);
-  if (!history.stats) return tables;
-  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each table_id, got ",
-              history.stats->size(0));
+  if (!policy.stats) return tables;
+  check_value(policy.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each table_id, got ",
+              policy.stats->size(0));
   return tables;
 }
 
 Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_tags, const Tensor& cache_marks,
               const Tensor& cache_dirty, const Tensor& cache_stamps, const Tensor& cache_clock, const CacheBags& bags,
               const std::string& rounding, const OptionalTensor& seed, const InsertionPolicy& policy) {
-  const bool lfu = parse_policy(policy.name);
   const Tensor& values = bags.values;
-  const OptionalTensor rows = cache_rows, tags = cache_tags, marks = cache_marks, dirty = cache_dirty,
-                       stamps = cache_stamps;
-  const CacheArguments arguments{rows, tags, marks, dirty};
+  const CacheArguments arguments{&cache_rows, &cache_tags, &cache_marks, &cache_dirty};
   const BagInput in = read_bags(bags, &weights, arguments, CacheUse::kUpdate);
   const CacheInput cache = read_cache(arguments, in);
-  const CacheHistory history{cache_clock,  stamps, policy.counts,     policy.row_counts,
-                             policy.stats, lfu,    policy.decay_every};
-  check_history(history, arguments, values);
+  check_history(cache_clock, cache_stamps, policy, cache_tags.numel(), values);
   const UpdateRounding how = read_rounding(values, rounding, seed);
-  const int64_t tables = check_tables(in, history);
+  const int64_t tables = check_tables(in, policy);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
 
   const int64_t clock = advanced(cache_clock, "cache_clock");
-  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),   optional_pointer<int64_t>(stamps),
+  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),   cache_stamps.mutable_data_ptr<int64_t>(),
                       cache_marks.mutable_data_ptr<uint8_t>(),  cache.view.dirty,
                       optional_pointer<uint8_t>(policy.counts), optional_pointer<uint8_t>(policy.row_counts),
                       optional_pointer<int64_t>(policy.stats),  false};
@@ -61,7 +56,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
   // Nothing fails from here on.
   *cache_clock.mutable_data_ptr<int64_t>() = clock;
-  if (lfu && policy.decay_every > 0 && clock % policy.decay_every == 0) {
+  if (policy.lfu() && policy.decay_every > 0 && clock % policy.decay_every == 0) {
     halve(policy.counts);
     halve(policy.row_counts);
   }

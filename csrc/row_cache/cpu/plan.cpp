@@ -55,9 +55,9 @@ class SomeSets {
 
 // Copies the state of some sets' slots.
 template <class T>
-Scratch<T> copy_of(const OptionalTensor& t, const SomeSets& sets, int64_t ways) {
+Scratch<T> copy_of(const Tensor& t, const SomeSets& sets, int64_t ways) {
   Scratch<T> copy(std::max<int64_t>(sets.count() * ways, 1));
-  const T* from = t->const_data_ptr<T>();
+  const T* from = t.const_data_ptr<T>();
   constexpr int64_t kSetsAtOnce = 256;
   parallel_pieces(sets.count(), kSetsAtOnce, workers_for(sets.count(), kSetsAtOnce),
                   [&](int64_t begin, int64_t end, int64_t) {
@@ -80,21 +80,22 @@ void find_in_copy(const SomeSets& sets, int64_t ways, int64_t count, int64_t* sl
 
 // Linear rows that an insertion of the call's ids, and its update, would write to cached tables.
 std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, const CacheArguments& cache,
-                                  const CacheHistory& history, int64_t seed, int64_t* slots) {
-  const int64_t clock = advanced(history.clock, "cache_clock"), ways = view.ways;
-  const bool halves = history.lfu && history.decay_every > 0 && clock % history.decay_every == 0;
+                                  const Tensor& cache_stamps, const InsertionPolicy& policy, int64_t clock,
+                                  int64_t seed, int64_t* slots) {
+  const int64_t ways = view.ways;
+  const bool halves = policy.lfu() && policy.decay_every > 0 && clock % policy.decay_every == 0;
   const CachedTables tables(in, view, nullptr, {}, clock);
   Memory memory{};
-  memory.row_counts = history.lfu ? history.row_counts->mutable_data_ptr<uint8_t>() : nullptr;
+  memory.row_counts = policy.lfu() ? policy.row_counts->mutable_data_ptr<uint8_t>() : nullptr;
   memory.by_part = true;
   Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.num_parts);
   insertion.prepare(slots);
   // Slots of sets that no row is missing in stay as they are, and there may be many more of them.
   const SomeSets sets(insertion.missing_sets(), cache.tags->numel() / ways);
-  const Scratch<int64_t> tags = copy_of<int64_t>(cache.tags, sets, ways);
-  const Scratch<int64_t> stamps = copy_of<int64_t>(history.stamps, sets, ways);
-  const Scratch<uint8_t> dirty = copy_of<uint8_t>(cache.dirty, sets, ways);
-  const Scratch<uint8_t> counts = history.lfu ? copy_of<uint8_t>(history.counts, sets, ways) : Scratch<uint8_t>();
+  const Scratch<int64_t> tags = copy_of<int64_t>(*cache.tags, sets, ways);
+  const Scratch<int64_t> stamps = copy_of<int64_t>(cache_stamps, sets, ways);
+  const Scratch<uint8_t> dirty = copy_of<uint8_t>(*cache.dirty, sets, ways);
+  const Scratch<uint8_t> counts = policy.lfu() ? copy_of<uint8_t>(*policy.counts, sets, ways) : Scratch<uint8_t>();
   for (int64_t slot = 0; halves && slot < sets.count() * ways; ++slot) counts[slot] = halved_count(counts[slot]);
   memory.tags = tags.get();
   memory.stamps = stamps.get();
@@ -116,19 +117,17 @@ Tensor distinct(std::vector<int64_t> rows, const Tensor& like) {
 
 std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_dirty,
                                 const Tensor& cache_stamps, const Tensor& cache_clock, const CacheBags& bags,
-                                const OptionalTensor& seed, const std::string& policy,
+                                const OptionalTensor& seed, const std::string& policy_name,
                                 const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
                                 int64_t decay_every, bool inserts) {
-  const bool lfu = parse_policy(policy);
   const Tensor& values = bags.values;
-  const OptionalTensor none, tags = cache_tags, marks = cache_marks, dirty = cache_dirty, stamps = cache_stamps;
-  const CacheArguments arguments{none, tags, marks, dirty};
+  const CacheArguments arguments{nullptr, &cache_tags, &cache_marks, &cache_dirty};
   const BagInput in = read_bags(bags, nullptr, arguments, CacheUse::kFind);
   const CacheInput cache = read_cache(arguments, in, CacheUse::kFind);
-  const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, none, lfu, decay_every};
-  check_history(history, arguments, values);
-  check_row_counts(history, in.num_rows);
-  check_slots(dirty, cache_tags.numel(), values, "cache_dirty", ScalarType::Byte);
+  const InsertionPolicy policy{policy_name, cache_counts, row_counts, std::nullopt, decay_every};
+  check_history(cache_clock, cache_stamps, policy, cache_tags.numel(), values);
+  check_row_counts(policy, in.num_rows);
+  check_slots(&cache_dirty, cache_tags.numel(), values, "cache_dirty", ScalarType::Byte);
   const UpdateRounding how = read_rounding(cache_tags, "stochastic", seed);
   const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
   in.raise(find_slots(in, cache.view, slots.get()));
@@ -137,7 +136,8 @@ std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_ma
   list_missing(in, cache.view, slots.get(), &rows, &written);
   if (inserts) {
     const int64_t key = how.seed ? *how.seed : 0;
-    const std::vector<int64_t> more = list_written(in, cache.view, arguments, history, key, slots.get());
+    const std::vector<int64_t> more = list_written(in, cache.view, arguments, cache_stamps, policy,
+                                                   advanced(cache_clock, "cache_clock"), key, slots.get());
     written.insert(written.end(), more.begin(), more.end());
   } else {
     written = rows;

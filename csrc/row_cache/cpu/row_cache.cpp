@@ -30,9 +30,9 @@ namespace {
 constexpr int64_t kSlotsAtOnce = 1024;
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBags& bags) {
-  const OptionalTensor none, tags = cache_tags, marks = cache_marks;
-  const BagInput in = read_bags(bags, nullptr, {none, tags, marks, none}, CacheUse::kFind);
-  const CacheInput cache = read_cache({none, tags, marks, none}, in, CacheUse::kFind);
+  const CacheArguments arguments{nullptr, &cache_tags, &cache_marks, nullptr};
+  const BagInput in = read_bags(bags, nullptr, arguments, CacheUse::kFind);
+  const CacheInput cache = read_cache(arguments, in, CacheUse::kFind);
   Tensor slots = new_tensor(bags.values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
   return slots;
@@ -44,10 +44,9 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
            std::optional<int64_t> num_slots) {
   const Tensor values = new_zeros(cache_tags, {0}, ScalarType::Long);
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
-  const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
-  const CacheArguments arguments{rows, tags, none, dirty};
+  const CacheArguments arguments{&cache_rows, &cache_tags, nullptr, &cache_dirty};
   const BagInput in =
-      read_bags({values, offsets, layout, layout_sizes, none, "none"}, &weights, arguments, CacheUse::kFlush);
+      read_bags({values, offsets, layout, layout_sizes, std::nullopt, "none"}, &weights, arguments, CacheUse::kFlush);
   const CacheInput cache = read_cache(arguments, in, CacheUse::kFlush);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);

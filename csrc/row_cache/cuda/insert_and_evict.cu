@@ -343,7 +343,7 @@ void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction
   });
 }
 
-void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, const Eviction& eviction,
+void insert_all(const BagInput& in, const InsertionPolicy& policy, InsertArgs a, const Eviction& eviction,
                 const Tensor& status, const Tensor& like, cudaStream_t stream) {
   const int64_t N = in.bags.num_ids;
   check_value(N < INT64_C(0xffffffff), "values has ", N, " ids; at most 2^32 - 2 fit in a call on a GPU");
@@ -369,10 +369,10 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   if (has_ids) sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
   // No memory is asked for from here on, where the cache changes.
   launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);
-  for (const OptionalTensor* counts : {&history.counts, &history.row_counts})
-    if (history.lfu && history.decay_every > 0 && (*counts)->numel() > 0)
+  for (const OptionalTensor* counts : {&policy.counts, &policy.row_counts})
+    if (policy.lfu() && policy.decay_every > 0 && (*counts)->numel() > 0)
       launch(halve_kernel, blocks_for(ceil_div((*counts)->numel(), sizeof(Counts)), 1), block, 256, stream, a,
-             optional_pointer<uint8_t>(*counts), (*counts)->numel(), history.decay_every);
+             optional_pointer<uint8_t>(*counts), (*counts)->numel(), policy.decay_every);
   if (!has_ids) return;
   with_lanes(lanes_of_bags(in.bags), [&](auto group) {
     constexpr int G = decltype(group)::value;
@@ -389,21 +389,15 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
 Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_tags, const Tensor& cache_marks,
               const Tensor& cache_dirty, const Tensor& cache_stamps, const Tensor& cache_clock, const CacheBags& bags,
               const std::string& rounding, const OptionalTensor& seed, const InsertionPolicy& policy) {
-  const bool lfu = parse_policy(policy.name);
   const Tensor& values = bags.values;
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
-  const OptionalTensor rows = cache_rows, tags = cache_tags, marks = cache_marks, dirty = cache_dirty,
-                       stamps = cache_stamps;
-  const CacheArguments arguments{rows, tags, marks, dirty};
-  CacheTensors cache = read_cache(arguments, layout, values);
+  CacheTensors cache = read_cache({&cache_rows, &cache_tags, &cache_marks, &cache_dirty}, layout, values);
   const BagInput in = read_bags(bags, layout, stream);
-  const CacheHistory history{cache_clock,  stamps, policy.counts,     policy.row_counts,
-                             policy.stats, lfu,    policy.decay_every};
-  check_history(history, arguments, values);
-  check_row_counts(history, in.num_rows);
+  check_history(cache_clock, cache_stamps, policy, cache.num_slots, values);
+  check_row_counts(policy, in.num_rows);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
@@ -412,7 +406,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   a.cache = cache;
   a.parts = in.parts;
   a.bags = in.bags;
-  a.stamps = optional_pointer<int64_t>(stamps);
+  a.stamps = cache_stamps.mutable_data_ptr<int64_t>();
   a.clock = cache_clock.mutable_data_ptr<int64_t>();
   a.counts = optional_pointer<uint8_t>(policy.counts);
   a.row_counts = optional_pointer<uint8_t>(policy.row_counts);
@@ -423,7 +417,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   a.status = status.const_data_ptr<int64_t>();
   a.raise = in.raises;
   const Eviction eviction{on_gpu(weights, values), how.seed, a.clock, how.stochastic};
-  insert_all(in, history, a, eviction, status, values, stream);
+  insert_all(in, policy, a, eviction, status, values, stream);
   return slots;
 }
 

@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(kThreads) add_pieces_kernel(RangeArgs a) {
 }
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBags& bags) {
-  const OptionalTensor none, tags = cache_tags, marks = cache_marks;
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
-  const CacheTensors cache = read_cache({none, tags, marks, none}, layout, bags.values, CacheUse::kFind);
+  const CacheTensors cache =
+      read_cache({nullptr, &cache_tags, &cache_marks, nullptr}, layout, bags.values, CacheUse::kFind);
   const OnDeviceOf device(bags.values);
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags(bags, layout, stream);
@@ -187,11 +187,10 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   const Layout layout = read_layout(records, layout_sizes, values);
   check_weights(weights, cache_tags, layout);
-  const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
-  CacheTensors cache = read_cache({rows, tags, none, dirty}, layout, values, CacheUse::kFlush);
+  CacheTensors cache = read_cache({&cache_rows, &cache_tags, nullptr, &cache_dirty}, layout, values, CacheUse::kFlush);
   const OnDeviceOf device(cache_tags);
   const cudaStream_t stream = device.stream();
-  const BagInput in = read_bags({values, offsets, records, layout_sizes, none, "none"}, layout, stream);
+  const BagInput in = read_bags({values, offsets, records, layout_sizes, std::nullopt, "none"}, layout, stream);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
