@@ -67,7 +67,7 @@ def registrations() -> dict[str, set[str]]:
     block = re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(RK_LIBRARY, (\w+), \w+\)(.*?)\n?\}\n", re.DOTALL)
     for path in sorted((ROOT / "csrc").rglob("*.c*")):
         for key, body in block.findall(path.read_text()):
-            found[key] |= set(re.findall(r'implement<&\w+>\(m, "([\w.]+)"\)', body))
+            found[key] |= set(re.findall(r'implement<&[^(]+>\(m, "([\w.]+)"\)', body))
     return found
 
 

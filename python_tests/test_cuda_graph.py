@@ -252,7 +252,7 @@ WAITS = (
 MAY_WAIT = {
     ("csrc/core/cuda/launch.h", "copy_to_host", "cudaMemcpyAsync"),
     ("csrc/core/cuda/launch.h", "copy_to_host", "cudaStreamSynchronize"),
-    ("csrc/embedding_bag/cuda/backward.cu", "sparse", "copy_to_host"),
+    ("csrc/embedding_bag/cuda/backward.cu", "backward_sparse", "copy_to_host"),
     ("csrc/jagged/cuda/copy_rows.cu", "place_rows", "copy_to_host"),
 }
 

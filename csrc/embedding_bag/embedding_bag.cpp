@@ -56,22 +56,27 @@ void check_jagged(const Tensor& values, const Tensor& offsets, const OptionalTen
       .on_device_of(values, "values");
 }
 
-Bags read_jagged(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                 int64_t num_bags) {
+// Checked tensors of either kind of bags.
+template <class Arguments>
+BagTensors take_tensors(const Arguments& bags, int64_t num_bags) {
   check_value(num_bags < INT64_C(0xffffffff), "offsets describe ", num_bags, " bags; at most 2^32 - 2 fit in a call");
-  Bags b{};
-  b.ids = values.const_data_ptr();
-  b.offsets = offsets.const_data_ptr();
-  b.per_sample_weights = per_sample_weights ? per_sample_weights->const_data_ptr<float>() : nullptr;
-  b.num_ids = values.numel();
-  b.num_offsets = offsets.numel();
+  const bool raises = bags.bounds_check == "error", ignores = bags.bounds_check == "ignore";
+  check_value(raises || ignores || bags.bounds_check == "none",
+              "bounds_check must be \"error\", \"ignore\" or \"none\", got \"", bags.bounds_check, "\"");
+  BagTensors out{as_contiguous(bags.values), as_contiguous(bags.offsets), as_contiguous(bags.per_sample_weights)};
+  out.raises = raises;
+  Bags& b = out.bags;
+  b.ids = out.values.const_data_ptr();
+  b.offsets = out.offsets.const_data_ptr();
+  if (out.per_sample_weights) b.per_sample_weights = out.per_sample_weights->const_data_ptr<float>();
+  b.num_ids = out.values.numel();
+  b.num_offsets = out.offsets.numel();
   b.num_bags = num_bags;
-  b.ids64 = values.scalar_type() == ScalarType::Long;
-  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
-  return b;
+  b.ids64 = out.values.scalar_type() == ScalarType::Long;
+  b.offsets64 = out.offsets.scalar_type() == ScalarType::Long;
+  b.check_ids = raises || ignores;
+  return out;
 }
-
-void read_options(const BagOptions& options, Bags* b) { b->check_ids = options.check_ids; }
 
 Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
   Part f{};
@@ -141,60 +146,53 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
                          "; rec_kernels.table_layout makes layout and layout_sizes"));
 }
 
-BagOptions parse_bag_options(const std::string& bounds_check) {
-  const bool raise = bounds_check == "error", ignore = bounds_check == "ignore";
-  check_value(raise || ignore || bounds_check == "none",
-              "bounds_check must be \"error\", \"ignore\" or \"none\", got \"", bounds_check, "\"");
-  return {raise || ignore, raise};
-}
-
-void check_bags(const BagArguments& bags, const Layout& layout) {
+BagTensors take_bags(const BagArguments& bags, const Layout& layout) {
   check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
   check_value(bags.offsets.numel() >= 1, "offsets must have num_features * batch + 1 elements, got none");
-  const int64_t features = layout.sizes.num_features, count = bags.offsets.numel() - 1;
+  const LayoutSizes& sizes = layout.sizes;
+  const int64_t features = sizes.num_features, count = bags.offsets.numel() - 1;
   check_groups(bags, features);
-  if (bags.bag_starts) {
+  if (bags.bag_starts)
     check(*bags.bag_starts, "bag_starts")
         .shape({features + 1})
         .dtype(ScalarType::Long)
         .contiguous()
         .on_device_of(bags.values, "values");
-    return;
-  }
-  check_value(features == 0 ? count == 0 : count % features == 0,
-              "offsets must have num_features * batch + 1 elements, got ", bags.offsets.numel(), " for ", features,
-              " features");
-}
-
-void check_bags(const OneTableBags& bags) {
-  check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
-  check_value(bags.offsets.numel() >= 1 || !bags.include_last_offset, "offsets must have batch + 1 elements, got none");
-  check_value(bags.padding_idx >= -1, "padding_idx = ", bags.padding_idx, " must be an id of the table, or -1: none");
-}
-
-Bags read_bags(const BagArguments& bags, const Layout& layout) {
-  const int64_t features = layout.sizes.num_features;
-  Bags b = read_jagged(bags.values, bags.offsets, bags.per_sample_weights, bags.offsets.numel() - 1);
+  else
+    check_value(features == 0 ? count == 0 : count % features == 0,
+                "offsets must have num_features * batch + 1 elements, got ", count + 1, " for ", features, " features");
+  BagTensors out = take_tensors(bags, count);
+  out.inverse = as_contiguous(bags.inverse);
+  out.num_rows = sizes.num_rows;
+  out.max_dim = sizes.max_embedding_dim;
+  out.any_mean = (sizes.flags & kAnyMean) != 0;
+  out.multiplies = (sizes.flags & kMultiplies) != 0;
+  Bags& b = out.bags;
   b.num_features = features;
-  b.batch = bags.inverse ? bags.inverse->size(1) : features ? b.num_bags / features : 0;
-  b.own_rows = bags.have_own_rows();
+  b.batch = bags.inverse ? bags.inverse->size(1) : features ? count / features : 0;
+  b.own_rows = bags.bag_starts && !bags.groups;
   b.starts = bags.bag_starts ? bags.bag_starts->const_data_ptr<int64_t>() : nullptr;
-  b.parts = layout.sizes.most_parts > 1 ? layout.parts : nullptr;
+  b.parts = sizes.most_parts > 1 ? layout.parts : nullptr;
   b.num_parts = layout.num_parts;
-  b.pads = (layout.sizes.flags & kPads) != 0;
+  b.pads = (sizes.flags & kPads) != 0;
   b.padding_idx = -1;
-  read_options(parse_bag_options(bags.bounds_check), &b);
-  return b;
+  out.output_dim = b.own_rows ? sizes.widest_feature : sizes.output_dim;
+  return out;
 }
 
-Bags read_bags(const OneTableBags& bags) {
-  Bags b = read_jagged(bags.values, bags.offsets, bags.per_sample_weights,
-                       bags.offsets.numel() - (bags.include_last_offset ? 1 : 0));
-  b.num_features = b.num_parts = 1;
-  b.batch = b.num_bags;
-  b.padding_idx = bags.padding_idx;
-  read_options(parse_bag_options(bags.bounds_check), &b);
-  return b;
+BagTensors take_bags(const OneTableBags& bags, const Part& table) {
+  check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
+  const int64_t behind = bags.include_last_offset ? 1 : 0;
+  check_value(bags.offsets.numel() >= behind, "offsets must have batch + 1 elements, got none");
+  check_value(bags.padding_idx >= -1, "padding_idx = ", bags.padding_idx, " must be an id of the table, or -1: none");
+  BagTensors out = take_tensors(bags, bags.offsets.numel() - behind);
+  out.num_rows = table.num_embeddings;
+  out.output_dim = out.max_dim = table.embedding_dim;
+  out.any_mean = table.mean;
+  out.bags.num_features = out.bags.num_parts = 1;
+  out.bags.batch = out.bags.num_bags;
+  out.bags.padding_idx = bags.padding_idx;
+  return out;
 }
 
 Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,

@@ -62,9 +62,6 @@ struct BagArguments {
   const OptionalTensor &per_sample_weights, &bag_starts, &inverse;
   const std::optional<std::vector<int64_t>>& groups;
   const std::string& bounds_check;
-
-  // True if every bag has a row of the output to itself.
-  bool have_own_rows() const { return bag_starts && !groups; }
 };
 template <>
 struct ArgumentsOf<const BagArguments&> {
@@ -97,12 +94,6 @@ RK_EXPORT Layout read_layout(const Tensor& layout, const std::vector<int64_t>& s
 // Throws what is wrong with record i.
 [[noreturn]] void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_t i, LayoutFault fault);
 
-// Options that bags are read with.
-struct BagOptions {
-  bool check_ids;
-  bool raise;
-};
-RK_EXPORT BagOptions parse_bag_options(const std::string& bounds_check);
 // True of "mean".
 inline bool parse_pooling(const std::string& pooling) { return parse_choice(pooling, "pooling", "sum", "mean"); }
 
@@ -114,18 +105,35 @@ inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   return type;
 }
 
-// Shapes, dtypes and devices of all of a call's bags.
-RK_EXPORT void check_bags(const BagArguments& bags, const Layout& layout);
-RK_EXPORT void check_bags(const OneTableBags& bags);
-// The bags of a call whose tensors are contiguous and checked.
-RK_EXPORT Bags read_bags(const BagArguments& bags, const Layout& layout);
-RK_EXPORT Bags read_bags(const OneTableBags& bags);
+// The checked bags of a call; owns contiguous copies where the caller's tensors were not.
+struct BagTensors {
+  Tensor values, offsets;
+  OptionalTensor per_sample_weights;
+  OptionalTensor inverse{};             // [G, B], of shared bags: which bag of a group each sample has
+  Bags bags{};                          // of these tensors, without what only kernels of one device know
+  int64_t num_rows = 0;                 // above every linear row number
+  int64_t output_dim = 0, max_dim = 0;  // columns of the output, and of the widest part
+  bool any_mean = false;                // whether a feature's bags are averaged
+  bool multiplies = false;              // whether a feature multiplies rows of its parts
+  bool raises = false;                  // for an id out of range; on a GPU, its update is skipped
+};
+RK_EXPORT BagTensors take_bags(const BagArguments& bags, const Layout& layout);
+// The bags of a call without a layout.
+RK_EXPORT BagTensors take_bags(const OneTableBags& bags, const Part& table);
+
+// The memory that a call's layout is checked against: that of the weights, and of no state and no cache.
+inline LayoutLimits limits_of(int64_t num_parts, const Tensor& weights) {
+  return {num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
+}
 
 // The one table of a call without a layout, whose weights are [rows, columns]: floats, or bytes of `format`.
 RK_EXPORT Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
                               int64_t embedding_dim, bool mean);
 // Reads the table that a gradient of this shape is for.
-RK_EXPORT Part read_one_table(const std::vector<int64_t>& weights_shape, bool mean);
+using Shape = std::vector<int64_t>;
+RK_EXPORT Part read_one_table(const Shape& weights_shape, bool mean);
+inline Sizes sizes_of(const Tensor& weights) { return weights.sizes(); }
+inline Sizes sizes_of(const Shape& shape) { return {shape.data(), shape.size()}; }
 // Dtype, rank and memory of `weights` in a call with a layout. Beside values on a GPU, weights may be in host memory.
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
 // Rank, dtype and device of the tables of embedding_bag_tables, and that they fill `weights`.

@@ -55,6 +55,12 @@ struct CacheBags {
   const std::vector<int64_t>& layout_sizes;
   const OptionalTensor& bag_starts;
   const std::string& bounds_check;
+
+  BagArguments without_weights() const {
+    static const OptionalTensor none;
+    static const std::optional<std::vector<int64_t>> no_groups;
+    return {values, offsets, layout, layout_sizes, none, bag_starts, none, no_groups, bounds_check};
+  }
 };
 template <>
 struct ArgumentsOf<const CacheBags&> {
@@ -77,6 +83,18 @@ template <>
 struct ArgumentsOf<const InsertionPolicy&> {
   using types = Types<const std::string&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t>;
 };
+
+// Limits that a call's layout must keep: the memory of its weights, of its cache and of the update's state, where it
+// has these.
+inline LayoutLimits limits_of(int64_t num_parts, const Tensor& weights, const CacheArguments& cache,
+                              const Update* update = nullptr) {
+  LayoutLimits limits = limits_of(num_parts, weights);
+  if (cache.tags) limits.cache_slots = cache.tags->numel();
+  if (cache.rows) limits.cache_elements = cache.rows->numel();
+  if (update) limits.state_elements = update->state_elements;
+  if (update) limits.tables = update->num_rates;
+  return limits;
+}
 
 template <class T>
 T* optional_pointer(const OptionalTensor& t) {

@@ -146,11 +146,11 @@ std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, siz
   for (size_t t = 0; t < order.size(); ++t) order[t] = t;
   const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].part->embedding_dim; };
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
-  std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.num_features), false);
+  std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.bags.num_features), false);
   for (const size_t t : order) {
     if (!tables[t].multiplied) continue;
     for (const bool sets : {false, true})
-      for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
+      for (int64_t p = 0; p < in.bags.num_parts && at_once[t]; ++p) {
         if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(first + t)) continue;
         if (in.parts[p].combine != Combine::kMult) continue;
         const auto feature = static_cast<size_t>(in.parts[p].number);
@@ -181,7 +181,7 @@ std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o)
   const size_t tables = o.tables.size();
   const int64_t enough = kFloatsInTurn * torch::stable::get_num_threads();
   // The first and the last table of each feature; of a first table, the last one that it has to take its turn with.
-  std::vector<size_t> first(static_cast<size_t>(in.num_features), tables), last(first.size(), 0), reach(tables, 0);
+  std::vector<size_t> first(static_cast<size_t>(in.bags.num_features), tables), last(first.size(), 0), reach(tables, 0);
   for (size_t p = 0; p < o.part_tables.size(); ++p) {
     const auto feature = static_cast<size_t>(in.parts[p].number), table = static_cast<size_t>(o.part_tables[p]);
     first[feature] = std::min(first[feature], table);
@@ -292,71 +292,54 @@ SharedRows sum_shared(const Tensor& grad, BagInput* in) {
   return shared;
 }
 
-// The input of a gradient of float32 tables in `weights`.
+// The gradients of float32 tables: of those in `weights`, which products are read from, or of one table of this shape.
 BagInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_trainable(layout);
   check_weights(weights, bags.values, layout);
-  BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights));
   check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
   return in;
 }
-
-BagInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
-  BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
+BagInput read_gradient(const Tensor& grad, const Shape& shape, const OneTableBags& bags) {
+  BagInput in = read_bags(bags, read_one_table(shape, parse_pooling(bags.pooling)));
   check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
   return in;
 }
+const uint8_t* rows_of(const Tensor& weights) { return static_cast<const uint8_t*>(weights.const_data_ptr()); }
+const uint8_t* rows_of(const Shape&) { return nullptr; }
 
-// `rows`: of the tables, which products need; or null.
-Tensor dense(const Tensor& grad_in, Sizes shape, const uint8_t* rows, BagInput in) {
+template <class Weights, class Arguments>
+Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Arguments& bags) {
+  BagInput in = read_gradient(grad_in, weights, bags);
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in, grad);
-  Tensor out = new_zeros(grad, shape, ScalarType::Float);
+  Tensor out = new_zeros(grad, sizes_of(weights), ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
-  finish_all(in, o, grad, rows, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, const uint8_t* weights, BagInput in) {
+template <class Weights, class Arguments>
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const Weights& weights,
+                                                   const Arguments& bags) {
+  BagInput in = read_gradient(grad_in, weights, bags);
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in, grad);
   Tensor rows = new_tensor(grad, {o.num_runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {o.num_floats}, ScalarType::Float);
-  Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
-  for (int64_t p = 0; p < in.num_parts; ++p)
+  Tensor row_counts = new_tensor(grad, {in.bags.num_parts}, ScalarType::Long);
+  for (int64_t p = 0; p < in.bags.num_parts; ++p)
     row_counts.mutable_data_ptr<int64_t>()[p] =
         o.tables[static_cast<size_t>(o.part_tables[static_cast<size_t>(p)])].num_runs;
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
-  finish_all(in, o, grad, weights, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
   return {rows, row_grads, row_counts};
-}
-
-const uint8_t* rows_of(const Tensor& weights) { return static_cast<const uint8_t*>(weights.const_data_ptr()); }
-
-Tensor backward_dense(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
-  return dense(grad, weights.sizes(), rows_of(weights), read_gradient(grad, weights, bags));
-}
-
-Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& weights_shape,
-                               const OneTableBags& bags) {
-  return dense(grad, {weights_shape.data(), weights_shape.size()}, nullptr, read_gradient(grad, weights_shape, bags));
-}
-
-std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const Tensor& weights,
-                                                   const BagArguments& bags) {
-  return sparse(grad, rows_of(weights), read_gradient(grad, weights, bags));
-}
-
-std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad,
-                                                            const std::vector<int64_t>& weights_shape,
-                                                            const OneTableBags& bags) {
-  return sparse(grad, nullptr, read_gradient(grad, weights_shape, bags));
 }
 
 FinishRuns kernel_of(Optimizer optimizer) {
@@ -388,7 +371,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   check_weights(weights, values, layout);
   const CacheArguments arguments = cached.with(cache_dirty);
   const bool has_cache = check_cache(arguments, layout, values, CacheUse::kUpdate);
-  BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, has_cache ? &arguments : nullptr));
+  BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights, arguments, &update));
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(update, in.num_rows);
   check_step_and_lr(step, lr);
@@ -420,10 +403,10 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  implement<&backward_dense>(m, "embedding_bag_backward_dense.layout");
-  implement<&backward_dense_of_table>(m, "embedding_bag_backward_dense.table");
-  implement<&backward_sparse>(m, "embedding_bag_backward_sparse.layout");
-  implement<&backward_sparse_of_table>(m, "embedding_bag_backward_sparse.table");
+  implement<&backward_dense<Tensor, BagArguments>>(m, "embedding_bag_backward_dense.layout");
+  implement<&backward_dense<Shape, OneTableBags>>(m, "embedding_bag_backward_dense.table");
+  implement<&backward_sparse<Tensor, BagArguments>>(m, "embedding_bag_backward_sparse.layout");
+  implement<&backward_sparse<Shape, OneTableBags>>(m, "embedding_bag_backward_sparse.table");
   implement<&backward_fused>(m, "embedding_bag_backward_fused_.layout");
 }
 

@@ -7,23 +7,16 @@ namespace rec_kernels {
 BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArguments& cache, CacheUse use) {
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_value(check_cache(cache, layout, bags.values, use), "cache_tags is missing");
-  LayoutLimits limits{layout.num_parts, INT64_MAX, -1, cache.tags->numel(), -1};
-  if (use != CacheUse::kFind) limits.cache_elements = cache.rows->numel();
-  if (weights != nullptr) {
-    check_weights(*weights, bags.values, layout);
-    limits.weight_bytes = limits_of(layout, *weights).weight_bytes;
-  }
-  const OptionalTensor none;
-  const std::optional<std::vector<int64_t>> no_groups;
-  return read_bags(BagArguments{bags.values, bags.offsets, bags.layout, bags.layout_sizes, none, bags.bag_starts, none,
-                                no_groups, bags.bounds_check},
-                   layout, limits);
+  if (weights != nullptr) check_weights(*weights, bags.values, layout);
+  LayoutLimits limits = limits_of(layout.num_parts, weights ? *weights : *cache.tags, cache);
+  if (weights == nullptr) limits.weight_bytes = INT64_MAX;
+  return read_bags(bags.without_weights(), layout, limits);
 }
 
 CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse use) {
   const int64_t ways = in.cache_ways;
   CacheInput out;
-  for (int64_t p = 0; p < in.num_parts; ++p) {
+  for (int64_t p = 0; p < in.bags.num_parts; ++p) {
     const TablePart& r = in.records[p];
     out.places.push_back(CachePlace::of(r.cache_sets, r.cache_first_set, r.cache_row_offset, ways, r.num_embeddings));
   }
@@ -47,7 +40,7 @@ CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const T
   in.raise(bounds);
   const int64_t size = cache.rows->numel();
   const CachedPool out{cache.rows->const_data_ptr<float>(), cache.slots->const_data_ptr<int64_t>(), size};
-  for (int64_t f = 0; f < in.num_features; ++f) {
+  for (int64_t f = 0; f < in.bags.num_features; ++f) {
     const int64_t p = in.bags.first_part(f), D = in.parts[p].embedding_dim, offset = in.records[p].cache_row_offset;
     if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache
     const int64_t begin = in.bags.offset(in.bags.first_bag(f)), end = in.bags.offset(in.bags.first_bag(f + 1));

@@ -14,17 +14,6 @@ struct CacheInput {
   CacheView view{};                // points into `places`
 };
 
-// Limits that a call's layout must keep: the memory of its weights, its optimizer's state and its cache (or null).
-inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights, const Update& update,
-                              const CacheArguments* cache) {
-  LayoutLimits limits = limits_of(layout, weights);
-  limits.state_elements = update.state_elements;
-  limits.tables = update.num_rates;
-  if (cache != nullptr) limits.cache_slots = cache->tags->numel();
-  if (cache != nullptr) limits.cache_elements = cache->rows->numel();
-  return limits;
-}
-
 // The bags of one of the cache's own ops, whose layout is checked against the cache. `weights`: null where no row of a
 // table is read.
 BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArguments& cache, CacheUse use);

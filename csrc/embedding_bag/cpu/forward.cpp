@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const BagArg
                                              const CachedRows& cache, std::optional<ScalarType> output_dtype) {
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_weights(weights, bags.values, layout);
-  const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  const BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights));
   return forward(weights, in, output_dtype, read_cached_rows(cache, in, bags.values));
 }
 
@@ -74,7 +74,7 @@ void check_places(const std::vector<Tensor>& tables, const BagInput& in) {
     start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
     row += t.size(0);
   }
-  for (int64_t i = 0; i < in.num_parts; ++i) {
+  for (int64_t i = 0; i < in.bags.num_parts; ++i) {
     const Part& f = in.parts[i];
     auto p = std::partition_point(places.begin(), places.end(),
                                   [&](const TablePart& q) { return q.row_offset < f.row_offset; });
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_trainable(layout);
   check_weights(weights, bags.values, layout);
-  const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  const BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights));
   check_tables_of(weights, tables);
   check_places(tables, in);
   return forward(weights, in, output_dtype);
@@ -110,8 +110,8 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(const Tensor& weights, const 
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_weights(weights, bags.values, layout);
   const CacheArguments arguments = cache.with(cache_dirty);
-  const bool cached = check_cache(arguments, layout, bags.values, CacheUse::kUpdate);
-  const BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, cached ? &arguments : nullptr));
+  check_cache(arguments, layout, bags.values, CacheUse::kUpdate);
+  const BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights, arguments, &update));
   return forward(weights, in, output_dtype, read_cached_rows(cache, in, bags.values));
 }
 
@@ -142,7 +142,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, co
   const BagArguments bags{values, offsets, layout_records, layout_sizes, none, bag_starts, inverse, groups, "ignore"};
   const Layout layout = read_layout(layout_records, layout_sizes, values);
   check_weights(weights, values, layout);
-  const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  const BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights));
   return weight_gradient(grad, weights, in, read_cached_rows({cache_rows, cache_slots, none, none}, in, values));
 }
 

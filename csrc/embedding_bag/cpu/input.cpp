@@ -86,7 +86,7 @@ Scratch<int64_t> number_ids(const BagInput& in) {
     });
   };
   for_ids(bags.num_ids, [&](int64_t i) { out[i] = bags.id(i); });
-  for (int64_t f = 0; f < in.num_features; ++f) {
+  for (int64_t f = 0; f < in.bags.num_features; ++f) {
     const TablePart table = in.records[bags.first_part(f)];
     if (!table.takes_every_id()) continue;
     // Bad offsets would lead kernels to ids that have no number.
@@ -103,35 +103,15 @@ Scratch<int64_t> number_ids(const BagInput& in) {
 }  // namespace
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits) {
-  check_bags(bags, layout);
-  const bool own_rows = bags.have_own_rows();
-  const LayoutSizes& sizes = layout.sizes;
-  BagInput in{as_contiguous(bags.values),
-              as_contiguous(bags.offsets),
-              as_contiguous(bags.per_sample_weights),
-              read_parts(layout, limits, own_rows),
-              layout.parts,
-              sizes.num_features,
-              layout.num_parts,
-              sizes.num_rows,
-              own_rows ? sizes.widest_feature : sizes.output_dim,
-              sizes.max_embedding_dim,
-              (sizes.flags & kMultiplies) != 0,
-              sizes.cache_ways,
-              Bags{},
-              parse_bag_options(bags.bounds_check).raise,
-              as_contiguous(bags.inverse),
-              {}};
-  in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
-                                   bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
-                      layout);
+  BagInput in{take_bags(bags, layout), nullptr, layout.parts, layout.sizes.cache_ways, {}};
+  in.parts = read_parts(layout, limits, in.bags.own_rows);
   if (in.bags.starts) check_bag_starts(in.bags);
   if (bags.groups) {
     in.bags.groups = bags.groups->data();
     check_shared_bags(in);
   }
   check_only_offset(in);
-  if (sizes.flags & kHashes) {
+  if (layout.sizes.flags & kHashes) {
     in.numbers = number_ids(in);
     in.bags.ids = in.numbers.get();
     in.bags.ids64 = true;
@@ -140,26 +120,8 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutL
 }
 
 BagInput read_bags(const OneTableBags& bags, const Part& table) {
-  check_bags(bags);
-  BagInput in{as_contiguous(bags.values),
-              as_contiguous(bags.offsets),
-              as_contiguous(bags.per_sample_weights),
-              std::make_unique<Part[]>(1),
-              nullptr,
-              1,
-              1,
-              table.num_embeddings,
-              table.embedding_dim,
-              table.embedding_dim,
-              false,
-              0,
-              Bags{},
-              parse_bag_options(bags.bounds_check).raise,
-              std::nullopt,
-              {}};
+  BagInput in{take_bags(bags, table), std::make_unique<Part[]>(1), nullptr, 0, {}};
   in.parts[0] = table;
-  in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
-                                   bags.padding_idx, bags.bounds_check});
   check_only_offset(in);
   return in;
 }

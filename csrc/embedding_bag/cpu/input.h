@@ -11,33 +11,15 @@
 
 namespace rec_kernels {
 
-// Owns what the structs point to (contiguous copies where the caller's tensors were not).
-struct BagInput {
-  Tensor values;
-  Tensor offsets;
-  OptionalTensor per_sample_weights;
+struct BagInput : BagTensors {
   std::unique_ptr<Part[]> parts;  // of all features
   const TablePart* records;       // of the parts; null: one table without a layout
-  int64_t num_features;
-  int64_t num_parts;
-  int64_t num_rows;  // linear rows: above every row number
-  int64_t output_dim;
-  int64_t max_dim;
-  bool multiplies;     // whether a feature multiplies rows of its parts
-  int64_t cache_ways;  // of the layout's row cache
-  Bags bags;
-  bool raises;               // for an id out of range
-  OptionalTensor inverse;    // [G, B], with bags.groups: which bag of a group each sample has
-  Scratch<int64_t> numbers;  // bags.ids, where every integer is an id of some feature
+  int64_t cache_ways;             // of the layout's row cache
+  Scratch<int64_t> numbers;       // bags.ids, where every integer is an id of some feature
 
   // Throws for a bad position when the caller asked for it.
   void raise(const Bounds& bounds) const;
 };
-
-// The memory that a call's layout is checked against: that of the weights, and of no state and no cache.
-inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights) {
-  return {layout.num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
-}
 
 // Checks the bags and every record of the layout.
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits);

@@ -14,7 +14,7 @@ int64_t bags_of(const Bags& bags, int64_t feature) { return bags.first_bag(featu
 // The bags of each group's features; 0 of a group without any.
 std::vector<int64_t> group_sizes(const BagInput& in) {
   std::vector<int64_t> sizes(static_cast<size_t>(in.inverse->size(0)));
-  for (int64_t f = 0; f < in.num_features; ++f)
+  for (int64_t f = 0; f < in.bags.num_features; ++f)
     if (in.bags.groups[f] >= 0) sizes[static_cast<size_t>(in.bags.groups[f])] = bags_of(in.bags, f);
   return sizes;
 }
@@ -31,7 +31,7 @@ SharedRows::SharedRows(const BagInput& in, int64_t element_bytes) : in_(in), byt
 
 std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
   std::vector<Columns> out;
-  for (int64_t p = 0; p < in_.num_parts; ++p) {
+  for (int64_t p = 0; p < in_.bags.num_parts; ++p) {
     const Part& f = in_.parts[p];
     const int64_t group = in_.bags.groups[f.number];
     if (group < 0) continue;

@@ -31,7 +31,7 @@ struct Plan {
 Plan plan_tables(const BagInput& in) {
   Plan plan;
   int64_t entry = 0;
-  for (int64_t i = 0; i < in.num_parts; ++i) {
+  for (int64_t i = 0; i < in.bags.num_parts; ++i) {
     const int64_t p = in.records ? in.records[i].by_row : i, f = in.parts[p].number;
     plan.parts.push_back(p);
     if (i == 0 || !same_table(in.parts[p], in.parts[plan.parts[static_cast<size_t>(i - 1)]]))
@@ -203,7 +203,7 @@ class TableSorter {
 void choose_payload(const BagInput& in, int64_t ids, Occurrences* out) {
   bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;
-  for (int64_t p = 0; p < in.num_parts; ++p) {
+  for (int64_t p = 0; p < in.bags.num_parts; ++p) {
     weighted = weighted || in.parts[p].mean;
     multiplied = multiplied || in.parts[p].combine == Combine::kMult;
     most_rows = std::max(most_rows, in.parts[p].num_embeddings);
@@ -254,7 +254,7 @@ int64_t bad_boundary(const Bags& bags, int64_t f) {
 
 Occurrences sort_occurrences(const BagInput& in, const Tensor& grad) {
   Bounds bounds;
-  for (int64_t f = 0; f < in.num_features && bounds.position == kNoBadPosition; ++f)
+  for (int64_t f = 0; f < in.bags.num_features && bounds.position == kNoBadPosition; ++f)
     bounds.position = bad_boundary(in.bags, f);
   in.raise(bounds);
   Occurrences out;
@@ -264,7 +264,7 @@ Occurrences sort_occurrences(const BagInput& in, const Tensor& grad) {
   out.tables.resize(plan.tables.size());
   bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, &out));
   in.raise(bounds);
-  out.part_tables.resize(static_cast<size_t>(in.num_parts));
+  out.part_tables.resize(static_cast<size_t>(in.bags.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     TableRuns& table = out.tables[t];
     const Part& f = *table.part;

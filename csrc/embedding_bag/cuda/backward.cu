@@ -64,9 +64,8 @@ __global__ void advance_step_kernel(Skip skip, Update update, int64_t* step, Bet
   if (powers) *powers = update.powers();
 }
 
-SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
+SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const uint8_t* rows,
                  const float* grad_scale, const Skip& skip) {
-  const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
   return {o.runs,        in.parts,   rows, 0,       in.bags, grad.const_data_ptr<float>(),
           in.output_dim, grad_scale, skip, nullptr, 0,       CachedRuns{}};
 }
@@ -159,11 +158,11 @@ SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cu
   return shared;
 }
 
-// Tables that a gradient is for: float32 in `weights` with a layout, or one table of a shape.
+// The gradients of float32 tables: of those in `weights`, which products are read from, or of one table of this shape.
 struct GradientInput {
   BagInput in;
   LayoutLimits limits;
-  const Tensor& weights;  // read where rows are multiplied
+  const uint8_t* rows;  // or null: nothing is multiplied
 };
 
 GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags, cudaStream_t stream) {
@@ -173,36 +172,29 @@ GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const Bag
   check(grad, "grad").on_device_of(bags.values, "values");
   BagInput in = read_bags(bags, layout, stream);
   check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
-  const LayoutLimits limits = limits_of(in, weights);
-  return {std::move(in), limits, weights};
+  const auto* rows = in.multiplies ? on_gpu(weights, bags.values) : nullptr;
+  return {std::move(in), limits_of(layout.num_parts, weights), rows};
 }
-
-GradientInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
+GradientInput read_gradient(const Tensor& grad, const Shape& shape, const OneTableBags& bags, cudaStream_t) {
   check(grad, "grad").on_device_of(bags.values, "values");
-  BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
+  BagInput in = read_bags(bags, read_one_table(shape, parse_pooling(bags.pooling)));
   check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
-  return {std::move(in), {}, grad};
+  return {std::move(in), {}, nullptr};
 }
 
-Tensor dense(const Tensor& grad_in, Sizes shape, GradientInput of, cudaStream_t stream) {
-  const Tensor grad = as_contiguous(grad_in), status = new_status(of.in, of.limits, grad, stream, true);
-  const SharedRows shared = sum_shared(grad, status, &of.in, stream);
-  const SortedOccurrences o = sort_occurrences(of.in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  Tensor out = new_zeros(grad, shape, ScalarType::Float);
+template <class Weights, class Arguments>
+Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Arguments& bags) {
+  const OnDeviceOf device(bags.values);
+  const cudaStream_t stream = device.stream();
+  auto [in, limits, rows] = read_gradient(grad_in, weights, bags, stream);
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, limits, grad, stream, true);
+  const SharedRows shared = sum_shared(grad, status, &in, stream);
+  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
+  Tensor out = new_zeros(grad, sizes_of(weights), ScalarType::Float);
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
   const StoredTarget target{out.mutable_data_ptr<float>(), nullptr, nullptr};
-  store_all(of.in, sum_args(of.in, o, grad, of.weights, nullptr, skip), target, grad, stream);
+  store_all(in, sum_args(in, o, grad, rows, nullptr, skip), target, grad, stream);
   return out;
-}
-
-Tensor backward_dense(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
-  const OnDeviceOf device(bags.values);
-  return dense(grad, weights.sizes(), read_gradient(grad, weights, bags, device.stream()), device.stream());
-}
-
-Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& shape, const OneTableBags& bags) {
-  const OnDeviceOf device(bags.values);
-  return dense(grad, {shape.data(), shape.size()}, read_gradient(grad, shape, bags), device.stream());
 }
 
 // Columns of each run, and behind the last run nothing; of bad bags nothing either.
@@ -239,22 +231,26 @@ __global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const i
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, GradientInput of, cudaStream_t stream) {
-  BagInput& in = of.in;
-  const Tensor grad = as_contiguous(grad_in), status = new_status(in, of.limits, grad, stream, true);
+template <class Weights, class Arguments>
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const Weights& weights,
+                                                   const Arguments& bags) {
+  const OnDeviceOf device(bags.values);
+  const cudaStream_t stream = device.stream();
+  auto [in, limits, products] = read_gradient(grad_in, weights, bags, stream);
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  const SumArgs args = sum_args(in, o, grad, of.weights, nullptr, {});
+  const SumArgs args = sum_args(in, o, grad, products, nullptr, {});
   const int64_t most = o.runs.most_runs, *noted = status.const_data_ptr<int64_t>();
   Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
   launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, noted,
          dims.mutable_data_ptr<int64_t>());
   exclusive_sum(dims.const_data_ptr<int64_t>(), first.mutable_data_ptr<int64_t>(), most + 1, grad, stream);
-  Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
+  Tensor row_counts = new_tensor(grad, {in.bags.num_parts}, ScalarType::Long);
   const Tensor told = new_tensor(grad, {sizeof(SparseSizes)}, ScalarType::Byte);
   auto* on_device = static_cast<SparseSizes*>(told.mutable_data_ptr());
-  launch(row_counts_kernel, blocks_for(in.num_parts, 1), dim3(kThreads), 0, stream, args, noted,
-         first.const_data_ptr<int64_t>() + most, in.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
+  launch(row_counts_kernel, blocks_for(in.bags.num_parts, 1), dim3(kThreads), 0, stream, args, noted,
+         first.const_data_ptr<int64_t>() + most, in.bags.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
   // The shape of a sparse gradient is data: this waits for the GPU, once.
   SparseSizes sizes{};
   copy_to_host(&sizes, on_device, sizeof sizes, stream);
@@ -265,18 +261,6 @@ std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, GradientInput o
                             first.const_data_ptr<int64_t>()};
   store_all(in, args, target, grad, stream);
   return {rows, row_grads, row_counts};
-}
-
-std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const Tensor& weights,
-                                                   const BagArguments& bags) {
-  const OnDeviceOf device(bags.values);
-  return sparse(grad, read_gradient(grad, weights, bags, device.stream()), device.stream());
-}
-
-std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad, const std::vector<int64_t>& shape,
-                                                            const OneTableBags& bags) {
-  const OnDeviceOf device(bags.values);
-  return sparse(grad, read_gradient(grad, shape, bags), device.stream());
 }
 
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
@@ -294,17 +278,16 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(update, in.num_rows);
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
-  const CacheTensors cache = read_cache(cached.with(cache_dirty), layout, values);
+  const CacheArguments arguments = cached.with(cache_dirty);
+  const CacheTensors cache = read_cache(arguments, layout, values);
   if (cached.slots) check_slots_of_ids(*cached.slots, values);
-  LayoutLimits limits = limits_of(in, weights, cache);
-  limits.state_elements = update.state_elements;
-  limits.tables = update.num_rates;
+  const LayoutLimits limits = limits_of(in.bags.num_parts, weights, arguments, &update);
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, own_status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, in.raises};
-  const SumArgs args = sum_args(in, o, grad, weights, update.grad_scale, skip);
   update.weights = on_gpu(weights, values);
+  const SumArgs args = sum_args(in, o, grad, in.multiplies ? update.weights : nullptr, update.grad_scale, skip);
   update_all(in, args, update, cache, grad, stream);
   auto* powers = fused.beta_powers ? static_cast<BetaPowers*>(fused.beta_powers->mutable_data_ptr()) : nullptr;
   launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, static_cast<const Update&>(update),
@@ -314,10 +297,10 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  implement<&backward_dense>(m, "embedding_bag_backward_dense.layout");
-  implement<&backward_dense_of_table>(m, "embedding_bag_backward_dense.table");
-  implement<&backward_sparse>(m, "embedding_bag_backward_sparse.layout");
-  implement<&backward_sparse_of_table>(m, "embedding_bag_backward_sparse.table");
+  implement<&backward_dense<Tensor, BagArguments>>(m, "embedding_bag_backward_dense.layout");
+  implement<&backward_dense<Shape, OneTableBags>>(m, "embedding_bag_backward_dense.table");
+  implement<&backward_sparse<Tensor, BagArguments>>(m, "embedding_bag_backward_sparse.layout");
+  implement<&backward_sparse<Shape, OneTableBags>>(m, "embedding_bag_backward_sparse.table");
   implement<&backward_fused>(m, "embedding_bag_backward_fused_.layout");
 }
 

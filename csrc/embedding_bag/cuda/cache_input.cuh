@@ -17,7 +17,7 @@ struct CacheTensors {
   int64_t* tags;
   uint8_t *marks, *dirty;
   float* rows;
-  int64_t ways, num_slots, num_elements;
+  int64_t ways, num_slots;
   PartOrder order;  // for those who ask whose a row is
 
   // The fields by which rows are found.
@@ -36,12 +36,5 @@ __device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const 
 // Reads the tensors of a cache, whose checks are row_cache.h's.
 CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values,
                         CacheUse use = CacheUse::kUpdate);
-// Limits that a call's layout must keep: the memory of its weights and its cache, if it has one.
-inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights, const CacheTensors& cache) {
-  LayoutLimits limits = limits_of(in, weights);
-  if (cache.ways > 0) limits.cache_slots = cache.num_slots;
-  if (cache.rows != nullptr) limits.cache_elements = cache.num_elements;
-  return limits;
-}
 
 }  // namespace rec_kernels

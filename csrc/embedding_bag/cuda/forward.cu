@@ -20,7 +20,7 @@ CachedPool read_cached_rows(const CachedRows& cache, const Tensor& values) {
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, const CachedPool& cache,
                                    cudaStream_t stream) {
   Tensor output = new_tensor(in.values, {in.bags.output_rows(), in.output_dim}, type);
-  Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
+  Tensor status = new_status(in, limits_of(in.bags.num_parts, weights), in.values, stream);
   const SharedRows shared(in, type, status.mutable_data_ptr<int64_t>(), stream);
   PoolArgs args = pool_args(weights, in, status);
   args.bags.shared_rows = shared.rows();
@@ -85,7 +85,7 @@ Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagIn
   check_gradient(grad_in, in.values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = new_zeros(in.values, {in.bags.num_ids}, ScalarType::Float);
-  Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
+  Tensor status = new_status(in, limits_of(in.bags.num_parts, weights), in.values, stream);
   const SharedRows shared(in, ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
   shared.sum(grad.const_data_ptr<float>());
   PoolArgs args = pool_args(weights, in, status);

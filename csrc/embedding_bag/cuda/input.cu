@@ -157,38 +157,19 @@ uint8_t* on_gpu(const Tensor& weights, const Tensor& values) {
 }
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream) {
-  check_bags(bags, layout);
-  const LayoutSizes& sizes = layout.sizes;
-  const bool own_rows = bags.have_own_rows();
-  BagInput in{as_contiguous(bags.values),
-              as_contiguous(bags.offsets),
-              as_contiguous(bags.per_sample_weights),
-              std::nullopt,
-              Parts{},
-              sizes,
-              Bags{},
-              layout.num_parts,
-              own_rows ? sizes.widest_feature : sizes.output_dim,
-              as_contiguous(bags.inverse),
-              std::nullopt,
-              sizes.max_embedding_dim,
-              sizes.num_rows,
-              (sizes.flags & kAnyMean) != 0,
-              (sizes.flags & kMultiplies) != 0,
-              parse_bag_options(bags.bounds_check).raise};
+  BagInput in{take_bags(bags, layout)};
+  const LayoutSizes& sizes = in.sizes = layout.sizes;
   Parts& parts = in.parts;
   parts.records = layout.parts;
-  parts.own_rows = own_rows;
+  parts.own_rows = in.bags.own_rows;
   parts.most_parts = static_cast<int>(sizes.most_parts);
   while (1 << parts.part_bits < parts.most_parts) ++parts.part_bits;
   read_formats(sizes, &parts);
   if (sizes.most_parts > 1 || sizes.flags & kMapsIds) {
-    in.mapped = new_tensor(in.values, {in.num_parts * static_cast<int64_t>(sizeof(MappedPart))}, ScalarType::Byte);
+    const int64_t bytes = layout.num_parts * static_cast<int64_t>(sizeof(MappedPart));
+    in.mapped = new_tensor(in.values, {bytes}, ScalarType::Byte);
     parts.mapped = static_cast<MappedPart*>(in.mapped->mutable_data_ptr());
   }
-  in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
-                                   bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
-                      layout);
   if (sizes.flags & (kPads | kHashes)) {
     in.bags.ids64 = in.bags.ids64 || sizes.flags & kHashes;  // the row of a negative int32 may be beyond those
     in.masked = new_tensor(in.values, {in.values.numel()}, in.bags.ids64 ? ScalarType::Long : ScalarType::Int);
@@ -206,28 +187,10 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
 }
 
 BagInput read_bags(const OneTableBags& bags, const Part& table) {
-  check_bags(bags);
-  BagInput in{as_contiguous(bags.values),
-              as_contiguous(bags.offsets),
-              as_contiguous(bags.per_sample_weights),
-              std::nullopt,
-              Parts{},
-              LayoutSizes{},
-              Bags{},
-              1,
-              table.embedding_dim,
-              std::nullopt,
-              std::nullopt,
-              table.embedding_dim,
-              table.num_embeddings,
-              table.mean,
-              false,
-              parse_bag_options(bags.bounds_check).raise};
+  BagInput in{take_bags(bags, table)};
   in.parts.one = table;
   in.parts.most_parts = in.parts.num_formats = 1;
   in.parts.formats[0] = table.format;
-  in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
-                                   bags.padding_idx, bags.bounds_check});
   return in;
 }
 
@@ -250,7 +213,6 @@ CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const
   if (use == CacheUse::kFind) return out;
   out.dirty = cache.dirty->mutable_data_ptr<uint8_t>();
   out.rows = cache.rows->mutable_data_ptr<float>();
-  out.num_elements = cache.rows->numel();
   return out;
 }
 

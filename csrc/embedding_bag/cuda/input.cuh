@@ -132,31 +132,19 @@ void launch_composed_weight_gradient(const PoolArgs& args, int64_t max_dim, cons
 // pinned.
 uint8_t* on_gpu(const Tensor& weights, const Tensor& values);
 
-// The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
-struct BagInput {
-  Tensor values, offsets;
-  OptionalTensor per_sample_weights, mapped;  // `mapped` is the memory of parts.mapped
-  Parts parts;
-  LayoutSizes sizes;
-  Bags bags;
-  int64_t num_parts, output_dim;
-  OptionalTensor inverse, groups;  // [G, B] and [2, F], or none: bags are not shared
-  int64_t max_dim, num_rows;       // widest row; above every linear row number
-  bool any_mean;                   // whether a feature's bags are averaged
-  bool multiplies;                 // whether a feature multiplies rows of its parts
-  bool raises;                     // for an id out of range: the update is skipped
-  OptionalTensor masked;           // bags.ids, a copy for new_status() to mask what is left out in
-  bool checks_masked;              // whether it checks these ids
+// The arguments of a call as the kernels read them.
+struct BagInput : BagTensors {
+  Parts parts{};
+  LayoutSizes sizes{};
+  OptionalTensor mapped;       // the memory of parts.mapped
+  OptionalTensor groups;       // [2, F], or none: bags are not shared
+  OptionalTensor masked;       // bags.ids, a copy for new_status() to mask what is left out in
+  bool checks_masked = false;  // whether it checks these ids
 };
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream);
 // Reads the bags of a call without a layout.
 BagInput read_bags(const OneTableBags& bags, const Part& table);
-
-// The memory that a call's layout is checked against: that of the weights, and of no state and no cache.
-inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights) {
-  return {in.num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
-}
 
 // A status with nothing noted but whether the layout is bad, on the stream. Masks ids of padding, and checks the others
 // then; skips_frozen: but for those of frozen features.

@@ -82,7 +82,7 @@ SharedRows::SharedRows(const BagInput& in, ScalarType type, int64_t* status, cud
   column_groups_ = new_tensor(in.values, {in.output_dim}, ScalarType::Int);
   const ShareArgs args{in.parts,
                        in.bags,
-                       in.num_parts,
+                       in.bags.num_parts,
                        in.output_dim,
                        in.inverse->const_data_ptr<int64_t>(),
                        groups,
@@ -91,7 +91,7 @@ SharedRows::SharedRows(const BagInput& in, ScalarType type, int64_t* status, cud
                        status};
   const dim3 block(kThreads);
   launch(start_kernel, blocks_for(std::max(groups, in.output_dim), 1), block, 0, stream, args);
-  launch(column_groups_kernel, blocks_for(in.num_parts, kWarpSize), block, 0, stream, args);
+  launch(column_groups_kernel, blocks_for(in.bags.num_parts, kWarpSize), block, 0, stream, args);
   if (groups * batch > 0) launch(check_inverse_kernel, blocks_for(groups * batch, 1), block, 0, stream, args);
 }
 

@@ -25,7 +25,7 @@ void halve(const OptionalTensor& counts) {
 int64_t check_tables(const BagInput& in, const InsertionPolicy& policy) {
   check_row_counts(policy, in.num_rows);
   int64_t tables = 0;
-  for (int64_t p = 0; p < in.num_parts; ++p) tables = std::max(tables, int64_t{in.parts[p].shard.table} + 1);
+  for (int64_t p = 0; p < in.bags.num_parts; ++p) tables = std::max(tables, int64_t{in.parts[p].shard.table} + 1);
   if (!policy.stats) return tables;
   check_value(policy.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each table_id, got ",
               policy.stats->size(0));

@@ -171,7 +171,8 @@ class Insertion {
   int64_t sort_by_set(const std::vector<Missing>& unsorted) {
     const auto count = static_cast<int64_t>(unsorted.size());
     int64_t sets = 0;  // of the cache
-    for (int64_t p = 0; p < in_.num_parts; ++p) sets = std::max(sets, cache_.places[p].first + cache_.places[p].sets);
+    for (int64_t p = 0; p < in_.bags.num_parts; ++p)
+      sets = std::max(sets, cache_.places[p].first + cache_.places[p].sets);
     const int place_bits = bit_width(static_cast<uint64_t>(count) + 1);
     const uint64_t mask = (uint64_t{1} << place_bits) - 1;
     constexpr int64_t kAtOnce = 1 << 13;

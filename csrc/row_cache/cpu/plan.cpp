@@ -12,7 +12,7 @@ namespace {
 // Linear rows of ids that are in no slot, of every part, and those of them that never will be.
 void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slots, std::vector<int64_t>* rows,
                   std::vector<int64_t>* uncached) {
-  for (int64_t feature = 0; feature < in.num_features; ++feature) {
+  for (int64_t feature = 0; feature < in.bags.num_features; ++feature) {
     const int64_t begin = in.bags.offset(in.bags.first_bag(feature));
     const int64_t end = in.bags.offset(in.bags.first_bag(feature + 1));
     for (int64_t p = in.bags.first_part(feature); p < in.bags.first_part(feature + 1); ++p) {
@@ -88,7 +88,7 @@ std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, con
   Memory memory{};
   memory.row_counts = policy.lfu() ? policy.row_counts->mutable_data_ptr<uint8_t>() : nullptr;
   memory.by_part = true;
-  Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.num_parts);
+  Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.bags.num_parts);
   insertion.prepare(slots);
   // Slots of sets that no row is missing in stay as they are, and there may be many more of them.
   const SomeSets sets(insertion.missing_sets(), cache.tags->numel() / ways);

@@ -18,7 +18,7 @@ class CachedTables {
     encode_ = how.stochastic ? formats_.stochastic : formats_.nearest;
     rounding_ = {make_noise(how.seed ? *how.seed : 0, clock), how.stochastic};
     rounding_.noise.stream = kEvictionStream;
-    for (int64_t p = 0; p < in.num_parts; ++p)
+    for (int64_t p = 0; p < in.bags.num_parts; ++p)
       if (cache.places[p].sets > 0 && in.parts[p].num_embeddings > 0) parts_.push_back(p);
     // Parts that read one table are sorted in descending order, so that the first comes last.
     std::sort(parts_.begin(), parts_.end(),

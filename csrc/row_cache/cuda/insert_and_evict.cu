@@ -394,13 +394,14 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
-  CacheTensors cache = read_cache({&cache_rows, &cache_tags, &cache_marks, &cache_dirty}, layout, values);
-  const BagInput in = read_bags(bags, layout, stream);
+  const CacheArguments arguments{&cache_rows, &cache_tags, &cache_marks, &cache_dirty};
+  CacheTensors cache = read_cache(arguments, layout, values);
+  const BagInput in = read_bags(bags.without_weights(), layout, stream);
   check_history(cache_clock, cache_stamps, policy, cache.num_slots, values);
   check_row_counts(policy, in.num_rows);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
-  Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
+  Tensor status = new_status(in, limits_of(in.bags.num_parts, weights, arguments), values, stream);
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   InsertArgs a{};
   a.cache = cache;

@@ -166,12 +166,12 @@ __global__ void __launch_bounds__(kThreads) add_pieces_kernel(RangeArgs a) {
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBags& bags) {
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
-  const CacheTensors cache =
-      read_cache({nullptr, &cache_tags, &cache_marks, nullptr}, layout, bags.values, CacheUse::kFind);
+  const CacheArguments arguments{nullptr, &cache_tags, &cache_marks, nullptr};
+  const CacheTensors cache = read_cache(arguments, layout, bags.values, CacheUse::kFind);
   const OnDeviceOf device(bags.values);
   const cudaStream_t stream = device.stream();
-  const BagInput in = read_bags(bags, layout, stream);
-  LayoutLimits limits = limits_of(in, cache_tags, cache);
+  const BagInput in = read_bags(bags.without_weights(), layout, stream);
+  LayoutLimits limits = limits_of(in.bags.num_parts, cache_tags, arguments);
   limits.weight_bytes = INT64_MAX;  // they are not read: any table fits
   Tensor slots = new_tensor(bags.values, {in.bags.num_ids}, ScalarType::Long);
   Tensor status = new_status(in, limits, bags.values, stream);
@@ -187,15 +187,17 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   const Layout layout = read_layout(records, layout_sizes, values);
   check_weights(weights, cache_tags, layout);
-  CacheTensors cache = read_cache({&cache_rows, &cache_tags, nullptr, &cache_dirty}, layout, values, CacheUse::kFlush);
+  const CacheArguments arguments{&cache_rows, &cache_tags, nullptr, &cache_dirty};
+  CacheTensors cache = read_cache(arguments, layout, values, CacheUse::kFlush);
   const OnDeviceOf device(cache_tags);
   const cudaStream_t stream = device.stream();
-  const BagInput in = read_bags({values, offsets, records, layout_sizes, std::nullopt, "none"}, layout, stream);
+  const CacheBags bags{values, offsets, records, layout_sizes, std::nullopt, "none"};
+  const BagInput in = read_bags(bags.without_weights(), layout, stream);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
-  if (in.num_parts == 0) return;  // no slot has a row of theirs
-  Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
+  if (in.bags.num_parts == 0) return;  // no slot has a row of theirs
+  Tensor status = new_status(in, limits_of(in.bags.num_parts, weights, arguments), values, stream);
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   FlushArgs args{{on_gpu(weights, values), how.seed, cache_clock.const_data_ptr<int64_t>(), how.stochastic},
                  cache,
@@ -242,16 +244,8 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 
 }  // namespace
 
-BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream) {
-  const OptionalTensor none;
-  const std::optional<std::vector<int64_t>> no_groups;
-  return read_bags(BagArguments{bags.values, bags.offsets, bags.layout, bags.layout_sizes, none, bags.bag_starts, none,
-                                no_groups, bags.bounds_check},
-                   layout, stream);
-}
-
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream) {
-  const int64_t parts = in.num_parts;
+  const int64_t parts = in.bags.num_parts;
   Tensor memory = new_tensor(in.values, {2 * parts + 1}, ScalarType::Long);
   auto* numbers = memory.mutable_data_ptr<int64_t>();
   cache->order = {numbers, numbers + parts, numbers + 2 * parts};

@@ -48,8 +48,6 @@ __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Bod
 
 // Memory of cache.order, which is written after the checks.
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
-// The bags of one of the cache's own ops.
-BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream);
 
 // Sorting keys, for insertion, of the ids whose row is in no slot, and slots that are -1 before; null elsewhere.
 struct MissingKeys {
