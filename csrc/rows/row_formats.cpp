@@ -28,31 +28,29 @@ RowFormat parse_row_format(const std::string& name, const std::string& argument)
 
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
 
-QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
-                              const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
-                              const std::optional<std::string>& scale_rule) {
-  parse_row_format(format);  // an unknown name is said before a wrong shape
-  check(x, "x").rank(2);
-  check_value(x.size(1) <= INT32_MAX, "x must have fewer than 2^31 columns, got shape ", shape_of(x));
-  return read_fake_quantize(x, format, rounding, seed, step, table, first_row, scale_rule);
+QuantizeOptions read_quantize(const QuantizeArguments& a) {
+  parse_row_format(a.format);  // an unknown name is said before a wrong shape
+  check(a.x, "x").rank(2);
+  check_value(a.x.size(1) <= INT32_MAX, "x must have fewer than 2^31 columns, got shape ", shape_of(a.x));
+  return read_fake_quantize(a);
 }
 
-QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
-                                   const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
-                                   int64_t first_row, const std::optional<std::string>& scale_rule) {
-  const RowFormat f = parse_row_format(format);
+QuantizeOptions read_fake_quantize(const QuantizeArguments& a) {
+  const Tensor& x = a.x;
+  const std::optional<std::string>& rule = a.scale_rule;
+  const RowFormat f = parse_row_format(a.format);
   check_float_dtype(x.scalar_type(), "x");
   check_value(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, "x must have at least one column, got shape ", shape_of(x));
   const int64_t rows = x.numel() / x.size(x.dim() - 1);
-  const bool stochastic = parse_choice(rounding, "rounding", "nearest", "stochastic");
-  check_value(!scale_rule || *scale_rule == "floor" || *scale_rule == "rceil",
-              "scale_rule must be \"floor\", \"rceil\" or None, got \"", scale_rule.value_or(""), "\"");
-  check_scalar(seed, x, "seed");
-  check_scalar(step, x, "step");
-  check_value(table >= 0 && table < kMaxTableId, "table = ", table, " must be in [0, ", kMaxTableId, ")");
-  check_value(first_row >= 0 && first_row <= kMaxNoisyRows - rows, "first_row = ", first_row, " must be in [0, 2^44 - ",
-              rows, "]");
-  return {f, stochastic, scale_rule ? *scale_rule == "rceil" : stochastic, static_cast<uint32_t>(table), first_row};
+  const bool stochastic = parse_choice(a.rounding, "rounding", "nearest", "stochastic");
+  check_value(!rule || *rule == "floor" || *rule == "rceil", "scale_rule must be \"floor\", \"rceil\" or None, got \"",
+              rule.value_or(""), "\"");
+  check_scalar(a.seed, x, "seed");
+  check_scalar(a.step, x, "step");
+  check_value(a.table >= 0 && a.table < kMaxTableId, "table = ", a.table, " must be in [0, ", kMaxTableId, ")");
+  check_value(a.first_row >= 0 && a.first_row <= kMaxNoisyRows - rows, "first_row = ", a.first_row,
+              " must be in [0, 2^44 - ", rows, "]");
+  return {f, stochastic, rule ? *rule == "rceil" : stochastic, static_cast<uint32_t>(a.table), a.first_row};
 }
 
 RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim) {

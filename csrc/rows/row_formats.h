@@ -12,6 +12,7 @@
 // identity.
 #pragma once
 
+#include "core/boxing.h"
 #include "core/philox.h"
 #include "core/stable.h"
 #include "rows/formats/format_list.h"
@@ -30,13 +31,22 @@ struct QuantizeOptions {
   uint32_t table;
   int64_t first_row;
 };
-RK_EXPORT QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
-                                        const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
-                                        int64_t first_row, const std::optional<std::string>& scale_rule);
+// quantize_rows' and fake_quantize's arguments, as they arrive.
+struct QuantizeArguments {
+  const Tensor& x;
+  const std::string &format, &rounding;
+  const OptionalTensor &seed, &step;
+  int64_t table, first_row;
+  const std::optional<std::string>& scale_rule;
+};
+template <>
+struct ArgumentsOf<const QuantizeArguments&> {
+  using types = Types<const Tensor&, const std::string&, const std::string&, const OptionalTensor&,
+                      const OptionalTensor&, int64_t, int64_t, const std::optional<std::string>&>;
+};
+RK_EXPORT QuantizeOptions read_quantize(const QuantizeArguments& a);
 // read_quantize for x of one dimension or more.
-QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
-                                   const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
-                                   int64_t first_row, const std::optional<std::string>& scale_rule);
+QuantizeOptions read_fake_quantize(const QuantizeArguments& a);
 RK_EXPORT RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim);
 // Inline, not exported: a ScalarType in a symbol's name would tie the library to a version of torch.
 inline void check_float_dtype(ScalarType dtype, const char* name) {

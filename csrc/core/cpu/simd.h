@@ -54,9 +54,6 @@ struct Vec {
   }
   Vec first(int n) const { return {_mm512_maskz_mov_ps(mask(n), v)}; }
 };
-RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
-RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
-RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
@@ -84,9 +81,6 @@ struct Vec {
   }
   Vec first(int n) const { return {_mm256_and_ps(v, _mm256_castsi256_ps(mask(n)))}; }
 };
-RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
-RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
-RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec square_root(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
@@ -117,9 +111,6 @@ struct Vec {
   }
   Vec first(int n) const { return {Float4{v[0], n > 1 ? v[1] : 0.0f, n > 2 ? v[2] : 0.0f, 0.0f}}; }
 };
-RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
-RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
-RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 RK_HOST_DEVICE Vec square_root(Vec a) {
   for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = __builtin_sqrtf(a.v[i]);
   return a;
@@ -137,6 +128,13 @@ RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
 RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 
 #endif
+
+constexpr int W = Vec::kWidth;
+
+// GCC and Clang have the operators for vectors of every width.
+RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 
 }  // namespace RK_ISA
 }  // namespace rec_kernels

@@ -10,7 +10,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-constexpr int kLanes = Vec::kWidth;
+constexpr int kLanes = W;
 
 typedef float FloatLanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordLanes __attribute__((vector_size(4 * kLanes)));

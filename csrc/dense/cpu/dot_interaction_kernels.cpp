@@ -11,8 +11,6 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-constexpr int W = Vec::kWidth;
-
 // Index of vector i's first pair among all pairs.
 RK_HOST_DEVICE int64_t first_pair(int64_t i, bool self_interaction) {
   return self_interaction ? i * (i + 1) / 2 : i * (i - 1) / 2;

@@ -9,8 +9,6 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-constexpr int W = Vec::kWidth;
-
 // The rows of a matrix in whole registers, zeros behind the last column: where they lie if they are, or in memory.
 const float* whole_registers(const float* matrix, int64_t rows, int64_t columns, float* memory) {
   const int64_t stride = padded(columns);

@@ -9,8 +9,6 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-constexpr int W = Vec::kWidth;
-
 // The widest tile, in registers across and elements down: its sums and one row of operands fill the registers there
 // are.
 #if defined(__AVX512F__)

@@ -7,7 +7,6 @@ inline namespace RK_ISA {
 namespace {
 
 void scale_rows(const float* x, const float* scale, float* out, int64_t columns, int64_t begin, int64_t end) {
-  constexpr int W = Vec::kWidth;
   for (int64_t n = begin; n < end; ++n) {
     const float* row = x + n * columns;
     float* result = out + n * columns;

@@ -10,7 +10,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 
 // `count` rounded up to whole registers.
-RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, Vec::kWidth) * Vec::kWidth; }
+RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, W) * W; }
 
 // out [rows, columns] = left [rows, terms] times right [terms, columns]. Every sum takes its terms in ascending order,
 // sum = fmaf(left, right, sum), from +0 on.
@@ -43,7 +43,6 @@ struct ProductPlace {
 // kPacked: left's rows are neighbours, down is 1.
 template <int N, int kRows, bool kPacked>
 void product_tile(const SmallProduct& p, ProductPlace at) {
-  constexpr int W = Vec::kWidth;
   Vec sum[kRows][N], operand[N];
   for (int r = 0; r < kRows; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = Vec::broadcast(0.0f);
@@ -85,11 +84,11 @@ RK_HOST_DEVICE void product_columns(const SmallProduct& p, ProductPlace at, int 
 }
 
 inline void multiply(const SmallProduct& p, int64_t rows, int64_t columns) {
-  constexpr int64_t kColumns = kProductAcross * Vec::kWidth;
+  constexpr int64_t kColumns = kProductAcross * W;
   for (int64_t c = 0; c < columns; c += kColumns) {
     const int64_t here = columns - c < kColumns ? columns - c : kColumns;
-    const int registers = static_cast<int>(ceil_div(here, Vec::kWidth));
-    const int lanes = static_cast<int>(here) - (registers - 1) * Vec::kWidth;
+    const int registers = static_cast<int>(ceil_div(here, W));
+    const int lanes = static_cast<int>(here) - (registers - 1) * W;
     if (p.down == 1) product_columns<kProductAcross, true>(p, {0, c, lanes}, registers, rows);
     else product_columns<kProductAcross, false>(p, {0, c, lanes}, registers, rows);
   }

@@ -8,7 +8,6 @@ namespace {
 
 // Copies bits, whatever they mean: of numbers of fewer than four bytes, the last ones one by one.
 RK_HOST_DEVICE void copy_row(const char* from, char* to, int64_t bytes) {
-  constexpr int W = Vec::kWidth;
   const auto* x = reinterpret_cast<const float*>(from);
   auto* out = reinterpret_cast<float*>(to);
   const int64_t words = bytes / 4;
@@ -44,7 +43,6 @@ RK_HOST_DEVICE const float* row_of(const float* rows, const int64_t* order, int6
 // kVecs registers' columns of all rows.
 template <int kVecs>
 RK_HOST_DEVICE void sum_columns(const float* rows, const int64_t* order, int64_t count, int64_t stride, float* out) {
-  constexpr int W = Vec::kWidth;
   Vec sum[kVecs];
   const float* first = row_of(rows, order, 0, stride);
   for (int k = 0; k < kVecs; ++k) sum[k] = Vec::load(first + k * W);
@@ -64,7 +62,6 @@ RK_HOST_DEVICE void sum_last_columns(const float* rows, const int64_t* order, in
 }
 
 void sum_rows(const float* rows, const int64_t* order, int64_t count, int64_t columns, int64_t stride, float* out) {
-  constexpr int W = Vec::kWidth;
   int64_t c = 0;
   for (; c + kRegisters * W <= columns; c += kRegisters * W)
     sum_columns<kRegisters>(rows + c, order, count, stride, out + c);

@@ -6,7 +6,6 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-constexpr int W = Vec::kWidth;
 constexpr int kBlockVecs = 8;
 constexpr int kBlock = kBlockVecs * W;
 

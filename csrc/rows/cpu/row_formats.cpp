@@ -83,8 +83,8 @@ class RowDecoder {
 
 int64_t value_or_zero(const OptionalTensor& t) { return t ? *t->const_data_ptr<int64_t>() : 0; }
 
-RowRounding row_rounding(const QuantizeOptions& options, const OptionalTensor& seed, const OptionalTensor& step) {
-  return {make_noise(value_or_zero(seed), value_or_zero(step), {options.table, 0, 0}), options.round_up};
+RowRounding row_rounding(const QuantizeOptions& options, const QuantizeArguments& a) {
+  return {make_noise(value_or_zero(a.seed), value_or_zero(a.step), {options.table, 0, 0}), options.round_up};
 }
 
 RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {
@@ -92,15 +92,13 @@ RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {
   return (options.stochastic ? k.stochastic : k.nearest)[static_cast<int>(options.format)];
 }
 
-std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
-                                             const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
-                                             int64_t first_row, const std::optional<std::string>& scale_rule) {
-  const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
-  const Tensor x = as_contiguous(x_in);
+std::tuple<Tensor, Tensor> quantize_rows_cpu(const QuantizeArguments& a) {
+  const QuantizeOptions options = read_quantize(a);
+  const Tensor x = as_contiguous(a.x);
   const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), few = few_rows(D);
   Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
-  const RowRounding how = row_rounding(options, seed, step);
+  const RowRounding how = row_rounding(options, a);
   const FloatRows from(x);
   auto* to = rows.mutable_data_ptr<uint8_t>();
   std::atomic<int64_t> first_bad{N};
@@ -142,15 +140,13 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
   return out;
 }
 
-Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
-                         const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
-                         const std::optional<std::string>& scale_rule) {
-  const QuantizeOptions options = read_fake_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
-  const Tensor x = as_contiguous(x_in);
+Tensor fake_quantize_cpu(const QuantizeArguments& a) {
+  const QuantizeOptions options = read_fake_quantize(a);
+  const Tensor x = as_contiguous(a.x);
   const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, few = few_rows(D);
   Tensor out = new_tensor(x, x.sizes(), x.scalar_type());
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
-  const RowRounding how = row_rounding(options, seed, step);
+  const RowRounding how = row_rounding(options, a);
   const FloatRows from(x);
   const RowDecoder decoder(options.format, D, out);
   const int64_t bytes = row_bytes(options.format, D), at_once = rows_in_scratch(D);

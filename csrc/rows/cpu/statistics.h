@@ -60,15 +60,14 @@ RK_HOST_DEVICE float square_sum(const Vec* g, int64_t columns) {
   return _mm512_cvtss_f32(t);
 #else
   alignas(64) float partials[kRowPartials];
-  for (int v = 0; v < NV; ++v) fused_multiply_add(g[v], g[v], zero).store(partials + v * Vec::kWidth);
-  for (int v = NV; v * Vec::kWidth % 16 != 0; ++v) zero.store(partials + v * Vec::kWidth);
+  for (int v = 0; v < NV; ++v) fused_multiply_add(g[v], g[v], zero).store(partials + v * W);
+  for (int v = NV; v * W % 16 != 0; ++v) zero.store(partials + v * W);
   return reduce_partials(partials, columns);
 #endif
 }
 
 // sum over c of a[c] * b[c] for c < columns.
 inline float row_dot(const float* a, const float* b, int64_t columns) {
-  constexpr int W = Vec::kWidth;
   alignas(64) float partials[kRowPartials];
   const int64_t first = columns < kRowPartials ? (columns + 15) / 16 * 16 : kRowPartials;
   for (int64_t p = 0; p < first; p += W) {

@@ -105,13 +105,10 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
 
 __global__ void no_bad_position_kernel(int64_t* status) { *status = INT64_MAX; }
 
-std::tuple<Tensor, Tensor> quantize_rows_cuda(const Tensor& x_in, const std::string& format,
-                                              const std::string& rounding, const OptionalTensor& seed,
-                                              const OptionalTensor& step, int64_t table, int64_t first_row,
-                                              const std::optional<std::string>& scale_rule) {
-  const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
-  const OnDeviceOf device(x_in);
-  const Tensor x = as_contiguous(x_in);
+std::tuple<Tensor, Tensor> quantize_rows_cuda(const QuantizeArguments& given) {
+  const QuantizeOptions options = read_quantize(given);
+  const OnDeviceOf device(given.x);
+  const Tensor x = as_contiguous(given.x);
   const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D);
   Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
   const QuantizeArgs a{x.const_data_ptr(),
@@ -121,8 +118,8 @@ std::tuple<Tensor, Tensor> quantize_rows_cuda(const Tensor& x_in, const std::str
                        bytes,
                        options.first_row,
                        rows.mutable_data_ptr<uint8_t>(),
-                       seed ? seed->const_data_ptr<int64_t>() : nullptr,
-                       step ? step->const_data_ptr<int64_t>() : nullptr,
+                       given.seed ? given.seed->const_data_ptr<int64_t>() : nullptr,
+                       given.step ? given.step->const_data_ptr<int64_t>() : nullptr,
                        options.table,
                        options.round_up,
                        options.stochastic,

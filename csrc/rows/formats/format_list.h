@@ -44,78 +44,41 @@ using WithAllFormats = Use<Fp32, Fp16, Bf16, Int8, Int4, Int2, Mx9, Mx6, Mx4, Mx
 #endif
 template <class Body>
 RK_HOST_DEVICE auto with_bag_format(RowFormat format, const Body& body) {
-  switch (format) {
-    case RowFormat::kFp16:
-      return body(Fp16());
-    case RowFormat::kBf16:
-      return body(Bf16());
-    case RowFormat::kInt8:
-      return body(Int8());
-    case RowFormat::kInt4:
-      return body(Int4());
-    case RowFormat::kMx9:
-      return body(Mx9());
-    case RowFormat::kMx6:
-      return body(Mx6());
-    case RowFormat::kMx4:
-      return body(Mx4());
-    default:
-      return body(Fp32());
-  }
+  if (format == RowFormat::kFp16) return body(Fp16());
+  if (format == RowFormat::kBf16) return body(Bf16());
+  if (format == RowFormat::kInt8) return body(Int8());
+  if (format == RowFormat::kInt4) return body(Int4());
+  if (format == RowFormat::kMx9) return body(Mx9());
+  if (format == RowFormat::kMx6) return body(Mx6());
+  if (format == RowFormat::kMx4) return body(Mx4());
+  return body(Fp32());
 }
 
 // body(Format()) for any format.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <class Body>
-auto with_format(RowFormat format, const Body& body) {
-  switch (format) {
-    case RowFormat::kInt2:
-      return body(Int2());
-    case RowFormat::kMxFp8E4M3:
-      return body(MxFp8E4M3());
-    case RowFormat::kMxFp8E5M2:
-      return body(MxFp8E5M2());
-    case RowFormat::kMxFp6E3M2:
-      return body(MxFp6E3M2());
-    case RowFormat::kMxFp6E2M3:
-      return body(MxFp6E2M3());
-    case RowFormat::kMxFp4E2M1:
-      return body(MxFp4E2M1());
-    case RowFormat::kMxInt8:
-      return body(MxInt8());
-    default:
-      return with_bag_format(format, body);
-  }
+RK_HOST_DEVICE auto with_format(RowFormat format, const Body& body) {
+  if (format == RowFormat::kInt2) return body(Int2());
+  if (format == RowFormat::kMxFp8E4M3) return body(MxFp8E4M3());
+  if (format == RowFormat::kMxFp8E5M2) return body(MxFp8E5M2());
+  if (format == RowFormat::kMxFp6E3M2) return body(MxFp6E3M2());
+  if (format == RowFormat::kMxFp6E2M3) return body(MxFp6E2M3());
+  if (format == RowFormat::kMxFp4E2M1) return body(MxFp4E2M1());
+  if (format == RowFormat::kMxInt8) return body(MxInt8());
+  return with_bag_format(format, body);
 }
 
-// Bytes of a row of D columns. Not by with_format: nvcc has no lambdas for host and device at once.
-RK_HOST_DEVICE int64_t row_bytes(RowFormat format, int64_t D) {
-  switch (format) {
-    case RowFormat::kFp32:
-      return Fp32::row_bytes(D);
-    case RowFormat::kFp16:
-    case RowFormat::kBf16:
-      return Fp16::row_bytes(D);
-    case RowFormat::kInt8:
-      return Int8::row_bytes(D);
-    case RowFormat::kInt4:
-      return Int4::row_bytes(D);
-    case RowFormat::kInt2:
-      return Int2::row_bytes(D);
-    case RowFormat::kMx9:
-      return Mx9::row_bytes(D);
-    case RowFormat::kMx6:
-      return Mx6::row_bytes(D);
-    case RowFormat::kMx4:
-      return Mx4::row_bytes(D);
-    case RowFormat::kMxFp6E3M2:
-    case RowFormat::kMxFp6E2M3:
-      return MxFp6E3M2::row_bytes(D);
-    case RowFormat::kMxFp4E2M1:
-      return MxFp4E2M1::row_bytes(D);
-    default:
-      return MxFp8E4M3::row_bytes(D);
+// Bytes of a row of D columns. The body is no lambda: nvcc has none for host and device at once.
+struct BytesOfRow {
+  int64_t D;
+  template <class Format>
+  RK_HOST_DEVICE int64_t operator()(Format) const {
+    return Format::row_bytes(D);
   }
-}
+};
+RK_HOST_DEVICE int64_t row_bytes(RowFormat format, int64_t D) { return with_format(format, BytesOfRow{D}); }
 
 }  // namespace RK_ISA
 }  // namespace rec_kernels
