@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/embedding_bag/cuda/pool.cuh",
-        "static_cast<unsigned long long>(count_bits(found)));",
-        "static_cast<unsigned long long>(1));",
+        "add_count(status + 1, count_bits(found));",
+        "add_count(status + 1, 1);",
         "embedding_bag_fuzz embedding_bag_bounds",
     ),
     Mutant(

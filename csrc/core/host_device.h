@@ -56,5 +56,19 @@ RK_HOST_DEVICE int count_bits(uint32_t x) {
 
 RK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The first number of [low, high) of which behind(number) is true, as of all after it; `high` if there is none.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class Behind>
+RK_HOST_DEVICE int64_t first_behind(int64_t low, int64_t high, const Behind& behind) {
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (behind(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
 }  // namespace RK_ISA
 }  // namespace rec_kernels

@@ -128,6 +128,23 @@ inline dim3 blocks_for(int64_t items, int lanes) {
 // which balances better than a stride over bags.
 inline dim3 blocks_for_bags(int64_t bags, int lanes) { return at_most(kMostBlocks, bags, lanes); }
 
+// Starts a kernel whose groups of so many lanes take the items in a grid stride; or, launch_for_bags, take a bag each.
+template <class... Parameters, class... Arguments>
+void launch_for(int64_t items, int lanes, cudaStream_t stream, void (*kernel)(Parameters...),
+                const Arguments&... arguments) {
+  launch(kernel, blocks_for(items, lanes), dim3(kThreads), 0, stream, arguments...);
+}
+template <class... Parameters, class... Arguments>
+void launch_for_bags(int64_t bags, int lanes, cudaStream_t stream, void (*kernel)(Parameters...),
+                     const Arguments&... arguments) {
+  launch(kernel, blocks_for_bags(bags, lanes), dim3(kThreads), 0, stream, arguments...);
+}
+// Starts a kernel of a single thread.
+template <class... Parameters, class... Arguments>
+void launch_one(cudaStream_t stream, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  launch(kernel, dim3(1), dim3(1), 0, stream, arguments...);
+}
+
 // Lanes for rows of `columns` floats, four to a lane.
 inline int lanes_for(int64_t columns) {
   int lanes = 1;
@@ -135,40 +152,35 @@ inline int lanes_for(int64_t columns) {
   return lanes;
 }
 
-// Calls body(std::integral_constant<int, G>) with G = lanes, a power of two up to a warp.
+// A number that is a template's argument.
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// Calls body(Constant<G>) with G = lanes, a power of two up to a warp; at least 4.
 template <class Body>
 void with_lanes(int lanes, const Body& body) {
-  switch (lanes) {
-    case 1:
-    case 2:
-    case 4:
-      return body(std::integral_constant<int, 4>());
-    case 8:
-      return body(std::integral_constant<int, 8>());
-    case 16:
-      return body(std::integral_constant<int, 16>());
-    default:
-      return body(std::integral_constant<int, 32>());
-  }
+  if (lanes <= 4) body(Constant<4>());
+  else if (lanes == 8) body(Constant<8>());
+  else if (lanes == 16) body(Constant<16>());
+  else body(Constant<32>());
 }
 
 // Blocks of 4 * 32 columns that a warp keeps in registers; it goes through a wider row's input again for the next ones.
 constexpr int kMaxBlocks = 4;
 
-// Calls body(G, kBlocks), integral constants: how many lanes take a row of at most max_dim columns, and how many blocks
+// Calls body(G, kBlocks), Constants: how many lanes take a row of at most max_dim columns, and how many blocks
 // of 4 * G columns they keep.
 template <class Body>
 void with_widths(int64_t max_dim, const Body& body) {
   with_lanes(lanes_for(max_dim), [&](auto group) {
     constexpr int G = decltype(group)::value;
     const int64_t blocks = ceil_div(max_dim, 4 * G);
-    using std::integral_constant;
     if constexpr (G < kWarpSize) {
-      body(group, integral_constant<int, 1>());
+      body(group, Constant<1>());
     } else {
-      if (blocks == 1) body(group, integral_constant<int, 1>());
-      else if (blocks == 2) body(group, integral_constant<int, 2>());
-      else body(group, integral_constant<int, kMaxBlocks>());
+      if (blocks == 1) body(group, Constant<1>());
+      else if (blocks == 2) body(group, Constant<2>());
+      else body(group, Constant<kMaxBlocks>());
     }
   });
 }
@@ -178,13 +190,12 @@ void with_widths(int64_t max_dim, const Body& body) {
 // most kMost blocks, which is 2 where it keeps state beside them.
 template <int kMost, class Body>
 void with_few_lanes(int64_t max_dim, const Body& body) {
-  using std::integral_constant;
-  if (max_dim <= 16) body(integral_constant<int, 4>(), integral_constant<int, 1>());
-  else if (max_dim <= 32) body(integral_constant<int, 4>(), integral_constant<int, 2>());
-  else if (max_dim <= 64) body(integral_constant<int, 8>(), integral_constant<int, 2>());
-  else if (max_dim <= 128) body(integral_constant<int, 32 / kMost>(), integral_constant<int, kMost>());
-  else if (max_dim <= 256) body(integral_constant<int, 64 / kMost>(), integral_constant<int, kMost>());
-  else body(integral_constant<int, kWarpSize>(), integral_constant<int, kMaxBlocks>());
+  if (max_dim <= 16) body(Constant<4>(), Constant<1>());
+  else if (max_dim <= 32) body(Constant<4>(), Constant<2>());
+  else if (max_dim <= 64) body(Constant<8>(), Constant<2>());
+  else if (max_dim <= 128) body(Constant<32 / kMost>(), Constant<kMost>());
+  else if (max_dim <= 256) body(Constant<64 / kMost>(), Constant<kMost>());
+  else body(Constant<kWarpSize>(), Constant<kMaxBlocks>());
 }
 
 // True of the kernels for the widest rows: there may be more columns than a group keeps at once. All others are chosen
@@ -210,10 +221,9 @@ constexpr int kFewLanes = 8;
 // taken block by block.
 template <class Body>
 void with_few_widths(int64_t max_dim, const Body& body) {
-  using std::integral_constant;
-  if (max_dim <= 4 * kFewLanes) body(integral_constant<int, kFewLanes>(), integral_constant<int, 1>());
-  else if (max_dim <= 4 * kWarpSize) body(integral_constant<int, kWarpSize>(), integral_constant<int, 1>());
-  else body(integral_constant<int, kWarpSize>(), integral_constant<int, kMaxBlocks>());
+  if (max_dim <= 4 * kFewLanes) body(Constant<kFewLanes>(), Constant<1>());
+  else if (max_dim <= 4 * kWarpSize) body(Constant<kWarpSize>(), Constant<1>());
+  else body(Constant<kWarpSize>(), Constant<kMaxBlocks>());
 }
 
 }  // namespace rec_kernels

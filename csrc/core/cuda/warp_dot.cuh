@@ -14,25 +14,17 @@ __device__ __forceinline__ float sum_partials(const float (&s)[4], const Group<G
   return group.sum(own);
 }
 
-// sum over c of g[c] * x[c] ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128. read(c): x[c .. c+3].
-template <class Read>
-__device__ __forceinline__ float warp_dot(const float* g, int64_t columns, const Group<kWarpSize>& warp,
-                                          const Read& read) {
-  const bool aligned = rows_aligned(g, columns);
-  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int64_t c = 4 * warp.lane; c < columns; c += 4 * kWarpSize) {
-    const Vec4 a = load_columns(g, c, columns, aligned), x = read(c);
-    for (int j = 0; j < 4; ++j)
-      if (c + j < columns) s[j] = fused_multiply_add(a.v[j], x.v[j], s[j]);
-  }
-  return sum_partials(s, warp);
-}
-
-// warp_dot of two rows of floats.
+// sum over c of a[c] * b[c] ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128.
 __device__ __forceinline__ float warp_row_dot(const float* a, const float* b, int64_t columns,
                                               const Group<kWarpSize>& warp) {
-  const bool aligned = rows_aligned(b, columns);
-  return warp_dot(a, columns, warp, [&](int64_t c) { return load_columns(b, c, columns, aligned); });
+  const bool a_aligned = rows_aligned(a, columns), b_aligned = rows_aligned(b, columns);
+  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int64_t c = 4 * warp.lane; c < columns; c += 4 * kWarpSize) {
+    const Vec4 x = load_columns(a, c, columns, a_aligned), y = load_columns(b, c, columns, b_aligned);
+    for (int j = 0; j < 4; ++j)
+      if (c + j < columns) s[j] = fused_multiply_add(x.v[j], y.v[j], s[j]);
+  }
+  return sum_partials(s, warp);
 }
 
 // The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3

@@ -52,8 +52,7 @@ std::tuple<Tensor, Tensor> expand_cuda(const Tensor& x_in, const Tensor& inverse
                         Divisor::of(std::max<int64_t>(bytes / word, 1)),
                         status.mutable_data_ptr<int64_t>()};
   with_word(word, [&](auto unit) {
-    launch(expand_kernel<decltype(unit)>, blocks_for(std::max(count, words), 1), dim3(kThreads), 0, device.stream(),
-           args);
+    launch_for(std::max(count, words), 1, device.stream(), expand_kernel<decltype(unit)>, args);
   });
   return {out, status};
 }

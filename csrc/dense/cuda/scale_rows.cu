@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Aligned rows; with G below a warp, no row has more than 4 * G columns. The order is that of warp_dot().
+// Aligned rows; with G below a warp, no row has more than 4 * G columns. The order is that of warp_row_dot().
 template <int G>
 __global__ void __launch_bounds__(kThreads)
     row_dot_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
@@ -105,8 +105,8 @@ template <class Word>
 void launch_scale_rows(const float* x, const float* scale, float* out, int64_t rows, int64_t words,
                        cudaStream_t stream) {
   with_lanes(lanes_for(4 * words), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    launch(scale_rows_kernel<Word, G>, blocks_for_rows(rows, G), dim3(kThreads), 0, stream, x, scale, out, rows, words);
+    launch(scale_rows_kernel<Word, group>, blocks_for_rows(rows, group), dim3(kThreads), 0, stream, x, scale, out, rows,
+           words);
   });
 }
 
@@ -141,12 +141,11 @@ Tensor row_dot_cuda(const Tensor& a_in, const Tensor& b_in) {
   const dim3 block(kThreads);
   if (both_aligned(left, right, columns)) {
     with_lanes(lanes_for(columns), [&](auto group) {
-      constexpr int G = decltype(group)::value;
-      launch(row_dot_kernel<G>, blocks_for_rows(rows, G), block, 0, device.stream(), left, right, out, rows, columns);
+      launch(row_dot_kernel<group>, blocks_for_rows(rows, group), block, 0, device.stream(), left, right, out, rows,
+             columns);
     });
   } else {
-    launch(row_dot_unaligned_kernel, blocks_for(rows, kWarpSize), block, 0, device.stream(), left, right, out, rows,
-           columns);
+    launch_for(rows, kWarpSize, device.stream(), row_dot_unaligned_kernel, left, right, out, rows, columns);
   }
   return result;
 }

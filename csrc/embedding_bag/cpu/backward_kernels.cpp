@@ -175,13 +175,7 @@ __attribute__((noinline)) Target after_summed(Target target, int64_t row, int64_
 
 // The first long run at or behind `run`, which counts over all tables.
 const LongRun* first_long_run(const RunArgs& a, int64_t run) {
-  int64_t low = 0, high = a.num_long_runs;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (a.long_runs[middle].run < run) low = middle + 1;
-    else high = middle;
-  }
-  return a.long_runs + low;
+  return a.long_runs + first_behind(0, a.num_long_runs, [&](int64_t i) { return a.long_runs[i].run >= run; });
 }
 
 // The sums of runs that are not those of a table's occurrences as they are sorted: of long runs, which have partial

@@ -137,13 +137,10 @@ void BagInput::raise(const Bounds& bounds) const {
         {first, feature, bag - bags.first_bag(feature), bags.offset(i), bags.num_ids, i > 0 ? bags.offset(i - 1) : 0});
   }
   if (!raises) return;
-  int64_t low = 0, high = bags.num_bags;  // the last bag that starts at or before the position
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    (bags.offset(middle) <= position ? low : high) = middle;
-  }
-  const int64_t feature = bags.feature_of(low);
-  throw_bad_position({position, feature, low - bags.first_bag(feature), bags.id(position),
+  // The last bag that starts at or before the position.
+  const int64_t bag = first_behind(1, bags.num_bags, [&](int64_t i) { return bags.offset(i) > position; }) - 1;
+  const int64_t feature = bags.feature_of(bag);
+  throw_bad_position({position, feature, bag - bags.first_bag(feature), bags.id(position),
                       parts[bags.first_part(feature)].id_limit, 0});
 }
 

@@ -78,16 +78,14 @@ Tensor sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStr
   args->max_dim = in.max_dim;
   if (rows == 0) return sums;
   with_widths(in.max_dim, [&](auto group, auto blocks) {
-    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-    launch(sum_chunks_kernel<G, kBlocks>, blocks_for(args->runs.most_chunks, G), dim3(kThreads), 0, stream, *args);
+    launch_for(args->runs.most_chunks, group, stream, sum_chunks_kernel<group, blocks>, *args);
   });
   for (args->format = 0; args->format < in.parts.num_formats && in.multiplies; ++args->format)
     launch_product_sums(*args, stream);
   args->format = 0;
   if (args->runs.most_runs <= kMostOfGroup) return sums;  // too few occurrences for a longer run
   with_few_widths(in.max_dim, [&](auto group, auto blocks) {
-    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-    launch(sum_chunk_sums_kernel<G, kBlocks>, at_most(kLongRunBlocks, rows, kThreads), dim3(kThreads), 0, stream,
+    launch(sum_chunk_sums_kernel<group, blocks>, at_most(kLongRunBlocks, rows, kThreads), dim3(kThreads), 0, stream,
            *args);
   });
   return sums;
@@ -95,9 +93,8 @@ Tensor sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStr
 
 template <class Target>
 void finish_floats(const SumArgs& args, const Target& target, cudaStream_t stream) {
-  with_few_lanes<Target::kElementwise ? 2 : kMaxBlocks>(args.max_dim, [&](auto group, auto blocks) {
-    launch_finish<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
-  });
+  with_few_lanes<Target::kElementwise ? 2 : kMaxBlocks>(
+      args.max_dim, [&](auto group, auto blocks) { launch_finish<group, blocks>(args, target, stream); });
 }
 
 void store_all(const BagInput& in, SumArgs args, const StoredTarget& target, const Tensor& like, cudaStream_t stream) {
@@ -136,8 +133,7 @@ void update_all(const BagInput& in, SumArgs args, RowUpdate update, const CacheT
   const Tensor sums = sum_chunks(in, &args, like, stream);
   const Tensor slots = new_tensor(like, {cache.tags ? args.runs.most_runs : 0}, ScalarType::Long);
   if (cache.tags) {
-    launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, 1), dim3(kThreads), 0, stream, args, cache,
-           slots.mutable_data_ptr<int64_t>());
+    launch_for(args.runs.most_runs, 1, stream, slots_of_runs_kernel, args, cache, slots.mutable_data_ptr<int64_t>());
     args.cache = {slots.const_data_ptr<int64_t>(), false};
   }
   for (args.format = 0; args.format < in.parts.num_formats; ++args.format) {
@@ -206,13 +202,7 @@ __global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, const int
 
 // Runs whose row is below `row`.
 __device__ int64_t runs_below(const Runs& runs, int64_t row) {
-  int64_t low = 0, high = *runs.num_runs;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (runs.row(middle) < row) low = middle + 1;
-    else high = middle;
-  }
-  return low;
+  return first_behind(0, *runs.num_runs, [&](int64_t run) { return runs.row(run) >= row; });
 }
 
 // Numbers that the host needs for a sparse gradient.
@@ -243,14 +233,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const 
   const SumArgs args = sum_args(in, o, grad, products, nullptr, {});
   const int64_t most = o.runs.most_runs, *noted = status.const_data_ptr<int64_t>();
   Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
-  launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, noted,
-         dims.mutable_data_ptr<int64_t>());
+  launch_for(most + 1, 1, stream, run_dims_kernel, args, noted, dims.mutable_data_ptr<int64_t>());
   exclusive_sum(dims.const_data_ptr<int64_t>(), first.mutable_data_ptr<int64_t>(), most + 1, grad, stream);
   Tensor row_counts = new_tensor(grad, {in.bags.num_parts}, ScalarType::Long);
   const Tensor told = new_tensor(grad, {sizeof(SparseSizes)}, ScalarType::Byte);
   auto* on_device = static_cast<SparseSizes*>(told.mutable_data_ptr());
-  launch(row_counts_kernel, blocks_for(in.bags.num_parts, 1), dim3(kThreads), 0, stream, args, noted,
-         first.const_data_ptr<int64_t>() + most, in.bags.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
+  launch_for(in.bags.num_parts, 1, stream, row_counts_kernel, args, noted, first.const_data_ptr<int64_t>() + most,
+             in.bags.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
   // The shape of a sparse gradient is data: this waits for the GPU, once.
   SparseSizes sizes{};
   copy_to_host(&sizes, on_device, sizeof sizes, stream);
@@ -290,8 +279,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const SumArgs args = sum_args(in, o, grad, in.multiplies ? update.weights : nullptr, update.grad_scale, skip);
   update_all(in, args, update, cache, grad, stream);
   auto* powers = fused.beta_powers ? static_cast<BetaPowers*>(fused.beta_powers->mutable_data_ptr()) : nullptr;
-  launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, static_cast<const Update&>(update),
-         step.mutable_data_ptr<int64_t>(), powers);
+  launch_one(stream, advance_step_kernel, skip, static_cast<const Update&>(update), step.mutable_data_ptr<int64_t>(),
+             powers);
 }
 
 }  // namespace

@@ -123,12 +123,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) sum_products_k
 void launch_product_sums(const SumArgs& a, cudaStream_t stream) {
   with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
-    const auto start = [&](auto group, auto blocks) {
-      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-      launch(sum_products_kernel<Format, G, kBlocks>, blocks_for(a.runs.most_chunks, G), dim3(kThreads), 0, stream, a);
-    };
-    if constexpr (std::is_same<Format, Fp32>::value) with_widths(a.max_dim, start);
-    else with_few_widths(a.max_dim, start);
+    with_widths_of<Format>(a.max_dim, [&](auto group, auto blocks) {
+      launch_for(a.runs.most_chunks, group, stream, sum_products_kernel<Format, group, blocks>, a);
+    });
   });
 }
 

@@ -113,8 +113,7 @@ __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
       const bool bad = a.checks_ids && static_cast<uint64_t>(id) >= static_cast<uint64_t>(part.id_limit);
       a.put(i, bad || id == part.padding_idx ? a.bags.padding_idx : id);
       if (!bad || (a.skips_frozen && part.frozen != 0)) continue;
-      note_bad(a.status, i);
-      atomicAdd(reinterpret_cast<unsigned long long*>(a.status + 1), 1ULL);
+      note_left_out(a.status, i);
     }
   }
 }
@@ -124,8 +123,8 @@ void mask_ids(const BagInput& in, int64_t* status, bool skips_frozen, cudaStream
                 skips_frozen};
   args.bags.ids = in.values.const_data_ptr();
   args.bags.ids64 = in.values.scalar_type() == ScalarType::Long;
-  launch(note_offsets_kernel, blocks_for(in.bags.num_bags, 1), dim3(kThreads), 0, stream, args.bags, status);
-  launch(mask_ids_kernel, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, args);
+  launch_for(in.bags.num_bags, 1, stream, note_offsets_kernel, args.bags, status);
+  launch_for_bags(in.bags.num_bags, kWarpSize, stream, mask_ids_kernel, args);
 }
 
 void read_formats(const LayoutSizes& sizes, Parts* parts) {

@@ -63,6 +63,16 @@ __device__ __forceinline__ void note_bad(int64_t* status, int64_t position) {
   atomicMin(reinterpret_cast<long long*>(status), static_cast<long long>(position));
 }
 
+__device__ __forceinline__ void add_count(int64_t* count, int64_t n) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(n));
+}
+
+// A number out of range at `position`, which is left out.
+__device__ __forceinline__ void note_left_out(int64_t* status, int64_t position) {
+  note_bad(status, position);
+  add_count(status + 1, 1);
+}
+
 // Ids [start, stop) of a bag; none of a bag whose offsets are bad, which is noted.
 struct Range {
   int64_t start, stop;
@@ -136,9 +146,9 @@ uint8_t* on_gpu(const Tensor& weights, const Tensor& values);
 struct BagInput : BagTensors {
   Parts parts{};
   LayoutSizes sizes{};
-  OptionalTensor mapped;       // the memory of parts.mapped
-  OptionalTensor groups;       // [2, F], or none: bags are not shared
-  OptionalTensor masked;       // bags.ids, a copy for new_status() to mask what is left out in
+  OptionalTensor mapped{};     // the memory of parts.mapped
+  OptionalTensor groups{};     // [2, F], or none: bags are not shared
+  OptionalTensor masked{};     // bags.ids, a copy for new_status() to mask what is left out in
   bool checks_masked = false;  // whether it checks these ids
 };
 

@@ -60,7 +60,7 @@ __device__ __forceinline__ void note_bad_ids(int64_t* status, const Group<G>& gr
   const unsigned found = group.ballot(bad);
   if (found == 0 || lowest_bit(found) != group.lane) return;
   note_bad(status, i);
-  atomicAdd(reinterpret_cast<unsigned long long*>(status + 1), static_cast<unsigned long long>(count_bits(found)));
+  add_count(status + 1, count_bits(found));
 }
 
 // Ids [begin, begin + G) of a bag, one to a lane: where its row is, and its factor. Of an id that does not count, the
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t ba
 }
 
 // The dot products of g, the gradient of a bag, and the rows of ids [begin, begin + G), kRows of which are on their
-// way. A lane gets its id's, in the order of warp_dot(); 0 for one that does not count. kWide: rows may have more
+// way. A lane gets its id's, in the order of warp_row_dot(); 0 for one that does not count. kWide: rows may have more
 // columns than a group keeps at once.
 template <int kRows, int kBlocks, bool kWide, class Source, int G>
 __device__ __forceinline__ float dot_of_lane(const PoolArgs& a, const Source& source, const Part& f,

@@ -137,9 +137,7 @@ __global__ void __launch_bounds__(kThreads, 2) weight_gradient_kernel(PoolArgs a
 void launch_pool_cached(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   with_bag_format(a.parts.formats[a.format], [&](auto format) {
     with_few_widths(max_dim, [&](auto group, auto blocks) {
-      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-      launch(pool_cached_kernel<decltype(format), G, kBlocks>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0,
-             stream, a);
+      launch_for_bags(a.bags.num_bags, group, stream, pool_cached_kernel<decltype(format), group, blocks>, a);
     });
   });
 }
@@ -147,14 +145,11 @@ void launch_pool_cached(const PoolArgs& a, int64_t max_dim, cudaStream_t stream)
 void launch_weight_gradient(const PoolArgs& a, int64_t max_dim, const float* grad, float* out, cudaStream_t stream) {
   with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
-    const auto start = [&](auto group, auto blocks) {
-      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-      const auto kernel = a.cache.slots ? weight_gradient_kernel<Format, G, kBlocks, true>
-                                        : weight_gradient_kernel<Format, G, kBlocks, false>;
-      launch(kernel, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream, a, grad, out);
-    };
-    if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, start);
-    else with_few_widths(max_dim, start);
+    with_widths_of<Format>(max_dim, [&](auto group, auto blocks) {
+      const auto kernel = a.cache.slots ? weight_gradient_kernel<Format, group, blocks, true>
+                                        : weight_gradient_kernel<Format, group, blocks, false>;
+      launch_for_bags(a.bags.num_bags, group, stream, kernel, a, grad, out);
+    });
   });
 }
 

@@ -184,22 +184,17 @@ __global__ void __launch_bounds__(kThreads, 2)
 void launch_composed_weight_gradient(const PoolArgs& a, int64_t max_dim, const float* grad, float* out,
                                      cudaStream_t stream) {
   with_row_lanes(max_dim, [&](auto lanes) {
-    constexpr int G = decltype(lanes)::value;
-    launch(composed_weight_gradient_kernel<G>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream, a, grad,
-           out);
+    launch_for_bags(a.bags.num_bags, lanes, stream, composed_weight_gradient_kernel<lanes>, a, grad, out);
   });
 }
 
 void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
-    const auto start = [&](auto group, auto blocks) {
-      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    with_widths_of<Format>(max_dim, [&](auto group, auto blocks) {
       const int64_t items = a.bags.num_bags << a.parts.part_bits;
-      launch(pool_composed_kernel<Format, G, kBlocks>, blocks_for_bags(items, G), dim3(kThreads), 0, stream, a);
-    };
-    if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, start);
-    else with_few_widths(max_dim, start);
+      launch_for_bags(items, group, stream, pool_composed_kernel<Format, group, blocks>, a);
+    });
   });
 }
 

@@ -306,7 +306,7 @@ void with_lookup_widths(int64_t max_dim, const Body& body) {
   with_widths(max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     constexpr int kTimes = kHalfTheLanes<Format> && kBlocks == 1 && G > 4 ? 2 : 1;
-    body(std::integral_constant<int, G / kTimes>(), std::integral_constant<int, kBlocks * kTimes>());
+    body(Constant<G / kTimes>(), Constant<kBlocks * kTimes>());
   });
 }
 
@@ -316,14 +316,12 @@ void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     if constexpr (kShort<Format> && kBlocks == 1) {
       if (are_short<G>(a.bags, max_dim)) {
-        launch(pool_short_kernel<Format, G, kWeighted>, blocks_for_bags(ceil_div(a.bags.num_bags, kShortBags), G),
-               dim3(kThreads), 0, stream, a);
+        launch_for_bags(ceil_div(a.bags.num_bags, kShortBags), G, stream, pool_short_kernel<Format, G, kWeighted>, a);
         return;
       }
     }
     constexpr bool kFactors = kWeighted || kAlwaysWeighted<Format, kBlocks>;
-    launch(pool_kernel<Format, G, kBlocks, kFactors>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream,
-           a);
+    launch_for_bags(a.bags.num_bags, G, stream, pool_kernel<Format, G, kBlocks, kFactors>, a);
   });
 }
 

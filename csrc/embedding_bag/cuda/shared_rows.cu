@@ -89,10 +89,9 @@ SharedRows::SharedRows(const BagInput& in, ScalarType type, int64_t* status, cud
                        sizes_->mutable_data_ptr<int64_t>(),
                        column_groups_->mutable_data_ptr<int32_t>(),
                        status};
-  const dim3 block(kThreads);
-  launch(start_kernel, blocks_for(std::max(groups, in.output_dim), 1), block, 0, stream, args);
-  launch(column_groups_kernel, blocks_for(in.bags.num_parts, kWarpSize), block, 0, stream, args);
-  if (groups * batch > 0) launch(check_inverse_kernel, blocks_for(groups * batch, 1), block, 0, stream, args);
+  launch_for(std::max(groups, in.output_dim), 1, stream, start_kernel, args);
+  launch_for(in.bags.num_parts, kWarpSize, stream, column_groups_kernel, args);
+  if (groups * batch > 0) launch_for(groups * batch, 1, stream, check_inverse_kernel, args);
 }
 
 void SharedRows::expand(void* output) const {
@@ -106,7 +105,7 @@ void SharedRows::expand(void* output) const {
                          Divisor::of(in_.output_dim),
                          status_};
   const auto kernel = element_bytes_ == 4 ? hand_out_kernel<uint32_t> : hand_out_kernel<uint16_t>;
-  launch(kernel, blocks_for(in_.bags.batch * in_.output_dim, 1), dim3(kThreads), 0, stream_, args);
+  launch_for(in_.bags.batch * in_.output_dim, 1, stream_, kernel, args);
 }
 
 void SharedRows::sum(const float* grad) const {

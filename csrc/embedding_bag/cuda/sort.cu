@@ -194,9 +194,8 @@ class Memory {
 // A group has a quarter as many lanes as a bag has ids: each finds out about its bag what all ids of it need.
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
   with_lanes(lanes_for(ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    const auto kernel = in.parts.mapped ? part_entries_kernel<G> : entries_kernel<G>;
-    launch(kernel, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);
+    const auto kernel = in.parts.mapped ? part_entries_kernel<group> : entries_kernel<group>;
+    launch_for(in.bags.num_bags, group, stream, kernel, args);
   });
 }
 
@@ -257,14 +256,13 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
                                  in.parts.part_bits};
   if (in.bags.num_bags > 0) write_entries(in, args, stream);  // also without ids: this reads the offsets
   if (N == 0 || in.bags.num_bags == 0) {
-    launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, runs);
+    launch_one(stream, no_runs_kernel, runs);
     return out;
   }
   if (wide) sort_entries<uint64_t>(args, runs, sorted_payloads, grad, stream);
   else sort_entries<uint32_t>(args, runs, sorted_payloads, grad, stream);
   if (most_chunks > 0)
-    launch(list_chunks_kernel, blocks_for(N, 1), dim3(kThreads), 0, stream, runs, in.parts, in.bags,
-           in.multiplies ? status : nullptr);
+    launch_for(N, 1, stream, list_chunks_kernel, runs, in.parts, in.bags, in.multiplies ? status : nullptr);
   return out;
 }
 

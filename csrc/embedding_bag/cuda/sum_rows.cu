@@ -158,8 +158,7 @@ void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like
                          Divisor::of(sums.columns)};
   const RowKeys unsorted_keys{unsorted.mutable_data_ptr(), wide};
   auto* unsorted_positions = static_cast<uint32_t*>(positions.mutable_data_ptr());
-  const dim3 block(kThreads);
-  launch(keys_kernel, blocks_for(std::max(all, keys), 1), block, 0, stream, args, unsorted_keys, unsorted_positions);
+  launch_for(std::max(all, keys), 1, stream, keys_kernel, args, unsorted_keys, unsorted_positions);
   if (all > 0) {
     const auto sort = [&](auto key) {
       using Key = decltype(key);
@@ -169,11 +168,10 @@ void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like
     };
     if (wide) sort(uint64_t{});
     else sort(uint32_t{});
-    launch(places_kernel, blocks_for(all, 1), block, 0, stream, args);
+    launch_for(all, 1, stream, places_kernel, args);
   }
-  if (windows > 0)
-    launch(sum_full_chunks_kernel, blocks_for(windows * sums.columns, 1), block, 0, stream, args, windows);
-  launch(sum_rows_kernel, blocks_for(numbers.rows * sums.columns, 1), block, 0, stream, args);
+  if (windows > 0) launch_for(windows * sums.columns, 1, stream, sum_full_chunks_kernel, args, windows);
+  launch_for(numbers.rows * sums.columns, 1, stream, sum_rows_kernel, args);
 }
 
 }  // namespace rec_kernels

@@ -84,10 +84,7 @@ inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16>>> = true;
 
 template <class Target>
 void finish_few_widths(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  with_few_widths(a.max_dim, [&](auto group, auto blocks) {
-    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-    launch_finish<G, kBlocks>(a, target, stream);
-  });
+  with_few_widths(a.max_dim, [&](auto group, auto blocks) { launch_finish<group, blocks>(a, target, stream); });
 }
 
 template <class Format>

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyArgs a, int lan
 
 Tensor new_jagged_status(const Tensor& like, cudaStream_t stream) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  launch(start_status_kernel, dim3(1), dim3(1), 0, stream, status.mutable_data_ptr<int64_t>());
+  launch_one(stream, start_status_kernel, status.mutable_data_ptr<int64_t>());
   return status;
 }
 
@@ -97,7 +97,7 @@ Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offse
   const LengthArgs args{
       rows,  Integers(index), count, out.from.mutable_data_ptr<int64_t>(), out.starts.mutable_data_ptr<int64_t>(),
       status};
-  launch(lengths_kernel, blocks_for(std::max(count, rows.num_bags) + 1, 1), dim3(kThreads), 0, stream, args);
+  launch_for(std::max(count, rows.num_bags) + 1, 1, stream, lengths_kernel, args);
   place_rows(out, total, offsets, "offsets", stream);
   return out;
 }
@@ -119,8 +119,7 @@ void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const 
   // One lane per word of an average row.
   const int lanes = lanes_for(4 * ceil_div(s.total * args.words, std::max<int64_t>(s.count, 1)));
   with_word(word, [&](auto unit) {
-    launch(copy_rows_kernel<decltype(unit)>, blocks_for(std::max<int64_t>(s.count, 1), lanes), dim3(kThreads), 0,
-           stream, args, lanes);
+    launch_for(std::max<int64_t>(s.count, 1), lanes, stream, copy_rows_kernel<decltype(unit)>, args, lanes);
   });
 }
 

@@ -15,12 +15,6 @@ inline namespace RK_ISA {
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 constexpr int kResidentBlocks = 4;
 
-// A number out of range at `position`, which is left out.
-__device__ __forceinline__ void note_left_out(int64_t* status, int64_t position) {
-  note_bad(status, position);
-  atomicAdd(reinterpret_cast<unsigned long long*>(status + 1), 1ull);
-}
-
 // Notes which offsets are bad; by all threads of a grid.
 __device__ __forceinline__ void note_offsets(const Bags& rows, int64_t* status) {
   for (int64_t i = Group<1>::first(); i <= rows.num_bags; i += Group<1>::stride()) {

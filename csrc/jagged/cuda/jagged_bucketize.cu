@@ -127,15 +127,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) fill_kernel(BucketA
 template <class Offset>
 void bucketize(const BucketArgs& a, int64_t all_bags, const Tensor& like, cudaStream_t stream) {
   auto* offsets = static_cast<Offset*>(a.offsets);
-  const dim3 block(kThreads);
   const int64_t bags = a.bags.num_bags, each = bags > 0 ? ceil_div(a.bags.num_ids, bags) : 1;
-  launch(start_kernel, blocks_for(bags + 1, 1), block, 0, stream, a);
+  launch_for(bags + 1, 1, stream, start_kernel, a);
   with_lanes(lanes_for(4 * each), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    const dim3 grid = blocks_for(bags, G);
-    launch(count_kernel<G, Offset>, grid, block, 0, stream, a);
+    launch_for(bags, group, stream, count_kernel<group, Offset>, a);
     exclusive_sum(offsets, offsets, all_bags + 1, like, stream);
-    launch(fill_kernel<G, Offset>, grid, block, 0, stream, a);
+    launch_for(bags, group, stream, fill_kernel<group, Offset>, a);
   });
 }
 

@@ -192,16 +192,14 @@ void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t st
   a.table = table.mutable_data_ptr<int32_t>();
   a.slot_of = static_cast<uint32_t*>(slot_of.mutable_data_ptr());
   auto* before = static_cast<uint32_t*>(firsts.mutable_data_ptr());
-  const dim3 block(kThreads);
-  launch(clear_table_kernel, blocks_for(a.groups * a.slots, 1), block, 0, stream, a);
+  launch_for(a.groups * a.slots, 1, stream, clear_table_kernel, a);
   with_lanes(lanes_for(4 * ceil_div(a.bags.num_ids, a.bags.num_bags)), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    launch(hash_kernel<G>, blocks_for(samples, G), block, 0, stream, a);
-    launch(insert_kernel<G>, blocks_for(samples, G), block, 0, stream, a);
+    launch_for(samples, group, stream, hash_kernel<group>, a);
+    launch_for(samples, group, stream, insert_kernel<group>, a);
   });
   exclusive_sum(Computed<FirstOnes>{{a}}, before, samples + 1, like, stream);
-  launch(number_kernel, blocks_for(samples, 1), block, 0, stream, a, before, out.rows.mutable_data_ptr<int64_t>(),
-         out.inverse.mutable_data_ptr<int64_t>(), out.counts.mutable_data_ptr<int64_t>());
+  launch_for(samples, 1, stream, number_kernel, a, before, out.rows.mutable_data_ptr<int64_t>(),
+             out.inverse.mutable_data_ptr<int64_t>(), out.counts.mutable_data_ptr<int64_t>());
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& values_in, const Tensor& offsets_in,
@@ -221,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& value
   const Bags bags = jagged_rows(values, offsets);
   auto* noted = status.mutable_data_ptr<int64_t>();
   if (!any) {
-    launch(note_offsets_kernel, blocks_for(bags.num_bags + 1, 1), dim3(kThreads), 0, stream, bags, noted);
+    launch_for(bags.num_bags + 1, 1, stream, note_offsets_kernel, bags, noted);
     return {out.rows, out.inverse, out.counts, status};
   }
   const Tensor members = to_gpu(members_of(groups, sizes.groups), values, stream);

@@ -51,7 +51,7 @@ Selection select_features(const Bags& bags, const std::vector<int64_t>& permute,
   output.starts = first_bags + features;
   const PermuteArgs args{
       bags, output, first_bags, out.from.mutable_data_ptr<int64_t>(), out.starts.mutable_data_ptr<int64_t>(), status};
-  launch(lengths_kernel, blocks_for(std::max(count, bags.num_bags) + 1, 1), dim3(kThreads), 0, stream, args);
+  launch_for(std::max(count, bags.num_bags) + 1, 1, stream, lengths_kernel, args);
   return out;
 }
 

@@ -30,8 +30,8 @@ std::tuple<Tensor, Tensor, Tensor> jagged_windows_cuda(const Tensor& values_in, 
   const int64_t count = starts.size(0);
   Selection rows = new_selection(count, starts, status.mutable_data_ptr<int64_t>(), "starts");
   const Windows windows{Integers(starts), Integers(lengths), values.size(0)};
-  launch(window_lengths_kernel, blocks_for(count + 1, 1), dim3(kThreads), 0, stream, windows, count,
-         rows.starts.mutable_data_ptr<int64_t>(), rows.status);
+  launch_for(count + 1, 1, stream, window_lengths_kernel, windows, count, rows.starts.mutable_data_ptr<int64_t>(),
+             rows.status);
   place_rows(rows, total, lengths, "lengths", stream);
   const auto [output, output_offsets] = copied_rows(rows, values, lengths, stream);
   return {output, output_offsets, status};

@@ -17,10 +17,6 @@ struct Moves {
   int64_t *slots, *evicted;
 };
 
-__device__ __forceinline__ void add_count(int64_t* count, int64_t n) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(n));
-}
-
 struct InsertArgs {
   CacheTensors cache;
   Parts parts;
@@ -186,13 +182,7 @@ __device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot, uint8_t 
 
 // The first entry from `begin` on whose key is not below `key`.
 __device__ int64_t end_of_set(const InsertArgs& a, int64_t begin, uint64_t key) {
-  int64_t low = begin, high = a.count;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (a.keys[middle] < key) low = middle + 1;
-    else high = middle;
-  }
-  return low;
+  return first_behind(begin, a.count, [&](int64_t i) { return a.keys[i] >= key; });
 }
 
 // The place of the row of entry i in the order in which its set serves rows, the most used first; the lowest half is
@@ -333,13 +323,10 @@ void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction
                       [&](auto format) { with_row_lanes(in.max_dim, [&](auto lanes) { body(i, format, lanes); }); });
   };
   every_format([&](int i, auto format, auto lanes) {
-    constexpr int G = decltype(lanes)::value;
-    launch(evict_kernel<decltype(format), G>, blocks_for(a.count, G), dim3(kThreads), 0, stream, a, eviction, i);
+    launch_for(a.count, lanes, stream, evict_kernel<decltype(format), lanes>, a, eviction, i);
   });
   every_format([&](int i, auto format, auto lanes) {
-    constexpr int G = decltype(lanes)::value;
-    launch(decode_kernel<decltype(format), G>, blocks_for(a.count, G), dim3(kThreads), 0, stream, a, eviction.weights,
-           i);
+    launch_for(a.count, lanes, stream, decode_kernel<decltype(format), lanes>, a, eviction.weights, i);
   });
 }
 
@@ -363,21 +350,19 @@ void insert_all(const BagInput& in, const InsertionPolicy& policy, InsertArgs a,
   uint32_t* by_set = positions + N;
   const dim3 block(kThreads);
   a.count = N;
-  if (N > 0) launch(start_entries_kernel, blocks_for(N, 1), block, 0, stream, a, keys, positions);
+  if (N > 0) launch_for(N, 1, stream, start_entries_kernel, a, keys, positions);
   find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
   const bool has_ids = N > 0 && in.bags.num_bags > 0;
   if (has_ids) sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
   // No memory is asked for from here on, where the cache changes.
-  launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);
+  launch_one(stream, advance_clock_kernel, a);
   for (const OptionalTensor* counts : {&policy.counts, &policy.row_counts})
     if (policy.lfu() && policy.decay_every > 0 && (*counts)->numel() > 0)
       launch(halve_kernel, blocks_for(ceil_div((*counts)->numel(), sizeof(Counts)), 1), block, 256, stream, a,
              optional_pointer<uint8_t>(*counts), (*counts)->numel(), policy.decay_every);
   if (!has_ids) return;
-  with_lanes(lanes_of_bags(in.bags), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    launch(touch_kernel<G>, blocks_for(in.bags.num_bags, G), block, 0, stream, a);
-  });
+  with_lanes(lanes_of_bags(in.bags),
+             [&](auto group) { launch_for(in.bags.num_bags, group, stream, touch_kernel<group>, a); });
   a.keys = sorted;
   a.positions = by_set;
   const int64_t bytes = (a.stats ? a.num_tables : 0) * kCacheStats * int64_t{sizeof(int64_t)};

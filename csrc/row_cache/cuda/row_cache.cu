@@ -115,13 +115,7 @@ struct RangeArgs {
   }
   // Number of cuts at or before a row.
   __device__ int64_t piece_of(int64_t row) const {
-    int64_t low = 0, high = 2 * parts;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (cuts[middle] <= row) low = middle + 1;
-      else high = middle;
-    }
-    return low;
+    return first_behind(0, 2 * parts, [&](int64_t i) { return cuts[i] > row; });
   }
 };
 
@@ -209,8 +203,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   for (; args.format < in.parts.num_formats && slots > 0; ++args.format)
     with_bag_format(in.parts.formats[args.format], [&](auto format) {
       with_row_lanes(in.max_dim, [&](auto lanes) {
-        constexpr int G = decltype(lanes)::value;
-        launch(flush_kernel<decltype(format), G>, blocks_for(slots, G), dim3(kThreads), 0, stream, args);
+        launch_for(slots, lanes, stream, flush_kernel<decltype(format), lanes>, args);
       });
     });
 }
@@ -236,9 +229,9 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
   const int64_t bytes = numbers * int64_t{sizeof(int64_t)};
   const bool shares = bytes <= kSharedBytes;
   const dim3 block(kThreads);
-  launch(sort_cuts_kernel, blocks_for(2 * parts, 1), block, 0, device.stream(), args);
+  launch_for(2 * parts, 1, device.stream(), sort_cuts_kernel, args);
   launch(count_pieces_kernel, blocks_for(slots, 1), block, shares ? bytes : 0, device.stream(), args, shares);
-  launch(add_pieces_kernel, blocks_for(2 * parts, 1), block, 0, device.stream(), args);
+  launch_for(2 * parts, 1, device.stream(), add_pieces_kernel, args);
   return out;
 }
 
@@ -250,20 +243,18 @@ Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* statu
   auto* numbers = memory.mutable_data_ptr<int64_t>();
   cache->order = {numbers, numbers + parts, numbers + 2 * parts};
   if (parts > 0)
-    launch(order_parts_kernel, blocks_for(parts, kWarpSize), dim3(kThreads), 0, stream, cache->order, in.parts.records,
-           parts, status);
+    launch_for(parts, kWarpSize, stream, order_parts_kernel, cache->order, in.parts.records, parts, status);
   return memory;
 }
 
 void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
                 int64_t* status, cudaStream_t stream) {
   if (in.bags.num_ids > 0 && !missing.keys)
-    launch(no_slots_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, slots, in.bags.num_ids);
+    launch_for(in.bags.num_ids, 1, stream, no_slots_kernel, slots, in.bags.num_ids);
   if (in.bags.num_bags == 0) return;
   with_lanes(lanes_of_bags(in.bags), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    launch(find_slots_kernel<G>, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream,
-           FindArgs{cache, in.parts, in.bags, slots, missing, status});
+    launch_for(in.bags.num_bags, group, stream, find_slots_kernel<group>,
+               FindArgs{cache, in.parts, in.bags, slots, missing, status});
   });
 }
 

@@ -12,15 +12,11 @@ constexpr int64_t kSharedBytes = 48 * 1024;
 
 // The first cached part whose table has a linear row, or -1.
 __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Parts& parts, int64_t row) {
-  int64_t low = 0, high = *cache.order.count;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (cache.order.first_rows[middle] <= row) low = middle + 1;
-    else high = middle;
-  }
-  if (low == 0) return -1;
-  const int64_t p = cache.order.parts[low - 1];
-  return row - cache.order.first_rows[low - 1] < parts.records[p].num_embeddings ? p : -1;
+  const int64_t* firsts = cache.order.first_rows;
+  const int64_t i = first_behind(0, *cache.order.count, [&](int64_t j) { return firsts[j] > row; }) - 1;
+  if (i < 0) return -1;
+  const int64_t p = cache.order.parts[i];
+  return row - firsts[i] < parts.records[p].num_embeddings ? p : -1;
 }
 
 // part_of_row() for a row in a slot; -1, too, where its table has no such slot.

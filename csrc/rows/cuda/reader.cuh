@@ -272,4 +272,12 @@ struct ColumnReader {
 };
 
 }  // namespace RK_ISA
+
+// with_widths() for rows of floats, with_few_widths() for others.
+template <class Format, class Body>
+void with_widths_of(int64_t max_dim, const Body& body) {
+  if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, body);
+  else with_few_widths(max_dim, body);
+}
+
 }  // namespace rec_kernels

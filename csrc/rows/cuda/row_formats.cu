@@ -124,13 +124,12 @@ std::tuple<Tensor, Tensor> quantize_rows_cuda(const QuantizeArguments& given) {
                        options.round_up,
                        options.stochastic,
                        status.mutable_data_ptr<int64_t>()};
-  launch(no_bad_position_kernel, dim3(1), dim3(1), 0, device.stream(), a.status);
+  launch_one(device.stream(), no_bad_position_kernel, a.status);
   if (N == 0) return {rows, status};
   with_format(options.format, [&](auto f) {
     with_row_lanes(D, [&](auto lanes) {
       using Format = decltype(f);
-      constexpr int G = decltype(lanes)::value;
-      launch(quantize_kernel<Format, G>, blocks_for(N, G), dim3(kThreads), 0, device.stream(), a);
+      launch_for(N, lanes, device.stream(), quantize_kernel<Format, lanes>, a);
     });
   });
   return {rows, status};
@@ -146,10 +145,8 @@ Tensor dequantize_rows_cuda(const Tensor& rows_in, const std::string& format, in
   if (N == 0) return out;
   const DequantizeArgs a{rows.const_data_ptr<uint8_t>(), N, D, rows.size(1), out.mutable_data_ptr(), dtype};
   with_format(number, [&](auto f) {
-    with_row_lanes(D, [&](auto lanes) {
-      constexpr int G = decltype(lanes)::value;
-      launch(dequantize_kernel<decltype(f), G>, blocks_for(N, G), dim3(kThreads), 0, device.stream(), a);
-    });
+    with_row_lanes(
+        D, [&](auto lanes) { launch_for(N, lanes, device.stream(), dequantize_kernel<decltype(f), lanes>, a); });
   });
   return out;
 }

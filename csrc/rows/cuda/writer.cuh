@@ -253,8 +253,8 @@ struct ColumnWriter<Microscaling<Element>, G> {
 // A block of an OCP format has eight lanes' columns: fewer would not do.
 template <class Body>
 void with_row_lanes(int64_t D, const Body& body) {
-  if (D <= 4 * kFewLanes) body(std::integral_constant<int, kFewLanes>());
-  else body(std::integral_constant<int, kWarpSize>());
+  if (D <= 4 * kFewLanes) body(Constant<kFewLanes>());
+  else body(Constant<kWarpSize>());
 }
 
 }  // namespace rec_kernels
