@@ -8,6 +8,7 @@
 #include <cstring>
 #include <random>
 
+#include "core/host_device.h"
 #include "host/checksum.h"
 #include "host/window.h"
 
@@ -37,7 +38,7 @@ struct State {
 static_assert(sizeof(State) == 48);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are little-endian");
 
-int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+int64_t round_up(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
 uint64_t mixed(int64_t block, uint32_t checksum) {
   if (checksum == 0) return 0;
@@ -74,7 +75,7 @@ std::string excerpt(const std::string& text, size_t differs) {
 void BlockFile::place(int64_t num_bytes, int64_t block_bytes, int64_t layout_bytes) {
   num_bytes_ = num_bytes;
   block_bytes_ = block_bytes;
-  num_blocks_ = (num_bytes + block_bytes - 1) / block_bytes;
+  num_blocks_ = ceil_div(num_bytes, block_bytes);
   checksum_offset_ = round_up(kLayoutOffset + layout_bytes, kPage);
   const int64_t end = checksum_offset_ + num_blocks_ * static_cast<int64_t>(sizeof(uint32_t));
   data_offset_ = round_up(end, std::max(kPage, block_bytes));

@@ -100,6 +100,14 @@ std::vector<Span> spans_of(const RowFile& file, const py::object& starts, const 
   return file.spans(first_data, size_data, first.size(), one_size);
 }
 
+// A call of a method that takes spans first.
+template <auto kMethod, class... More>
+void with_spans(RowFile& file, const py::object& starts, const py::object& sizes, More... more) {
+  const std::vector<Span> spans = spans_of(file, starts, sizes);
+  const WithoutGil released;
+  (file.*kMethod)(spans, more...);
+}
+
 Handle create(const py::object& path, int64_t num_bytes, const std::string& layout, int64_t memory_budget,
               const std::optional<int64_t>& block_bytes, const std::optional<int64_t>& threads) {
   const std::string name = file_path(path);
@@ -149,30 +157,10 @@ void define_row_file(py::module_& module) {
       .def_static("open", &open, "path"_a, py::kw_only(), "layout"_a, "memory_budget"_a, "threads"_a = py::none(),
                   "generation"_a = py::none(), row_file_docs::kOpen)
       .def_property_readonly("window", &window, row_file_docs::kWindow)
-      .def(
-          "load",
-          [](RowFile& file, const py::object& starts, const py::object& sizes, bool write) {
-            const std::vector<Span> spans = spans_of(file, starts, sizes);
-            const WithoutGil without_gil;
-            file.load(spans, write);
-          },
-          "starts"_a, "sizes"_a, py::kw_only(), "write"_a = false, row_file_docs::kLoad)
-      .def(
-          "prefetch",
-          [](RowFile& file, const py::object& starts, const py::object& sizes) {
-            const std::vector<Span> spans = spans_of(file, starts, sizes);
-            const WithoutGil without_gil;
-            file.prefetch(spans);
-          },
-          "starts"_a, "sizes"_a, row_file_docs::kPrefetch)
-      .def(
-          "mark_dirty",
-          [](RowFile& file, const py::object& starts, const py::object& sizes) {
-            const std::vector<Span> spans = spans_of(file, starts, sizes);
-            const WithoutGil without_gil;
-            file.mark_dirty(spans);
-          },
-          "starts"_a, "sizes"_a, row_file_docs::kMarkDirty)
+      .def("load", &with_spans<&RowFile::load, bool>, "starts"_a, "sizes"_a, py::kw_only(), "write"_a = false,
+           row_file_docs::kLoad)
+      .def("prefetch", &with_spans<&RowFile::prefetch>, "starts"_a, "sizes"_a, row_file_docs::kPrefetch)
+      .def("mark_dirty", &with_spans<&RowFile::mark_dirty>, "starts"_a, "sizes"_a, row_file_docs::kMarkDirty)
       .def("unpin", &RowFile::unpin, released(), row_file_docs::kUnpin)
       .def("cancel_prefetch", &RowFile::cancel_prefetch, released(), row_file_docs::kCancelPrefetch)
       .def("flush", &RowFile::flush, py::kw_only(), "apply"_a = true, released(), row_file_docs::kFlush)

@@ -1,6 +1,7 @@
 // The part of a row file that reads and writes: chunks of a batch, the flush, the copy of the log into the main file.
 #include <algorithm>
 
+#include "core/host_device.h"
 #include "host/row_file.h"
 #include "host/row_file_batch.h"
 
@@ -24,8 +25,6 @@ void add_range(std::vector<iovec>& ranges, uint8_t* begin, int64_t bytes) {
 bool neighbours(const Move& a, const Move& b) {
   return b.block == a.block + 1 && (a.slot < 0 ? b.slot < 0 : b.slot == a.slot + 1);
 }
-
-int64_t chunks_of(int64_t count, int64_t per_chunk) { return (count + per_chunk - 1) / per_chunk; }
 
 }  // namespace
 
@@ -171,7 +170,7 @@ void RowFile::note_written(const Move& move) {
 std::exception_ptr RowFile::in_chunks(int64_t count, const std::function<void(int64_t, int64_t)>& work) {
   std::exception_ptr error;
   const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
-  pool_->run(chunks_of(count, per_chunk), [&](int64_t chunk) {
+  pool_->run(ceil_div(count, per_chunk), [&](int64_t chunk) {
     try {
       work(chunk * per_chunk, std::min(count, (chunk + 1) * per_chunk));
     } catch (...) {

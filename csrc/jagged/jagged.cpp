@@ -40,6 +40,11 @@ void check_fits(int64_t values, const Tensor& offsets, const char* name) {
               "the result has ", values, " values, more than int32 offsets can name: give int64 ", name);
 }
 
+void check_total(std::optional<int64_t> total, const Tensor& offsets, const char* name) {
+  check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
+  check_fits(total.value_or(0), offsets, name);
+}
+
 void check_offsets(const Bags& rows) {
   const int64_t bad = rows.bad_offset(0, rows.num_bags);
   if (bad == kNoBadPosition) return;

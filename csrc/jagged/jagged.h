@@ -30,9 +30,12 @@ struct Integers {
   }
 };
 
-// The rows as `Bags`, without ids. The tensors must be contiguous, and outlive it.
+// The rows as `Bags`, whose ids mean something if the values are integers. The tensors must be contiguous, and outlive
+// it.
 inline Bags jagged_rows(const Tensor& values, const Tensor& offsets) {
   Bags b{};
+  b.ids = values.const_data_ptr();
+  b.ids64 = values.scalar_type() == ScalarType::Long;
   b.offsets = offsets.const_data_ptr();
   b.num_ids = values.size(0);
   b.num_offsets = offsets.size(0);
@@ -54,6 +57,13 @@ void check_jagged_ids(const Tensor& values, const Tensor& offsets, const Optiona
 std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);
 // Checks that so many values fit into offsets of this dtype, which is that of argument `name`.
 RK_EXPORT void check_fits(int64_t values, const Tensor& offsets, const char* name = "offsets");
+// Checks a number of values that the caller gives, if it does.
+void check_total(std::optional<int64_t> total, const Tensor& offsets, const char* name = "offsets");
+// A new tensor of `total` rows like those of `values`.
+inline Tensor new_rows(const Tensor& values, int64_t total) {
+  if (values.dim() == 1) return new_tensor(values, {total}, values.scalar_type());
+  return new_tensor(values, {total, values.size(1)}, values.scalar_type());
+}
 // Throws if offsets [R + 1] in host memory do not rise or leave [0, N].
 void check_offsets(const Bags& rows);
 

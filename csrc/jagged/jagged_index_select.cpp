@@ -8,8 +8,7 @@ void check_jagged_index_select(const Tensor& values, const Tensor& offsets, cons
                                std::optional<int64_t> total) {
   check_jagged(values, offsets);
   check(index, "index").rank(1).integer().on_device_of(values, "values");
-  check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
-  check_fits(total.value_or(0), offsets);
+  check_total(total, offsets);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {

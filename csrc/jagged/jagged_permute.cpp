@@ -15,8 +15,7 @@ std::vector<int64_t> check_jagged_permute(const Tensor& values, const Tensor& of
   for (size_t i = 0; i < permute.size(); ++i)
     check_value(permute[i] >= 0 && permute[i] < features, "permute[", i, "] = ", permute[i], " must be in [0, ",
                 features, "), the features");
-  check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
-  check_fits(total.value_or(0), offsets);
+  check_total(total, offsets);
   return starts;
 }
 

@@ -9,8 +9,7 @@ void check_jagged_windows(const Tensor& values, const Tensor& starts, const Tens
   check_value(values.dim() == 1 || values.dim() == 2, "values must be [N] or [N, D], got shape ", shape_of(values));
   check(starts, "starts").rank(1).integer().on_device_of(values, "values");
   check(lengths, "lengths").shape({starts.size(0)}).integer().on_device_of(values, "values");
-  check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
-  check_fits(total.value_or(0), lengths, "lengths");
+  check_total(total, lengths, "lengths");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {

@@ -176,21 +176,6 @@ __global__ void no_runs_kernel(Runs runs) {
   runs.starts[0] = 0;
 }
 
-// Allocates from torch and keeps what it allocates.
-class Memory {
- public:
-  Memory(const Tensor& like, std::vector<Tensor>* kept) : like_(like), kept_(*kept) {}
-  template <class T>
-  T* make(int64_t count) {
-    kept_.push_back(new_tensor(like_, {count * static_cast<int64_t>(sizeof(T))}, ScalarType::Byte));
-    return static_cast<T*>(kept_.back().mutable_data_ptr());
-  }
-
- private:
-  const Tensor& like_;
-  std::vector<Tensor>& kept_;
-};
-
 // A group has a quarter as many lanes as a bag has ids: each finds out about its bag what all ids of it need.
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
   with_lanes(lanes_for(ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
@@ -225,8 +210,8 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   check_value(
       N < INT64_C(0xffffffff) && ids << in.parts.part_bits < INT64_C(0xffffffff), "values has ", ids,
       " ids; at most 2^32 - 2 fit in a call on a GPU, half of it where features have two parts, a quarter with more");
-  SortedOccurrences out{};
-  Memory memory(grad, &out.memory);
+  SortedOccurrences out{{}, DeviceMemory(grad)};
+  DeviceMemory& memory = out.memory;
   const bool weighted = in.bags.per_sample_weights || in.any_mean, wide = in.num_rows > INT64_C(0xffffffff);
   const auto make_keys = [&](int64_t count) { return RowKeys{memory.make<uint8_t>(count * (wide ? 8 : 4)), wide}; };
   EntryArgs args{in.parts, in.bags, make_keys(N), make_keys(N + 1), memory.make<uint32_t>(N)};

@@ -2,8 +2,7 @@
 // number of runs is known to the host; grids are sized for the most that there can be.
 #pragma once
 
-#include <vector>
-
+#include "core/cuda/to_gpu.cuh"
 #include "embedding_bag/cuda/input.cuh"
 
 namespace rec_kernels {
@@ -228,7 +227,7 @@ struct TermSum {
 // Owns the memory of Runs.
 struct SortedOccurrences {
   Runs runs;
-  std::vector<Tensor> memory;
+  DeviceMemory memory;
 };
 
 // Bad ids and offsets are noted in `status`.

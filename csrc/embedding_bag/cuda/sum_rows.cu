@@ -143,28 +143,25 @@ void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like
               " numbers; at most 2^32 - 2 fit in a call on a GPU");
   const int64_t windows = numbers.count > kChunk ? ceil_div(numbers.count, kChunk) : 0;
   const bool wide = keys > INT64_C(0xffffffff);
-  const int64_t key_bytes = wide ? 8 : 4;
-  const auto make = [&](int64_t bytes) { return new_tensor(like, {bytes}, ScalarType::Byte); };
-  const Tensor unsorted = make(key_bytes * all), sorted = make(key_bytes * all), positions = make(4 * all),
-               order = make(4 * all), places = make(8 * keys), partials = make(4 * windows * sums.columns);
-  auto* begins = static_cast<uint32_t*>(places.mutable_data_ptr());
+  DeviceMemory memory(like);
+  const auto make_keys = [&] { return RowKeys{memory.make<uint8_t>((wide ? 8 : 4) * all), wide}; };
+  const RowKeys unsorted_keys = make_keys();
+  auto *unsorted_positions = memory.make<uint32_t>(all), *order = memory.make<uint32_t>(all);
+  auto* begins = memory.make<uint32_t>(2 * keys);
   const SumRowsArgs args{numbers,
                          sums,
-                         {sorted.mutable_data_ptr(), wide},
-                         static_cast<const uint32_t*>(order.const_data_ptr()),
+                         make_keys(),
+                         order,
                          begins,
                          begins + keys,
-                         static_cast<float*>(partials.mutable_data_ptr()),
+                         memory.make<float>(windows * sums.columns),
                          Divisor::of(sums.columns)};
-  const RowKeys unsorted_keys{unsorted.mutable_data_ptr(), wide};
-  auto* unsorted_positions = static_cast<uint32_t*>(positions.mutable_data_ptr());
   launch_for(std::max(all, keys), 1, stream, keys_kernel, args, unsorted_keys, unsorted_positions);
   if (all > 0) {
     const auto sort = [&](auto key) {
       using Key = decltype(key);
       sort_pairs(static_cast<const Key*>(unsorted_keys.keys), static_cast<Key*>(args.keys.keys), unsorted_positions,
-                 static_cast<uint32_t*>(order.mutable_data_ptr()), all, bit_width(static_cast<uint64_t>(keys - 1)),
-                 like, stream);
+                 order, all, bit_width(static_cast<uint64_t>(keys - 1)), like, stream);
     };
     if (wide) sort(uint64_t{});
     else sort(uint32_t{});

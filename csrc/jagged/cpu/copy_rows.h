@@ -56,8 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> copied_rows(const Tensor& values, const Rows&
               " have ", total, " values");
   check_fits(total, like, Rows::kTyped);
   const int64_t columns = values.dim() == 2 ? values.size(1) : 1;
-  Tensor out = values.dim() == 2 ? new_tensor(values, {total, columns}, values.scalar_type())
-                                 : new_tensor(values, {total}, values.scalar_type());
+  Tensor out = new_rows(values, total);
   const Copies copies{static_cast<const char*>(values.const_data_ptr()), static_cast<char*>(out.mutable_data_ptr()),
                       columns * static_cast<int64_t>(values.element_size())};
   const int64_t cost = total * copies.bytes + 16 * count, workers = workers_for(1 + cost / kFewBytes, 1);

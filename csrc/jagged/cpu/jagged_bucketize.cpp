@@ -160,9 +160,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cpu(const Te
       check_jagged_bucketize(values_in, offsets_in, block_sizes_in, buckets, strides, weights_in);
   const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in);
   const OptionalTensor weights = as_contiguous(weights_in);
-  Bags rows = jagged_rows(values, offsets);
-  rows.ids = values.const_data_ptr();
-  rows.ids64 = values.scalar_type() == ScalarType::Long;
+  const Bags rows = jagged_rows(values, offsets);
   check_cover(rows);
   const std::vector<Block> blocks = blocks_of(as_contiguous(block_sizes_in), buckets);
   const Input in{rows, starts, blocks, buckets, std::clamp(kCountsAtOnce / buckets, int64_t{1}, kBagsAtOnce)};

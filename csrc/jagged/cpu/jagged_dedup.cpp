@@ -155,9 +155,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cpu(const Tensor& values
   const DedupSizes sizes = check_jagged_dedup(values_in, offsets_in, group_of, weights_in, hash_bits);
   const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in);
   const OptionalTensor weights = as_contiguous(weights_in);
-  Bags rows = jagged_rows(values, offsets);
-  rows.ids = values.const_data_ptr();
-  rows.ids64 = values.scalar_type() == ScalarType::Long;
+  const Bags rows = jagged_rows(values, offsets);
   check_offsets(rows);
   const float* weight = weights ? weights->const_data_ptr<float>() : nullptr;
   std::vector<SampleGroup> groups(static_cast<size_t>(sizes.groups), SampleGroup{rows, weight, sizes.batch, {}});

@@ -125,12 +125,9 @@ void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const 
 
 std::tuple<Tensor, Tensor> copied_rows(const Selection& s, const Tensor& values, const Tensor& like,
                                        cudaStream_t stream) {
-  const bool wide = values.dim() == 2;
-  const int64_t columns = wide ? values.size(1) : 1;
-  Tensor output = wide ? new_tensor(values, {s.total, columns}, values.scalar_type())
-                       : new_tensor(values, {s.total}, values.scalar_type());
+  Tensor output = new_rows(values, s.total);
   Tensor output_offsets = new_tensor(like, {s.count + 1}, like.scalar_type());
-  copy_rows(s, values, columns, output, output_offsets, stream);
+  copy_rows(s, values, values.dim() == 2 ? values.size(1) : 1, output, output_offsets, stream);
   return {output, output_offsets};
 }
 

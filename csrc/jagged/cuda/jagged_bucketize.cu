@@ -154,15 +154,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cuda(
          output_offsets = new_zeros(offsets, {num_offsets}, offsets.scalar_type()),
          output_weights = new_tensor(values, {weights ? ids : 0}, ScalarType::Float),
          positions = new_tensor(values, {ids}, ScalarType::Long), status = new_jagged_status(values, stream);
-  const Tensor feature_starts = to_gpu(starts, values, stream),
-               divisors = new_tensor(values, {features * static_cast<int64_t>(sizeof(Divisor))}, ScalarType::Byte);
+  const Tensor feature_starts = to_gpu(starts, values, stream);
+  DeviceMemory memory(values);
   Bags in = jagged_rows(values, offsets);
   in.num_features = features;
   in.starts = feature_starts.const_data_ptr<int64_t>();
   const BucketArgs args{in,
                         Integers(values),
                         block_sizes.const_data_ptr<int64_t>(),
-                        static_cast<Divisor*>(divisors.mutable_data_ptr()),
+                        memory.make<Divisor>(features),
                         num_buckets,
                         bit_width(static_cast<uint64_t>(num_buckets - 1)),
                         weights ? weights->const_data_ptr<float>() : nullptr,

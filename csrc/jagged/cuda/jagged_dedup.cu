@@ -184,14 +184,11 @@ void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t st
   check_value(a.batch < kEmpty && samples < INT64_C(0xffffffff), "offsets describe ", a.batch, " samples, of ",
               a.groups, " groups; at most 2^31 - 2 fit in a call on a GPU, and 2^32 - 2 of all groups together");
   for (a.slots = 2; a.slots < 2 * a.batch;) a.slots *= 2;
-  const Tensor hashes = new_tensor(like, {samples}, ScalarType::Long),
-               table = new_tensor(like, {a.groups * a.slots}, ScalarType::Int),
-               slot_of = new_tensor(like, {samples}, ScalarType::Int),
-               firsts = new_tensor(like, {samples + 1}, ScalarType::Int);
-  a.hashes = static_cast<uint64_t*>(hashes.mutable_data_ptr());
-  a.table = table.mutable_data_ptr<int32_t>();
-  a.slot_of = static_cast<uint32_t*>(slot_of.mutable_data_ptr());
-  auto* before = static_cast<uint32_t*>(firsts.mutable_data_ptr());
+  DeviceMemory memory(like);
+  a.hashes = memory.make<uint64_t>(samples);
+  a.table = memory.make<int32_t>(a.groups * a.slots);
+  a.slot_of = memory.make<uint32_t>(samples);
+  auto* before = memory.make<uint32_t>(samples + 1);
   launch_for(a.groups * a.slots, 1, stream, clear_table_kernel, a);
   with_lanes(lanes_for(4 * ceil_div(a.bags.num_ids, a.bags.num_bags)), [&](auto group) {
     launch_for(samples, group, stream, hash_kernel<group>, a);
