@@ -34,6 +34,7 @@ PLANS = {
     "one_rank": ("first_rank",) * 3,
     "row_wise": ("row_wise",) * 3,
     "rows_of_one_rank": ("first_rank_rows",) * 3,
+    "rows_back": ("rows_back",) * 3,  # the last rank has the first ones
     "column_wise": ("column_wise",) * 3,
     "grid_shard": ("grid_shard",) * 3,
     "data_parallel": ("data_parallel",) * 3,
@@ -183,6 +184,7 @@ def plan_of(case: Any, world: int, dims: tuple[int, ...] = (DIM,) * 3) -> dict[s
             "table_wise": [(0, 0, rows, dim, (i + 1) % world)],
             "first_rank": [(0, 0, rows, dim, 0)],
             "row_wise": [(first, 0, count, dim, r) for r, (first, count) in enumerate(bands)],
+            "rows_back": [(first, 0, count, dim, world - 1 - r) for r, (first, count) in enumerate(bands)],
             "first_rank_rows": [(first, 0, count, dim, 0) for first, count in bands],
             "column_wise": [(0, 0, rows, half, 0), (0, half, rows, half, world - 1)],
             "grid_shard": [(f, c, n, half, (r + c) % world) for r, (f, n) in enumerate(bands) for c in (0, half)],
@@ -190,7 +192,7 @@ def plan_of(case: Any, world: int, dims: tuple[int, ...] = (DIM,) * 3) -> dict[s
         spec = None
         if blocks is not None:
             spec = EnumerableShardingSpec([ShardMetadata([f, c], [n, d], f"rank:{r}/cpu") for f, c, n, d, r in blocks])
-        name = {"first_rank": "table_wise", "first_rank_rows": "row_wise"}.get(kind, kind)
+        name = {"first_rank": "table_wise", "first_rank_rows": "row_wise", "rows_back": "row_wise"}.get(kind, kind)
         plan[f"t{i}"] = ParameterSharding(sharding_type=name, compute_kernel="fused", ranks=None, sharding_spec=spec)
     return plan
 

@@ -28,7 +28,7 @@ def test_whole_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
-@pytest.mark.parametrize("plan", ["row_wise", "mixed", *full("grid_shard")])
+@pytest.mark.parametrize("plan", ["rows_back", "mixed", *full("row_wise", "grid_shard")])
 @pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("plain", "torchrec"),))])
 @pytest.mark.parametrize("row_wise", ["ordered", "exact"])
 def test_rows(kinds: tuple[str, ...], plan: str, pooling: str, row_wise: str) -> None:
