@@ -60,14 +60,17 @@ def test_sums(dim: int, format: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mean", [False, True])
 def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
-    """Every bag has a row of the output, with zeros behind its feature's columns; the output's type is any."""
+    """Every bag has a row of the output, with zeros behind its feature's columns; its type is any; beside a cache, too."""
     few = [n for bags in FEW for n in bags]
     for dim, last, lengths in ((20, 4, few), (20, 4, ONES), (32, 10, ONES), (128, 128, few)):
         strided = Strided(short_bags(dim, "fp32", lengths, last, mean=[mean, False, mean]), [BATCH] * 3)
         expected = strided.outputs(strided.case.expected_output()).to(dtype)
+        in_no_slot = {"cache_rows": torch.zeros(0), "cache_slots": torch.full((len(strided.case.values),), -1)}
         for backend in every_backend():
-            found, _ = backend.ops.embedding_bag(strided.encoded.flat, **strided.arguments, output_dtype=dtype)
-            assert same_bits(found, expected), (backend.name, dim)
+            for cache in ({}, in_no_slot):
+                given = strided.arguments | cache
+                found, _ = backend.ops.embedding_bag(strided.encoded.flat, **given, output_dtype=dtype)
+                assert same_bits(found, expected), (backend.name, dim)
 
 
 @pytest.mark.parametrize(
