@@ -267,7 +267,7 @@ def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise OSError("undefined symbol: _ZN3c10\nand more")
 
-    monkeypatch.setattr(imp, "_fbgemm", broken)
+    monkeypatch.setattr(imp, "fbgemm_modules", broken)
     _, reasons = imp.available(CPU)
     assert reasons["triton"] == "on CPU tensors Triton needs TRITON_INTERPRET=1"
     assert reasons["fbgemm"].endswith("does not run here: OSError: undefined symbol: _ZN3c10")
