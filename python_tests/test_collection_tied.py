@@ -101,6 +101,18 @@ def test_replaced_by_functions_of_torch() -> None:
         pooled(collection)
 
 
+def test_numbers_replaced_by_functions_of_torch() -> None:
+    """The numbers of an optimizer are buffers, and an update reads and writes those that it finds."""
+    collection, replaced = make(rk.Adam(lr=0.1)), torch.tensor(0.0)
+    before = {n: t.clone() for n, t in collection.state_dict().items()}
+    counted = {"lr": replaced, "step": torch.tensor(0), "beta_powers": torch.ones(2)}
+    functional_call(collection, counted, (batch(),)).values().sum().backward()
+    assert counted["step"] == 1
+    assert counted["beta_powers"].tolist() == pytest.approx([0.9, 0.999])
+    after = collection.state_dict()
+    assert all(same_bits(after[n], t) for n, t in before.items() if not n.endswith(("exp_avg", "exp_avg_sq")))
+
+
 def test_served_tables_have_no_parameters() -> None:
     """They read the flat tensor, as was said."""
     collection = make()

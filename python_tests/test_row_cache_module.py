@@ -24,6 +24,7 @@ from row_cache_collections import (
 )
 
 import rec_kernels as rk
+from rec_kernels.nn.tables.layout import tensors_of
 from rec_kernels.nn.training.fused_update import state_of
 from rec_kernels.testing import same_bits
 
@@ -202,7 +203,7 @@ def test_two_lookups_before_their_backwards() -> None:
     ops, twin = torch.ops.rec_kernels, copy.deepcopy(collection)
     batches = [batch(collection, seed) for seed in (20, 21)]
     outputs = [collection(given).values() for given in batches]
-    layout, options, grads, slots = twin._layout.arguments(), twin._update_options(), [], []
+    layout, options, grads, slots = twin._layout.arguments(), twin._update_options(tensors_of(twin)), [], []
     for given in batches:
         bags = given.values(), given.offsets()
         slots.append(twin.row_cache.insert(twin._weights, bags, layout, twin._rounding()))
@@ -213,7 +214,7 @@ def test_two_lookups_before_their_backwards() -> None:
     assert ((slots[0] >= 0) & (now < 0)).any()
     for given, grad in zip(batches, grads, strict=True):
         ops.embedding_bag_backward_fused_(
-            *state_of(twin._memory),
+            *state_of(tensors_of(twin)),
             grad,
             given.values(),
             given.offsets(),

@@ -18,6 +18,7 @@ from tiers import cross
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.nn.tables.layout import tensors_of
 from rec_kernels.ops import embedding_bag_autograd
 from rec_kernels.ops.version_counters import call_in_place
 from rec_kernels.testing import same_bits
@@ -388,7 +389,7 @@ def test_equal_optimizers_are_one() -> None:
     """Rates aside: such a collection has the update, and the state, of one optimizer."""
     mixed = made(dict.fromkeys(OWN, rk.Adam(lr=0.5)) | {"a": None, "c": None}, rk.Adam(lr=0.1))
     assert not mixed._update.has_several
-    assert {"_exp_avg", "beta_powers"} < mixed._memory.keys()
+    assert {"_exp_avg", "beta_powers"} < tensors_of(mixed).keys()
     assert [g["lr"] for g in mixed.fused_optimizer.param_groups] == [0.1, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 

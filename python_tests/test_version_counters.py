@@ -14,6 +14,7 @@ from test_opcheck import registered, samples
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.nn.tables.layout import tensors_of
 from rec_kernels.ops.autograd import overload_of, signature_of
 
 
@@ -186,14 +187,14 @@ def test_training_steps_count_once(name: str, accumulates: bool) -> None:
     optimizer, changed = OPTIMIZERS[name]
     tables = collection(optimizer)
     for _ in range(3):
-        before = versions(tables._memory)
+        before = versions(tensors_of(tables))
         if accumulates:
             with tables.accumulate():
                 for _ in range(2):
                     loss_of(tables).backward()
         else:
             loss_of(tables).backward()
-        after = versions(tables._memory)
+        after = versions(tensors_of(tables))
         assert difference(before, after) == dict.fromkeys(changed, 1)
 
 

@@ -239,7 +239,7 @@ def _take_rates(made: TableCollection, module: TableCollection) -> None:
     made._update.face = ShardedRates(weights, groups, made._features.table_ids, made.lr, made.step)
     for group, given in zip(made.fused_optimizer.param_groups, module.fused_optimizer.param_groups, strict=True):
         group["lr"] = given["lr"]
-    made._update.take_scaler(module._update, weights, made._memory)
+    made._update.take_scaler(module._update, weights, made._buffers)
 
 
 def _padding_of(table: EmbeddingConfig, shard: Shard) -> int | None:

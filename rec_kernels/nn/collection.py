@@ -23,7 +23,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.file_store import make_store
 from rec_kernels.nn.tables.given_tables import checked_tables
-from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_buffers, move_memory, register_memory
+from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_memory, register_memory, tensors_of
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
@@ -105,8 +105,8 @@ class TableCollection(nn.Module):
 
     def _make_tables(self, device: torch.device | str | None) -> None:
         features = self._features
-        self._memory = {"_weights": self._store.new_weights(device)} | optimizer_tensors(features, device)
-        self._weights = register_memory(self, self._memory, is_bytes=features.storage.is_bytes)
+        weights, state = self._store.new_weights(device), optimizer_tensors(features, device)
+        self._memory = register_memory(self, weights, state, is_bytes=features.storage.is_bytes)
         numbers = self._store.numbers()
         held = Tables(features, self._weights, in_file=bool(numbers), trains=self._is_trained, device=device)
         self._modules[self._holder] = held
@@ -118,7 +118,7 @@ class TableCollection(nn.Module):
         self._store.initialize(held.weights())
         self._tied.note_written()
         if self.optimizer is not None:
-            self._update = FusedUpdate(features, held.weights(), self._memory, self._dense_gradients())
+            self._update = FusedUpdate(features, held.weights(), self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -189,8 +189,7 @@ class TableCollection(nn.Module):
         given, fn = fn, self._store.mover(self._weights, fn)
         # The flat tensors first, then the tables as views of them.
         self._layout._apply(fn)
-        move_buffers(self, fn)
-        self._weights = move_memory(self._memory, self._buffers, fn)
+        move_memory(self, fn)
         if self.row_cache is not None:
             self.row_cache._apply(fn)
         for table in self.tables:
@@ -199,12 +198,12 @@ class TableCollection(nn.Module):
         self._store.forget_prefetched()
         self._tie()
         if self._update is not None:
-            self._update.follow(self._held.weights(), self._memory)
+            self._update.follow(self._held.weights(), self._buffers)
         with only_added(self, buffers=self._own_buffers, modules=(self._holder, "_layout", "row_cache")):
             return super()._apply(given, recurse)
 
     def _tie(self) -> None:
-        mark_static(self._memory)
+        mark_static(self._weights, *self._memory.values())
         if self._update is not None:
             self._update.release()
         is_fused = self.optimizer is not None
@@ -231,11 +230,11 @@ class TableCollection(nn.Module):
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
-        self._weights = self._memory["_weights"] = self._store.placed(self._weights, self.device)
+        self._weights = self._store.placed(self._weights, self.device)
         self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: the original raises what it has found
         self._tie()
         if self._update is not None:
-            self._update.tie(self._held.weights(), self._memory, self._dense_gradients())
+            self._update.tie(self._held.weights(), self._buffers, self._dense_gradients())
 
     def __copy__(self) -> Self:
         """A collection with the same memory, and an update of its own."""
@@ -339,7 +338,7 @@ class TableCollection(nn.Module):
         if not (is_compiling := is_traced(self._held, self._update)):
             refuse_replaced(self._tied)
             self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
-        weights, bags, cache = self._memory["_weights"], (given.values, given.offsets), self._store.cache
+        weights, bags, cache = self._weights, (given.values, given.offsets), self._store.cache
         options = layout.arguments(starts, shared)
         options |= self._features.output(self.output_dtype)
         options["per_sample_weights"] = given.weights
@@ -350,10 +349,10 @@ class TableCollection(nn.Module):
             refuse_data_parallel(self)
             self._follow_requires_grad(layout)
         if update is not None and update.pending is None:
-            options |= self._update_options()
+            options |= self._update_options(tensors := tensors_of(self))
             if cache is not None:
                 options["cache_dirty"] = cache.dirty
-            output, status = update.look_up(self._memory, bags, options, layout, is_compiling=is_compiling)
+            output, status = update.look_up(tensors, bags, options, layout, is_compiling=is_compiling)
             self._store.watch(output, update.dense.is_waiting)
         elif update is None and (tables := self._differentiated(given.weights)):
             output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
@@ -385,8 +384,8 @@ class TableCollection(nn.Module):
         """Keeps what a lookup on a GPU says later of its input (``Reports.add``)."""
         self._reports.add(status, self._layout.bad_position, *what)
 
-    def _update_options(self) -> dict[str, object]:
-        options = self._update.options(self._memory)
+    def _update_options(self, tensors: dict[str, Any]) -> dict[str, object]:
+        options = self._update.options(tensors)
         return options | self._rounding() if self._features.is_rounded else options
 
     def _rounding(self) -> dict[str, object]:
@@ -410,10 +409,10 @@ class TableCollection(nn.Module):
 
     def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
-        options = self._update_options() | scaling
+        options = self._update_options(tensors := tensors_of(self)) | scaling
         options |= self._store.found_for(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
         layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
-        update_tables(lookup, self._memory, options, self._update.of_each(self._memory, layouts))
+        update_tables(lookup, tensors, options, self._update.of_each(tensors, layouts))
 
     def _dense_gradients(self) -> DenseGradients:
         names = [table.name for table in self._features.stored]
@@ -491,7 +490,7 @@ class TableCollection(nn.Module):
         if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
         update = self._fused("set_grad_scaler()", "its gradients are torch's, which scaler.step(optimizer) divides")
-        update.set_grad_scaler(scaler, self._held.weights(), self._memory)
+        update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features; outputs do not change.

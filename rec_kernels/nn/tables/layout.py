@@ -159,24 +159,38 @@ def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return moved if moved.dtype == t.dtype else t.to(moved.device)
 
 
-def register_memory(module: nn.Module, memory: Mapping[str, Any], *, is_bytes: bool) -> Tensor:
-    """Registers those of a collection's tensors that are buffers; returns the flat rows.
+def register_memory(
+    module: nn.Module, weights: Tensor, state: Mapping[str, Tensor | None], *, is_bytes: bool
+) -> dict[str, Tensor | None]:
+    """Gives a collection its rows, flat, as ``_weights``, and registers the numbers among its optimizer's state.
 
     Whoever copies, broadcasts or averages a module's members does so to tables and state, which are views of flat
     tensors: these are no buffers. Rows in bytes are one, of which AveragedModel copies the last: bytes have no average.
+
+    Returns:
+        The others of the state: flat tensors.
     """
-    for name, tensor in memory.items():
-        if not name.startswith("_") or (name == "_weights" and is_bytes):
-            module.register_buffer(name, tensor, persistent=name not in ("lr", "_weights"))
-    return memory["_weights"]
+    if is_bytes:
+        module.register_buffer("_weights", weights, persistent=False)
+    else:
+        module._weights = weights
+    for name, number in state.items():
+        if not name.startswith("_"):
+            module.register_buffer(name, number, persistent=name != "lr")
+    return {name: flat for name, flat in state.items() if name.startswith("_")}
 
 
-def mark_static(tensors: Mapping[str, Tensor | None]) -> None:
+def tensors_of(module: Any) -> dict[str, Any]:
+    """All of a collection's tensors that an update reads and writes, by the names of ``register_memory``."""
+    return {"_weights": module._weights, **module._memory, **module._buffers}
+
+
+def mark_static(*tensors: Tensor | None) -> None:
     """Tells torch.compile that tensors stay where they are, as torch._dynamo.mark_static_address, which takes longer.
 
     It knows so of buffers. A CUDA graph would copy other tensors before each replay.
     """
-    for tensor in tensors.values():
+    for tensor in tensors:
         if tensor is not None:
             tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
@@ -194,12 +208,12 @@ def move_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
             module._buffers[name] = uncast(buffer, fn)
 
 
-def move_memory(memory: dict[str, Any], buffers: Mapping[str, Tensor | None], fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies ``fn`` to a collection's tensors, some of which are buffers that have moved; returns the flat rows."""
-    for name, tensor in memory.items():
-        if tensor is not None:
-            memory[name] = buffers[name] if name in buffers else uncast(tensor, fn)
-    return memory["_weights"]
+def move_memory(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """Applies ``fn`` to what ``register_memory`` has given a collection."""
+    move_buffers(module, fn)
+    if "_weights" not in module._buffers:
+        module._weights = uncast(module._weights, fn)
+    module._memory = {name: None if flat is None else uncast(flat, fn) for name, flat in module._memory.items()}
 
 
 def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:

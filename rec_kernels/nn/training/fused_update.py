@@ -153,7 +153,7 @@ class FusedUpdate:
 
     Args:
         features: what is looked up in which tables, and their optimizers. weights: the tables' parameters.
-        buffers: the collection's, with those of ``optimizer_buffers``.
+        buffers: the collection's; methods that call an op take its flat tensors, too, by the names in one dict.
         dense: what watches the parameters for gradients from elsewhere.
 
     Attributes:
