@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from dataclasses import replace
@@ -215,6 +216,7 @@ def pipelined(case: Case) -> list[bool]:
     """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of ``planner``."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from rec_kernels.distributed import EmbeddingBagCollectionSharder
@@ -234,6 +236,10 @@ def pipelined(case: Case) -> list[bool]:
         names = [name for name, _ in model.named_parameters()]
         assert names == ["ebc.all_tables", "dense.weight", "dense.bias"], names
         assert len(rk.dense_parameters(model)) == 2
+        assert [name for name, _ in in_backward_optimizer_filter(model.named_parameters())] == names[1:]
+        tables = dict(model.named_parameters())[names[0]]
+        assert not copy.deepcopy(tables).requires_grad_(False).requires_grad
+        assert tables.requires_grad
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     equal, names = loop_and_pipeline(made, data)

@@ -1,8 +1,8 @@
-"""A rank's shards as parameters: of collections without a fused optimizer, torch's optimizers train them."""
+"""A rank's shards as parameters, which torch's optimizers train; and the one that stands for shards of a fused one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class ShownTables(_Shown, Tables):
 class AllTables(nn.Parameter):
     """A parameter of no elements, by which ``requires_grad`` of a whole model reaches tables that are no parameters."""
 
-    _told: Callable[[bool], object]
+    _told: Callable[[bool], object] = bool  # a copy tells no one
+    _in_backward_optimizers: Sequence[torch.optim.Optimizer] = ()  # for TorchRec's in_backward_optimizer_filter
 
     @classmethod
     def of(cls, told: Callable[[bool], object], device: torch.device, *, requires_grad: bool) -> AllTables:
