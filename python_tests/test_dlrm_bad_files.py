@@ -60,6 +60,10 @@ CHECKPOINTS = [
     ("window/steps", -1, "window['steps'] is -1, allowed is a whole number"),
     ("window/seconds/data", "x", "window['seconds']['data'] is 'x', allowed is a number"),
     ("window", {}, "window has no 'steps'"),
+    *(
+        ("window", {"steps": 2, "seconds": dict.fromkeys(PARTS, 0.0), **floats}, "window has not a logit and a label")
+        for floats in ({}, {"logits": torch.zeros(2)}, {"logits": torch.zeros(2), "labels": torch.zeros(3)})
+    ),
     ("data/rows/train", torch.zeros(2), "does not fit the run: Boolean value of Tensor with more than one value"),
     ("data/rows/train", 3, "was made with other data: {"),
     ("options", 3, "options is 3, allowed is an object"),

@@ -375,6 +375,7 @@ def test_scores():
     good = score(labels, np.array([-2, 1, 0.5, 3], dtype=np.float32))
     assert (good["auc"], good["accuracy"], good["base_rate"]) == (0.75, 0.75, 0.5)
     assert auc(np.ones(3), np.zeros(3)) is None
+    assert auc(np.ones(0), np.zeros(0)) is None
     assert auc(labels, np.array([0, 1, 1, 2], dtype=np.float32)) == 0.875  # ties count half
     one_class = score(np.zeros(3, dtype=np.float32), np.zeros(3, dtype=np.float32))
     assert (one_class["auc"], one_class["normalized_entropy"], one_class["calibration"]) == (None, None, None)

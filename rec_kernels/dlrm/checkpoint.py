@@ -70,8 +70,9 @@ def check_position(state: dict[str, Any], steps: int) -> None:
     if wrong := mismatch(state, {"step": whole(0, steps)} | _POSITION, ""):
         raise ValueError(wrong)
     window = state["window"]
-    if window["steps"] and len(window["logits"]) != len(window["labels"]):
-        raise ValueError("window has not a label for every logit")
+    rows = [len(window[name]) for name in ("logits", "labels") if name in window]
+    if window["steps"] and (len(rows) != 2 or rows[0] != rows[1]):
+        raise ValueError("window has not a logit and a label for every row of its steps")
     if (state["step"] == steps or state["stopped_early"]) and not state["seconds"]:
         raise ValueError("seconds is 0 after the last step")
 

@@ -21,7 +21,7 @@ TEST_BATCH_SIZE = 8192
 
 def auc(labels: np.ndarray, logits: np.ndarray) -> float | None:
     """Area under the ROC curve of logits [N] against labels [N], 0 or 1; None where only one class is present."""
-    return float(roc_auc_score(labels, logits)) if 0 < labels.mean() < 1 else None
+    return float(roc_auc_score(labels, logits)) if labels.any() and not labels.all() else None
 
 
 def score(labels: np.ndarray, logits: np.ndarray) -> dict:

@@ -80,12 +80,9 @@ def _recorded(run: Run) -> Iterator[None]:
         _report(run)
         raise
     except Exception as error:
-        cause, step = (
-            getattr(error, "cause", type(error).__name__),
-            run.step + 1,
-        )  # of another process's error: its type
+        cause = getattr(error, "cause", type(error).__name__)  # of another process's error: its type
         with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
-            run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
+            run.records.append({"kind": "failed", "step": run.step + 1, "cause": cause, "error": str(error) or cause})
             if run.writes:
                 report.write(run.directory)
         if (explained := _explained(run, error)) is not None:
