@@ -139,11 +139,11 @@ def _prepare(
                 ids, size = hashed_ids(values, number, table_rows), table_rows
             file.write(ids.astype(np.int32).data)
             num_embeddings.append(size)
-    dense = np.empty((len(table), len(INTEGERS)), dtype=np.float32)
+    dense = npy.open_memmap(folder / "dense.npy", "w+", np.dtype(np.float32), (len(table), len(INTEGERS)))
     for number, name in enumerate(INTEGERS):
         dense[:, number] = table[name].to_numpy()
     path.unlink()  # it stays mapped
-    return {"label": table["label"].to_numpy(), "dense": dense, "num_embeddings": np.array(num_embeddings)}
+    return {"label": table["label"].to_numpy(), "num_embeddings": np.array(num_embeddings)}
 
 
 def _write_table(path: Path, files: list[Path], rows: int | None, progress: bool) -> pa.Table:
