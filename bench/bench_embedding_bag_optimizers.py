@@ -27,9 +27,16 @@ def implementations(optimizer: str, format: str) -> list[str]:
 
 
 class Steps(Subject):
-    """One workload with one optimizer and format."""
+    """One workload with one optimizer and format at a time."""
 
     optimizer, format = "", ""
+
+    def using(self, optimizer: str, format: str) -> Steps:
+        """Itself, of these; tables of others go: Adam's state alone is twice the tables."""
+        if (optimizer, format) != (self.optimizer, self.format):
+            self.optimizer, self.format = optimizer, format
+            self.drop()
+        return self
 
     def optimizer_of(self, name: str) -> str:
         """An implementation's: its case's, or row-wise Adagrad for the entry beside it."""
@@ -54,13 +61,12 @@ def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
     for workload in workloads:
         steps = Steps(workload)
         for optimizer, format in itertools.product(peers.OPTIMIZERS, ("fp32", "int8")):
-            steps.drop()  # Adam's state alone is twice the tables
-            steps.optimizer, steps.format = optimizer, format
+            using = functools.partial(steps.using, optimizer, format)
             yield Case(
                 f"train {optimizer} {format} {workload.name}",
                 implementations(optimizer, format),
-                functools.partial(steps.call, "train"),
-                steps.bytes_moved,
+                lambda name, using=using: using().call("train", name),
+                lambda name, using=using: using().bytes_moved(name),
                 gradients=True,
                 slow=["torch"],
             )

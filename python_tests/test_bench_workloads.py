@@ -250,6 +250,26 @@ def test_cases_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls["ours"][:4] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("op", ["embedding_bag_formats", "embedding_bag_optimizers"])
+def test_cases_may_all_be_made_first(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the tables that its title says, whichever is called, as under pytest-benchmark; gaps between, too."""
+    made: list[tuple[str, ...]] = []  # options of ours, of a case
+
+    class Ours(peers.Ours):
+        def __init__(self, w: Shape, *options: str) -> None:
+            super().__init__(w, *options)
+            made.append(options)
+
+    monkeypatch.setattr(peers, "Ours", Ours)
+    cases = list(Pass([op], [Workload("", tables=3, batch=4, rows=11, dim=20, bag=3)]).cases())
+    for case in cases:
+        for name in case.names:
+            case.call(name)(0)
+        beside = {"fp32", "rowwise_adagrad", *case.title.split()}
+        assert all(set(options) <= beside for options in made), case.title
+        made.clear()
+
+
 def test_gradients_are_of_those_that_require_them() -> None:
     """A trained case has the gradients of its leaves; outputs of other sizes have gradients of their own."""
     x, factor = (torch.randn(4, requires_grad=True) for _ in range(2))
