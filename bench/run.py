@@ -60,10 +60,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--passes", type=positive, default=8, help="processes one after the other; figures are medians (default: 8)")
     add("--rounds", type=positive, default=60, help="timed calls of an implementation in a pass (default: 60)")
     add("--threads", type=positive, default=0, help="CPU threads (default: torch's choice)")
-    text = f"one pass of {QUICK_ROUNDS} rounds, without the ops' tests; a file is written with --output alone"
+    text = f"one pass of {QUICK_ROUNDS} rounds, without the ops' tests; writes no file without --output"
     add("--quick", action="store_true", help=text)
     add("--skip-tests", action="store_true", help="do not run the ops' tests first")
-    text = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json)"
+    text = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json, of whole benchmarks)"
     add("--output", type=Path, help=text)
     args = parser.parse_args(given)
     if args.workload:
@@ -108,6 +108,15 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
     return merged
 
 
+def check_found(args: argparse.Namespace, groups: dict[str, dict[str, dict]]) -> None:
+    """Ends the program if a pass has nothing of what an option asks for."""
+    names = {name for members in groups.values() for name in members}
+    if lacking := [text for text in args.case if not any(text in title for title in groups)]:
+        sys.exit(f"no benchmark of {', '.join(args.op or BENCHED)} has {' or '.join(lacking)} in its name")
+    if lacking := sorted(set(args.implementation) - names):
+        sys.exit(f"no benchmark has an implementation {' or '.join(map(repr, lacking))}")
+
+
 def main() -> None:
     """The command."""
     args = arguments()
@@ -117,13 +126,13 @@ def main() -> None:
     # Before the passes: of the files that are measured.
     about = machine(args.threads) | {"passes": args.passes, "rounds": args.rounds}
     what = Pass(ops, args.workload, args.rounds, args.threads, args.case, args.implementation)
-    groups = merge([one_pass(what, turn) for turn in range(args.passes)])
-    if not groups:
-        sys.exit(f"no benchmark of {', '.join(ops)} has {' or '.join(args.case)} in its name")
+    first = one_pass(what, 0)
+    check_found(args, first)
+    groups = merge([first, *(one_pass(what, turn) for turn in range(1, args.passes))])
     document = {"machine": about, "results": groups}
     print(f"\n{where(document)}\n\n{table(document)}")
-    if args.quick and args.output is None:
-        return
+    if args.output is None and (args.quick or args.case or args.implementation):
+        return  # bench/results has whole benchmarks
     name = "-".join([*(args.op or ["cpu"]), *(w.name for w in args.workload)])
     output = args.output or RESULTS / f"{name}-{about['threads']}threads.json"
     save(document, output)

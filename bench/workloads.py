@@ -119,7 +119,7 @@ def workload(text: str) -> Shape:
     """A named workload, or T,B,E,D,L[,ZIPF]: so many tables, bags, rows, columns, ids of a bag; the exponent.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: it is neither, or FBGEMM has no tables of D columns.
     """
     if text in NAMED:
         return NAMED[text]
@@ -129,4 +129,6 @@ def workload(text: str) -> Shape:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither {', '.join(NAMED)} nor T,B,E,D,L[,ZIPF] of numbers above 0, as 8,2048,1000000,64,20"
         )
+    if numbers[3] % 4:  # FBGEMM's tables have no others
+        raise argparse.ArgumentTypeError(f"D = {numbers[3]} of {text!r} must be a multiple of 4")
     return Workload(text.replace(",", "x"), *numbers, zipf=float(sizes[6]) if sizes[6] else None)

@@ -164,6 +164,32 @@ def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"5 threads, torch {about['torch']}, FBGEMM 1.2, 3 passes, 7 rounds, " in figures.where(found)
 
 
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ([], None),
+        (["--case", "g"], None),
+        (["--implementation", "torch"], None),
+        (["--quick"], None),
+        (["--case", "g", "--case", "nope"], "no benchmark of expand has nope in its name"),
+        (["--implementation", "nope"], "no benchmark has an implementation 'nope'"),
+    ],
+)
+def test_results_are_whole(
+    given: list[str], error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a benchmark does not replace the file of all of it; an error of what none has comes after a pass."""
+    turns: list[int] = []
+    monkeypatch.setattr(run, "run_tests", lambda ops: None)
+    monkeypatch.setattr(run, "one_pass", lambda what, turn: turns.append(turn) or one_pass({"ours": 1.0, "torch": 2.0}))
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench.run", "--op", "expand", "--passes", "2", "--threads", "1", *given])
+    with pytest.raises(SystemExit, match=error) if error else contextlib.nullcontext():
+        run.main()
+    assert turns == ([0] if error or "--quick" in given else [0, 1])
+    assert [path.name for path in tmp_path.iterdir()] == ([] if given else ["expand-1threads.json"])
+
+
 def test_differences_of_runs() -> None:
     """Values that differ are listed, and values that only one of the files has."""
     old, new = document({"ours": STEADY}), document({"ours": STEADY}, fbgemm="1.2", rounds=60)

@@ -230,6 +230,8 @@ def test_workloads_of_a_command_line() -> None:
     for wrong in ("meta-2023", "8,2048,1000,64", "8,0,1000,64,20", "8,2048,1000,64,20,x"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"neither dlrm-small, .* nor T,B,E,D,L\[,ZIPF\]"):
             workload(wrong)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"D = 7 of '8,2048,1000,7,20' must be a multiple of 4"):
+        workload("8,2048,1000,7,20")
 
 
 def test_cases_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
