@@ -60,7 +60,7 @@ def test_sums(dim: int, format: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mean", [False, True])
 def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
-    """Every bag has a row of the output, with zeros behind its feature's columns; its type is any; beside a cache, too."""
+    """Every bag has a row, with zeros behind its feature's columns; its type is any; beside a cache, too."""
     few = [n for bags in FEW for n in bags]
     for dim, last, lengths in ((20, 4, few), (20, 4, ONES), (32, 10, ONES), (128, 128, few)):
         strided = Strided(short_bags(dim, "fp32", lengths, last, mean=[mean, False, mean]), [BATCH] * 3)
