@@ -14,6 +14,7 @@ from embedding_bag_format_cases import GAP, ROUNDINGS, STEP, EncodedCase, every_
 from layout_calls import OPS
 
 from rec_kernels.nn.tables.config import BAG_FORMATS
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.testing import flush_denormals, same_bits
 
@@ -196,6 +197,12 @@ def test_one_table_without_layout(format: str) -> None:
                 backend.ops.embedding_bag(table, *case.jagged, **options)
             continue
         assert same_bits(backend.ops.embedding_bag(table, *case.jagged, **options)[0], expected), backend.name
+        if format in FLOAT_DTYPES:  # a tensor of the format's dtype needs no format
+            floats = table.view(FLOAT_DTYPES[format])
+            assert same_bits(backend.ops.embedding_bag(floats, *case.jagged, padding_idx=2)[0], expected), backend.name
+            bags = (case.grad, floats, values, offsets)
+            found = backend.ops.embedding_bag_backward_per_sample_weights(*bags, padding_idx=2)
+            assert same_bits(found, of_factors), backend.name
         starts, last = offsets[:-1], {"include_last_offset": False}
         assert same_bits(backend.ops.embedding_bag(table, values, starts, factors, **options, **last)[0], expected)
         bags = (case.grad, table, values, offsets)

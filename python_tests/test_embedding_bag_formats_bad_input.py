@@ -158,7 +158,7 @@ def test_table_that_ends_behind_the_weights() -> None:
         ({"embedding_dim": 17}, 'weights must have rows of 25 bytes for format "int8" and embedding_dim = 17, got 24'),
         ({"formats": ["mx4"]}, 'weights must have rows of 8 bytes for format "mx4" and embedding_dim = 16, got 24'),
         ({"formats": ["fp32"]}, 'weights must have rows of 64 bytes for format "fp32" and embedding_dim = 16, got 24'),
-        ({"formats": None}, "weights must be float32, got uint8"),
+        ({"formats": None}, "weights must be float32, float16 or bfloat16, got uint8"),
     ],
 )
 def test_bad_table(changes: dict[str, object], message: str) -> None:

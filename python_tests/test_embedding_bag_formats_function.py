@@ -80,16 +80,25 @@ def test_gradient_of_factors(format: str) -> None:
     assert same_bits(*grads)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_gradient_of_halves_is_refused(dtype: torch.dtype) -> None:
-    """A half-precision parameter is refused only where a gradient would be recorded; the error says so."""
-    weight = torch.nn.Parameter(torch.randn(ROWS, DIM).to(dtype))
-    with pytest.raises(NotImplementedError, match=f"gradients of a {dtype} weight: train it with a fused optimizer"):
-        rk.embedding_bag(weight=weight, **CALLS["sum"])
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            found = rk.embedding_bag(weight=weight, **CALLS["sum"])
-        assert same_bits(found.clone(), rk.embedding_bag(weight=weight.detach(), **CALLS["sum"]))
+def test_gradient_of_halves(dtype: torch.dtype, call: str, sparse: bool) -> None:
+    """The gradient of a half-precision weight is the float32 one rounded once, also in compiled code."""
+    half = torch.randn(ROWS, DIM).to(dtype)
+    torch.compiler.reset()
+    functions = [rk.embedding_bag]
+    if not sparse:
+        functions.append(torch.compile(rk.embedding_bag, backend="aot_eager", fullgraph=True))
+    for function in functions:
+        weights = [half.clone().requires_grad_(), half.float().requires_grad_()]
+        outputs = [function(weight=weight, **CALLS[call], sparse=sparse) for weight in weights]
+        assert same_bits(*(output.detach() for output in outputs))
+        for output in outputs:
+            output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape))
+        found, expected = (weight.grad.to_dense() for weight in weights)
+        assert weights[0].grad.is_sparse == sparse
+        assert same_bits(found, expected.to(dtype))
 
 
 FLOATS, HALF, BYTES = torch.randn(ROWS, DIM), torch.randn(ROWS, DIM).half(), table("int8")[0]

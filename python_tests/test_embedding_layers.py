@@ -71,6 +71,26 @@ def test_ties_of_the_largest_are_torchs(options: dict) -> None:
     torch.testing.assert_close(gradient, theirs.weight.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", [rk.Embedding, functools.partial(rk.EmbeddingBag, mode="max")], ids=["rows", "bags"])
+def test_half_precision_without_options(layer: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    """A layer without options has an ordinary parameter of its dtype, cast or made so; torch's optimizers train it."""
+    given = torch.randn(ROWS, DIM)
+    layers = [layer(ROWS, DIM, _weight=given.to(dtype)), layer(ROWS, DIM, _weight=given).to(dtype)]
+    assert [(each.collection, each.weight.dtype) for each in (*layers, layer(ROWS, DIM, dtype=dtype))] == [
+        (None, dtype)
+    ] * 3
+    wide = layer(ROWS, DIM, _weight=given.to(dtype).float())
+    for each in (*layers, wide):
+        output = each(PADDED)
+        assert torch.equal(output, wide(PADDED))
+        output.square().sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    for each in layers:
+        assert torch.equal(each.weight.grad, wide.weight.grad.to(dtype))
+        assert torch.equal(each.weight, given.to(dtype).add(each.weight.grad, alpha=-0.1))
+
+
 @pytest.mark.parametrize("ends", [[0, 3, 2, 6], [0, 7], [-1, 6]])
 def test_bad_offsets_of_the_largest(ends: list[int]) -> None:
     """No number is read outside of the rows."""
@@ -323,7 +343,7 @@ def _checked_no_more() -> None:
         (ValueError, lambda: rk.Embedding(9, 4, dtype=torch.float64), "dtype must be torch.float32"),
         (ValueError, lambda: rk.Embedding(9, 4, sparse=True, **SGD), "sparse must be False"),
         (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 3)), "_weight must be floats [9, 4]"),
-        (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 4).double()), "_weight must be float32 for"),
+        (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 4).double()), "_weight must be torch.float32,"),
         (ValueError, lambda: rk.Embedding.from_pretrained(torch.ones(9)), "must have two dimensions"),
         (RuntimeError, lambda: rk.Embedding(9, 4, **SGD).reset_parameters(), "is for a layer without options"),
         (TypeError, lambda: rk.Embedding(9, 4)([1, 2]), "input must be a tensor of ids, got list"),

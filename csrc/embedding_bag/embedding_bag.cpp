@@ -88,6 +88,14 @@ Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
   return f;
 }
 
+void check_table_shape(const std::vector<int64_t>& shape) {
+  check_value(shape.size() == 2, "weights_shape must have 2 elements, got ", shape.size());
+  check_value(shape[0] >= 0 && shape[1] >= 1, "weights must have at least one column, got shape [", shape[0], ", ",
+              shape[1], "]");
+  check_value(shape[1] <= INT32_MAX, "weights must have fewer than 2^31 columns, got shape [", shape[0], ", ", shape[1],
+              "]");
+}
+
 // Kernels read four bytes of a float at once. Bytes from the second on, or memory of another library, may start
 // anywhere.
 void check_floats_aligned(const Tensor& weights) {
@@ -197,17 +205,16 @@ BagTensors take_bags(const OneTableBags& bags, const Part& table) {
 
 Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
                     int64_t embedding_dim, bool mean) {
-  check(weights, "weights")
-      .rank(2)
-      .dtype(format ? ScalarType::Byte : ScalarType::Float)
-      .contiguous()
-      .on_device_of(values, "values");
+  check(weights, "weights").rank(2).contiguous().on_device_of(values, "values");
   const int64_t rows = weights.size(0), columns = weights.size(1);
   check_value(format.has_value() == (embedding_dim != 0), "format and embedding_dim must be given together");
   if (!format) {
-    check_floats_aligned(weights);
-    return read_one_table({rows, columns}, mean);
+    check_float_dtype(weights.scalar_type(), "weights");
+    if (weights.scalar_type() == ScalarType::Float) check_floats_aligned(weights);
+    check_table_shape({rows, columns});
+    return one_table(float_format(weights.scalar_type()), rows, columns, mean);
   }
+  check(weights, "weights").dtype(ScalarType::Byte);
   const RowFormat known = parse_row_format(*format, "format");
   check_value(is_bag_format(known), "format: tables cannot have format \"", *format,
               "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
@@ -221,11 +228,7 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
 }
 
 Part read_one_table(const std::vector<int64_t>& shape, bool mean) {
-  check_value(shape.size() == 2, "weights_shape must have 2 elements, got ", shape.size());
-  check_value(shape[0] >= 0 && shape[1] >= 1, "weights must have at least one column, got shape [", shape[0], ", ",
-              shape[1], "]");
-  check_value(shape[1] <= INT32_MAX, "weights must have fewer than 2^31 columns, got shape [", shape[0], ", ", shape[1],
-              "]");
+  check_table_shape(shape);
   return one_table(RowFormat::kFp32, shape[0], shape[1], mean);
 }
 

@@ -126,7 +126,7 @@ inline LayoutLimits limits_of(int64_t num_parts, const Tensor& weights) {
   return {num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
 }
 
-// The one table of a call without a layout, whose weights are [rows, columns]: floats, or bytes of `format`.
+// Reads the one table of a call without a layout: weights [rows, columns] of a float dtype, or uint8 of `format`.
 RK_EXPORT Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
                               int64_t embedding_dim, bool mean);
 // Reads the table that a gradient of this shape is for.

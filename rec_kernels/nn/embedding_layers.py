@@ -87,8 +87,11 @@ class EmbeddingLayer(nn.Module):
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         own: dict[str, Any] = {name: given.pop(name) for name in _OF_CONFIG if name in given}
-        if (dtype or torch.float32) != torch.float32:
-            own.setdefault("format", _format_of(dtype))
+        dtype = dtype or torch.float32
+        if dtype != torch.float32:
+            format = _format_of(dtype)
+            if given or own:
+                own.setdefault("format", format)
         fill = _Filled(weight)
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **{"init": fill, **own})
         if weight is not None:
@@ -97,19 +100,21 @@ class EmbeddingLayer(nn.Module):
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
         if not given and not own:
-            size = self.num_embeddings, self.embedding_dim
-            if weight is not None:
-                if weight.dtype != torch.float32:
-                    raise ValueError(f"_weight must be float32 for a layer without options, got {weight.dtype}")
-                self.weight = nn.Parameter(weight.contiguous())
-                return
-            self.weight = nn.Parameter(torch.empty(size, device=device, dtype=torch.float32))
-            self.reset_parameters()
+            self._add_parameter(weight, device, dtype)
             return
         fill.padding_idx = None if table.compression else table.padding_idx
         self.__dict__["collection"] = EmbeddingBagCollection([table], device=device, **given)
         fill.given = None  # the table's config keeps ``init``
         self._show()
+
+    def _add_parameter(self, rows: Tensor | None, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        """Gives a layer without options its parameter: these rows, or torch's normal numbers."""
+        if rows is not None:
+            _format_of(rows.dtype, "_weight")
+            self.weight = nn.Parameter(rows.contiguous())
+            return
+        self.weight = nn.Parameter(torch.empty(self.num_embeddings, self.embedding_dim, device=device, dtype=dtype))
+        self.reset_parameters()
 
     if TYPE_CHECKING:
 
@@ -284,10 +289,10 @@ def _own_name(name: str) -> str:
     return kind + stored.removeprefix(_NAME)
 
 
-def _format_of(dtype: torch.dtype | None) -> str:
-    names = {known: name for name, known in FLOAT_DTYPES.items()}
+def _format_of(dtype: torch.dtype, name: str = "dtype") -> str:
+    names = {known: format for format, known in FLOAT_DTYPES.items()}
     if dtype not in names:
-        raise ValueError(f"dtype must be torch.float32, float16 or bfloat16, or None beside format, got {dtype}")
+        raise ValueError(f"{name} must be torch.float32, float16 or bfloat16, got {dtype}")
     return names[dtype]
 
 
@@ -315,12 +320,12 @@ class Embedding(EmbeddingLayer):
             int64 is an id, with ``compression=rk.Hash(buckets)``; a negative ``padding_idx`` is that id then.
         sparse: whether the gradient is a sparse tensor; of layers without ``options``.
         _weight: the rows to begin with, or None. _freeze: whether nothing trains them.
-        device, dtype: of the weight. torch.float16 and bfloat16 are formats "fp16" and "bf16".
+        device, dtype: of the weight. Beside ``options``, torch.float16 and bfloat16 are formats "fp16" and "bf16".
         max_norm, norm_type, scale_grad_by_freq: only the defaults.
         options: of the table: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
             as of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows begin as torch's, normal
-            with variance 1. Without options, ``weight`` is a parameter with torch's gradients. Rows of another format
-            or dtype than float32 are trained by a fused ``optimizer`` only: without one they have no gradient.
+            with variance 1. Without options, ``weight`` is a parameter with torch's gradients, of its dtype. Rows of
+            another ``format`` than fp32 are trained by a fused ``optimizer`` only: without one they have no gradient.
 
     Attributes:
         weight: [E, D], or rows of bytes [E, row_bytes] of a format that is no dtype; ``weight_0``, ``weight_1`` ... of

@@ -51,8 +51,8 @@ def embedding_bag(
 
     Args:
         input: ids, int32 or int64: [N] with ``offsets``, or [B, L] (bags of L ids each, no ``offsets``).
-        weight: [E, D] float32, contiguous. Its gradient is dense, or a coalesced sparse tensor with ``sparse=True``.
-            Or, for lookups only: [E, D] float16 or bfloat16, or uint8 rows of ``format``, [E, row_bytes].
+        weight: [E, D] float32, float16 or bfloat16, contiguous. Its gradient has its dtype, and is dense, or coalesced
+            sparse with ``sparse=True``. Or, for lookups only: uint8 rows of ``format``, [E, row_bytes].
         offsets: [B], as ids: where bags start, the first 0 (ids before: in none); [B + 1] with ``include_last_offset``.
         mode: "sum" or "mean" ("max" is not offered).
         per_sample_weights: float32, input's shape: each id's factor. With "mean", the weighted sum is divided by the
@@ -167,12 +167,10 @@ def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> t
             )
         return weight, {}
     if weight.dtype in NARROW:
-        if weight.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(f"gradients of a {weight.dtype} weight: train it with a fused optimizer")
         own, columns = NARROW[weight.dtype], weight.shape[-1]
         if format not in (None, own) or embedding_dim not in (None, columns):
             raise ValueError(f"weight is {weight.dtype} [E, {columns}], got format={format!r}, {embedding_dim=}")
-        return weight.view(torch.uint8), {"format": own, "embedding_dim": columns}
+        return weight, {}
     if weight.dtype != torch.uint8:
         raise ValueError(f"weight must be float32, float16, bfloat16 or uint8 rows of a format, got {weight.dtype}")
     if format is None or embedding_dim is None:

@@ -131,7 +131,7 @@ def _setup_table(ctx, inputs, output) -> None:
     ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if reads_rows else ()))
     ctx.bags, ctx.bounds_check = [a[name] for name in _TABLE_BAGS], a["bounds_check"]
     ctx.rows = {"format": a["format"], "embedding_dim": a["embedding_dim"]}
-    ctx.sparse, ctx.shape = a["sparse"], a["weights"].shape
+    ctx.sparse, ctx.shape, ctx.dtype = a["sparse"], a["weights"].shape, a["weights"].dtype
 
 
 def _backward_table(ctx, grad: Tensor, _):
@@ -144,6 +144,8 @@ def _backward_table(ctx, grad: Tensor, _):
         grad_weights = _sparse(rows, row_grads, ctx.shape)
     elif ctx.needs_input_grad[0]:
         grad_weights = _ops.embedding_bag_backward_dense.table(*given)
+    if grad_weights is not None and ctx.dtype != torch.float32:
+        grad_weights = grad_weights.to(ctx.dtype)
     if factors is not None and ctx.needs_input_grad[3]:
         given = (grad, *weights, values, offsets, *ctx.bags)
         grad_factors = _ops.embedding_bag_backward_per_sample_weights.table(*given, **ctx.rows)
