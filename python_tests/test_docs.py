@@ -127,10 +127,10 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
-def test_the_way_of_an_id_names_what_there_is() -> None:
-    """Each function of CONTRIBUTING.md's table is in the file of its line, or in the file that is named behind it."""
-    way = (ROOT / "CONTRIBUTING.md").read_text().partition("## The way of an id")[2].partition("\n## ")[0]
-    lines = re.findall(r"^\| `([^`]+)` \| (.+) \|$", way, re.MULTILINE)
+def test_the_path_of_an_id_names_existing_functions() -> None:
+    """Each function of CONTRIBUTING.md's table is in the file of its line, or in a file that its line names."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## The path of an id")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
     assert len(lines) > 10
     for file, text in lines:
         beside = [(ROOT / file).parent / name for name in re.findall(r"`(\w+\.(?:h|py))`", text)]
