@@ -1,16 +1,16 @@
-"""One model with the embeddings of torch.nn, FBGEMM or TorchRec, and with rec_kernels in their place: equal losses.
+"""Replaces the embeddings of torch.nn, FBGEMM or TorchRec in a trained model by rec_kernels, and compares the losses.
 
-    pip install --no-deps fbgemm-gpu-cpu==1.8.0            # and torchrec==1.8.0, with what it imports
+    pip install --no-deps fbgemm-gpu-cpu==1.8.0            # and torchrec==1.8.0 with its dependencies
     python examples/replace_embeddings.py --steps 100
 
-torch     a torch.nn.EmbeddingBag for each table, with torch.optim.Adagrad -> rk.EmbeddingBag with rk.Adagrad
+torch     one torch.nn.EmbeddingBag per table, with torch.optim.Adagrad -> rk.EmbeddingBag with rk.Adagrad
 fbgemm    SplitTableBatchedEmbeddingBagsCodegen with fused row-wise Adagrad -> rk.EmbeddingBagCollection with
           rk.RowwiseAdagrad
-torchrec  EmbeddingBagCollection with torch.optim.SGD -> rk.EmbeddingBagCollection with rk.SGD, fed with TorchRec's own
-          KeyedJaggedTensor
+torchrec  EmbeddingBagCollection with torch.optim.SGD -> rk.EmbeddingBagCollection with rk.SGD, which
+          takes TorchRec's KeyedJaggedTensor
 
-Each is trained for a while; then a copy has its embeddings replaced, with what they and their optimizer have learned,
-and both go on with the same batches. Packages that are not installed are left out.
+Each model is trained first. Then a copy gets its embeddings replaced, including weights and optimizer state, and both
+continue with the same batches. Packages that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LR = 0.05
 
 @dataclass
 class Batch:
-    """One batch: dense features, bags of ids for every table (key-major), labels."""
+    """A batch: dense features, bags of ids per table (table-major), labels."""
 
     dense: Tensor
     values: Tensor
@@ -42,12 +42,12 @@ class Batch:
 
     @property
     def offsets(self) -> Tensor:
-        """[TABLES * BATCH + 1]."""
+        """Offsets of the bags, int64 [TABLES * BATCH + 1]."""
         return nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
 
 def batches(steps: int) -> Iterator[Batch]:
-    """Bags of 0 to 5 ids; the label depends on the dense features and on every id."""
+    """Random batches with bags of 0 to 5 ids; labels depend on the dense features and on every id."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(TABLES, ROWS, generator=generator)
     for _ in range(steps):
@@ -62,10 +62,11 @@ def batches(steps: int) -> Iterator[Batch]:
 
 
 class Model(nn.Module):
-    """Dense features and pooled embeddings, concatenated, through an MLP.
+    """An MLP over dense features concatenated with pooled embeddings.
 
     Args:
-        tables: the embeddings. look_up: called with them and a batch, returns [BATCH, TABLES * COLUMNS].
+        tables: the embedding module.
+        look_up: a function of ``tables`` and a batch, returns pooled embeddings [BATCH, TABLES * COLUMNS].
     """
 
     def __init__(self, tables: nn.Module, look_up: Callable[[nn.Module, Batch], Tensor]) -> None:
@@ -80,7 +81,7 @@ class Model(nn.Module):
 
 
 def torch_nn() -> tuple[Model, list[torch.optim.Optimizer]]:
-    """A layer for each table, and their optimizer."""
+    """A model with one torch.nn layer per table, and its optimizer."""
 
     def look_up(tables: nn.Module, batch: Batch) -> Tensor:
         lengths = batch.lengths.view(TABLES, BATCH)
@@ -94,7 +95,7 @@ def torch_nn() -> tuple[Model, list[torch.optim.Optimizer]]:
 
 
 def torchrec() -> tuple[Model, list[torch.optim.Optimizer]]:
-    """TorchRec's collection, and its optimizer."""
+    """A model with TorchRec's collection, and its optimizer."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
     def look_up(tables: nn.Module, batch: Batch) -> Tensor:
@@ -106,7 +107,7 @@ def torchrec() -> tuple[Model, list[torch.optim.Optimizer]]:
 
 
 def fbgemm() -> tuple[Model, list[torch.optim.Optimizer]]:
-    """All tables in one module of FBGEMM, which has its optimizer in itself."""
+    """A model with all tables in one FBGEMM module, which has a fused optimizer."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
@@ -124,15 +125,15 @@ def fbgemm() -> tuple[Model, list[torch.optim.Optimizer]]:
     return Model(tables, lambda module, batch: module(batch.values, batch.offsets)), []
 
 
-def replace(model: Model, trained_by: list[torch.optim.Optimizer]) -> Model:
-    """A copy of a model of torch.nn or TorchRec, with rec_kernels inside."""
-    mine, own = copy.deepcopy((model, trained_by))
-    print(rk.replace_embeddings(mine, trained_by=own))
-    return mine
+def replace(model: Model, optimizers: list[torch.optim.Optimizer]) -> Model:
+    """Copies a torch.nn or TorchRec model and replaces its embeddings by rec_kernels."""
+    ours, optimizers = copy.deepcopy((model, optimizers))
+    print(rk.replace_embeddings(ours, trained_by=optimizers))
+    return ours
 
 
 def replace_fbgemm(model: Model, _: list[torch.optim.Optimizer]) -> Model:
-    """A model that gives rec_kernels the ids with the names of their features: FBGEMM tells them by their order."""
+    """Builds the equivalent model with rec_kernels; FBGEMM identifies features by position, rec_kernels by name."""
     tables = rk.convert_embeddings(model.tables)
     print(tables)
     features = [f"f{i}" for i in range(TABLES)]
@@ -140,19 +141,19 @@ def replace_fbgemm(model: Model, _: list[torch.optim.Optimizer]) -> Model:
     def look_up(tables: nn.Module, batch: Batch) -> Tensor:
         return tables(rk.KeyedJaggedTensor(features, batch.values, offsets=batch.offsets)).values()
 
-    mine = Model(tables, look_up)
-    mine.top.load_state_dict(model.top.state_dict())
-    return mine
+    ours = Model(tables, look_up)
+    ours.top.load_state_dict(model.top.state_dict())
+    return ours
 
 
 CASES = {"torch": (torch_nn, replace), "fbgemm": (fbgemm, replace_fbgemm), "torchrec": (torchrec, replace)}
 PACKAGES = {"torch": "torch", "fbgemm": "fbgemm_gpu", "torchrec": "torchrec"}
 
 
-def losses(model: Model, of_tables: list[torch.optim.Optimizer], steps: int) -> list[float]:
-    """Trains and returns every step's loss."""
-    optimizers = [torch.optim.Adam(model.top.parameters(), lr=0.01), *of_tables]
-    found = []
+def losses(model: Model, table_optimizers: list[torch.optim.Optimizer], steps: int) -> list[float]:
+    """Trains the model and returns the loss of every step."""
+    optimizers = [torch.optim.Adam(model.top.parameters(), lr=0.01), *table_optimizers]
+    result = []
     for batch in batches(steps):
         loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
         for optimizer in optimizers:
@@ -160,17 +161,17 @@ def losses(model: Model, of_tables: list[torch.optim.Optimizer], steps: int) -> 
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-        found.append(loss.item())
-    return found
+        result.append(loss.item())
+    return result
 
 
 def compare(name: str, steps: int) -> float:
-    """Trains a model, replaces its embeddings, prints losses of both side by side; returns the largest difference."""
-    make, replaced = CASES[name]
-    theirs, of_tables = make()
-    losses(theirs, of_tables, steps)
-    mine = replaced(theirs, of_tables)
-    pairs = list(zip(losses(theirs, of_tables, steps), losses(mine, [], steps), strict=True))
+    """Trains a model, replaces its embeddings, prints the losses of both; returns the largest difference."""
+    make_model, replace_tables = CASES[name]
+    theirs, optimizers = make_model()
+    losses(theirs, optimizers, steps)
+    ours = replace_tables(theirs, optimizers)
+    pairs = list(zip(losses(theirs, optimizers, steps), losses(ours, [], steps), strict=True))
     print(f"{'step':>8}{name:>12}{'rec_kernels':>14}")
     for step in sorted({0, steps // 4, steps // 2, steps - 1}):
         print(f"{step:>8}{pairs[step][0]:>12.6f}{pairs[step][1]:>14.6f}")
@@ -180,7 +181,7 @@ def compare(name: str, steps: int) -> float:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="training steps (default: 100)")
     steps = parser.parse_args().steps

