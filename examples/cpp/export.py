@@ -2,7 +2,7 @@
 
     python examples/cpp/export.py model.pt2 inputs.pt
 
-serve.cpp runs it; docs/cpp.md has the commands. Its scores are those that are printed here, bit for bit.
+serve.cpp runs it; docs/cpp.md has the commands. Its scores equal those printed here, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DENSE, WIDTH = 13, 16
 
 
 class Model(nn.Module):
-    """A small DLRM over tables in two formats, as they are served: no optimizer, no gradients."""
+    """A small DLRM for inference, with tables in two formats and no optimizer or gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Model(nn.Module):
         self.top = nn.Linear(WIDTH + 6, 1)  # 6 pairs of 4 vectors
 
     def forward(self, dense: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
-        """Scores [B] of dense features [B, 13] and bags of ids: values [N] and offsets [3 * B + 1], key by key."""
+        """Scores [B] of dense features [B, 13] and bags of ids: values [N] and offsets [3 * B + 1], grouped by key."""
         bags = rk.KeyedJaggedTensor(KEYS, values, offsets=offsets)
         embedded = self.tables(bags).values().view(dense.size(0), len(KEYS), WIDTH)
         return self.top(rk.dot_interaction(self.bottom(dense), embedded)).squeeze(1)
@@ -49,7 +49,7 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compile_model(model: nn.Module, path: str) -> None:
-    """Writes the model for batches of any size; without the option, torch takes sizes of 0 and 1 for constants."""
+    """Compiles the model for any batch size; without the option, torch treats sizes of 0 and 1 as constants."""
     any_size = {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad(), _config.patch(backed_size_oblivious=True):
         program = torch.export.export(model.eval(), batch(8, 0), dynamic_shapes=(any_size, any_size, any_size))
@@ -57,7 +57,7 @@ def compile_model(model: nn.Module, path: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="the .pt2 file to write")
     parser.add_argument("inputs", help="the file to write a batch to")

@@ -1,4 +1,4 @@
-"""Writes two tables and their layout for call_op.cpp, and prints what it is to print.
+"""Writes two tables and their layout for call_op.cpp, and prints its expected output.
 
 python examples/cpp/save_tables.py tables.pt
 """
@@ -15,9 +15,9 @@ BAGS = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([0, 2, 2, 6, 6])
 
 
 def main(path: str) -> None:
-    """The command."""
+    """Runs the command line."""
     layout, sizes = rk.table_layout([10, 10], [4, 2], mean=[True, False])
-    weights = torch.arange(60.0).div(8)  # the tables, one after the other
+    weights = torch.arange(60.0).div(8)  # both tables, concatenated
     torch.save((weights, layout, torch.tensor(sizes)), path)
     print(torch.ops.rec_kernels.embedding_bag.layout(weights, *BAGS, layout, sizes)[0])
 
