@@ -28,7 +28,8 @@ def docstrings(thing: object) -> str:
     """Docstrings of an object, of its base classes in the package, and of the names that it refers to."""
     kinds = inspect.getmro(thing) if inspect.isclass(thing) else [thing]
     text = "\n".join(own_docstring(kind) for kind in kinds if kind.__module__.startswith("rec_kernels"))
-    others = [getattr(rk, name, None) for name in re.findall(r"``(?:rk\.)?(\w+)``'", text)]
+    found = re.findall(r"(?<=see )``(?:rk\.)?(\w+)``|``(?:rk\.)?(\w+)``'", text)
+    others = [getattr(rk, name or other, None) for name, other in found]
     return text + "".join(own_docstring(other) for other in others if other not in (None, thing))
 
 

@@ -120,7 +120,7 @@ def test_what_is_left() -> None:
         "wide": f"table 'weight': weight must be {shape} float32, float16 or bfloat16, got [5, 4] torch.float64",
         "own": "it is a subclass of Embedding, whose lookups may be others",
         "hooked": "it has hooks",
-        "tied": "its weight is tied.weight and output.weight, and one module's alone where it is fused",
+        "tied": "its weight is shared (tied.weight and output.weight), which a fused optimizer does not support",
     }
     assert [n for n, m in layers.items() if m is not before[n]] == ["swapped"] == [f.names[0] for f in found.swapped]
     assert "own: Own (weight 5 x 4) left: it is a subclass of Embedding, whose lookups may be others" in str(found)
@@ -276,7 +276,7 @@ def test_others_are_left() -> None:
     found = rk.replace_embeddings(nn.ModuleDict({"dense": dense, "derived": derived}))
     kind = f"{type(dense).__module__}.{type(dense).__name__}"
     assert [f.reason for f in found.left] == [
-        f"no module here takes the place of {kind}",
+        f"no module here replaces {kind}",
         "it is a subclass of FusedEmbeddingBagCollection, whose lookups may be others",
     ]
     assert str(found).startswith("0 swapped, 2 left\ndense: DenseTableBatchedEmbeddingBagsCodegen left: no module here")

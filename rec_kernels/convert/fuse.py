@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from rec_kernels.convert.compare import difference, modes_kept
 from rec_kernels.convert.modules import HOOKS, Later
-from rec_kernels.convert.replace import holders_of
+from rec_kernels.convert.replace import parameter_names
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_layers import EmbeddingBag, EmbeddingLayer
@@ -81,7 +81,7 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     traced, reason = _traced(model, example_inputs)
     if traced is None:
         return FusedEmbeddingBags(model, [], reason, {})
-    groups, apart = _groups(traced, holders_of(model))
+    groups, apart = _groups(traced, parameter_names(model))
     if not groups:
         return FusedEmbeddingBags(model, [], "there are no two lookups that may be one", apart)
     names = [[str(node.target) for node in group] for group in groups]

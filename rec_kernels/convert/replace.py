@@ -1,4 +1,4 @@
-"""``replace_embeddings``: this package's modules in the place of the embeddings of a whole model."""
+"""``replace_embeddings`` replaces all embedding modules of a model by this package's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundEmbedding:
-    """One module with embeddings that ``rk.replace_embeddings`` has found.
+    """An embedding module that ``rk.replace_embeddings`` found in the model.
 
     Args:
-        names: its places in the model. kind: its class before.
-        tables: name, num_embeddings and embedding_dim of each table; a layer of one table has it as "weight".
-        module: what is there now. reason: why it was left as it was; "": it was swapped.
-        has_new_parameters: whether optimizers of torch that were made before do not have its tables, and others are to.
+        names: its qualified names in the model; several if it is shared.
+        kind: the name of its original class.
+        tables: (name, num_embeddings, embedding_dim) of each table; a single-table layer's name is "weight".
+        module: the module that the model has now.
+        reason: why it was not replaced; "": it was replaced.
+        has_new_parameters: True if its tables are new parameters, which existing torch optimizers do not train.
     """
 
     names: list[str]
@@ -49,10 +51,10 @@ class FoundEmbedding:
 
 @dataclass(frozen=True)
 class ReplacedEmbeddings:
-    """Result of ``rk.replace_embeddings``; printed, a line for each module.
+    """Result of ``rk.replace_embeddings``; ``str()`` has one line per module.
 
     Args:
-        swapped: the modules that are this package's now. left: those that are as they were, with the reason.
+        swapped: the modules that were replaced. left: the modules that were not, each with the reason.
     """
 
     swapped: list[FoundEmbedding]
@@ -65,59 +67,61 @@ class ReplacedEmbeddings:
 def replace_embeddings(
     model: nn.Module, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]
 ) -> ReplacedEmbeddings:
-    """Swaps the embeddings inside a model for this package's, with their rows and optimizer state, in place.
+    """Replace the embeddings of a model by this package's, in place, with their rows and optimizer state.
 
-    ``torch.nn.Embedding`` and ``EmbeddingBag`` become ``rk.Embedding`` and ``rk.EmbeddingBag``, TorchRec's
-    ``EmbeddingBagCollection``, fused and quantized ones too, and ``EmbeddingCollection``, quantized ones too, those of
-    this package. They are called as before, and the names of rows in ``state_dict()`` stay. Until all are converted,
-    the tables are in memory twice.
+    ``torch.nn.Embedding`` and ``EmbeddingBag`` become ``rk.Embedding`` and ``rk.EmbeddingBag``. TorchRec's
+    ``EmbeddingBagCollection`` (also fused or quantized) and ``EmbeddingCollection`` (also quantized) become this
+    package's. Their calls and the names of their rows in ``state_dict()`` do not change. Until all are converted, the
+    tables are in memory twice.
 
     Args:
-        model: holds the embeddings at any depth, and is not in DistributedDataParallel yet.
-        trained_by: optimizers of torch, or TorchRec's wrappers, that train the model; ``rk.import_tables``'s. Tables
-            that they have are taken over with their state: such an optimizer of torch loses their parameters, and goes
-            on with the others'. A gradient that waits for its step is lost: make the step first.
-        options: ``rk.convert_embeddings``'s, for all of them. Without ``optimizer``, each has the counterpart of what
-            trained it; without that, its tables are ordinary parameters: of a layer of torch.nn without any option the
-            same ones as before, so that optimizers go on; TorchRec's collections, and layers with options, have new
-            ones, for optimizers of torch that are made afterwards. Each next module's ``seed`` is larger by one.
+        model: a module with embeddings at any depth, not yet wrapped in DistributedDataParallel.
+        trained_by: the torch optimizers, or TorchRec's wrappers, that train the model; see ``rk.import_tables``. The
+            replaced tables' state is moved: these optimizers drop their parameters and continue with the others.
+            Pending gradients of these tables are lost: call ``step()`` first.
+        options: options of ``rk.convert_embeddings``, for all modules. Without ``optimizer``, each module gets the
+            counterpart of the optimizer that trained it. If none is known, its tables are ordinary parameters: a
+            torch.nn layer converted without any options keeps its parameters, so existing optimizers continue;
+            TorchRec collections and layers with options have new ones, which need a new torch optimizer. ``seed``
+            increases by one from module to module.
 
     Returns:
-        What was swapped and what was left: subclasses, modules with hooks, sharded ones, FBGEMM's (whose ``forward``
-        takes other arguments), TorchRec's with managed collisions, options that are not offered, and weights that a
-        fused optimizer would have to share with another module.
+        The modules that were replaced and those that were not: subclasses, modules with hooks, sharded modules,
+        FBGEMM's modules (their ``forward`` has other arguments), TorchRec modules with managed collisions, unsupported
+        options, and weights that a fused optimizer would share with another module.
 
     Raises:
-        TypeError: the model is itself an embedding, or no module. ValueError: DistributedDataParallel has it;
-        ``trained_by`` has no table of the model; and as ``rk.convert_embeddings``, with the module's name in front.
-        Nothing was changed.
+        TypeError: the model is itself an embedding, or is not a module.
+        ValueError: the model is in DistributedDataParallel; ``trained_by`` has no table of the model; or an error of
+            ``rk.convert_embeddings``, prefixed with the module's name. The model is unchanged.
     """
     trainers = every(trained_by)
     _check(model, trainers)
-    places: dict[nn.Module, list[_Place]] = defaultdict(list)
-    for place in _walk(model, "", set()):
-        places[place.module].append(place)
-    holders = holders_of(model)
+    sites: dict[nn.Module, list[_Site]] = defaultdict(list)
+    for site in _walk(model, "", set()):
+        sites[site.module].append(site)
+    owners = parameter_names(model)
     found: list[FoundEmbedding] = []
-    for module, at in places.items():
-        own = _Trained(module, [t for t in trainers if _has(t, module)] or (None if trainers else trained_by), options)
-        names, reason = [place.name for place in at], _reason(module, own, holders)
-        made = module if reason else _convert(own, names[0], len(found))
-        anew = not reason and not own.is_parameter and bool(dense_parameters(made))
-        found.append(FoundEmbedding(names, type(module).__name__, _tables(module), made, reason, anew))
-    for (module, at), entry in zip(places.items(), found, strict=True):
-        for place in at:
-            place.parent._modules[place.key] = entry.module
-        gone = set(module.parameters()) - set(entry.module.parameters())
-        mark_replaced(gone)
+    for module, uses in sites.items():
+        own = [t for t in trainers if _has(t, module)] or (None if trainers else trained_by)
+        conversion = _Conversion(module, own, options)
+        names, reason = [site.name for site in uses], _reason_to_skip(conversion, owners)
+        new = module if reason else _convert(conversion, names[0], len(found))
+        is_new = not reason and not conversion.keeps_parameter and bool(dense_parameters(new))
+        found.append(FoundEmbedding(names, type(module).__name__, _tables(module), new, reason, is_new))
+    for (module, uses), entry in zip(sites.items(), found, strict=True):
+        for site in uses:
+            site.parent._modules[site.key] = entry.module
+        replaced = set(module.parameters()) - set(entry.module.parameters())
+        mark_replaced(replaced)
         for trainer in trainers:
-            _forget(trainer, gone)
+            _remove_parameters(trainer, replaced)
     return ReplacedEmbeddings([f for f in found if not f.reason], [f for f in found if f.reason])
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A module with embeddings, and where it is."""
+class _Site:
+    """One registration of an embedding module: its parent module and its key there."""
 
     name: str
     parent: nn.Module
@@ -126,16 +130,16 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Trained:
-    """A module with embeddings, what trains it, and the options of its replacement."""
+class _Conversion:
+    """An embedding module, the optimizers that train it, and the options of its replacement."""
 
     module: Any
     trained_by: TrainedBy
     options: ConvertOptions
 
     @property
-    def is_parameter(self) -> bool:
-        """True if the replacement has the very parameter of the module."""
+    def keeps_parameter(self) -> bool:
+        """True if the replacement reuses the module's parameter object."""
         layer = type(self.module) in (nn.Embedding, nn.EmbeddingBag)
         applied = self.trained_by is None and in_backward(self.module.parameters())
         fused = "optimizer" not in self.options and (self.trained_by or applied)
@@ -143,7 +147,7 @@ class _Trained:
 
 
 def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
-    """Raises TypeError or ValueError if it cannot be a model whose embeddings are replaced."""
+    """Check the arguments ``model`` and ``trained_by``."""
     if not isinstance(model, nn.Module) or _is_embedding(model):
         raise TypeError(
             f"model must be a module that has embeddings inside, got {type(model).__name__}: rk.convert_embeddings is "
@@ -152,22 +156,22 @@ def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
     wrapped = [name for name, m in model.named_modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped:
         raise ValueError(
-            f"model: {wrapped[0] or 'it'} is a DistributedDataParallel, which has noted its parameters: replace first, "
-            "then wrap"
+            f"model: {wrapped[0] or 'it'} is a DistributedDataParallel, which has registered its parameters: replace "
+            "first, then wrap"
         )
-    if trainers and not any(_has(t, place.module) for t in trainers for place in _walk(model, "", set())):
+    if trainers and not any(_has(t, site.module) for t in trainers for site in _walk(model, "", set())):
         raise ValueError("trained_by has no table of the model: it must be optimizers that have model.parameters()")
 
 
-def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:
-    """The places of embeddings below a module."""
+def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Site]:
+    """Yield every registration of an embedding module below ``module``."""
     seen.add(module)
     for key, child in module._modules.items():
         name = f"{prefix}{key}"
         if child is None or is_ours(child):
             continue
         if _is_embedding(child):
-            yield _Place(name, module, key, child)
+            yield _Site(name, module, key, child)
         elif child not in seen:
             yield from _walk(child, f"{name}.", seen)
 
@@ -188,8 +192,8 @@ def _tables(module: Any) -> list[tuple[str, int, int]]:
     return [(name, *layer.weight.shape) for name, layer in layers.items()]
 
 
-def holders_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Parameter -> its names in the model: several where modules share it."""
+def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Parameter -> its qualified names in the model; several if modules share it."""
     found: dict[Tensor, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -199,51 +203,52 @@ def holders_of(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def _has(trainer: torch.optim.Optimizer, module: nn.Module) -> bool:
-    """True if an optimizer has a parameter of a module."""
+    """True if the optimizer has a parameter of the module."""
     own = set(module.parameters())
     return any(p in own for p in parameters_of(trainer))
 
 
-def _reason(module: Any, own: _Trained, holders: dict[Tensor, list[str]]) -> str:
-    """A reason to leave a module; "": it can be swapped."""
+def _reason_to_skip(conversion: _Conversion, owners: dict[Tensor, list[str]]) -> str:
+    """The reason not to replace a module; "": it can be replaced."""
+    module = conversion.module
     if is_fbgemm(module) or is_fbgemm_quantized(module):
         return "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it"
     if is_other(module):
-        return f"no module here takes the place of {type(module).__module__}.{type(module).__name__}"
+        return f"no module here replaces {type(module).__module__}.{type(module).__name__}"
     if reason := refusal(module):
         return reason
     for parameter in module.parameters():
-        if len(holders[parameter]) > 1 and not own.is_parameter:
-            return f"its weight is {' and '.join(holders[parameter])}, and one module's alone where it is fused"
+        if len(owners[parameter]) > 1 and not conversion.keeps_parameter:
+            return f"its weight is shared ({' and '.join(owners[parameter])}), which a fused optimizer does not support"
     return ""
 
 
-def _convert(own: _Trained, name: str, number: int) -> nn.Module:
-    """The module's replacement; errors have its name in front."""
-    options: Any = {**own.options}
-    if own.trained_by and options.get("optimizer", True) is None and not own.is_parameter:
+def _convert(conversion: _Conversion, name: str, seed_offset: int) -> nn.Module:
+    """Convert the module; errors are prefixed with its name."""
+    options: Any = {**conversion.options}
+    if conversion.trained_by and options.get("optimizer", True) is None and not conversion.keeps_parameter:
         raise ValueError(
             f"{name}: with optimizer=None its tables have new parameters, which trained_by does not have: leave out "
             "trained_by and make torch's optimizer afterwards, or leave out optimizer"
         )
-    if not own.is_parameter and not is_quantized(own.module):
-        options["seed"] = (options.get("seed") or 0) + number
+    if not conversion.keeps_parameter and not is_quantized(conversion.module):
+        options["seed"] = (options.get("seed") or 0) + seed_offset
     try:
-        return convert_embeddings(own.module, trained_by=own.trained_by, **options)
+        return convert_embeddings(conversion.module, trained_by=conversion.trained_by, **options)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name}: {error}") from error
 
 
-def _forget(trainer: Any, gone: set[Any]) -> None:
-    """Takes parameters out of an optimizer or a wrapper of TorchRec's. Groups stay, as schedulers count them."""
+def _remove_parameters(trainer: Any, removed: set[Any]) -> None:
+    """Remove parameters from an optimizer or TorchRec wrapper. Empty groups stay, because schedulers count groups."""
     named = vars(trainer).get("params")
     if isinstance(named, dict):
-        for name in [name for name, parameter in named.items() if parameter in gone]:
+        for name in [name for name, parameter in named.items() if parameter in removed]:
             del named[name]
-    if hasattr(trainer, "_replicate_params"):  # whose gradients are clipped together
-        trainer._replicate_params = [p for p in trainer._replicate_params if p not in gone]
+    if hasattr(trainer, "_replicate_params"):  # TorchRec clips the gradients of these parameters together
+        trainer._replicate_params = [p for p in trainer._replicate_params if p not in removed]
     for group in trainer.param_groups:
-        group["params"] = [p for p in group["params"] if p not in gone]
-    for parameter in gone:
+        group["params"] = [p for p in group["params"] if p not in removed]
+    for parameter in removed:
         trainer.state.pop(parameter, None)

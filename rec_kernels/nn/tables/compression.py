@@ -1,7 +1,7 @@
-"""Tables of many ids in few numbers: ids that share rows, and rows made of those of small tables.
+"""Table compression: ids that share rows, and rows composed from several small tables.
 
 Sources: H.-J. M. Shi, D. Mudigere, M. Naumov and J. Yang, "Compositional Embeddings Using Complementary Partitions for
-Memory-Efficient Recommendation Systems", KDD 2020 (arXiv 1909.02107); of ``MixedDimension`` A. Ginart, M. Naumov, D.
+Memory-Efficient Recommendation Systems", KDD 2020 (arXiv 1909.02107); for ``MixedDimension`` A. Ginart, M. Naumov, D.
 Mudigere, J. Yang and J. Zou, "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation Systems",
 2019 (arXiv 1909.11810).
 """
@@ -19,13 +19,13 @@ import numpy as np
 from rec_kernels.nn.arguments import check_choice, is_list, positive_integer, positive_integers
 from rec_kernels.ops.layout_records import COMBINE, MAX_PARTS
 
-# Ids that are looked at one by one to find two with the same rows.
-_LOOKED_AT = 1 << 22
+# check_complementary() enumerates at most this many ids when it looks for collisions.
+_MAX_IDS_CHECKED = 1 << 22
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tables that stand for a large one: id -> row (id // divisor) % modulus of [num_embeddings, dim]."""
+    """One small table of a compressed table, [num_embeddings, embedding_dim]: id -> row (id // divisor) % modulus."""
 
     divisor: int
     modulus: int
@@ -35,50 +35,50 @@ class Part:
 
 @dataclass(frozen=True)
 class Compression(ABC):
-    """Base of the ways to keep a table in fewer numbers."""
+    """Base class of table compressions."""
 
-    _instead: ClassVar[str] = ""  # advice where parts side by side cannot be of equal width
+    _width_advice: ClassVar[str] = ""  # appended to the error if concatenated parts cannot have equal width
 
     @abstractmethod
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
-        """(divisor, modulus) of each part, for ids in [0, num_embeddings)."""
+        """The (divisor, modulus) of each part, for ids in [0, num_embeddings)."""
 
     def dims(self, count: int, embedding_dim: int) -> list[int]:
         """Columns of each of ``count`` parts.
 
         Raises:
-            ValueError: they do not give ``embedding_dim`` columns together.
+            ValueError: no choice of columns adds up to ``embedding_dim``.
         """
         if self.combine != "concat":
             return [embedding_dim] * count
         if embedding_dim % count:
             raise ValueError(
                 f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
-                f"{self._instead}"
+                f"{self._width_advice}"
             )
         return [embedding_dim // count] * count
 
     @property
     def combine(self) -> str:
-        """Combination of the parts into a row: "concat", "add" or "mult"."""
+        """How the parts are combined into a row: "concat", "add" or "mult"."""
         return "concat"
 
     @property
     def compose(self) -> str:
-        """ "per_id" if the parts of every id are combined, "pooled" if sums over bags are."""
+        """ "per_id": the parts of each id are combined before pooling. "pooled": the pooled parts are combined."""
         return "per_id"
 
     def bounds(self, count: int, bound: float) -> list[float]:
-        """Bounds of the parts' first uniform numbers, for rows with the variance of numbers in +-bound."""
-        if self.combine == "mult":  # numbers of variance 1 beside those in +-bound
+        """Bounds of the parts' uniform initialization that give combined rows the variance of uniform +-``bound``."""
+        if self.combine == "mult":  # the other factors have variance 1
             return [bound] + [math.sqrt(3)] * (count - 1)
         return [bound / math.sqrt(count) if self.combine == "add" else bound] * count
 
     def parts(self, num_embeddings: int, embedding_dim: int) -> list[Part]:
-        """The tables that stand for one of [num_embeddings, embedding_dim].
+        """The small tables that replace a table [num_embeddings, embedding_dim].
 
         Raises:
-            ValueError: there is none, or two ids would share all their rows.
+            ValueError: the sizes do not fit this compression, or two ids would share all their rows.
         """
         partitions = self.partitions(num_embeddings)
         dims = self.dims(len(partitions), embedding_dim)
@@ -90,16 +90,16 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Hash(Compression):
-    """Ids share rows: id -> row id % buckets, the baseline of the others ("hashing trick").
+    """Hashing trick: id -> row id % buckets, so ids share rows; the baseline for the other compressions.
 
-    A table with ``num_embeddings=None`` takes every integer for an id, also negative ones, whose row is Python's and
-    torch's ``id % buckets``, too: -1 has row ``buckets - 1``.
+    With ``num_embeddings=None`` every int64 is a valid id. The row of a negative id is ``id % buckets`` as in Python
+    and torch: -1 has row ``buckets - 1``.
 
     Args:
         buckets: rows of the table, at least 1.
 
     Raises:
-        ValueError: ``buckets`` is no integer, or below 1.
+        ValueError: ``buckets`` is not an integer, or is below 1.
     """
 
     buckets: int
@@ -119,22 +119,22 @@ def _check_combine(name: str, combine: str, compose: str) -> None:
 
 @dataclass(frozen=True)
 class Partitions(Compression):
-    """Every id has a row in each of several small tables, and no two ids have all of them in common.
+    """Complementary partitions: each id has one row in each of several small tables, and no two ids share all rows.
 
     Args:
-        pairs: (divisor, modulus) of one to four parts: an id's row is (id // divisor) % modulus.
-        combine: "mult" or "add": parts of the table's ``embedding_dim`` columns each, multiplied or added; "concat":
-            side by side, ``embedding_dim`` together.
-        compose: "per_id": the parts of an id are combined, then bags pooled, as if the whole table were there.
-            "pooled": the parts of a bag are pooled, then combined (what public implementations do); the same for bags
+        pairs: (divisor, modulus) of each of one to four parts: an id's row is (id // divisor) % modulus.
+        combine: "mult" or "add": parts have ``embedding_dim`` columns each and are multiplied or added; "concat": parts
+            are concatenated to ``embedding_dim`` columns.
+        compose: "per_id": the parts of each id are combined, then pooled, as with the full table. "pooled": each part
+            is pooled over the bag, then the parts are combined, as in public implementations. Both are equal for bags
             of one id.
-        columns: of the parts, for "concat"; None: as equal as can be, which must be equal.
+        columns: columns of each part, for "concat"; None: equal widths.
 
-    ``mixed_radix`` and ``chinese_remainder`` make the usual ones. Whether two ids collide is known when there is a
-    table: ``rk.EmbeddingBagConfig`` raises ValueError, naming them.
+    ``mixed_radix`` and ``chinese_remainder`` construct the usual partitions. Collisions depend on the number of ids:
+    ``rk.EmbeddingBagConfig`` raises ValueError, naming two ids that collide.
 
     Raises:
-        ValueError: too many pairs or none, a number below 1, an unknown name, or columns that are not asked for.
+        ValueError: no pairs or more than four, a value below 1, an unknown option, or ``columns`` that do not apply.
     """
 
     pairs: Sequence[tuple[int, int]]
@@ -142,7 +142,7 @@ class Partitions(Compression):
     combine: str = "mult"
     compose: str = "per_id"
     columns: Sequence[int] | None = None
-    _instead = "columns can give each its own"
+    _width_advice = "columns can give each its own"
 
     def __post_init__(self) -> None:
         _check_combine("Partitions", self.combine, self.compose)
@@ -166,10 +166,10 @@ class Partitions(Compression):
 
     @classmethod
     def mixed_radix(cls, radices: Sequence[int], **options: Any) -> Partitions:
-        """Generalised quotient-remainder: the digits of an id, the lowest first. Their product must reach E.
+        """Generalised quotient-remainder: one part per mixed-radix digit of the id, lowest first.
 
         Args:
-            radices: [m0, m1, ...]; the parts are (1, m0), (m0, m1), (m0 * m1, m2), ...
+            radices: [m0, m1, ...], with a product of at least E; the parts are (1, m0), (m0, m1), (m0 * m1, m2), ...
             options: ``combine``, ``compose``, ``columns``.
         """
         digits = positive_integers("radices", radices)
@@ -177,10 +177,10 @@ class Partitions(Compression):
 
     @classmethod
     def chinese_remainder(cls, moduli: Sequence[int], **options: Any) -> Partitions:
-        """Remainders by several numbers, whose least common multiple must reach E (pairwise coprime: their product).
+        """One part per remainder of the id.
 
         Args:
-            moduli: of the parts (1, m).
+            moduli: m of each part (1, m); their least common multiple must be at least E.
             options: ``combine``, ``compose``, ``columns``.
         """
         return cls([(1, m) for m in positive_integers("moduli", moduli)], **options)
@@ -199,24 +199,23 @@ class Partitions(Compression):
 
 @dataclass(frozen=True)
 class QuotientRemainder(Compression):
-    """Two tables: one that up to ``collisions`` ids share a row of, one that tells these apart.
+    """Quotient-remainder trick: a remainder table whose rows ``collisions`` ids share, and a small quotient table.
 
-    With m = ceil(E / collisions), an id has row id % m of the first, [m, D], and id // m of the second,
-    [collisions, D]. (Public DLRM code has it the other way round; that is ``Partitions([(1, collisions), (collisions,
-    m)])``.)
+    With m = ceil(E / collisions), an id uses row id % m of the first table, [m, D], and row id // m of the second,
+    [collisions, D]. Public DLRM code swaps the roles: ``Partitions([(1, collisions), (collisions, m)])``.
 
     Args:
-        collisions: at least 1; E / collisions rows are kept, and a few.
-        combine, compose: as ``rk.Partitions``'.
+        collisions: at least 1; about E / collisions + collisions rows are stored.
+        combine, compose: see ``rk.Partitions``.
 
     Raises:
-        ValueError: ``collisions`` is no integer, or below 1; an unknown name.
+        ValueError: ``collisions`` is not an integer or is below 1; an unknown option.
     """
 
     collisions: int = 4
     combine: str = "mult"
     compose: str = "per_id"
-    _instead = "it must be even, or combine 'mult' or 'add'"
+    _width_advice = "it must be even, or combine 'mult' or 'add'"
 
     def __post_init__(self) -> None:
         _check_combine("QuotientRemainder", self.combine, self.compose)
@@ -229,17 +228,18 @@ class QuotientRemainder(Compression):
 
 @dataclass(frozen=True)
 class MixedDimension(Compression):
-    """Rows of fewer columns than the model wants: pooled as they are, then multiplied by a matrix [embedding_dim, dim].
+    """Mixed dimension: narrow rows are pooled, then projected to ``embedding_dim`` columns.
 
-    The matrix is a parameter, ``embedding_bags.<table>.projection``, for the optimizer of the dense parameters, also
-    where the tables have a fused one. All features of a collection are projected in one call.
+    The projection, [embedding_dim, dim], is the parameter ``embedding_bags.<table>.projection``. The optimizer of the
+    dense parameters trains it, even if the tables have a fused optimizer. One call projects a collection's features.
 
     Args:
-        dim: columns of a row, at least 1; ``rk.mixed_dimensions`` chooses them. With ``embedding_dim`` of them there
-            is no matrix.
+        dim: columns of a row, at least 1; ``rk.mixed_dimensions`` chooses them. There is no projection if it
+            equals ``embedding_dim``.
 
     Raises:
-        ValueError: ``dim`` is no integer, or below 1. More than ``embedding_dim``: ``rk.EmbeddingBagConfig`` raises.
+        ValueError: ``dim`` is not an integer or is below 1. ``rk.EmbeddingBagConfig`` raises if it is above
+            ``embedding_dim``.
     """
 
     dim: int
@@ -261,10 +261,11 @@ class MixedDimension(Compression):
 
 
 def known_modulus(pairs: Sequence[tuple[int, int]]) -> int:
-    """The largest K that this finds for which the rows of an id tell id modulo K.
+    """A K such that an id's rows determine id mod K: the largest that the following rule derives.
 
-    From id mod K, and a divisor a of K, follow id mod a and (id // a) mod (K / a); with the row (id // a) mod m, it is
-    known modulo lcm(K / a, m), and so the id modulo a times that. This finds mixed radices, remainders, and mixtures.
+    If id mod K is known and a divides K, then id mod a and (id // a) mod (K / a) are known. The row (id // a) mod m
+    then gives (id // a) mod lcm(K / a, m), hence id mod (a * lcm(K / a, m)). The rule covers mixed radices, remainders
+    and combinations of them.
     """
     known, grows = 1, True
     while grows:
@@ -278,20 +279,20 @@ def known_modulus(pairs: Sequence[tuple[int, int]]) -> int:
 
 
 def check_complementary(pairs: Sequence[tuple[int, int]], num_ids: int) -> None:
-    """Raises ValueError, naming two ids, if two ids below ``num_ids`` have the same row in every part.
+    """Check that no two ids below ``num_ids`` have the same row in every part.
 
     Raises:
-        ValueError: there are two such ids, or it cannot be told that there are none (more than 4 million ids, and
-            partitions that are neither remainders nor digits).
+        ValueError: two ids collide (the error names them), or the check is infeasible: more than 4 million ids, and
+            partitions that are neither remainders nor digits.
     """
     if known_modulus(pairs) >= num_ids:
         return
-    ids = np.arange(min(num_ids, _LOOKED_AT))
+    ids = np.arange(min(num_ids, _MAX_IDS_CHECKED))
     rows = [ids // divisor % modulus for divisor, modulus in pairs]
-    order = np.lexsort(rows)  # stable: of equal rows, the smaller id first
+    order = np.lexsort(rows)  # stable: among equal rows, smaller ids come first
     same = np.all([row[order][1:] == row[order][:-1] for row in rows], axis=0)
     if not same.any():
-        if num_ids <= _LOOKED_AT:
+        if num_ids <= _MAX_IDS_CHECKED:
             return
         raise ValueError(
             f"partitions {list(pairs)} are not known to tell {num_ids} ids apart: use remainders whose least common "

@@ -1,4 +1,4 @@
-"""Configurations of tables: what a user says of one, and the tables that it is kept in."""
+"""Table configurations, and the physical tables that each configuration is stored as."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.layout_records import BAG_FORMATS, integer
 from rec_kernels.ops.row_formats import row_bytes
 
-# Integers of 64 bits.
-_EVERY_ID = 2**64
+# The id range of a table without ``num_embeddings``: every int64.
+_NUM_INT64_IDS = 2**64
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """The place of a shard in a table of the whole model, whose noise its rows have.
+    """The position of a shard in the unsharded table, which seeds the stochastic rounding of the shard's rows.
 
     Args:
-        table_id: number of the whole table among the stored tables of its collection. table_rows: rows of that table.
-        first_row, first_column: where the shard begins there.
+        table_id: index of the unsharded table among the stored tables of its collection.
+        table_rows: rows of the unsharded table.
+        first_row, first_column: the shard's first row and column in the unsharded table.
     """
 
     table_id: int
@@ -37,12 +38,12 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table that has memory: a whole one, or a part of a compressed one.
+    """A table that has its own memory: an uncompressed table, or one part of a compressed table.
 
     Args:
-        part: what it has of the ids; None: id i is row i.
-        bound: numbers start uniform in +-bound; without ``init``, those of row ``padding_row`` are 0.
-        place: where it lies in a table of the whole model; None: it is whole, and numbered as it is stored.
+        part: the mapping from ids to rows; None: id i is row i.
+        bound: without ``init``, values are initialized uniformly in [-bound, bound], and row ``padding_row`` to 0.
+        place: the position in the unsharded table; None: the table is not a shard.
     """
 
     name: str
@@ -57,7 +58,7 @@ class StoredTable:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes per row."""
         return row_bytes(self.format, self.embedding_dim)
 
     @property
@@ -66,44 +67,41 @@ class StoredTable:
         return self.num_embeddings * self.row_bytes
 
     def report(self) -> dict[str, object]:
-        """Name, sizes, format and bytes of the rows, with which ``memory_report()`` of a collection begins."""
+        """The first entries of a collection's ``memory_report()``: name, sizes, format and bytes of the rows."""
         names = "name", "num_embeddings", "embedding_dim", "format"
         return {name: getattr(self, name) for name in names} | {"weight_bytes": self.num_bytes}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "init": None}  # which is called once, and which pickle may refuse
+        return {**self.__dict__, "init": None}  # init has run already, and may not be picklable
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """One table, whose lookups are not pooled.
+    """Configuration of an embedding table for sequence (unpooled) lookups.
 
     Args:
-        num_embeddings: E, rows; at least 1. None, with ``rk.Hash`` alone: every int64 is an id, negative ones, too.
+        num_embeddings: E, rows; at least 1. None, only with ``rk.Hash``: every int64, also negative, is a valid id.
         embedding_dim: D, columns; at least 1.
-        name: the table's name, different for every table of a collection, without dots.
+        name: table name, unique within a collection, without dots.
         feature_names: the features looked up in this table.
-        format: of the rows: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
-        compression: None, or how the table is kept in fewer numbers: ``rk.Hash``, ``rk.QuotientRemainder``,
-            ``rk.Partitions`` or, where bags are pooled, ``rk.MixedDimension``. E is then the number of ids. Of several
-            parts, each is a table of its own, named ``<name>_0``, ``<name>_1`` and so on.
-        init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
-            to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, or is torch's
-            ``uniform_``, ``normal_``, ``constant_``, ``zeros_`` or ``ones_`` (or a ``functools.partial`` of one), it
-            may be called several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E),
-            and parts such that the rows that they make have that variance; without E, in +-1/sqrt(buckets). A pickled
-            collection has none.
-        padding_idx: an id, from -E to E - 1, negative ones counted from the end, that is left out: it adds nothing to a
-            sum, does not count in a mean, has zeros for a row and gives the table no gradient. Without ``init`` and
-            compression its row begins as zeros, as torch's. Without E it is any int64, and itself: -1 is id -1. None:
-            no id is.
-        lr: the learning rate that a fused optimizer begins with for this table, at least 0. None: the optimizer's.
-        optimizer: the fused optimizer of this table, as ``rk.EmbeddingBagCollection`` takes one for all. None: the
-            collection's.
+        format: row format: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
+        compression: None, or a compression that stores fewer parameters: ``rk.Hash``, ``rk.QuotientRemainder``,
+            ``rk.Partitions`` or, for pooled lookups, ``rk.MixedDimension``. E is then the number of ids. A compression
+            with several parts stores each part as a table named ``<name>_0``, ``<name>_1`` and so on.
+        init: function called once with the float32 weight [E, D], or with each part's weight, to fill it in place;
+            other formats then round to the nearest. It may be called several times with consecutive rows, to save
+            memory, if it has a true attribute ``in_chunks`` or is torch's ``uniform_``, ``normal_``, ``constant_``,
+            ``zeros_`` or ``ones_`` (or a ``functools.partial`` of one). None: uniform in +-1/sqrt(E), with parts scaled
+            so that the combined rows have that variance; without E, in +-1/sqrt(buckets). It is not pickled.
+        padding_idx: id to ignore, from -E to E - 1; negative ids count from the end. It adds nothing to a sum, does not
+            count in a mean, looks up zeros and gets no gradient. Without ``init`` and compression its row is
+            initialized to zeros, as in torch. Without E it is any int64, unchanged: -1 is id -1. None: no padding.
+        lr: initial learning rate of this table under a fused optimizer, at least 0. None: the optimizer's ``lr``.
+        optimizer: fused optimizer of this table, as in ``rk.EmbeddingBagCollection``. None: the collection's.
 
     Raises:
-        ValueError: a size, name, format, compression, padding_idx, lr or optimizer that is not offered; partitions for
-            which two ids, which are named, have the same row in every part.
+        ValueError: an unsupported size, name, format, compression, padding_idx, lr or optimizer; partitions that map
+            two ids to the same row in every part (the error names both ids).
     """
 
     num_embeddings: int | None
@@ -134,7 +132,7 @@ class EmbeddingConfig:
         self._check_padding()
         if self.lr is not None:
             check_rate(f"table {name!r}: lr", self.lr)
-            if isinstance(self.lr, Tensor):  # whose number may change later
+            if isinstance(self.lr, Tensor):  # copied, because the tensor's value may change later
                 object.__setattr__(self, "lr", number_of(self.lr))
         check_optimizer(f"table {name!r}: optimizer", self.optimizer)
         if not isinstance(self.compression, Compression | None):
@@ -144,7 +142,7 @@ class EmbeddingConfig:
             )
         self._check_compression()
         try:
-            self.stored  # noqa: B018 -- finds what does not fit
+            self.stored  # noqa: B018 -- raises for sizes that do not fit the compression
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
 
@@ -180,15 +178,15 @@ class EmbeddingConfig:
         return {name: value for name, value in self.__dict__.items() if name != "stored"}
 
     def without_init(self) -> EmbeddingConfig:
-        """The table without its init, as a collection that has rows keeps it in a pickle."""
+        """Copy the configuration without ``init``, for a pickle of a collection that has its rows."""
         other = copy.copy(self)
         object.__setattr__(other, "init", None)
         return other
 
     @functools.cached_property
     def stored(self) -> list[StoredTable]:
-        """The tables that it is kept in."""
-        ids = _EVERY_ID if self.num_embeddings is None else self.num_embeddings
+        """The physical tables: one for each part of a compressed table, else one."""
+        ids = _NUM_INT64_IDS if self.num_embeddings is None else self.num_embeddings
         if self.compression is None:
             size = ids, self.embedding_dim
             return [StoredTable(self.name, *size, self.format, None, self.init, ids**-0.5, self.padding_idx)]
@@ -206,19 +204,19 @@ class EmbeddingConfig:
 
     @property
     def planned_rows(self) -> int:
-        """The rows that a plan of shards counts: E, or those that are kept where every integer is an id."""
+        """Rows for a sharding plan: E, or the stored rows of a table without E."""
         return self.stored[0].num_embeddings if self.num_embeddings is None else self.num_embeddings
 
     @property
     def rate(self) -> float | None:
-        """The learning rate that it begins with: ``lr``, or its own optimizer's. None: the collection's."""
+        """Initial learning rate: ``lr``, else that of this table's optimizer. None: the collection's."""
         if self.lr is not None or self.optimizer is None:
             return self.lr
         return self.optimizer.lr
 
     @property
     def projection(self) -> tuple[int, int] | None:
-        """Shape [embedding_dim, dim] of the matrix that rows are multiplied by once pooled, or None."""
+        """Shape [embedding_dim, dim] of the projection applied to pooled rows, or None."""
         dim = sum(table.embedding_dim for table in self.stored)
         narrow = isinstance(self.compression, MixedDimension) and dim < self.embedding_dim
         return (self.embedding_dim, dim) if narrow else None
@@ -226,13 +224,12 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True)
 class EmbeddingBagConfig(EmbeddingConfig):
-    """One table whose bags are pooled.
+    """Configuration of an embedding table for pooled lookups.
 
     Args:
-        pooling: "sum" or "mean", or TorchRec's ``PoolingType``. Each feature gets ``embedding_dim`` columns of the
-            output.
+        pooling: "sum" or "mean", or TorchRec's ``PoolingType``. Each feature has ``embedding_dim`` output columns.
 
-    The others are ``EmbeddingConfig``'s.
+    Other arguments are documented in ``EmbeddingConfig``.
     """
 
     _: KW_ONLY
@@ -245,11 +242,11 @@ class EmbeddingBagConfig(EmbeddingConfig):
         check_choice(f"table {self.name!r}: pooling", self.pooling, ("sum", "mean"))
 
     def _check_compression(self) -> None:
-        """Parts may be pooled before they are combined."""
+        """Accept every compression: parts may be pooled before they are combined."""
 
 
 def check_per_id(table: EmbeddingConfig) -> None:
-    """Raises ValueError if a table has a compression that is for pooled lookups only."""
+    """Raise ValueError if the table's compression supports pooled lookups only."""
     if table.compression is not None and table.compression.compose != "per_id":
         raise ValueError(
             f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "
@@ -258,12 +255,12 @@ def check_per_id(table: EmbeddingConfig) -> None:
 
 
 def shown(module: object, tables: Iterable[EmbeddingConfig], *others: str) -> str:
-    """The text of a module that has these tables: a line for each, and others behind."""
+    """The ``repr`` of a module: one line per table, followed by ``others``."""
     return "\n  ".join([f"{type(module).__name__}(", *map(describe, tables), *others]) + "\n)"
 
 
 def describe(table: EmbeddingConfig) -> str:
-    """Name, size, the format unless it is the usual one, and the pooling if there is one."""
+    """One line with the table's name, size and every option that is not the default."""
     ids = "every id" if table.num_embeddings is None else table.num_embeddings
     parts = [f"{table.name}: {ids} x {table.embedding_dim}"]
     if table.format != "fp32":

@@ -1,4 +1,4 @@
-"""Optimizers that run inside the backward, once per touched row. What they compute: docs/numerics.md, "Optimizers"."""
+"""Fused optimizers: they update each touched row inside the backward. Formulas: docs/numerics.md, "Optimizers"."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from rec_kernels.nn.arguments import check_choice, check_rate, number_of
 
-# State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
+# Optimizer state: name -> True for one value per element of a table, False for one value per row.
 State = dict[str, bool]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Common:
-    """Options of every optimizer; ``SGD`` describes them, where users and editors find them."""
+    """Options of every optimizer, documented in ``SGD``, where users and editors find them."""
 
     weight_decay: float = 0.0
     weight_decay_mode: str = "l2"
@@ -30,7 +30,7 @@ class _Common:
         for name in ("lr", "eps", "weight_decay"):
             rate = getattr(self, name)
             check_rate(name, rate)
-            if not isinstance(rate, int | float):  # a tensor, whose number may change later
+            if not isinstance(rate, int | float):  # copied, because a tensor's value may change later
                 object.__setattr__(self, name, number_of(rate))
         eps: float = getattr(self, "eps", 0.0)
         if 0 < eps < 2.0**-126:
@@ -44,7 +44,7 @@ class _Common:
                 object.__setattr__(self, name, number_of(value))
 
     def __repr__(self) -> str:
-        """The learning rate, and what is not the default."""
+        """The learning rate and every option that is not the default."""
         shown = [f"lr={self.lr}"]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -53,7 +53,7 @@ class _Common:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def options(self) -> dict[str, object]:
-        """The arguments of the fused op that say how gradients are used."""
+        """The optimizer arguments of the fused op."""
         numbers = {name: getattr(self, name) for name in ("eps", "clip_grad_value", "clip_grad_norm")}
         if self.weight_decay:
             numbers |= {"weight_decay": self.weight_decay, "weight_decay_mode": self.weight_decay_mode}
@@ -63,20 +63,20 @@ class _Common:
 
 @dataclass(frozen=True, repr=False)
 class SGD(_Common):
-    """Stochastic gradient descent: ``w -= lr * g``. No state.
+    """Stochastic gradient descent: ``w -= lr * g``. It has no state.
 
-    Every optimizer has these arguments. Clipping and "l2" decay change the gradient, in this order, before its use.
+    All optimizers share these arguments. Clipping is applied to a row's summed gradient first, then "l2" decay.
 
     Args:
-        lr: the learning rate to begin with, at least 0; ``collection.fused_optimizer`` changes it.
-        clip_grad_value: elements of a row's summed gradient are limited to +-this; None: not.
-        clip_grad_norm: a row's gradient that is longer than this is shortened to it; None: not.
-        weight_decay: the rate, of rows that the batch names.
-        weight_decay_mode: "l2": weight_decay * w is added to the gradient. "decoupled": w shrinks by
-            lr * weight_decay * w beside the update; LAMB scales the decay, too, with the row's length.
+        lr: initial learning rate, at least 0; ``collection.fused_optimizer`` changes it.
+        clip_grad_value: clamps each element of a row's gradient to [-clip_grad_value, clip_grad_value]; None: off.
+        clip_grad_norm: scales a row's gradient down to this L2 norm if it is larger; None: off.
+        weight_decay: decay rate, applied only to rows in the batch.
+        weight_decay_mode: "l2": adds weight_decay * w to the gradient. "decoupled": subtracts lr * weight_decay * w
+            from w separately; LAMB's trust ratio scales this decay as well.
 
     Raises:
-        ValueError: a number is out of its range, or a name unknown.
+        ValueError: a value is out of range, or an option is unknown.
     """
 
     lr: float = 0.01
@@ -89,7 +89,7 @@ class SGD(_Common):
 class RowwiseAdagrad(_Common):
     """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row.
 
-    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014. Other arguments are ``rk.SGD``'s.
+    Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers", JMLR 2014. Other arguments: see ``rk.SGD``.
     """
 
     lr: float = 0.01
@@ -100,7 +100,7 @@ class RowwiseAdagrad(_Common):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Elementwise(_Common):
-    """Options of optimizers with state for every element; ``Adagrad`` describes ``state_dtype``."""
+    """Options of optimizers with elementwise state; ``Adagrad`` documents ``state_dtype``."""
 
     state_dtype: torch.dtype = torch.float32
 
@@ -112,16 +112,16 @@ class _Elementwise(_Common):
 
 @dataclass(frozen=True, repr=False)
 class Adagrad(_Elementwise):
-    """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a ``v`` per element.
+    """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, one ``v`` per element.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
 
     Args:
-        state_dtype: of state for every element: torch.float32, or torch.bfloat16, half the bytes. It is rounded as the
-            collection's ``rounding`` says, stochastically by default, so that small contributions are not lost. State
-            per row stays float32.
+        state_dtype: dtype of the elementwise state: torch.float32, or torch.bfloat16 for half the bytes. bfloat16 is
+            rounded by the collection's ``rounding``, stochastically by default, so that small contributions are not
+            lost. Per-row state stays float32.
 
-    Other arguments are ``rk.SGD``'s.
+    Other arguments: see ``rk.SGD``.
     """
 
     lr: float = 0.01
@@ -132,13 +132,13 @@ class Adagrad(_Elementwise):
 
 @dataclass(frozen=True, repr=False)
 class Adam(_Elementwise):
-    """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
+    """Sparse Adam: only rows in the batch and their moments are updated, as in ``torch.optim.SparseAdam``.
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
-    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. ``eps`` is
-    ``torch.optim.Adam``'s, which SparseAdam adds to ``sqrt(v)``, before the correction. Two numbers per
-    element. ``betas``: beta1 and beta2, in [0, 1). Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR
-    2015. ``state_dtype`` is ``rk.Adagrad``'s; other arguments are ``rk.SGD``'s.
+    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``; t counts updates of the collection. ``eps`` is added
+    after the bias correction, as in ``torch.optim.Adam``; SparseAdam adds it before. The state is two values per
+    element. ``betas`` are beta1 and beta2, in [0, 1). Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR
+    2015. ``state_dtype``: see ``rk.Adagrad``; other arguments: see ``rk.SGD``.
     """
 
     lr: float = 0.001
@@ -151,7 +151,7 @@ class Adam(_Elementwise):
         super().__post_init__()
         try:
             betas = tuple(map(number_of, self.betas))
-            # As float32, 0.99999999 is 1. A tensor would not do: on the default device it may have no numbers.
+            # 0.99999999 is 1 as float32. struct rounds it, because a tensor on a meta default device has no values.
             rounded = struct.unpack("2f", struct.pack("2f", *betas))
         except (TypeError, OverflowError, struct.error):
             betas = rounded = (-1.0,)
@@ -160,13 +160,13 @@ class Adam(_Elementwise):
         object.__setattr__(self, "betas", betas)
 
     def options(self) -> dict[str, object]:
-        """The arguments of the fused op that say how gradients are used."""
+        """The optimizer arguments of the fused op."""
         return super().options() | dict(zip(("beta1", "beta2"), self.betas, strict=True))
 
 
 @dataclass(frozen=True, repr=False)
 class AdamW(Adam):
-    """Adam whose weight decay is decoupled, with the defaults of ``torch.optim.AdamW``; of rows that a batch names.
+    """Sparse Adam with decoupled weight decay and the defaults of ``torch.optim.AdamW``, for rows in the batch.
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """
@@ -177,9 +177,9 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, repr=False)
 class RowwiseAdam(Adam):
-    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one number per element and row.
+    """Adam with one second moment per row: ``v = beta2 v + (1 - beta2) mean(g^2)``.
 
-    Arguments are ``rk.Adam``'s.
+    The state is one value per element and one per row. Arguments: see ``rk.Adam``.
     """
 
     op_name: ClassVar[str] = "rowwise_adam"
@@ -188,10 +188,10 @@ class RowwiseAdam(Adam):
 
 @dataclass(frozen=True, repr=False)
 class LAMB(Adam):
-    """Adam whose step goes with the row's length: ``lr * |w| / |r|`` for ``lr``, r being ``m' / (sqrt(v') + eps)``.
+    """LAMB: Adam with the step ``r = m' / (sqrt(v') + eps)`` scaled per row by the trust ratio ``|w| / |r|``.
 
-    Norms are of a row; where one is 0, the factor is ``lr``. You et al., "Large Batch Optimization for Deep Learning:
-    Training BERT in 76 minutes", ICLR 2020. Arguments are ``rk.Adam``'s.
+    If either row norm is 0, the ratio is 1. You et al., "Large Batch Optimization for Deep Learning: Training BERT in
+    76 minutes", ICLR 2020. Arguments: see ``rk.Adam``.
     """
 
     op_name: ClassVar[str] = "lamb"
@@ -201,7 +201,7 @@ Optimizer = SGD | RowwiseAdagrad | Adagrad | Adam
 
 
 def check_optimizer(name: str, value: object) -> None:
-    """Raises ValueError unless ``value`` is a fused optimizer or None."""
+    """Raise ValueError unless ``value`` is a fused optimizer or None."""
     if not isinstance(value, (Optimizer, type(None))):
         raise ValueError(
             f"{name} must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB, an "

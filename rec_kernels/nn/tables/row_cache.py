@@ -1,4 +1,4 @@
-"""A row cache of a collection: which rows, how many slots, and the state of these."""
+"""The row cache of a collection: its options (``RowCache``) and its slots (``CacheState``)."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ from rec_kernels.ops.version_counters import call_uncounted
 _ops = torch.ops.rec_kernels
 
 POLICIES = ("lru", "lfu")
-BACKINGS = ("device", "host", "disk")  # near ones first
-#: Columns of the ops' ``cache_stats``, which count for each table.
+BACKINGS = ("device", "host", "disk")  # fastest first
+#: Columns of the ops' ``cache_stats``: counters per table.
 COUNTERS = ("lookups", "hits", "inserted", "evicted", "written", "left_out")
 
 
 @dataclass(frozen=True)
 class RowCache:
-    """Some rows of a collection's tables in FP32, read and trained without rounding; the others stay encoded.
+    """Options of a set-associative FP32 cache for hot rows; all other rows stay encoded in their tables.
 
-    Hot rows learn as in FP32 tables while the many cold ones take the memory of their format. A training batch's rows
-    come in before they are looked up, and others leave for them, encoded with the collection's rounding. A row that
-    finds no slot is decoded, updated and encoded in its table. After ``eval()``, and without gradients, rows are read
-    where they are and none moves. What is cached when is defined in docs/numerics.md and the same on every device.
+    Cached rows are read and trained without rounding, as in FP32 tables; cold rows take the memory of their format. A
+    training batch inserts its rows before the lookup; evicted rows are written back with the collection's rounding. A
+    row that gets no slot is decoded, updated and encoded in its table. In ``eval()`` mode and without gradients rows
+    are read where they are, and none is inserted. Insertion and eviction are the same on every device
+    (docs/numerics.md).
 
     Args:
-        fraction: how many of the tables' rows have a slot: one number in [0, 1] for all, or table name -> number
-            (tables that are not named are not cached). Tables of one ``embedding_dim`` share their slots, except those
-            with fraction 1 or, unless it is 0, at most ``ways`` rows: all of these have one.
-        ways: slots of a set, 1 to 1024; a row can be in any slot of one set.
-        policy: which row leaves: "lru", the one that has not been used for longest; "lfu", the one with the fewest
-            uses, which stays if the new row has had no more. Uses are counted by batch, in one byte a row.
-        decay_every: under "lfu", counts are halved after so many batches; 0: never.
-        backing: where the encoded tables are: "device", in the memory of the collection's device; "host", in host
-            memory, which is page-locked when the collection is on a GPU, whose kernels read and write there what is in
-            no slot; "disk", in a file, of which blocks come into host memory as batches need them (the collection is on
-            the CPU then; on the meta device it has no file, and is for ``rk.distributed``).
-        path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'. It belongs
-            together with ``<path>.log``, which lies beside it: the two are copied and moved together. Ranks that share
-            tables out (``rk.distributed``) have a file each, ``<path>.<rank>-of-<ranks>``.
-        memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
-            tags and counts, and encoded ones. State of the optimizer comes on top.
-        generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
-            the last one that is whole. After a crash there may be two: as long as nothing was written, the last one can
-            be left for the one before it, and is gone then.
+        fraction: fraction of the tables' rows that have a slot: a number in [0, 1] for all tables, or a dict from table
+            name to number (tables that it lacks are not cached). Tables of equal ``embedding_dim`` share their slots,
+            except tables with fraction 1, or with a fraction above 0 and at most ``ways`` rows: all their rows fit.
+        ways: slots per set, 1 to 1024. Each row maps to one set, and can use any slot of it.
+        policy: eviction policy: "lru" evicts the least recently used row; "lfu" the least frequently used one, unless
+            the new row has no more uses. "lfu" counts batches that use a row, in one byte per row.
+        decay_every: under "lfu", counts are halved every ``decay_every`` batches; 0: never.
+        backing: memory of the encoded tables: "device", the collection's device; "host", host memory, page-locked if
+            the collection is on a GPU, whose kernels then access uncached rows in place; "disk", a file whose blocks
+            are loaded into host memory on demand, for collections on the CPU (a collection on the meta device opens no
+            file; ``rk.distributed`` shards it).
+        path: the file of backing "disk". An existing file is opened and provides the tables' rows. Copy and move it
+            together with ``<path>.log`` beside it. Under ``rk.distributed`` each rank has its own file,
+            ``<path>.<rank>-of-<ranks>``.
+        memory_budget: with backing "disk", the maximum bytes of rows in memory: slots with their tags and counts, plus
+            loaded encoded rows. Optimizer state is not included.
+        generation: with backing "disk", the state of an existing file to open, as named in ``state_dict()``; None: the
+            last complete one. After a crash two may exist; until something is written, the older one can be opened,
+            which deletes the newer one.
 
-    Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached, and have no fraction but 0.
+    Tables with several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached; their fraction must be 0.
 
     Raises:
-        ValueError: an argument is out of its range. TypeError: ``path`` is no path.
+        ValueError: an argument is out of range.
+        TypeError: ``path`` is not a path.
     """
 
     fraction: float | Mapping[str, float] = 0.05
@@ -102,22 +104,22 @@ class RowCache:
             raise ValueError(f"generation is for backing 'disk', got {self.generation!r} and {self.backing!r}")
 
     def of(self, table: str) -> float:
-        """The fraction of a table."""
+        """The fraction of the table with this name."""
         return float(self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction)
 
     def is_whole(self, fraction: float, rows: int) -> bool:
-        """True if a table of so many rows, with this fraction, has a slot for each of them, in sets of its own."""
+        """True if a table with this fraction and number of rows has its own sets, with a slot for every row."""
         return fraction == 1 or (fraction > 0 and rows <= self.ways)
 
     def sets(self, slots: float) -> int:
-        """The number of sets with at least so many slots, one or more; ``slots`` may be a product with a fraction."""
-        # Such a product may be a little off a whole number.
+        """The number of sets, at least 1, that provide ``slots`` slots."""
+        # fraction * rows may be slightly above a whole number because of floating-point error.
         return max(1, -(-math.floor(slots + 1e-6) // self.ways))
 
 
 @dataclass
 class _Group:
-    """Tables that share sets of slots of one width."""
+    """Tables of equal ``embedding_dim`` that share sets of slots."""
 
     dim: int
     tables: list[int]
@@ -126,7 +128,7 @@ class _Group:
     first_element: int
 
     def offset(self, ways: int) -> int:
-        """Offset of slot 0."""
+        """Offset, in elements, that slot 0 would have in ``CacheState.rows`` if all slots had this width."""
         return self.first_element - self.first_set * ways * self.dim
 
 
@@ -185,21 +187,21 @@ class CacheState(nn.Module):
         for name, tensor in state.items():
             self.register_buffer(name, tensor)
         self.register_buffer("marks", zeros(slots, torch.uint8, device), persistent=False)
-        self._numbers = features.table_ids
-        stats = torch.zeros(max(self._numbers, default=-1) + 1, len(COUNTERS), dtype=torch.int64, device=device)
+        self._table_ids = features.table_ids
+        stats = torch.zeros(max(self._table_ids, default=-1) + 1, len(COUNTERS), dtype=torch.int64, device=device)
         self.register_buffer("stats", stats, persistent=False)
         self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
 
     def shared(self) -> CacheState:
-        """Shares these slots with another module, which can be moved by itself."""
+        """Copy the module with the same slots, so that the copy can be moved independently."""
         other = copy.copy(self)
         other._buffers = dict(self._buffers)
         return other
 
     def _geometry(self) -> list[list[int]]:
-        """[T + 1, 4]: numbers that decide which slots a row can be in, and what is kept of it. Part of a state.
+        """[T + 1, 4]: everything that determines a row's slots, saved in a state to detect an incompatible cache.
 
-        Tags number the rows of all tables, so the tables' names belong to it, in their order.
+        Tags are row indices over all tables, so it includes a hash of the tables' names in their order.
         """
         of = {i: group for group in self._groups for i in group.tables}
         places = [(of[i].sets, of[i].first_set) if i in of else (0, 0) for i in range(len(self._stored))]
@@ -230,7 +232,7 @@ class CacheState(nn.Module):
         return groups
 
     def places(self) -> CachePlaces:
-        """Places of the features' rows in the cache."""
+        """The sets and slot offsets of each part of each feature."""
         of = {i: group for group in self._groups for i in group.tables}
         parts = [of.get(part.stored) for feature in self._features for part in feature.parts]
         return CachePlaces(
@@ -241,13 +243,13 @@ class CacheState(nn.Module):
         )
 
     def lookup(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
-        """[N]: the slots of ids; nothing changes. ``layout`` is the ops'."""
+        """Find the slots [N] of ids without changing the cache. ``layout`` has the ops' layout arguments."""
         return _ops.row_cache_lookup.layout(self.tags, self.marks, *bags, **layout)
 
     def insert(
         self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
     ) -> Tensor:
-        """[N]: the slots of a batch's ids, whose rows come in if they can."""
+        """Insert the rows of a batch where slots are available, and return the slots [N] of its ids."""
         own = self._policy() | self._named("stats")
         slots = self._named("rows", "tags", "marks", "dirty", "stamps", "clock").values()
         return call_uncounted("row_cache_insert_.layout", weights, *slots, *bags, **layout, **rounding, **own)
@@ -255,7 +257,7 @@ class CacheState(nn.Module):
     def plan(
         self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
     ) -> tuple[Tensor, Tensor]:
-        """Linear rows that a batch reads in the tables, and those of them that it may write there."""
+        """The linear rows that a batch reads from the tables, and the subset that it may write to them."""
         slots = self._named("tags", "marks", "dirty", "stamps", "clock").values()
         return _ops.row_cache_plan.layout(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
 
@@ -274,80 +276,79 @@ class CacheState(nn.Module):
         first_slot: int = 0,
         num_slots: int | None = None,
     ) -> None:
-        """Encodes the rows that have changed, in some slots or all, into their tables; they stay where they are."""
+        """Write dirty rows of the slots, or of a range of them, back to their tables; the rows stay cached."""
         slots = self._named("rows", "tags", "dirty", "clock").values()
         given = {"layout": layout["layout"], "layout_sizes": layout["layout_sizes"], **rounding}
         some = {"first_slot": first_slot, "num_slots": num_slots}
         call_uncounted("row_cache_flush_.layout", weights, *slots, **given, **some)
 
     def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Ranges of slots, first and how many, with the at most ``most`` linear rows in them that have changed."""
+        """Yield (first slot, number of slots, linear rows) of slot ranges with at most ``most`` dirty rows each."""
         slots = ((self.tags >= 0) & (self.dirty != 0)).nonzero().flatten()
-        for some in slots.split(most) if len(slots) else ():  # torch splits nothing into one piece
-            yield int(some[0]), int(some[-1] - some[0]) + 1, self.tags[some]
+        for chunk in slots.split(most) if len(slots) else ():  # torch splits an empty tensor into one chunk
+            yield int(chunk[0]), int(chunk[-1] - chunk[0]) + 1, self.tags[chunk]
 
     def clear(self) -> None:
-        """Empties the slots, and forgets uses."""
+        """Empty all slots, and reset clock, counts and statistics."""
         for name, tensor in self._buffers.items():
             if not name.startswith("_") and name != "geometry":
                 tensor.fill_(-1 if name == "tags" else 0)
         self.geometry.copy_(torch.tensor(self._geometry(), device="cpu"))
 
     def arguments(self, slots: Tensor) -> dict[str, Tensor]:
-        """Arguments of a lookup whose ids' rows are in ``slots``."""
+        """The cache arguments of a lookup whose ids are in ``slots``."""
         return self._named("rows", "tags", "marks") | {"cache_slots": slots}
 
     def update_arguments(self) -> dict[str, Tensor]:
-        """Arguments of an update."""
+        """The cache arguments of an update."""
         return self._named("rows", "tags", "marks", "dirty")
 
     def _named(self, *names: str) -> dict[str, Tensor]:
-        """The ops' arguments ``cache_<name>``, of which calls have many: attributes of an nn.Module are slow."""
-        held: Any = self._buffers
-        return {f"cache_{name}": held[name] for name in names}
+        """The ops' arguments ``cache_<name>``, read from ``_buffers`` because nn.Module attributes are slow."""
+        buffers: Any = self._buffers
+        return {f"cache_{name}": buffers[name] for name in names}
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Counters of each stored table, by its name and those of ``COUNTERS``; shards of one table have its sums."""
-        found = _on_host(self.stats).tolist()
-        tables = zip(self._stored, self._numbers, strict=True)
-        return {t.name: dict(zip(COUNTERS, found[number], strict=True)) for t, number in tables}
+        """Table name -> counter name -> count; local shards of one table share their sums."""
+        stats = _to_cpu(self.stats).tolist()
+        tables = zip(self._stored, self._table_ids, strict=True)
+        return {t.name: dict(zip(COUNTERS, stats[table_id], strict=True)) for t, table_id in tables}
 
     def report(self) -> list[dict[str, object]]:
-        """Reports each stored table's counters, rows in slots and share of the cache's bytes."""
+        """The counters, cached rows and share of the cache's bytes of each stored table."""
         sizes = ([t.num_embeddings for t in self._stored], [t.embedding_dim for t in self._stored])
         tables = table_layout(*sizes, device=self.tags.device)
-        held = _on_host(_ops.row_cache_stats.layout(self.tags, self.dirty, *tables)).tolist()
+        rows = _to_cpu(_ops.row_cache_stats.layout(self.tags, self.dirty, *tables)).tolist()
         report = []
-        for (cached, dirty), share, named in zip(held, self._shares(), self.counters().values(), strict=True):
-            rate = named["hits"] / named["lookups"] if named["lookups"] else None
+        for (cached, dirty), share, counters in zip(rows, self._shares(), self.counters().values(), strict=True):
+            rate = counters["hits"] / counters["lookups"] if counters["lookups"] else None
             in_slots = {"cached_rows": cached, "dirty_rows": dirty, "cache_bytes": share}
-            report.append(in_slots | named | {"hit_rate": rate})
+            report.append(in_slots | counters | {"hit_rate": rate})
         return report
 
     def num_bytes(self) -> int:
-        """Bytes of the slots with their tags, stamps, flags and counts, and of the rows' counts."""
+        """Bytes of the slots with their tags, stamps, flags and counts, plus the per-row counts of "lfu"."""
         names = ("rows", "tags", "marks", "stamps", "dirty", "counts", "row_counts")
-        held = [self._buffers[name] for name in names if name in self._buffers]
-        return sum(t.nbytes for t in held)
+        return sum(self._buffers[name].nbytes for name in names if name in self._buffers)
 
     def _shares(self) -> list[int]:
-        """Bytes of each table: its share of its group's slots, by how many it asked for, and its rows' counts."""
+        """Cache bytes per table: its group's slots in proportion to ``fraction * rows``, plus its rows' counts."""
         shares = [0] * len(self._stored)
         for group in self._groups:
-            asked = [self.fractions[i] * self._stored[i].num_embeddings for i in group.tables]
-            left = group.sets * self.cache.ways * slot_bytes(group.dim, self.cache.policy)
-            total = left
-            for i, slots in zip(group.tables, asked, strict=True):
-                shares[i] = min(left, round(total * slots / sum(asked)))
-                left -= shares[i]
-            shares[group.tables[-1]] += left
+            requested = [self.fractions[i] * self._stored[i].num_embeddings for i in group.tables]
+            remaining = group.sets * self.cache.ways * slot_bytes(group.dim, self.cache.policy)
+            total = remaining
+            for i, slots in zip(group.tables, requested, strict=True):
+                shares[i] = min(remaining, round(total * slots / sum(requested)))
+                remaining -= shares[i]
+            shares[group.tables[-1]] += remaining
         if self.cache.policy == "lfu":
             shares = [share + t.num_embeddings for share, t in zip(shares, self._stored, strict=True)]
         return shares
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
         was_meta = self.tags.is_meta
-        # to_empty() must not empty buffers that no state_dict brings, unless there is nothing yet.
+        # to_empty() must not discard buffers that no state_dict restores, unless they are still on the meta device.
         kept = [] if was_meta else [n for n in self._buffers if n in ("stats", "geometry")]
         for name, buffer in self._buffers.items():
             if name not in kept:
@@ -358,7 +359,7 @@ class CacheState(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
-        # A state without such a cache has all rows in its tables, and so has one of another cache: it was flushed.
+        # A state without a compatible cache was flushed when it was saved: its tables have all rows.
         own = self.own_state(prefix)
         if not self.fits(state_dict, prefix):
             self.clear()
@@ -369,11 +370,11 @@ class CacheState(nn.Module):
         self.marks.copy_(marks_of(self.tags))
 
     def own_state(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors of the cache in a ``state_dict()``."""
+        """The cache's entries of a ``state_dict()``."""
         return {prefix + name: tensor for name, tensor in self.state_dict().items()}
 
     def fits(self, state_dict: dict, prefix: str) -> bool:
-        """True if a state is of a cache with equal slots."""
+        """True if the state has a cache with the same shapes and geometry."""
         own, given = self.own_state(prefix), {n: t for n, t in state_dict.items() if n.startswith(prefix)}
         if {n: t.shape for n, t in own.items()} != {n: getattr(t, "shape", None) for n, t in given.items()}:
             return False
@@ -381,43 +382,44 @@ class CacheState(nn.Module):
         return geometry.is_meta or geometry.tolist() == self._geometry()
 
 
-def _on_host(numbers: Tensor) -> Tensor:
-    """The numbers; zeros of a cache on the meta device, which has none."""
-    return torch.zeros(numbers.shape, dtype=numbers.dtype, device="cpu") if numbers.is_meta else numbers
+def _to_cpu(values: Tensor) -> Tensor:
+    """Replace a meta tensor, which has no values, by zeros; other tensors are returned unchanged."""
+    return torch.zeros(values.shape, dtype=values.dtype, device="cpu") if values.is_meta else values
 
 
 def slot_bytes(embedding_dim: int, policy: str) -> int:
-    """Bytes of a slot: a row of float32, tag and stamp, mark and dirty flag, and under "lfu" the count."""
+    """Bytes per slot: the float32 row, tag, stamp, mark, dirty flag and, under "lfu", the count."""
     return 4 * embedding_dim + 8 + 8 + 1 + 1 + (policy == "lfu")
 
 
 def marks_of(tags: Tensor) -> Tensor:
-    """uint8 [slots]: ``cache_marks`` of the ops, a byte of each tag's hash (docs/numerics.md); 0 of empty slots."""
+    """``cache_marks`` of the ops, uint8 [slots]: one byte of each tag's hash (docs/numerics.md); 0 for empty slots."""
     h = tags
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        h = (h ^ _shifted(h)) * (factor - (1 << 64))  # int64 wraps around
-    return torch.where(tags < 0, 0, (h ^ _shifted(h)) & 0xFF).to(torch.uint8)
+        h = (h ^ _logical_shift(h)) * (factor - (1 << 64))  # int64 wraps around
+    return torch.where(tags < 0, 0, (h ^ _logical_shift(h)) & 0xFF).to(torch.uint8)
 
 
-def _shifted(h: Tensor) -> Tensor:
-    """Shifts 33 places to the right; zeros come in."""
+def _logical_shift(h: Tensor) -> Tensor:
+    """Logical right shift by 33 bits."""
     return (h >> 33) & ((1 << 31) - 1)
 
 
 def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, tables: list[str]) -> bool:
-    """Leaves in a collection's state what its tables and this cache can take of the state's cache.
+    """Remove the cache from a state that is about to be loaded, unless this cache can load it.
 
     Args:
-        prefix: of the collection's names. tables: the names of its tables' weights.
+        prefix: prefix of the collection's names in the state.
+        tables: the names of the tables' weights in the state.
 
     Returns:
-        Whether the rows of this cache must be encoded first: of tables that the state does not have.
+        True if this cache must be flushed before loading: the state lacks some tables, which keep their rows.
     """
     prefix += "row_cache."
     missing = [name for name in tables if name not in state_dict]
     if cache is not None and not missing:
         return False
-    # The state was flushed: its tables say everything.
+    # The state was flushed when it was saved: its tables have all rows.
     for name in [n for n in state_dict if n.startswith(prefix)]:
         del state_dict[name]
     if cache is not None and missing == tables:

@@ -1,4 +1,4 @@
-"""The flat tensor that the tables of a collection lie in."""
+"""Storage of a collection's tables in one flat tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ops = torch.ops.rec_kernels
 
 
 class Storage:
-    """Storage of a collection's tables in its one flat tensor.
+    """The layout of a collection's tables in its flat tensor.
 
-    Float32 tables alone lie in a float32 tensor; with any other format among them, in one of bytes.
+    The flat tensor is float32 if all tables are, else uint8. Each table starts at a cache line (64 bytes).
 
     Args:
-        tables: the tables, in this order; each starts at a cache line.
+        tables: the tables, in memory order.
     """
 
     def __init__(self, tables: list[StoredTable]) -> None:
@@ -32,7 +32,7 @@ class Storage:
         return table.num_embeddings * row
 
     def view(self, flat: Tensor, i: int) -> Tensor:
-        """Table i of the flat tensor: [E, D] of the format's dtype, or uint8 [E, row_bytes]."""
+        """View of table i in the flat tensor: [E, D] of the format's dtype, or uint8 [E, row_bytes]."""
         table, start = self._tables[i], self.starts[i]
         rows = flat[start : start + self._size(table)]
         return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
@@ -44,7 +44,7 @@ def _(flat: Tensor) -> bool:
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    """[size] zeros; in the CPU's memory on huge pages, where the system offers them."""
+    """A tensor [size] of zeros, on huge pages if it is in CPU memory and the system supports them."""
     flat = torch.empty(size, dtype=dtype, device=device)
     if flat.device.type == "cpu":
         _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
