@@ -1,1 +1,1 @@
-"""Tables of torch, TorchRec and FBGEMM as tables of this package, and back: weights and optimizer state."""
+"""Conversion of tables of torch, TorchRec and FBGEMM to and from this package: rows and optimizer state."""

@@ -1,4 +1,4 @@
-"""Two models that should be one: their modes, outputs and gradients."""
+"""Comparison of a model and its fused version: outputs and gradients, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rec_kernels.nn.embedding_layers import EmbeddingLayer
 
 
 @contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts the modes of all modules, training or not, back at the end."""
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the training mode of every module at the end of the block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -30,39 +30,40 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _UndoError(Exception):
-    """Ends ``accumulate()`` blocks, which then leave tables and state alone."""
+    """Aborts ``accumulate()`` blocks, so that they do not update tables and state."""
 
 
 class _Probe:
-    """A model's outputs for an example, in evaluation, and gradients of a sum of them with fixed factors.
+    """A model's outputs for an example in eval mode, and the gradients of their sum with fixed random weights.
 
     Args:
-        model: whose tables and state stay as they are. layers: those whose outputs get gradients. example: arguments.
-        parameters: others that get gradients.
+        model: the model; its tables and state are unchanged.
+        layers: layers whose outputs get gradients. parameters: parameters that get gradients.
+        example: arguments of the model's ``forward``.
     """
 
     def __init__(
         self, model: nn.Module, layers: Mapping[str, nn.Module], example: tuple, parameters: Sequence[Tensor]
     ) -> None:
-        self._seen: list[tuple[str, Tensor]] = []
+        self._outputs: list[tuple[str, Tensor]] = []
         self.by_layer: dict[str, list[Tensor | None]] = defaultdict(list)
         self.of_parameters: list[Tensor | None] = []
         with contextlib.suppress(_UndoError), contextlib.ExitStack() as stack:
-            stack.enter_context(modes_kept(model))
+            stack.enter_context(preserve_modes(model))
             for collection in _fused_collections(model):
                 stack.enter_context(collection.accumulate())
             for name, layer in layers.items():
-                stack.callback(layer.register_forward_hook(functools.partial(self._see, name)).remove)
+                stack.callback(layer.register_forward_hook(functools.partial(self._record, name)).remove)
             with torch.enable_grad():
                 self.outputs = model.eval()(*_pytree.tree_map_only(Tensor, torch.clone, example))
-            found = _gradients(self.outputs, [*(output for _, output in self._seen), *parameters])
-            for name, _ in self._seen:
+            found = _gradients(self.outputs, [*(output for _, output in self._outputs), *parameters])
+            for name, _ in self._outputs:
                 self.by_layer[name].append(found.pop(0))
             self.of_parameters += found
             raise _UndoError
 
-    def _see(self, name: str, _: nn.Module, arguments: Any, output: Any) -> None:
-        self._seen += [(name, each) for each in (output if isinstance(output, list) else [output])]
+    def _record(self, name: str, _: nn.Module, arguments: Any, output: Any) -> None:
+        self._outputs += [(name, each) for each in (output if isinstance(output, list) else [output])]
 
 
 def _fused_collections(model: nn.Module) -> list[Any]:
@@ -71,7 +72,7 @@ def _fused_collections(model: nn.Module) -> list[Any]:
 
 
 def _gradients(outputs: Any, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of the inputs; None where none arrives."""
+    """The gradient of each input; None if it has none."""
     leaves = [t for t in _pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
     wanted = {i: t for i, t in enumerate(inputs) if t.requires_grad}
     found: list[Tensor | None] = [None] * len(inputs)
@@ -86,11 +87,11 @@ def _gradients(outputs: Any, inputs: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[str]], example: tuple) -> str:
-    """A sentence that says what differs by a bit between two models, in evaluation; "": nothing does.
+    """A message if outputs or gradients of two models differ in any bit in eval mode; "": they are equal.
 
     Args:
-        calls: name of a module in ``fused``, which returns a list -> the names of the modules in ``model`` whose
-            outputs are in it, call by call. example: arguments of both.
+        calls: name of a fused module, which returns a list -> the names of the modules in ``model`` that compute the
+            list's elements. example: arguments of both models.
     """
     own = set(fused.parameters())
     shared = [p for p in model.parameters() if p in own and p.requires_grad]
@@ -98,7 +99,7 @@ def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[
     before = _Probe(model, layers, example, shared)
     try:
         after = _Probe(fused, {name: fused.get_submodule(name) for name in calls}, example, shared)
-    except Exception as error:  # what torch.fx has made may raise anything
+    except Exception as error:  # the traced graph may raise any exception
         return f"the traced model raises {type(error).__name__}: {error}"
     if not _same(before.outputs, after.outputs):
         return "for example_inputs, outputs differ"
@@ -109,7 +110,7 @@ def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two trees have equal leaves, tensors bit by bit."""
+    """True if two pytrees have equal structure and leaves; tensors are compared with ``torch.equal``."""
     (ours, shape), (others, other_shape) = _pytree.tree_flatten(one), _pytree.tree_flatten(other)
     pairs = zip(ours, others, strict=False)
     return shape == other_shape and all(

@@ -1,4 +1,4 @@
-"""Lookups of several ``rk.EmbeddingBag``s of a model as one lookup of a collection, where torch.fx shows the way."""
+"""``fuse_embedding_bags`` merges lookups of several ``rk.EmbeddingBag``s into collection lookups with torch.fx."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
-from rec_kernels.convert.compare import difference, modes_kept
-from rec_kernels.convert.modules import HOOKS, Later
+from rec_kernels.convert.compare import difference, preserve_modes
+from rec_kernels.convert.modules import HOOKS, DeferredInit
 from rec_kernels.convert.replace import parameter_names
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
@@ -30,13 +30,13 @@ _ARGUMENTS = ("input", "offsets", "per_sample_weights")
 
 @dataclass(frozen=True)
 class FusedEmbeddingBags:
-    """Result of ``rk.fuse_embedding_bags``; printed, a line for each group.
+    """Result of ``rk.fuse_embedding_bags``; ``str()`` has one line per group.
 
     Args:
-        model: a ``torch.fx.GraphModule``, or, if nothing was fused, the model that was given.
-        groups: the names of layers whose lookups are one call, group by group, a name for each call.
-        reason: why nothing was fused; "": something was.
-        apart: name of a layer that is looked up by itself -> why.
+        model: a ``torch.fx.GraphModule``, or the original model if nothing was fused.
+        groups: the layer names of each fused call, one name per lookup.
+        reason: why nothing was fused; "": at least one group was.
+        apart: name of a layer that was not fused -> the reason.
     """
 
     model: nn.Module
@@ -51,34 +51,34 @@ class FusedEmbeddingBags:
 
 
 def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddingBags:
-    """Makes one kernel call of the lookups of several ``rk.EmbeddingBag``s, in a ``torch.fx.GraphModule``.
+    """Fuse the lookups of several ``rk.EmbeddingBag``s into single kernel calls, in a ``torch.fx.GraphModule``.
 
-    The model must be traced by torch.fx, to the same graph in training and evaluation. Lookups are put together where
-    nothing between them uses the result of one or may write in place. Outputs and gradients for the example are
-    compared, bit for bit, before anything is returned. Layers need fused optimizers, equal steps and options;
-    optimizers, learning rates, formats and widths of rows may differ. Training has the same bits, too, but for
-    gradients of a layer that is looked up twice, which are added in another order, and for the noise of stochastic
-    rounding, which depends on the number of a table in its collection.
+    torch.fx must trace the model, to equal graphs in training and evaluation. Lookups are fused if no node between them
+    uses the result of one or may write in place. Layers need fused optimizers, and equal steps and options; optimizers,
+    learning rates, row formats and widths may differ. Outputs and gradients for the example are compared bit for bit
+    before the result is returned. Training is also bit-identical, with two exceptions: gradients of a layer that is
+    looked up twice are added in another order, and stochastic rounding noise depends on a table's index in its
+    collection.
 
     Args:
-        model: with ``rk.EmbeddingBag``s, such as ``rk.replace_embeddings`` leaves. Its ``forward`` runs
-            three times, which what it counts will show; else it stays as it is. The result has copies of the tables,
-            and shares all other modules. Drop the model afterwards.
-        example_inputs: arguments of the model's ``forward``, as of a batch.
+        model: a model with ``rk.EmbeddingBag``s, such as the result of ``rk.replace_embeddings``. Its ``forward`` runs
+            three times, which is visible only in state that ``forward`` itself changes. The result copies the tables
+            and shares all other modules; discard the model afterwards.
+        example_inputs: arguments of the model's ``forward`` for an example batch.
 
     Returns:
-        The module with ``rk.EmbeddingBagCollection``s in the layers' place, whose tables have the layers' names, with
-        ``_`` for dots, and their rows and state; its ``forward`` takes what the model's does. Or the model itself, with
-        the reason: torch.fx cannot trace it, there are no two such layers, or outputs or gradients differ.
+        The fused module, with the model's ``forward`` signature. ``rk.EmbeddingBagCollection``s replace the layers;
+        their tables have the layers' rows, state and names, with ``_`` for dots. If torch.fx cannot trace the model, no
+        two layers can be fused, or outputs or gradients differ: the model itself, and the reason.
 
     Raises:
-        TypeError: ``model`` is no module. ValueError: there is no example.
+        TypeError: ``model`` is not a module. ValueError: no example was given.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not example_inputs:
         raise ValueError("example_inputs must be arguments of the model's forward, on which the outputs are compared")
-    traced, reason = _traced(model, example_inputs)
+    traced, reason = _trace(model, example_inputs)
     if traced is None:
         return FusedEmbeddingBags(model, [], reason, {})
     groups, apart = _groups(traced, parameter_names(model))
@@ -96,44 +96,44 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
 
 
 class _Tracer(fx.Tracer):
-    """A tracer to which this package's modules are leaves, as torch.nn's are."""
+    """A tracer that treats this package's modules as leaves, like torch.nn's."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, (EmbeddingLayer, TableCollection)) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(model: nn.Module, example: tuple) -> tuple[fx.GraphModule | None, str]:
-    """The model as a graph, or a reason why there is none."""
+def _trace(model: nn.Module, example: tuple) -> tuple[fx.GraphModule | None, str]:
+    """Trace the model; returns the graph, or None and the reason for failure."""
     graphs = []
-    held = _containers(model, example)
-    with modes_kept(model):
+    placeholders = _containers(model, example)
+    with preserve_modes(model):
         for training in (True, False):
             before = set(model.__dict__)
             try:
-                graphs.append(fx.GraphModule(model, _Tracer().trace(model.train(training), held)))
-            except Exception as error:  # torch.fx runs the model's own code, which may raise anything
+                graphs.append(fx.GraphModule(model, _Tracer().trace(model.train(training), placeholders)))
+            except Exception as error:  # torch.fx runs the model's code, which may raise any exception
                 return None, f"torch.fx cannot trace the model: {type(error).__name__}: {error}"
             finally:
-                for name in set(model.__dict__) - before:  # constants that torch.fx has left
+                for name in set(model.__dict__) - before:  # constants that torch.fx adds to the model
                     delattr(model, name)
     graphs[0].training = model.training
     if str(graphs[0].graph) != str(graphs[1].graph):
         return None, "torch.fx has another graph in training than in evaluation"
     for node in graphs[0].graph.nodes:
-        node.type = None  # a name, with postponed annotations, of which torch.fx writes no pickle
+        node.type = None  # a string under postponed annotations, which torch.fx cannot pickle
     return graphs[0], ""
 
 
 def _containers(model: nn.Module, example: tuple) -> dict[str, Any]:
-    """The arguments that are lists, tuples or dicts, with a mark for torch.fx in the place of each leaf."""
-    given = inspect.signature(model.forward).bind(*example).arguments
-    held = {name: value for name, value in given.items() if isinstance(value, (list, tuple, dict))}
-    return {name: _pytree.tree_map(lambda _: fx.PH, value) for name, value in held.items()}
+    """The container arguments (lists, tuples, dicts), with torch.fx's placeholder instead of each leaf."""
+    arguments = inspect.signature(model.forward).bind(*example).arguments
+    containers = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple, dict))}
+    return {name: _pytree.tree_map(lambda _: fx.PH, value) for name, value in containers.items()}
 
 
-def _groups(traced: fx.GraphModule, holders: Mapping[Tensor, list[str]]) -> tuple[list[list[fx.Node]], dict[str, str]]:
-    """Lookups that can be one call, in the order of the graph, and the layers of others with the reason."""
-    apart = {str(n.target): reason for n, layer in _lookups(traced) if (reason := _unfit(layer, holders))}
+def _groups(traced: fx.GraphModule, owners: Mapping[Tensor, list[str]]) -> tuple[list[list[fx.Node]], dict[str, str]]:
+    """Groups of lookups that can be fused, in graph order; and layer name -> reason for the others."""
+    apart = {str(n.target): reason for n, layer in _lookups(traced) if (reason := _reason_not_to_fuse(layer, owners))}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             apart |= {str(n.target): "its weight is used beside lookups" for n, _ in _lookups(traced) if _in(node, n)}
@@ -164,27 +164,27 @@ def _in(node: fx.Node, layer: fx.Node) -> bool:
 
 
 def _runs(traced: fx.GraphModule, apart: Mapping[str, str]) -> list[list[fx.Node]]:
-    """Lookups of layers with equal options between which nothing uses one's result or may write."""
+    """Group lookups with equal options such that no node between them uses a result or may write in place."""
     found: list[list[fx.Node]] = []
     layers: dict[fx.Node, Any] = dict(_lookups(traced))
-    waiting: list[list[fx.Node]] = []
+    open_runs: list[list[fx.Node]] = []
     for node in traced.graph.nodes:
         writes = _may_write(node, traced)
-        done = [run for run in waiting if writes or set(node.all_input_nodes) & set(run)]
-        found += done
-        waiting = [run for run in waiting if run not in done]
+        closed = [run for run in open_runs if writes or set(node.all_input_nodes) & set(run)]
+        found += closed
+        open_runs = [run for run in open_runs if run not in closed]
         if node not in layers or node.target in apart:
             continue
-        same = [run for run in waiting if _options(layers[run[0]]) == _options(layers[node])]
+        same = [run for run in open_runs if _options(layers[run[0]]) == _options(layers[node])]
         if same:
             same[0].append(node)
         else:
-            waiting.append([node])
-    return found + waiting
+            open_runs.append([node])
+    return found + open_runs
 
 
 def _may_write(node: fx.Node, traced: fx.GraphModule) -> bool:
-    """True if a node might change a tensor that a lookup reads: lookups are not moved behind it."""
+    """True if a node may write a tensor that a lookup reads; lookups are not moved past it."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     if node.op == "call_module":
@@ -194,13 +194,13 @@ def _may_write(node: fx.Node, traced: fx.GraphModule) -> bool:
     module = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
     name = getattr(node.target, "__name__", "")
     if module == "_operator":
-        return False  # torch.fx records none that writes
+        return False  # torch.fx records no in-place operators
     options = node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace", False))
     return options or name.endswith("_") or module not in ("torch", "math", "builtins")
 
 
-def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
-    """A reason why a layer cannot be one table of a collection; "": it can."""
+def _reason_not_to_fuse(layer: EmbeddingBag, owners: Mapping[Tensor, list[str]]) -> str:
+    """The reason why a layer cannot be a table of a collection; "": it can."""
     collection = layer.collection
     if collection is None or collection.optimizer is None:
         return "it has no fused optimizer"
@@ -215,23 +215,23 @@ def _unfit(layer: EmbeddingBag, holders: Mapping[Tensor, list[str]]) -> str:
     ):
         if has:
             return f"it has {name}"
-    others = holders[layer.weight]
+    others = owners[layer.weight]
     return f"its weight is {' and '.join(others)}" if len(others) > 1 else ""
 
 
 def _options(layer: EmbeddingBag) -> tuple:
-    """The numbers and options that tables of one collection have in common."""
+    """The state and options that all tables of a collection share."""
     collection = layer.collection
-    numbers = int(collection.step), collection.device, layer.training
-    return *numbers, collection.output_dtype, collection.bounds_check, collection.rounding
+    state = int(collection.step), collection.device, layer.training
+    return *state, collection.output_dtype, collection.bounds_check, collection.rounding
 
 
 class _FusedBags(nn.Module):
-    """Lookups of several layers as one of a collection.
+    """Computes the lookups of several layers as one collection lookup.
 
     Args:
-        layers: name of a table -> the layer whose rows it takes.
-        calls: the table of each call, and whether its offsets end with the number of ids.
+        layers: table name -> the layer that provides its rows and state.
+        calls: the table of each lookup, and its ``include_last_offset``.
     """
 
     def __init__(self, layers: dict[str, EmbeddingBag], calls: list[tuple[str, bool]]) -> None:
@@ -241,7 +241,7 @@ class _FusedBags(nn.Module):
         features = {name: [k for k, (n, _) in zip(self._keys, calls, strict=True) if n == name] for name in layers}
         first: Any = next(iter(layers.values()))
         tables = [
-            replace(_config(layer, first), name=name, feature_names=features[name], init=Later())
+            replace(_config(layer, first), name=name, feature_names=features[name], init=DeferredInit())
             for name, layer in layers.items()
         ]
         options = {name: getattr(first.collection, name) for name in _OPTIONS}
@@ -249,9 +249,9 @@ class _FusedBags(nn.Module):
         optimizers = self.collection._features.optimizers
         powers, state = power_names(optimizers.distinct), {}
         for number, (name, layer) in zip(optimizers.of, layers.items(), strict=True):
-            for kind, numbers in layer.collection.state_dict().items():
+            for kind, values in layer.collection.state_dict().items():
                 own = powers[number] if kind == "beta_powers" else kind
-                state[own.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1)] = numbers
+                state[own.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1)] = values
         self.collection.load_state_dict(state)
         self.collection.fused_optimizer.param_groups[0]["lr"] = float(first.collection.lr)
         for name, layer in layers.items():
@@ -259,9 +259,9 @@ class _FusedBags(nn.Module):
         self.train(first.training)
 
     def forward(self, calls: Sequence[tuple[Tensor, Tensor | None, Tensor | None]]) -> list[Tensor]:
-        """The outputs [B_i, D_i] of calls with ``input``, ``offsets`` and ``per_sample_weights``."""
+        """The outputs [B_i, D_i] of lookups, each with ``input``, ``offsets`` and ``per_sample_weights``."""
         bags = [read_bags(*call, last) for call, last in zip(calls, self._last, strict=True)]
-        if any(factors is not None for *_, factors in bags):  # then of all: 1 changes nothing
+        if any(factors is not None for *_, factors in bags):  # all lookups need weights then; 1 changes nothing
             bags = [(i, o, torch.ones_like(i, dtype=torch.float32) if f is None else f.float()) for i, o, f in bags]
         each = [KeyedJaggedTensor([k], i, f, offsets=o) for k, (i, o, f) in zip(self._keys, bags, strict=True)]
         found = self.collection.by_feature(KeyedJaggedTensor.concat(each))
@@ -269,7 +269,7 @@ class _FusedBags(nn.Module):
 
 
 def _config(layer: EmbeddingBag, first: EmbeddingBag) -> EmbeddingBagConfig:
-    """The table of a layer; with an optimizer and a rate of its own, if the first layer has others."""
+    """The table configuration of a layer, with its own optimizer and lr if they differ from the first layer's."""
     config: Any = layer.collection.tables[0]
     optimizer, rate = layer.collection.optimizer, float(layer.collection.lr)
     if optimizer == first.collection.optimizer and rate == float(first.collection.lr):
@@ -278,19 +278,19 @@ def _config(layer: EmbeddingBag, first: EmbeddingBag) -> EmbeddingBagConfig:
 
 
 def _fuse(traced: fx.GraphModule, group: list[fx.Node], name: str) -> None:
-    """Puts one call in the place of a group of lookups, behind the last of them."""
+    """Replace a group of lookups by one call after the last of them."""
     names: dict[str, str] = {}
     for node in group:
-        wanted = str(node.target).replace(".", "_")
-        taken = {other for target, other in names.items() if target != node.target}
-        names[str(node.target)] = wanted if wanted not in taken else f"{wanted}_{len(names)}"
+        base = str(node.target).replace(".", "_")
+        used = {other for target, other in names.items() if target != node.target}
+        names[str(node.target)] = base if base not in used else f"{base}_{len(names)}"
     layers: dict[str, Any] = {own: traced.get_submodule(target) for target, own in names.items()}
     calls = [(names[str(n.target)], layers[names[str(n.target)]].include_last_offset) for n in group]
     traced.add_submodule(name, _FusedBags(layers, calls))
     inputs = []
     for node in group:
-        given = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
-        inputs.append(tuple(given.get(argument) for argument in _ARGUMENTS))
+        arguments = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+        inputs.append(tuple(arguments.get(name) for name in _ARGUMENTS))
     with traced.graph.inserting_after(group[-1]):
         call = traced.graph.call_module(name, (inputs,))
     at = call

@@ -1,4 +1,4 @@
-"""A module of this package for one of torch.nn, TorchRec or FBGEMM: tables, options, rows and optimizer state."""
+"""``convert_embeddings`` converts one module of torch.nn, TorchRec or FBGEMM to a module of this package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.convert import fbgemm_peer
-from rec_kernels.convert.peer import Peer, check_weight
+from rec_kernels.convert import fbgemm_tables
+from rec_kernels.convert.external_tables import ExternalTables, check_weight
 from rec_kernels.convert.quantized import convert_quantized, is_quantized, quantized_refusal
-from rec_kernels.convert.tables import copy_in, is_fbgemm, is_fused, is_sharded, kinds, peer_of, torchrec_layers
-from rec_kernels.convert.torch_peer import TrainedBy
+from rec_kernels.convert.tables import (
+    copy_from,
+    find_tables,
+    is_fbgemm,
+    is_fused,
+    is_sharded,
+    supported_classes,
+    torchrec_layers,
+)
+from rec_kernels.convert.torch_tables import TrainedBy
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
@@ -31,7 +39,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class ConvertOptions(TypedDict, total=False):
-    """How the tables are kept and trained from now on: arguments of ``rk.EmbeddingBagCollection``, and one format."""
+    """Arguments of ``rk.EmbeddingBagCollection``, and one row format, for the converted tables."""
 
     optimizer: Optimizer | None
     format: str
@@ -43,33 +51,33 @@ class ConvertOptions(TypedDict, total=False):
 
 
 def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]) -> nn.Module:
-    """Makes a module of this package with the tables of another one's, which is left as it is.
+    """Convert a module of another package to one of this package, with its tables; the original is unchanged.
 
     Args:
         theirs: ``torch.nn.Embedding`` -> ``rk.Embedding``; ``torch.nn.EmbeddingBag`` -> ``rk.EmbeddingBag``; TorchRec's
-            ``EmbeddingBagCollection``, fused and quantized ones too, and ``EmbeddingCollection``, quantized ones too ->
+            ``EmbeddingBagCollection`` (also fused or quantized) and ``EmbeddingCollection`` (also quantized) ->
             ``rk.EmbeddingBagCollection`` and ``rk.EmbeddingCollection``, which take TorchRec's batches; FBGEMM's
             ``SplitTableBatchedEmbeddingBagsCodegen`` and, for inference, ``IntNBitTableBatchedEmbeddingBagsCodegen`` ->
-            ``rk.EmbeddingBagCollection`` or, unpooled, ``rk.EmbeddingCollection``, whose features are named f0, f1 ...
-            in the order of FBGEMM's input. Its output has them table by table: another order than FBGEMM's where
-            ``feature_table_map`` does not ascend.
-        trained_by: ``rk.import_tables``'s: optimizers of torch whose state is taken along.
-        options: ``optimizer`` of this package: its default has the formula and numbers of what trained theirs, of
-            FBGEMM's own, of each table; where nothing is known to have, tables are ordinary parameters. The others are
-            ``rk.EmbeddingBagCollection``'s; ``format`` is of all tables, by default that of the rows' dtype. Of tables
-            for inference, whose rows stay encoded as they are, only ``bounds_check`` and ``output_dtype``.
+            ``rk.EmbeddingBagCollection`` or, unpooled, ``rk.EmbeddingCollection``, with features f0, f1 ... in the
+            order of FBGEMM's input. The output is ordered by table, which differs from FBGEMM's order if
+            ``feature_table_map`` is not ascending.
+        trained_by: the torch optimizers whose state is converted; see ``rk.import_tables``.
+        options: ``optimizer``: default, the equivalent of the optimizer that trained each table, including FBGEMM's
+            own; if none is known, tables are ordinary parameters. ``format``: row format of all tables; default, that
+            of the rows' dtype. The others are arguments of ``rk.EmbeddingBagCollection``. Quantized tables, whose rows
+            keep their encoding, take only ``bounds_check`` and ``output_dtype``.
 
     Returns:
-        The module, on the device of theirs, training or not as theirs, with frozen tables frozen and outputs of their
-        dtype. TorchRec's collections that do not use a batch's weights become ones with ``is_weighted=False``. A layer
-        of torch.nn without any option has theirs' parameter itself, so that the optimizer of torch that has it goes on;
-        all else that is not fused has new parameters, and wants an optimizer made afterwards. Tables for inference are
-        frozen: ``for_serving()`` of the collection leaves all but lookups away.
+        The module, with the device, training mode, frozen tables and output dtype of theirs. TorchRec collections that
+        ignore a batch's weights get ``is_weighted=False``. A torch.nn layer converted without options shares its
+        parameter with theirs, so its torch optimizer continues. Any other module without a fused optimizer has new
+        parameters, which need a new optimizer. Quantized tables are frozen; ``for_serving()`` of the collection
+        provides lookups only.
 
     Raises:
-        TypeError: ``theirs`` is none of these, or an option is unknown. ValueError: it is a subclass, sharded, or has
-        hooks or options that are not offered here; no optimizer here has the formula of what trained it; and as
-        ``rk.import_tables``.
+        TypeError: ``theirs`` has an unsupported type, or an option is unknown.
+        ValueError: ``theirs`` is a subclass, is sharded, or has hooks or unsupported options; no optimizer here is
+            equivalent to the one that trained it; and the errors of ``rk.import_tables``.
     """
     unknown = sorted(set(options) - set(ConvertOptions.__annotations__))
     if unknown:
@@ -85,28 +93,28 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
         return convert_quantized(theirs, given)
     if "format" in given:
         check_choice("format", given["format"], BAG_FORMATS)
-    peer = peer_of(theirs, [] if "optimizer" in options and "optimizer" not in given else trained_by)
-    own = peer.counterparts() if peer.families and "optimizer" not in given else []
+    external = find_tables(theirs, [] if "optimizer" in options and "optimizer" not in given else trained_by)
+    own = external.counterparts() if external.families and "optimizer" not in given else []
     if own:
         given["optimizer"] = own[0]
-    _check_trained(peer, given)
-    ours: Any = _built(theirs, peer, given, own)
+    _check_trained(external, given)
+    ours: Any = _build(theirs, external, given, own)
     collection = getattr(ours, "collection", ours)
     if collection is not None and not collection._weights.is_meta:
-        copy_in(collection, peer)
-    return _like(ours, theirs)
+        copy_from(collection, external)
+    return _copy_modes(ours, theirs)
 
 
 def refusal(theirs: Any) -> str | None:
-    """A reason why a module cannot be converted, whatever trains it; None: it can."""
+    """The reason why a module cannot be converted, regardless of its optimizer; None: it can."""
     if is_sharded(theirs):
         return "it is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
     if is_quantized(theirs):
         return "it has hooks" if _has_hooks(theirs) else quantized_refusal(theirs)
-    if is_fbgemm(theirs) or not any(isinstance(theirs, kind) for kind in kinds()):
-        return None  # FbgemmPeer refuses, or peer_of
-    if type(theirs) not in kinds():
-        base = next(kind for kind in type(theirs).__mro__ if kind in kinds())
+    if is_fbgemm(theirs) or not any(isinstance(theirs, kind) for kind in supported_classes()):
+        return None  # FbgemmTables or find_tables() raises later
+    if type(theirs) not in supported_classes():
+        base = next(kind for kind in type(theirs).__mro__ if kind in supported_classes())
         return f"it is a subclass of {base.__name__}, whose lookups may be others"
     if _has_hooks(theirs):
         return "it has hooks"
@@ -130,7 +138,7 @@ def refusal(theirs: Any) -> str | None:
 
 
 def _mixed_columns(theirs: Any) -> str | None:
-    """A reason not to convert a fused collection of TorchRec's whose columns are not those of its keys."""
+    """The reason not to convert a fused TorchRec collection if its columns and keys are in different orders."""
     keys = [table.name for table in theirs.embedding_bag_configs()]
     columns = [table.name for part in theirs._emb_modules for table in part._embedding_tables]
     if keys == columns:
@@ -143,38 +151,38 @@ def _mixed_columns(theirs: Any) -> str | None:
 
 
 def _has_hooks(theirs: nn.Module) -> bool:
-    """True if something is called at lookups or gradients that a module of this package would not call."""
+    """True if the module or a parameter has hooks, which the converted module would not call."""
     return any(getattr(m, name) for m in theirs.modules() for name in HOOKS) or any(
         p._backward_hooks or p._post_accumulate_grad_hooks for p in theirs.parameters()
     )
 
 
-def _check_trained(peer: Peer, given: dict[str, Any]) -> None:
-    """Refuses rows that nothing would train any more."""
-    formats = {given["format"]} if "format" in given else {_format(w) for w in peer.weights()}
-    if "optimizer" not in given and formats - {"fp32"} and peer.is_trained:
+def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
+    """Raise ValueError if trained rows would have no optimizer: torch's optimizers train fp32 rows only."""
+    formats = {given["format"]} if "format" in given else {_format(w) for w in external.weights()}
+    if "optimizer" not in given and formats - {"fp32"} and external.is_trained:
         raise ValueError(
             f"rows of format {', '.join(sorted(formats - {'fp32'}))} are trained by fused optimizers only: give "
             "optimizer= one, or freeze theirs first with requires_grad_(False)"
         )
 
 
-def _built(theirs: Any, peer: Peer, given: dict[str, Any], own: Sequence[Optimizer]) -> nn.Module:
-    """The module with rows that are still to come; ``own`` are optimizers of its tables, or none."""
+def _build(theirs: Any, external: ExternalTables, given: dict[str, Any], own: Sequence[Optimizer]) -> nn.Module:
+    """Build the module without its rows; ``own`` has one optimizer per table, or is empty."""
     if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
         return _layer(theirs, given)
     format = given.pop("format", None)
-    weights = peer.weights()
+    weights = external.weights()
     tables: list[EmbeddingConfig]
     if is_fbgemm(theirs):
-        given.setdefault("output_dtype", fbgemm_peer.output_dtype_of(theirs))
+        given.setdefault("output_dtype", fbgemm_tables.output_dtype_of(theirs))
         given.setdefault("rounding", "stochastic" if theirs.stochastic_rounding else "nearest")
-        pooling = fbgemm_peer.pooling_of(theirs)
+        pooling = fbgemm_tables.pooling_of(theirs)
         options: dict[str, Any] = {} if pooling is None else {"pooling": pooling}
         kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
-        names = zip(peer.names(), fbgemm_peer.features_of(theirs), weights, strict=True)
+        names = zip(external.names(), fbgemm_tables.features_of(theirs), weights, strict=True)
         tables = [
-            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=Later(), **options)
+            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=DeferredInit(), **options)
             for n, f, w in names
         ]
     else:
@@ -202,23 +210,23 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         layer.weight = theirs.weight
         return layer
     own = {"format": _format(theirs.weight), "output_dtype": theirs.weight.dtype}
-    later = {} if theirs.weight.is_meta else {"init": Later()}
+    later = {} if theirs.weight.is_meta else {"init": DeferredInit()}
     return kind(*shape, **sizes, **{**own, **later, **given})
 
 
 def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
-    """The tables of TorchRec's collection as this package's; on the meta device, theirs say how rows begin."""
+    """Convert a TorchRec collection's table configs; ``init`` is kept only on the meta device."""
     pooled = hasattr(theirs, "embedding_bag_configs")
     given = [from_torchrec(c) for c in (theirs.embedding_bag_configs() if pooled else theirs.embedding_configs())]
     formats = [table.format for table in given] if formats is None else formats
     is_meta, found = any(p.is_meta for p in theirs.parameters()), []
     for table, format in zip(given, formats, strict=True):
-        found.append(dataclasses.replace(table, format=format, init=table.init if is_meta else Later()))
+        found.append(dataclasses.replace(table, format=format, init=table.init if is_meta else DeferredInit()))
     return found
 
 
-class Later:
-    """An ``init`` of rows that come when the module is there."""
+class DeferredInit:
+    """An ``init`` for rows that are copied in after the module is built."""
 
     in_chunks = True
 
@@ -230,12 +238,12 @@ def _format(weight: Tensor) -> str:
     return next(name for name, dtype in FLOAT_DTYPES.items() if dtype == weight.dtype)
 
 
-def _like(ours: Any, theirs: Any) -> nn.Module:
-    """Ours in the mode of theirs, with what is frozen there."""
+def _copy_modes(ours: Any, theirs: Any) -> nn.Module:
+    """Copy the training mode and frozen tables of theirs to ours."""
     layers = torchrec_layers(theirs) or {"weight": theirs}
     for name, layer in layers.items():
         weight = getattr(layer, "weight", None)
         if isinstance(weight, nn.Parameter) and not weight.requires_grad:
-            held = ours if isinstance(ours, (Embedding, EmbeddingBag)) else ours._held[name].weight
-            held.requires_grad_(False)
+            target = ours if isinstance(ours, (Embedding, EmbeddingBag)) else ours._held[name].weight
+            target.requires_grad_(False)
     return ours.train(theirs.training)

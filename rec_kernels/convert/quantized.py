@@ -1,4 +1,4 @@
-"""Tables for inference, whose rows FBGEMM keeps encoded: its own module, and TorchRec's quantized collections."""
+"""Conversion of quantized inference tables: FBGEMM's module and TorchRec's quantized collections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.convert.fbgemm_peer import features_of, output_dtype_of, pooling_of
+from rec_kernels.convert.fbgemm_tables import features_of, output_dtype_of, pooling_of
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
@@ -27,24 +27,24 @@ _OPTIONS = {"output_dtype", "bounds_check"}
 
 
 def is_fbgemm_quantized(module: Any) -> bool:
-    """True for FBGEMM's tables for inference; FBGEMM is not imported."""
+    """True for FBGEMM's inference tables; FBGEMM is not imported."""
     found = getattr(sys.modules.get(_FBGEMM), "IntNBitTableBatchedEmbeddingBagsCodegen", None)
     return found is not None and type(module) is found
 
 
 def is_torchrec_quantized(module: Any) -> bool:
-    """True for a quantized collection of TorchRec's, and no subclass; TorchRec is not imported."""
+    """True for a quantized TorchRec collection, but not for subclasses; TorchRec is not imported."""
     found = sys.modules.get(_TORCHREC)
     return found is not None and type(module) in (found.EmbeddingBagCollection, found.EmbeddingCollection)
 
 
 def is_quantized(module: Any) -> bool:
-    """True for tables for inference that are converted."""
+    """True for inference tables of a supported type."""
     return is_fbgemm_quantized(module) or is_torchrec_quantized(module)
 
 
 def quantized_refusal(theirs: Any) -> str | None:
-    """A reason why tables for inference cannot be converted; None: they can."""
+    """The reason why inference tables cannot be converted; None: they can."""
     if getattr(theirs, "need_indices", bool)():
         return "need_indices=True: the rows of rk.EmbeddingCollection come without their ids"
     try:
@@ -58,13 +58,14 @@ def quantized_refusal(theirs: Any) -> str | None:
 
 
 def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollection:
-    """A collection with the rows of tables for inference, byte for byte what they encode, and frozen.
+    """Convert inference tables to a frozen collection whose rows decode to the same values.
 
     Args:
-        theirs: of ``is_quantized``, without a ``quantized_refusal``. options: ``output_dtype``, ``bounds_check``.
+        theirs: a module for which ``is_quantized`` is true and ``quantized_refusal`` is None.
+        options: ``output_dtype``, ``bounds_check``.
 
     Raises:
-        ValueError: another option.
+        ValueError: another option was given.
     """
     if others := sorted(set(options) - _OPTIONS):
         raise ValueError(
@@ -76,7 +77,7 @@ def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollectio
     is_weighted = theirs.is_weighted() if hasattr(theirs, "is_weighted") else None
     given: dict[str, Any] = {
         "output_dtype": output_dtype_of(parts[0]),
-        "is_weighted": is_weighted if pooled else False,  # FBGEMM leaves weights of ids alone
+        "is_weighted": is_weighted if pooled else False,  # FBGEMM ignores weights of unpooled lookups
         **options,
     }
     made: Any = (EmbeddingBagCollection if pooled else EmbeddingCollection)(tables, device="meta", **given)
@@ -90,12 +91,12 @@ def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollectio
 
 
 def quantized_parts(theirs: Any) -> list[Any]:
-    """FBGEMM's modules: the module itself, or those that a collection has for each pooling and format."""
+    """The FBGEMM modules: the module itself, or a collection's modules, one for each pooling and format."""
     return [theirs] if is_fbgemm_quantized(theirs) else list(theirs._emb_modules)
 
 
 def _check(part: Any) -> None:
-    """Raises ValueError if a module's rows are none of formats here, or its ids are not those of rows."""
+    """Raise ValueError if a module has unsupported row formats or remapped (pruned) ids."""
     for name, _, _, kind, _ in part.embedding_specs:
         if kind.value not in _FORMATS:
             raise ValueError(
@@ -109,7 +110,7 @@ def _check(part: Any) -> None:
 
 
 def _tables(theirs: Any) -> list[EmbeddingConfig]:
-    """The tables in the order in which theirs has their columns."""
+    """Configurations of the tables, in the order of their output columns."""
     specs = [spec for part in quantized_parts(theirs) for spec in part.embedding_specs]
     if is_torchrec_quantized(theirs):
         pooled = hasattr(theirs, "embedding_bag_configs")
@@ -129,7 +130,7 @@ def _tables(theirs: Any) -> list[EmbeddingConfig]:
 
 
 def _rows(part: Any) -> list[Tensor]:
-    """The rows of each table in its format, in memory of their own."""
+    """Copies of each table's rows, encoded in its format."""
     found = []
     weights = part.split_embedding_weights(split_scale_shifts=False)
     for (_, _, columns, kind, _), (stored, _) in zip(part.embedding_specs, weights, strict=True):

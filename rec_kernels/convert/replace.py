@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rec_kernels.convert.modules import ConvertOptions, convert_embeddings, refusal
 from rec_kernels.convert.quantized import is_fbgemm_quantized, is_quantized, quantized_parts
 from rec_kernels.convert.tables import is_fbgemm, is_other, is_ours, is_sharded, torchrec_layers
-from rec_kernels.convert.torch_peer import TrainedBy, every, parameters_of
+from rec_kernels.convert.torch_tables import TrainedBy, flatten_optimizers, parameters_of
 from rec_kernels.nn.training.dense_parameters import dense_parameters, in_backward, mark_replaced
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def replace_embeddings(
         ValueError: the model is in DistributedDataParallel; ``trained_by`` has no table of the model; or an error of
             ``rk.convert_embeddings``, prefixed with the module's name. The model is unchanged.
     """
-    trainers = every(trained_by)
+    trainers = flatten_optimizers(trained_by)
     _check(model, trainers)
     sites: dict[nn.Module, list[_Site]] = defaultdict(list)
     for site in _walk(model, "", set()):

@@ -1,4 +1,4 @@
-"""Numbers of tables from other packages' modules into this package's, and back."""
+"""``import_tables`` and ``export_tables``: copy rows and optimizer state from and to other packages' modules."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.convert.fbgemm_peer import FbgemmPeer
-from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, Together
+from rec_kernels.convert.external_tables import FAMILIES, CombinedTables, ExternalTables, Family, TableTensors
+from rec_kernels.convert.fbgemm_tables import FbgemmTables
 from rec_kernels.convert.quantized import is_quantized
-from rec_kernels.convert.torch_peer import TorchPeer, TrainedBy
+from rec_kernels.convert.torch_tables import TorchTables, TrainedBy
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_layers import EmbeddingLayer
 from rec_kernels.nn.tables.optimizers import Optimizer
@@ -26,88 +26,87 @@ _FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
 def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
-    """Copies rows and optimizer state of another package's tables into a module of this package.
+    """Copy rows and optimizer state of another package's tables into a module of this package.
 
     Args:
         ours: ``rk.EmbeddingBagCollection``, ``rk.EmbeddingCollection``, or ``rk.Embedding`` or ``rk.EmbeddingBag`` with
-            an option of its table. Of row formats other than the rows' dtype, rows are rounded to the nearest.
-        theirs: ``torch.nn.Embedding`` or ``EmbeddingBag``; a dict or ``ModuleDict`` of some, by the names of our
-            tables; TorchRec's ``EmbeddingBagCollection``, ``EmbeddingCollection`` or ``FusedEmbeddingBagCollection``,
-            with tables of our names; FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen``, with tables in our order.
-            [E, D] of each must be ours.
-        trained_by: the optimizers of torch, or TorchRec's wrappers, that have the weights. None: of FBGEMM and the
-            fused collection, the module's own; of the others, those that run in the backward, if any do. []: none.
-            Without an optimizer only rows are copied. A table's must be of the kind of ours: docs/convert.md has the
-            pairs.
+            a table option. If a table's format differs from the rows' dtype, rows are rounded to the nearest.
+        theirs: ``torch.nn.Embedding`` or ``EmbeddingBag``, or a dict or ``ModuleDict`` of them, keyed by the names of
+            our tables; TorchRec's ``EmbeddingBagCollection``, ``EmbeddingCollection`` or
+            ``FusedEmbeddingBagCollection``, matched by table name; FBGEMM's
+            ``SplitTableBatchedEmbeddingBagsCodegen``, matched by position. Shapes [E, D] must be equal.
+        trained_by: the torch optimizers, or TorchRec's wrappers, that train the weights. None: for FBGEMM and the fused
+            collection, the module's own; for the others, optimizers that run in the backward, if any. []: none, so that
+            only rows are copied. Each must be of the same kind as ours: docs/convert.md lists the pairs.
 
-    Learning rates are not copied. The updates that Adam's kin have counted, ``step``, must be one number for all
-    tables of ``ours`` that have it.
+    Learning rates are not copied. All tables of ``ours`` with Adam-like state must have the same ``step`` (number of
+    updates).
 
     Raises:
-        TypeError: ``ours``, ``theirs`` or ``trained_by`` is another object. ValueError: names, shapes, dtypes, kinds of
-        optimizers or steps do not fit; a table is compressed, or in a file. Nothing was changed.
+        TypeError: ``ours``, ``theirs`` or ``trained_by`` has an unsupported type.
+        ValueError: names, shapes, dtypes, kinds of optimizers or steps differ; a table is compressed, or in a file.
+            Nothing is changed.
     """
-    collection, peer = _collection(ours), peer_of(theirs, trained_by)
-    _check_memory(collection, peer)
-    copy_in(collection, peer)
+    collection, external = _collection(ours), find_tables(theirs, trained_by)
+    _check_memory(collection, external)
+    copy_from(collection, external)
 
 
 def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
-    """Copies rows and optimizer state of a module of this package into another package's tables.
+    """Copy rows and optimizer state of a module of this package into another package's tables.
 
     Args:
-        ours, theirs, trained_by: ``import_tables``'s. Rows are decoded, and rounded to the dtype of theirs.
+        ours, theirs, trained_by: see ``import_tables``. Rows are decoded, then rounded to the dtype of theirs.
 
     Raises:
-        As ``import_tables``. Nothing was changed.
+        TypeError, ValueError: as in ``import_tables``. Nothing is changed.
     """
     collection = _collection(ours)
-    peer = peer_of(theirs, trained_by)
-    _check_memory(collection, peer)
-    order = {theirs_name: i for i, (theirs_name, _) in enumerate(_paired(collection, peer, peer.read()))}
-    own = _numbers(collection, with_state=bool(peer.families))
-    peer.write([own[order[name]] for name in peer.names()])
+    external = find_tables(theirs, trained_by)
+    _check_memory(collection, external)
+    order = {theirs_name: i for i, (theirs_name, _) in enumerate(_match_tables(collection, external, external.read()))}
+    own = _decoded_tables(collection, with_state=bool(external.families))
+    external.write([own[order[name]] for name in external.names()])
 
 
-def _check_memory(collection: TableCollection, peer: Peer) -> None:
-    """Raises ValueError if there are no rows to copy, or no place for them."""
-    places = (("ours", [collection._weights]), ("theirs", peer.weights()))
-    for name, weights in places:
+def _check_memory(collection: TableCollection, external: ExternalTables) -> None:
+    """Raise ValueError if either side is on the meta device."""
+    for name, weights in (("ours", [collection._weights]), ("theirs", external.weights())):
         if any(weight.is_meta for weight in weights):
             raise ValueError(f"{name} must have memory, and is on the meta device: to_empty(device=...) comes first")
 
 
-def copy_in(collection: TableCollection, peer: Peer) -> None:
-    """``import_tables`` of a collection and a peer."""
-    given = [table for _, table in _paired(collection, peer, peer.read())]
+def copy_from(collection: TableCollection, external: ExternalTables) -> None:
+    """Load rows and state of external tables into a collection."""
+    tables = [table for _, table in _match_tables(collection, external, external.read())]
     state: dict[str, Tensor] = {}
-    for config, table in zip(collection.tables, given, strict=True):
-        held = f"{collection._holder}.{config.name}"
-        state[f"{held}.weight"] = table.weight
-        state |= {f"{held}.{kind}": numbers for kind, numbers in table.state.items()}
-    step = _common_step(given)
+    for config, table in zip(collection.tables, tables, strict=True):
+        prefix = f"{collection._holder}.{config.name}"
+        state[f"{prefix}.weight"] = table.weight
+        state |= {f"{prefix}.{kind}": values for kind, values in table.state.items()}
+    step = _common_step(tables)
     if step is not None:
-        state |= _clock(collection, step)
+        state |= _step_state(collection, step)
     elif "step" in collection._buffers:
         state["step"] = collection.step
     collection.load_state_dict(state, strict=False, convert=True)
 
 
-def peer_of(theirs: Any, trained_by: TrainedBy) -> Peer:
-    """Another package's module as tables.
+def find_tables(theirs: Any, trained_by: TrainedBy) -> ExternalTables:
+    """Wrap another package's module as ``ExternalTables``.
 
     Raises:
-        TypeError: it is none that is known. ValueError: as ``TorchPeer`` and ``FbgemmPeer``.
+        TypeError: the module's type is not supported. ValueError: as in ``TorchTables`` and ``FbgemmTables``.
     """
     if trained_by and (is_fbgemm(theirs) or is_fused(theirs)):
         raise TypeError("trained_by must be None or []: FBGEMM's tables have their optimizer in themselves")
     if is_fbgemm(theirs):
-        return FbgemmPeer(theirs, rows_only=trained_by is not None)
+        return FbgemmTables(theirs, rows_only=trained_by is not None)
     if is_fused(theirs):
         parts = [([t.name for t in part._embedding_tables], part._emb_module) for part in theirs._emb_modules]
-        return Together([FbgemmPeer(m, rows_only=trained_by is not None, names=names) for names, m in parts])
+        return CombinedTables([FbgemmTables(m, rows_only=trained_by is not None, names=names) for names, m in parts])
     if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
-        return TorchPeer({"weight": theirs}, trained_by)
+        return TorchTables({"weight": theirs}, trained_by)
     layers = torchrec_layers(theirs)
     if layers is None and isinstance(theirs, (Mapping, nn.ModuleDict)):
         layers = dict(theirs.items())
@@ -116,7 +115,7 @@ def peer_of(theirs: Any, trained_by: TrainedBy) -> Peer:
             kind = type(layers[wrong[0]]).__name__
             raise TypeError(f"theirs[{wrong[0]!r}] must be a torch.nn.Embedding or EmbeddingBag, got {kind}")
     if layers:
-        return TorchPeer(layers, trained_by)
+        return TorchTables(layers, trained_by)
     is_named = is_other(theirs) or is_quantized(theirs)
     raise TypeError(
         "theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection, "
@@ -134,13 +133,13 @@ def is_fbgemm(module: Any) -> bool:
 
 
 def is_fused(module: Any) -> bool:
-    """True for TorchRec's ``FusedEmbeddingBagCollection``, whose tables are in modules of FBGEMM's."""
+    """True for TorchRec's ``FusedEmbeddingBagCollection``, which has its tables in FBGEMM modules."""
     found = sys.modules.get(_FUSED)
     return found is not None and isinstance(module, found.FusedEmbeddingBagCollection)
 
 
 def is_other(module: Any) -> bool:
-    """True for tables of TorchRec or FBGEMM that are not converted, as those with managed collisions are."""
+    """True for unsupported tables of TorchRec or FBGEMM, such as those with managed collisions."""
     if is_fbgemm(module) or is_quantized(module) or torchrec_layers(module) is not None:
         return False
     found = sys.modules.get(_TORCHREC)
@@ -152,7 +151,7 @@ def is_other(module: Any) -> bool:
 
 
 def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:
-    """The layers of TorchRec's collection by the names of their tables; None: it is none. TorchRec is not imported."""
+    """Table name -> layer of a TorchRec collection; None for other modules. TorchRec is not imported."""
     found = sys.modules.get(_TORCHREC)
     if is_fused(module) or (found is not None and isinstance(module, found.EmbeddingBagCollection)):
         return dict(module.embedding_bags.items())
@@ -161,8 +160,8 @@ def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:
     return None
 
 
-def kinds() -> set[type]:
-    """The classes of layers and collections whose lookups this package has: exactly these, and no subclass."""
+def supported_classes() -> set[type]:
+    """The classes of layers and collections that this package can replace; subclasses are not supported."""
     names = (
         (_TORCHREC, "EmbeddingBagCollection"),
         (_TORCHREC, "EmbeddingCollection"),
@@ -173,19 +172,19 @@ def kinds() -> set[type]:
 
 
 def is_ours(module: Any) -> bool:
-    """True for this package's layers and collections, sharded ones included."""
+    """True for this package's layers and collections, including sharded ones."""
     sharded = is_sharded(module) and type(module).__module__.startswith("rec_kernels.")
     return sharded or isinstance(module, (EmbeddingLayer, TableCollection))
 
 
 def is_sharded(module: Any) -> bool:
-    """True for a module that TorchRec has sharded, this package's ones included."""
+    """True for a module that TorchRec has sharded, including this package's."""
     found = getattr(sys.modules.get("torchrec.distributed.types"), "ShardedModule", None)
     return found is not None and isinstance(module, found)
 
 
 def _collection(ours: Any) -> TableCollection:
-    """The collection behind a module of this package, if its tables are such that others can have them."""
+    """The collection of a module of this package; raises if other packages cannot represent its tables."""
     collection = ours.collection if isinstance(ours, EmbeddingLayer) else ours
     if collection is None:
         raise ValueError(
@@ -205,12 +204,14 @@ def _collection(ours: Any) -> TableCollection:
     return collection
 
 
-def _paired(collection: TableCollection, peer: Peer, given: list[TableNumbers]) -> list[tuple[str, TableNumbers]]:
-    """The peer's tables with their names there, in the order of ours."""
+def _match_tables(
+    collection: TableCollection, external: ExternalTables, given: list[TableTensors]
+) -> list[tuple[str, TableTensors]]:
+    """The external tables with their own names, in the order of the collection's tables."""
     tables, own = collection.tables, [table.name for table in collection.tables]
     if len(own) != len(given):
         raise ValueError(f"ours has {len(own)} tables, {', '.join(own)}, and theirs {len(given)}")
-    if peer.has_names and len(own) > 1:
+    if external.has_names and len(own) > 1:
         by_name = {table.name: table for table in given}
         if missing := [name for name in own if name not in by_name]:
             raise ValueError(f"theirs has no table {missing[0]!r} of ours, only {', '.join(by_name)}")
@@ -238,8 +239,8 @@ def _check_family(name: str, optimizer: Optimizer | None, family: Family) -> Non
         )
 
 
-def _common_step(given: list[TableNumbers]) -> int | None:
-    """The updates that all tables have had, those of Adam's kin alike; None: nobody counts them, or only rows go."""
+def _common_step(given: list[TableTensors]) -> int | None:
+    """The number of updates, equal for all Adam-like tables; None: it is not counted, or only rows are copied."""
     counting = [table for table in given if table.step is not None and table.family is not None]
     used = {table.name: table.step for table in counting if "exp_avg" in table.state}
     if len(set(used.values())) > 1:
@@ -251,19 +252,19 @@ def _common_step(given: list[TableNumbers]) -> int | None:
     return max(steps, default=None)
 
 
-def _clock(collection: TableCollection, step: int) -> dict[str, Tensor]:
-    """``step``, and what Adam's kin derive from it, as that many updates would have left them."""
-    own: dict[str, Any] = collection._buffers
+def _step_state(collection: TableCollection, step: int) -> dict[str, Tensor]:
+    """The collection's ``step`` and beta powers after ``step`` updates."""
+    buffers: dict[str, Any] = collection._buffers
     optimizers: Any = collection._features.optimizers.distinct
-    clock = {"step": torch.full_like(own["step"], step)}
-    for number, name in power_names(optimizers).items():
-        powers = [power_after(beta, step) for beta in optimizers[number].betas]
-        clock[name] = torch.tensor(powers, dtype=torch.float32, device=own[name].device)
-    return clock
+    state = {"step": torch.full_like(buffers["step"], step)}
+    for index, name in power_names(optimizers).items():
+        powers = [power_after(beta, step) for beta in optimizers[index].betas]
+        state[name] = torch.tensor(powers, dtype=torch.float32, device=buffers[name].device)
+    return state
 
 
 def power_after(beta: float, steps: int) -> float:
-    """1 times ``beta``, ``steps`` times, each product rounded to float32 as an update rounds it."""
+    """``beta ** steps``, computed by repeated float32 multiplication as updates compute it."""
     factor, power = ctypes.c_float(beta).value, 1.0
     for _ in range(steps):
         before, power = power, ctypes.c_float(power * factor).value
@@ -272,16 +273,16 @@ def power_after(beta: float, steps: int) -> float:
     return power
 
 
-def _numbers(collection: TableCollection, *, with_state: bool) -> list[TableNumbers]:
-    """The tables' numbers, rows decoded."""
+def _decoded_tables(collection: TableCollection, *, with_state: bool) -> list[TableTensors]:
+    """The collection's tables with decoded rows, and their optimizer state if ``with_state``."""
     state = collection.state_dict()
     found = []
     for config in collection.tables:
-        held = f"{collection._holder}.{config.name}"
-        rows = state[f"{held}.weight"]
+        prefix = f"{collection._holder}.{config.name}"
+        rows = state[f"{prefix}.weight"]
         if rows.dtype == torch.uint8:
             rows = decode(rows, config.format, config.embedding_dim)
         kinds = (config.optimizer or collection.optimizer).state if with_state else ()
-        moments = {kind: state[f"{held}.{kind}"] for kind in kinds}
-        found.append(TableNumbers(config.name, rows, moments, int(state["step"]) if with_state else None))
+        moments = {kind: state[f"{prefix}.{kind}"] for kind in kinds}
+        found.append(TableTensors(config.name, rows, moments, int(state["step"]) if with_state else None))
     return found

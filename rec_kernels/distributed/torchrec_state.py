@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from rec_kernels.convert.fbgemm_peer import OPTIMIZERS
-from rec_kernels.convert.peer import FAMILIES
+from rec_kernels.convert.external_tables import FAMILIES
+from rec_kernels.convert.fbgemm_tables import OPTIMIZERS
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig

@@ -1,4 +1,4 @@
-"""FBGEMM's training tables, ``SplitTableBatchedEmbeddingBagsCodegen``, which have their optimizer in themselves."""
+"""FBGEMM's training tables, ``SplitTableBatchedEmbeddingBagsCodegen``, with their fused optimizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import numpy
 import torch
 from torch import Tensor
 
-from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, check_state, check_weight, refuse_options
+from rec_kernels.convert.external_tables import (
+    FAMILIES,
+    ExternalTables,
+    Family,
+    TableTensors,
+    check_state,
+    check_weight,
+    refuse_options,
+)
 from rec_kernels.nn.tables.optimizers import Optimizer
 
-#: FBGEMM's names of optimizers, and of their state in the order of ``split_optimizer_states()``.
+#: FBGEMM's optimizer -> this package's op name and state names, in the order of ``split_optimizer_states()``.
 OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "EXACT_SGD": ("sgd", ()),
     "EXACT_ADAGRAD": ("adagrad", ("sum",)),
@@ -21,27 +29,27 @@ OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "PARTIAL_ROWWISE_ADAM": ("rowwise_adam", ("exp_avg", "exp_avg_sq")),
     "LAMB": ("lamb", ("exp_avg", "exp_avg_sq")),
 }
-#: FBGEMM's numbers of types that lookups may have here.
-_OUTPUTS = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
+#: FBGEMM's ``SparseType`` code -> output dtype, for the dtypes supported here.
+_OUTPUT_DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 
 
 def output_dtype_of(module: Any) -> torch.dtype:
-    """The dtype of lookups; ValueError if they are quantized."""
-    if int(module.output_dtype) not in _OUTPUTS:
+    """The output dtype of lookups; raises ValueError if they are quantized."""
+    if int(module.output_dtype) not in _OUTPUT_DTYPES:
         raise ValueError(f"theirs: output_dtype must be FP32, FP16 or BF16, got number {int(module.output_dtype)}")
-    return _OUTPUTS[int(module.output_dtype)]
+    return _OUTPUT_DTYPES[int(module.output_dtype)]
 
 
-class FbgemmPeer(Peer):
+class FbgemmTables(ExternalTables):
     """Tables of one ``SplitTableBatchedEmbeddingBagsCodegen``, of FBGEMM 1.8.
 
     Args:
-        module: the tables, in any location; rows in FBGEMM's cache are written back before they are read.
-        rows_only: whether the optimizer is not looked at.
-        names: of its tables, where a collection of TorchRec's has them. None: the tables are told by their order.
+        module: the FBGEMM module, on any device and memory location; its cache is flushed before rows are read.
+        rows_only: True to ignore the optimizer.
+        names: names of the tables, from a TorchRec collection. None: tables are matched by position.
 
     Raises:
-        ValueError: the optimizer, or the rows' precision, has no counterpart here.
+        ValueError: the optimizer or the rows' precision has no equivalent here.
     """
 
     def __init__(self, module: Any, *, rows_only: bool = False, names: Sequence[str] | None = None) -> None:
@@ -56,11 +64,11 @@ class FbgemmPeer(Peer):
         for table, weight in zip(self.names(), self.weights(), strict=True):
             check_weight(table, weight)
         if not rows_only:
-            self._take_optimizer()
+            self._read_optimizer()
 
     _kinds: tuple[str, ...]
 
-    def _take_optimizer(self) -> None:
+    def _read_optimizer(self) -> None:
         module, name = self._module, self._module.optimizer.name
         if name not in OPTIMIZERS:
             raise ValueError(f"theirs: {self._described} has no counterpart here, only {', '.join(OPTIMIZERS)}")
@@ -74,24 +82,24 @@ class FbgemmPeer(Peer):
         self.families = [Family(family, self._described)] * len(self.names())
 
     def names(self) -> list[str]:
-        """The names that were given, FBGEMM's ``table_names``, or t0, t1 ..."""
+        """``names`` of the constructor, else FBGEMM's ``table_names``, else t0, t1 ..."""
         names = self._names or self._module.table_names
         return list(names) if names else [f"t{i}" for i in range(len(self._module.embedding_specs))]
 
     def weights(self) -> list[Tensor]:
-        """The module's own memory."""
+        """The rows of each table [E, D], in the module's own memory."""
         return self._module.split_embedding_weights()
 
-    def read(self) -> list[TableNumbers]:
-        """The tables' numbers, after a flush of FBGEMM's cache."""
+    def read(self) -> list[TableTensors]:
+        """Flush FBGEMM's cache, then read rows and state of the tables."""
         self._module.flush()
         if not self.families:
-            return [TableNumbers(name, weight) for name, weight in zip(self.names(), self.weights(), strict=True)]
+            return [TableTensors(name, weight) for name, weight in zip(self.names(), self.weights(), strict=True)]
         step, found = int(self._module.iter.item()), []
         family = self.families[0]
         for name, weight, state in zip(self.names(), self.weights(), self._states(), strict=True):
             check_state(name, family.name, weight, state)
-            found.append(TableNumbers(name, weight, state, step, family))
+            found.append(TableTensors(name, weight, state, step, family))
         return found
 
     def _states(self) -> list[dict[str, Tensor]]:
@@ -100,25 +108,25 @@ class FbgemmPeer(Peer):
         states = self._module.split_optimizer_states()
         return [dict(zip(self._kinds, state, strict=True)) for state in states]
 
-    def write(self, tables: Sequence[TableNumbers]) -> None:
-        """Copies into the module's memory, and empties FBGEMM's cache, whose rows are others now."""
+    def write(self, tables: Sequence[TableTensors]) -> None:
+        """Copy into the module's memory, and reset FBGEMM's cache, whose rows are stale then."""
         self._module.flush()
         for weight, state, given in zip(self.weights(), self._states(), tables, strict=True):
             weight.copy_(given.weight)
-            for kind, numbers in given.state.items():
-                state[kind].copy_(numbers)
+            for kind, values in given.state.items():
+                state[kind].copy_(values)
         if tables and tables[0].step is not None:
             self._module.set_optimizer_step(tables[0].step)
-            self._module.iter_cpu.fill_(tables[0].step)  # it follows ``iter`` from 0 only
+            self._module.iter_cpu.fill_(tables[0].step)  # FBGEMM syncs it from ``iter`` only while it is 0
         self._module.reset_cache_states()
 
     def counterparts(self) -> list[Optimizer]:
-        """This package's optimizer with the same formulas and numbers, once for each table."""
+        """The equivalent optimizer of this package, once for each table."""
         module, options = self._module, self._module.optimizer_args
         wrong = {name: getattr(options, name) for name in ("gradient_clipping", "max_norm", "weight_decay")}
         wrong = {name: value for name, value in wrong.items() if value}
         refuse_options(self._described, wrong, "FBGEMM's kernels differ in what these do")
-        numbers: dict[str, Any] = {"lr": float(str(numpy.float32(module.get_learning_rate())))}  # 0.05, not its float32
+        numbers: dict[str, Any] = {"lr": float(str(numpy.float32(module.get_learning_rate())))}  # decimal, as 0.05
         if self._kinds:
             numbers["eps"] = float(options.eps)
         if "exp_avg" in self._kinds:
@@ -127,12 +135,12 @@ class FbgemmPeer(Peer):
 
 
 def features_of(module: Any) -> list[list[str]]:
-    """Names of the features of each table: f0, f1 ..., in the order of the module's input."""
-    of = list(module.feature_table_map)
-    return [[f"f{i}" for i, table in enumerate(of) if table == t] for t in range(max(of) + 1)]
+    """The feature names of each table: f0, f1 ..., numbered in the order of the module's input."""
+    table_of = list(module.feature_table_map)
+    return [[f"f{i}" for i, table in enumerate(table_of) if table == t] for t in range(max(table_of) + 1)]
 
 
 def pooling_of(module: Any) -> str | None:
-    """The pooling, "sum" or "mean"; None: rows of ids are not pooled."""
+    """The pooling, "sum" or "mean"; None: unpooled lookups."""
     mode = module.pooling_mode.name
     return None if mode == "NONE" else mode.lower()

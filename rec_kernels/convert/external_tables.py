@@ -1,4 +1,4 @@
-"""The tables of a module of another package: their rows, and the state of the optimizer that trains them."""
+"""Tables of another package's module: their rows, and the state of the optimizer that trains them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.nn.tables.optimizers import LAMB, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
-#: The optimizers of this package by the names that their ops have; ``rk.AdamW`` is an "adam", too.
+#: Op name -> optimizer of this package; ``rk.AdamW`` shares "adam".
 FAMILIES: dict[str, type[Optimizer]] = {
     kind.op_name: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam, RowwiseAdam, LAMB)
 }
@@ -22,7 +22,7 @@ class Family:
     """The kind of optimizer that trains a table.
 
     Args:
-        name: as of ``FAMILIES``. described: what the other package calls the optimizer, for messages.
+        name: a key of ``FAMILIES``. described: the other package's name of the optimizer, for messages.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Family:
 
 
 @dataclass(frozen=True)
-class TableNumbers:
-    """The numbers that one table has learned.
+class TableTensors:
+    """The rows and optimizer state of one table.
 
     Args:
-        name: the table's. weight: [E, D] float32, float16 or bfloat16.
-        state: kind of state, as of this package's optimizers -> [E, D], or [E] of a row-wise one.
-        step: updates so far; None: nobody counts them.
-        family: of the optimizer whose state it is; None: only the rows are known.
+        name: the table's name. weight: [E, D] float32, float16 or bfloat16.
+        state: this package's name of each state tensor -> [E, D], or [E] for per-row state.
+        step: number of updates; None: it is not counted.
+        family: the kind of optimizer that has this state; None: only the rows are known.
     """
 
     name: str
@@ -47,13 +47,13 @@ class TableNumbers:
     family: Family | None = None
 
 
-class Peer(ABC):
+class ExternalTables(ABC):
     """Tables of another package's module.
 
     Attributes:
-        families: of what trains each table, in the order of ``names``; none: only the rows are known.
-        has_names: whether tables have names, and not only an order.
-        is_trained: whether something trains a table.
+        families: the kind of optimizer of each table, in the order of ``names``; empty: only the rows are known.
+        has_names: True if tables are matched by name, False if by position.
+        is_trained: True if any table is trained.
     """
 
     families: Sequence[Family] = ()
@@ -69,65 +69,65 @@ class Peer(ABC):
         """The rows of each table, [E, D], in the module's own memory."""
 
     @abstractmethod
-    def read(self) -> list[TableNumbers]:
-        """The tables' numbers, in the module's own memory where it has them in this shape.
+    def read(self) -> list[TableTensors]:
+        """Read rows and state of the tables, as views of the module's memory where the shapes agree.
 
         Raises:
-            ValueError: the state of a table is not what its family has.
+            ValueError: the state of a table does not fit its family.
         """
 
     @abstractmethod
-    def write(self, tables: Sequence[TableNumbers]) -> None:
-        """Writes numbers of these shapes into the tables, in their order; state only where ``families`` are known."""
+    def write(self, tables: Sequence[TableTensors]) -> None:
+        """Write rows into the tables, in their order, and optimizer state if ``families`` are known."""
 
     @abstractmethod
     def counterparts(self) -> list[Optimizer]:
-        """This package's optimizer with the formulas and numbers of each table's.
+        """The equivalent optimizer of this package for each table.
 
         Raises:
-            ValueError: there is none; the message says why.
+            ValueError: none exists; the message has the reason.
         """
 
 
-class Together(Peer):
-    """Tables of several peers, one peer's behind the other's.
+class CombinedTables(ExternalTables):
+    """Concatenation of several ``ExternalTables``.
 
     Args:
-        peers: at least one, of other names.
+        parts: at least one; no two have a table of the same name.
     """
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self._peers = peers
-        self.families = [family for peer in peers for family in peer.families]
-        self.is_trained = any(peer.is_trained for peer in peers)
+    def __init__(self, parts: Sequence[ExternalTables]) -> None:
+        self._parts = parts
+        self.families = [family for part in parts for family in part.families]
+        self.is_trained = any(part.is_trained for part in parts)
 
     def names(self) -> list[str]:
         """The names of the tables, in their order."""
-        return [name for peer in self._peers for name in peer.names()]
+        return [name for part in self._parts for name in part.names()]
 
     def weights(self) -> list[Tensor]:
-        """The rows of each table, in the modules' own memory."""
-        return [weight for peer in self._peers for weight in peer.weights()]
+        """The rows of each table [E, D], in the modules' own memory."""
+        return [weight for part in self._parts for weight in part.weights()]
 
-    def read(self) -> list[TableNumbers]:
-        """The tables' numbers."""
-        return [table for peer in self._peers for table in peer.read()]
+    def read(self) -> list[TableTensors]:
+        """Read rows and state of all tables."""
+        return [table for part in self._parts for table in part.read()]
 
-    def write(self, tables: Sequence[TableNumbers]) -> None:
-        """Hands each peer its tables."""
-        rest = list(tables)
-        for peer in self._peers:
-            own = len(peer.names())
-            peer.write(rest[:own])
-            del rest[:own]
+    def write(self, tables: Sequence[TableTensors]) -> None:
+        """Write each part's tables."""
+        remaining = list(tables)
+        for part in self._parts:
+            count = len(part.names())
+            part.write(remaining[:count])
+            del remaining[:count]
 
     def counterparts(self) -> list[Optimizer]:
-        """The counterparts of all tables' optimizers."""
-        return [optimizer for peer in self._peers for optimizer in peer.counterparts()]
+        """The equivalent optimizers of all tables."""
+        return [optimizer for part in self._parts for optimizer in part.counterparts()]
 
 
 def check_weight(name: str, weight: Tensor) -> None:
-    """Raises ValueError if the rows of a table are none that this package's tables can have."""
+    """Raise ValueError if this package's tables cannot hold the rows."""
     if type(weight.detach()) is not Tensor:
         raise ValueError(
             f"table {name!r}: weight must be an ordinary tensor, got {type(weight.detach()).__name__}: convert the "
@@ -141,7 +141,7 @@ def check_weight(name: str, weight: Tensor) -> None:
 
 
 def check_state(name: str, family: str, weight: Tensor, state: dict[str, Tensor]) -> None:
-    """Raises ValueError if a table's state is not of the shapes that the family has, or no floats."""
+    """Raise ValueError if a table's state does not have the family's shapes or is not floating point."""
     for kind, each in FAMILIES[family].state.items():
         shape = list(weight.shape) if each else [weight.shape[0]]
         given = state.get(kind)
@@ -151,7 +151,7 @@ def check_state(name: str, family: str, weight: Tensor, state: dict[str, Tensor]
 
 
 def refuse_options(described: str, found: Mapping[str, object], why: str) -> None:
-    """Raises ValueError that names the options of an optimizer for which this package has no formula."""
+    """Raise ValueError, naming them, if ``found`` has optimizer options that this package does not implement."""
     if found:
         given = ", ".join(f"{name}={value!r}" for name, value in found.items())
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Layers of torch.nn, alone or in TorchRec's collections, and the torch optimizers that train them."""
+"""Layers of torch.nn, alone or in TorchRec collections, and the torch optimizers that train them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.convert.peer import FAMILIES, Family, Peer, TableNumbers, check_state, check_weight, refuse_options
+from rec_kernels.convert.external_tables import (
+    FAMILIES,
+    ExternalTables,
+    Family,
+    TableTensors,
+    check_state,
+    check_weight,
+    refuse_options,
+)
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.training.dense_parameters import in_backward
 
-#: Tables may be trained by optimizers of torch, or by TorchRec's wrappers of them.
+#: The type of ``trained_by``: torch optimizers, or TorchRec's wrappers of them.
 TrainedBy = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 _FAMILIES = {
@@ -23,8 +31,8 @@ _FAMILIES = {
     torch.optim.AdamW: "adam",
 }
 _ROWWISE = "torchrec.optim.rowwise_adagrad"  # a module of TorchRec, which is not imported
-#: Options of torch's optimizers whose formulas are not here, and the value that switches them off.
-_OFF: dict[str, object] = {
+#: Options of torch's optimizers that this package does not implement -> the value that disables each.
+_NEUTRAL_VALUES: dict[str, object] = {
     "momentum": 0,
     "dampening": 0,
     "nesterov": False,
@@ -35,16 +43,17 @@ _OFF: dict[str, object] = {
 }
 
 
-class TorchPeer(Peer):
-    """Weights that are parameters, and the optimizers that have them.
+class TorchTables(ExternalTables):
+    """Tables that are ordinary parameters, and the torch optimizers that train them.
 
     Args:
-        layers: name of a table -> the module whose ``weight`` it is.
-        trained_by: optimizers that have the weights, among others. None: those that torch runs in the backward, if the
-            weights have some. Without any, only the rows are known.
+        layers: table name -> the module that has its ``weight``.
+        trained_by: optimizers that train the weights; they may have other parameters too. None: optimizers that torch
+            runs in the backward, if any. Without an optimizer only the rows are known.
 
     Raises:
-        TypeError, ValueError: the optimizers are none, do not have the weights, or one has no counterpart.
+        TypeError, ValueError: an argument is not an optimizer, a weight has no or several optimizers, or an optimizer
+            has no equivalent.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], trained_by: TrainedBy) -> None:
@@ -56,18 +65,18 @@ class TorchPeer(Peer):
                 raise ValueError(f"tables {other!r} and {name!r} have one weight: each must have its own")
             self._weights[name] = weight
         self._trainers: list[torch.optim.Optimizer] = []
-        self._given = every(trained_by)
+        self._given = flatten_optimizers(trained_by)
         self.is_trained = any(weight.requires_grad for weight in self._weights.values())
-        given = flat(trained_by)
+        given = unwrap_optimizers(trained_by)
         for name, weight in self._weights.items():
-            found = _having(weight, in_backward([weight]) if trained_by is None else given)
+            found = _optimizers_of(weight, in_backward([weight]) if trained_by is None else given)
             if len(found) > 1:
                 raise ValueError(f"table {name!r} has {len(found)} optimizers: it must have one, or none")
             self._trainers += found
         if not self._trainers and not given:
             return
         if len(self._trainers) < len(self._weights):
-            missing = next(name for name, weight in self._weights.items() if not _having(weight, self._trainers))
+            missing = next(name for name, weight in self._weights.items() if not _optimizers_of(weight, self._trainers))
             raise ValueError(
                 f"trained_by has no parameter that is the weight of table {missing!r}: it must be the optimizer that "
                 "was given theirs.parameters(), or a list of several"
@@ -79,17 +88,17 @@ class TorchPeer(Peer):
         return list(self._weights)
 
     def weights(self) -> list[Tensor]:
-        """The parameters' memory."""
+        """The rows of each table [E, D], in the parameters' memory."""
         return [weight.detach() for weight in self._weights.values()]
 
-    def read(self) -> list[TableNumbers]:
-        """The tables' numbers; zeros of a table without a step so far."""
+    def read(self) -> list[TableTensors]:
+        """Read rows and state of the tables; state is zeros before the first step."""
         if not self.families:
-            return [TableNumbers(name, weight.detach()) for name, weight in self._weights.items()]
+            return [TableTensors(name, weight.detach()) for name, weight in self._weights.items()]
         tables = zip(self._weights.items(), self._trainers, self.families, strict=True)
         return [self._read(name, weight, trainer, family) for (name, weight), trainer, family in tables]
 
-    def _read(self, name: str, weight: nn.Parameter, trainer: torch.optim.Optimizer, family: Family) -> TableNumbers:
+    def _read(self, name: str, weight: nn.Parameter, trainer: torch.optim.Optimizer, family: Family) -> TableTensors:
         found = trainer.state.get(weight, {})
         kinds = FAMILIES[family.name].state
         others = sorted(kind for kind, value in found.items() if kind not in (*kinds, "step") and value is not None)
@@ -106,14 +115,14 @@ class TorchPeer(Peer):
             for kind, each in kinds.items()
         }
         if family.name == "rowwise_adagrad" and state["sum"].dim() == 2:
-            state["sum"] = state["sum"].squeeze(1)  # TorchRec's is [E, 1]
+            state["sum"] = state["sum"].squeeze(1)  # TorchRec has it as [E, 1]
         check_state(name, family.name, weight, state)
         step = found.get("step")
         steps = (0 if kinds else None) if step is None else int(step)
-        return TableNumbers(name, weight.detach(), state, steps, family)
+        return TableTensors(name, weight.detach(), state, steps, family)
 
-    def write(self, tables: Sequence[TableNumbers]) -> None:
-        """Copies into the parameters and the optimizers' state, which is made where there is none yet."""
+    def write(self, tables: Sequence[TableTensors]) -> None:
+        """Copy into the parameters and the optimizers' state, creating missing state."""
         for name, weight in self._weights.items():
             if weight.numel() > 1 and 0 in weight.stride():
                 raise ValueError(f"table {name!r}: weight must have memory for each number, got an expanded tensor")
@@ -124,18 +133,18 @@ class TorchPeer(Peer):
             if not given.state:
                 continue
             own = trainer.state[weight]
-            for kind, numbers in given.state.items():
+            for kind, values in given.state.items():
                 if kind in own:
-                    own[kind].copy_(numbers.view_as(own[kind]))
+                    own[kind].copy_(values.view_as(own[kind]))
                 else:
-                    own[kind] = numbers.to(weight.device, weight.dtype, copy=True)
+                    own[kind] = values.to(weight.device, weight.dtype, copy=True)
             if isinstance(own.get("step"), Tensor):
                 own["step"].fill_(given.step)
             else:
                 own["step"] = _first_step(trainer, weight, given.step)
 
     def counterparts(self) -> list[Optimizer]:
-        """This package's optimizer with the formulas and numbers of each table's."""
+        """The equivalent optimizer of this package for each table."""
         trained = list(zip(self._weights.values(), self._trainers, self.families, strict=True))
         for weight, _, _ in trained:
             _refuse_clipping(weight, self._given)
@@ -151,7 +160,7 @@ def _counterpart(weight: nn.Parameter, trainer: torch.optim.Optimizer, family: F
         )
     if type(trainer).__module__.split(".")[0] not in ("torch", "torchrec"):
         raise ValueError(f"{family.described} may have formulas of its own: give optimizer= the one to go on")
-    wrong = {k: group[k] for k, off in _OFF.items() if k in group and group[k] != off}
+    wrong = {k: group[k] for k, off in _NEUTRAL_VALUES.items() if k in group and group[k] != off}
     refuse_options(family.described, wrong, "these change the formula, or also rows that are not looked up")
     found = {name: group[name] for name in ("lr", "eps", "betas") if name in group}
     numbers: dict[str, Any] = {name: tuple(map(float, v)) if name == "betas" else float(v) for name, v in found.items()}
@@ -159,7 +168,7 @@ def _counterpart(weight: nn.Parameter, trainer: torch.optim.Optimizer, family: F
 
 
 def _first_step(trainer: torch.optim.Optimizer, weight: nn.Parameter, step: int) -> int | Tensor:
-    """The count of updates as a torch optimizer keeps it: on the weight's device where a GPU reads it."""
+    """``step`` as the torch optimizer stores it: on the weight's device if the optimizer is fused or capturable."""
     if isinstance(trainer, torch.optim.SparseAdam):
         return step
     group = _group(trainer, weight)
@@ -168,28 +177,28 @@ def _first_step(trainer: torch.optim.Optimizer, weight: nn.Parameter, step: int)
 
 
 def _group(trainer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Any]:
-    """The parameter group that has a weight."""
+    """The parameter group that contains the weight."""
     return next(group for group in trainer.param_groups if any(weight is p for p in group["params"]))
 
 
-def every(trained_by: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in what was given, each once: those of torch, and TorchRec's wrappers of them."""
+def flatten_optimizers(trained_by: Any) -> list[torch.optim.Optimizer]:
+    """All distinct optimizers in ``trained_by``: torch optimizers and TorchRec wrappers, including nested ones."""
     if trained_by is None:
         return []
     if isinstance(trained_by, (list, tuple)):
-        return list(dict.fromkeys(inner for each in trained_by for inner in every(each)))
+        return list(dict.fromkeys(inner for each in trained_by for inner in flatten_optimizers(each)))
     if not isinstance(trained_by, torch.optim.Optimizer):
         raise TypeError(f"trained_by must be a torch.optim.Optimizer, a list of some or None, got {trained_by!r}")
-    return [trained_by, *every(_inside(trained_by))]
+    return [trained_by, *flatten_optimizers(_wrapped_optimizers(trained_by))]
 
 
-def flat(trained_by: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch in what was given, out of a list and out of TorchRec's wrappers, each once."""
-    return [optimizer for optimizer in every(trained_by) if _inside(optimizer) is None]
+def unwrap_optimizers(trained_by: Any) -> list[torch.optim.Optimizer]:
+    """All distinct torch optimizers in ``trained_by``, without TorchRec's wrappers."""
+    return [optimizer for optimizer in flatten_optimizers(trained_by) if _wrapped_optimizers(optimizer) is None]
 
 
-def _inside(optimizer: Any) -> list[torch.optim.Optimizer] | None:
-    """The optimizers that one of TorchRec's wrappers has; None: it is no wrapper."""
+def _wrapped_optimizers(optimizer: Any) -> list[torch.optim.Optimizer] | None:
+    """The optimizers inside a TorchRec wrapper; None: it is not a wrapper."""
     if type(optimizer).__module__.startswith("torchrec.optim."):
         if hasattr(optimizer, "_optimizer"):  # a KeyedOptimizerWrapper, or one that clips or warms up
             return [optimizer._optimizer]
@@ -199,26 +208,26 @@ def _inside(optimizer: Any) -> list[torch.optim.Optimizer] | None:
 
 
 def _refuse_clipping(weight: nn.Parameter, given: Sequence[Any]) -> None:
-    """Raises ValueError if one of TorchRec's wrappers clips the gradient of a table."""
-    for clipper in _having(weight, [o for o in given if getattr(o, "_clipping", None) is not None]):
+    """Raise ValueError if a TorchRec wrapper clips the gradient of the weight."""
+    for clipper in _optimizers_of(weight, [o for o in given if getattr(o, "_clipping", None) is not None]):
         if clipper._clipping.name != "NONE":
             options = {"clipping": clipper._clipping.name, "max_gradient": clipper._max_gradient}
             why = "clip_grad_value and clip_grad_norm of an optimizer here are of a row's summed gradient"
             refuse_options(type(clipper).__name__, options, why)
 
 
-def _having(weight: nn.Parameter, trainers: Sequence[Any]) -> list[Any]:
+def _optimizers_of(weight: nn.Parameter, trainers: Sequence[Any]) -> list[Any]:
     return [t for t in trainers if any(weight is p for p in parameters_of(t))]
 
 
 def parameters_of(trainer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The parameters of all groups."""
+    """Yield the parameters of all groups."""
     for group in trainer.param_groups:
         yield from group["params"]
 
 
 def _family(trainer: torch.optim.Optimizer) -> str:
-    """The family of an optimizer of torch or TorchRec; ValueError if it has none."""
+    """The family of a torch or TorchRec optimizer; raises ValueError if it has none."""
     for kind in type(trainer).__mro__:
         if kind in _FAMILIES:
             return _FAMILIES[kind]
