@@ -27,9 +27,9 @@ from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
-from rec_kernels.nn.tables.given_tables import from_torchrec
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.tables.torchrec_configs import from_torchrec
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
-from rec_kernels.nn.tables.given_tables import from_torchrec
 from rec_kernels.nn.tables.load_state import format_tensor
+from rec_kernels.nn.tables.torchrec_configs import from_torchrec
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm
 

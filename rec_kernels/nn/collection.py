@@ -22,7 +22,6 @@ from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.file_store import make_store
-from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_memory, register_memory, tensors_of
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
@@ -31,6 +30,7 @@ from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, refuse_
 from rec_kernels.nn.tables.parameters import Tables, refuse_reset
 from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
+from rec_kernels.nn.tables.torchrec_configs import checked_tables
 from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.dense_parameters import Untrained

@@ -1,1 +1,1 @@
-"""Tables of a collection: what they are, where their rows lie, and what moves them between memories."""
+"""Tables of a collection: configurations, memory layout, storage tiers and row cache."""

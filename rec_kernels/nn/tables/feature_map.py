@@ -1,4 +1,4 @@
-"""Features of a collection: the parts of their tables, and their columns of the ops' output."""
+"""The features of a collection: their tables' parts, and their columns in the ops' output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, Tabl
 
 @dataclass(frozen=True)
 class PartLookup:
-    """A stored table, by its number, and the first of the feature's columns that it goes to."""
+    """A part of a feature's table: the index of its stored table, and its first column within the feature's columns."""
 
     stored: int
     column: int
@@ -27,9 +27,9 @@ class PartLookup:
 
 @dataclass(frozen=True)
 class FeatureLookup:
-    """A feature: the parts of its table, and ``width`` columns of the ops' output from ``column`` on.
+    """A feature: the parts of its table, and its columns [column, column + width) of the ops' output.
 
-    The ops combine the parts; or ("concat", and parts that are pooled first) leave them side by side.
+    The ops combine the parts, or concatenate them (``combine="concat"``, and parts that are pooled first).
     """
 
     table: EmbeddingConfig
@@ -43,12 +43,12 @@ class FeatureLookup:
 
     @property
     def is_combined_later(self) -> bool:
-        """True if the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
+        """True if the ops' output has concatenated pooled parts that must be added or multiplied afterwards."""
         compression = self.table.compression
         return compression is not None and compression.compose == "pooled" and compression.combine != "concat"
 
     def combined(self, block: Tensor) -> Tensor:
-        """[B, width] of the ops' output with its pooled parts added or multiplied, in their order."""
+        """Add or multiply the pooled parts in ``block``, [B, width] of the ops' output, in their order."""
         if not self.is_combined_later:
             return block
         first, *others = block.split(self.table.embedding_dim, dim=1)
@@ -58,30 +58,29 @@ class FeatureLookup:
 
 
 class FeatureMap:
-    """The features of a collection, their tables, and where these lie in its flat tensors. It never changes.
+    """The features and tables of a collection, and the layout of its flat tensors. Immutable.
 
     Args:
-        tables: the tables, in this order.
-        optimizers: of the tables.
-        numbers_rows: whether an optimizer's state for rows has the places of all tables' rows, by which a row cache
-            knows them; else, where there are several optimizers, it has those of its own tables' rows alone.
-        is_weighted: ``rk.EmbeddingBagCollection``'s.
+        tables: the tables, in their order.
+        optimizers: the optimizers of the tables.
+        numbers_rows: True if per-row optimizer state is indexed by linear row over all tables, as a row cache needs;
+            False: with several optimizers, each one's state has only the rows of its own tables.
+        is_weighted: see ``rk.EmbeddingBagCollection``.
 
     Attributes:
-        is_rounded: whether updates round rows or state.
-        stored: the tables with parts of compressed ones in their place, as they lie in memory.
-        table_ids: their numbers in the whole model.
-        storage: their places in the flat tensor of weights. rows: where each one's rows begin among those of all, and
-            where all end.
-        optimizers: of the tables; states: for each of them, or for none, the places of its tables' state.
-        features: F lookups, in the order of ``feature_names``. The outputs are called ``output_keys`` and have
-            ``output_dims`` columns; those of the ops have ``widths``, and ``combined_dims`` when parts are combined.
-        projected: the tables of features whose columns are multiplied by a matrix, in the order of features.
-        combines_later: whether pooled parts of a feature are combined after the ops; finishes_later: whether they are,
-            or columns are multiplied.
+        is_rounded: True if updates round rows or state.
+        stored: the physical tables in memory order: uncompressed tables and parts of compressed ones.
+        table_ids: the index of each stored table in the unsharded model.
+        storage: the layout of the flat weight tensor. rows: the first linear row of each stored table, and the total.
+        optimizers: the optimizers of the tables. states: the state layout of each optimizer, or one without optimizer.
+        features: F lookups, in the order of ``feature_names``. Outputs are named ``output_keys`` and have
+            ``output_dims`` columns; the ops' outputs have ``widths`` columns, and ``combined_dims`` after combining.
+        projected: the tables with a projection, in the order of features.
+        combines_later: True if pooled parts of a feature are combined after the ops. finishes_later: True if parts are
+            combined or columns are projected after the ops.
 
     Raises:
-        ValueError: two tables, or two outputs, have one name.
+        ValueError: two tables, or two outputs, have the same name.
     """
 
     def __init__(
@@ -125,27 +124,27 @@ class FeatureMap:
         ]
 
     def number_of(self, i: int) -> int:
-        """The number of stored table i's optimizer; 0 where there is none."""
+        """The index of stored table i's optimizer; 0 without optimizer."""
         return self.optimizers.of[i] if self.optimizers.of else 0
 
     def state_of(self, i: int) -> StatePlaces:
-        """The places of stored table i's state."""
+        """The state layout of stored table i's optimizer."""
         return self.states[self.number_of(i)]
 
     def state_name(self, kind: str, number: int) -> str:
-        """The name of a collection's flat tensor of one kind of state, of the optimizer with this number."""
+        """The name of a collection's flat tensor of one kind of state, for the optimizer with index ``number``."""
         return f"_{kind}" if len(self.states) == 1 else f"_{kind}_{number}"
 
     def state_bytes(self, i: int) -> int:
-        """Bytes of stored table i's state."""
+        """Bytes of stored table i's optimizer state."""
         table = self.stored[i]
         return table.num_embeddings * self.state_of(i).row_bytes(table.embedding_dim)
 
     def __deepcopy__(self, _: dict) -> FeatureMap:
-        return self  # it never changes
+        return self  # immutable
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickle has no use for an ``init`` that was called, and often no way to write it.
+        # An ``init`` has run already, and is often not picklable.
         bare = {name: [t.without_init() for t in getattr(self, name)] for name in ("tables", "projected")}
         return self.__dict__ | bare
 
@@ -160,10 +159,10 @@ class FeatureMap:
         """The ops' layout.
 
         Args:
-            frozen: whether the ids of each feature give no gradient. cache: places in the row cache.
-            by_row: stored tables that get a feature of their own behind the others, whose ids are rows.
-            optimizer: the number of the one that updates with it: other optimizers' tables have no rows there, and
-                their features are frozen. None: of lookups, and of the only one.
+            frozen: for each feature, True if its ids give no gradient. cache: sets and offsets in the row cache.
+            by_row: indices of stored tables that get an additional feature whose ids are rows.
+            optimizer: index of the optimizer that updates with this layout; tables of other optimizers have no rows,
+                and their features are frozen. None: the layout of lookups, and of a single optimizer.
         """
         numbers = [*(p.stored for feature in self.features for p in feature.parts), *by_row]
         has = [optimizer is None or self.optimizers.of[i] == optimizer for i in range(len(self.stored))]
@@ -192,11 +191,11 @@ class FeatureMap:
         )
 
     def output(self, dtype: torch.dtype) -> dict[str, object]:
-        """The ops' argument for outputs of ``dtype``; none where they are combined or projected, and then rounded."""
+        """The ops' argument for outputs of ``dtype``; empty if outputs are combined or projected first."""
         return {} if dtype == torch.float32 or self.finishes_later else {"output_dtype": dtype}
 
     def _partitions(self, parts: Sequence[StoredTable], has: Sequence[bool], by_row: Sequence[int]) -> IdPartitions:
-        """Partitions by which ids find rows: of features whose tables have any, ``has``, and of tables by row."""
+        """Id -> row partitions of all features (tables without ``has`` have no ids) and ``by_row`` tables."""
         limits = [f.table.num_embeddings if has[f.parts[0].stored] else 0 for f in self.features]
         counts = [len(f.parts) for f in self.features] + [1] * len(by_row)
         mapped = [t.part for t in parts[: len(parts) - len(by_row)]] + [None] * len(by_row)
@@ -210,18 +209,18 @@ class FeatureMap:
 
 
 def _without_rows(table: StoredTable, like: StoredTable | None) -> StoredTable:
-    """A table of as many columns that has no rows, in a format that ``like`` has, too."""
+    """An empty table with the same number of columns, in the format of ``like``."""
     format = table.format if like is None else like.format
     return dataclasses.replace(table, num_embeddings=0, format=format, part=None, place=None)
 
 
 def _cached(cache: CachePlaces, has: Sequence[bool]) -> CachePlaces:
-    """Places in a row cache of those parts that have rows."""
+    """The cache places, with 0 sets for parts that have no rows."""
     return dataclasses.replace(cache, sets=[sets if own else 0 for sets, own in zip(cache.sets, has, strict=True)])
 
 
 def _shards(parts: Sequence[StoredTable]) -> Shards:
-    """Places of stored tables in the tables of the whole model."""
+    """The positions of stored tables in the unsharded tables."""
     places = [p.place or ShardPlace(0, p.num_embeddings) for p in parts]
     return Shards(
         first_rows=[p.first_row for p in places],
@@ -243,7 +242,7 @@ def _output_keys(tables: Sequence[EmbeddingConfig], feature_names: list[str]) ->
 
 
 def _lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
-    """One for each feature, in the order of the tables."""
+    """One lookup for each feature, in the order of the tables."""
     features, column, stored = [], 0, 0
     for table in tables:
         compression = table.compression

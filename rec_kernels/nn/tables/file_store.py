@@ -1,4 +1,4 @@
-"""Tables in a file, of which some rows are in memory: the store of ``backing="disk"``; and the choice of a store."""
+"""The store of ``backing="disk"``, and ``make_store``, which selects a collection's store."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rec_kernels.ops.exporting import is_exporting
 
 
 class FileStore(TableStore):
-    """Tables in a file (``backing="disk"``), of which as much is in memory as a budget allows.
+    """Tables in a file (``backing="disk"``), loaded into memory on demand within a budget.
 
     Args:
-        features, cache: as ``TableStore``'s. file: the file.
+        features, cache: see ``TableStore``. file: the open file.
     """
 
     def __init__(self, features: FeatureMap, cache: CacheState, file: TableFile) -> None:
         super().__init__(features, cache)
         self.file = file
-        self._marked = False  # whether the last lookup has marked the rows that its backward writes
+        self._marked = False  # True if the last lookup marked the rows that its backward writes
 
     def shared(self) -> TableStore:
         raise NotImplementedError(
@@ -47,14 +47,14 @@ class FileStore(TableStore):
             return
         for i, (weight, table) in enumerate(zip(weights, self._features.stored, strict=True)):
             initialize(weight, table, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
-        self.file.flush(apply=True)  # nobody asks for the file before it had rows
+        self.file.flush(apply=True)  # the empty generation is never reopened
 
     def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
             raise NotImplementedError(
                 f"tables on disk ({self.file.path}) cannot be moved: their file backs host memory"
             )
-        return lambda t: t if t is weights else fn(t)  # even a cast that is undone would read all of the file
+        return lambda t: t if t is weights else fn(t)  # a cast, even if undone, would read the whole file
 
     def refuse_copies(self) -> None:
         self.file.refuse_copies()
@@ -82,7 +82,7 @@ class FileStore(TableStore):
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
         self.file.is_behind |= inserts
         rows, written = self._plan(call, inserts=inserts)
-        # Rows that a backward writes later are marked by it, and most lookups that do not train have none.
+        # A backward marks the rows that it writes itself; most lookups outside training have no backward.
         self.file.load(rows, written if inserts else written[:0])
         self._marked = inserts
         self.file.forget_prefetched()
@@ -92,14 +92,14 @@ class FileStore(TableStore):
         with self.held():
             rows = torch.tensor([number], device="cpu")
             self.file.load(rows, rows[:0])
-            return super().row(weight, number).clone()  # the next load may let go of it
+            return super().row(weight, number).clone()  # the next load may evict it
 
     def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
         self._load_for_update(call)
         return super().update_arguments(call)
 
     def _load_for_update(self, call: TableCall) -> None:
-        """Loads the rows of an update that are not cached."""
+        """Load the uncached rows of an update."""
         self.file.is_behind = True
         self.file.load(*self._plan(call, inserts=False))
 
@@ -109,7 +109,7 @@ class FileStore(TableStore):
             output.register_hook(functools.partial(self._load_again, loads, call))
 
     def _load_again(self, loads: int | None, call: TableCall, _: Tensor) -> None:
-        """Before a backward: loads its rows, if others were loaded since its lookup or it has not marked its own."""
+        """Backward hook: reload the rows if others were loaded since the lookup, or if the lookup did not mark them."""
         self.file.is_behind = True
         if self.file.loads != loads:
             self._load_for_update(call)
@@ -124,14 +124,14 @@ class FileStore(TableStore):
         return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}
 
     def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
-        """As ``TableStore.fit_state``. The file has all rows at the generation of a state, whose cache may be another.
+        """As ``TableStore.fit_state``. The file has all rows of the state's generation; the caches may differ.
 
-        Rows of the cache as it is are later ones: they are never encoded here.
+        The current cached rows are newer than the state, so they are never flushed here.
         """
         self._check_generation(state_dict, prefix, weights)
         cache = f"{prefix}row_cache."
         if f"{prefix}file_generation" not in state_dict and not any(name.startswith(cache) for name in state_dict):
-            state_dict.update(self.cache.own_state(cache))  # a state of other things
+            state_dict.update(self.cache.own_state(cache))  # the state has nothing of these tables
         return False
 
     def _check_generation(self, state_dict: dict, prefix: str, weights: list[str]) -> None:
@@ -157,13 +157,13 @@ class FileStore(TableStore):
                 f"{prefix}file_generation is {int(given)} and {self.file.path} has generation {own}{changed}: open "
                 f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
             )
-        self.file.is_behind = True  # slots are to be loaded
+        self.file.is_behind = True  # loading will change slots
 
     def write_tables(self, tables: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Overwrites tables, and empties the cache, whose rows they are no more.
+        """Overwrite tables, and empty the cache, whose rows are stale then.
 
         Args:
-            tables: the number of each, the view of its weight, and rows as ``check_tensors`` takes them.
+            tables: (index, view of the weight, rows that ``check_tensors`` accepts) of each table.
         """
         with self.file.held(), torch.no_grad():
             for i, weight, rows in tables:
@@ -172,7 +172,7 @@ class FileStore(TableStore):
 
     def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
         if not self.file.is_behind and not self.file.has_changed:
-            return  # states that name the file's generation stay good
+            return  # a new generation would invalidate states that name the current one
         with self.file.held():
             for first, count, rows in self.cache.dirty_slots(self.file.scattered_rows_at_once()):
                 self.file.load(rows, rows)
@@ -191,7 +191,7 @@ class FileStore(TableStore):
 
 
 class UnopenedStore(TableStore):
-    """Tables of backing "disk" on the meta device, without a file: what ``rk.distributed`` makes shards of."""
+    """Tables of backing "disk" on the meta device: no file is open, and ``rk.distributed`` can shard them."""
 
     def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if not fn(torch.empty(0, device="meta")).is_meta:
@@ -222,16 +222,16 @@ def _open(features: FeatureMap, cache: RowCache, device: torch.device | str | No
                 "it an attribute in_chunks = True",
                 stacklevel=4,
             )
-    state = CacheState(cache, features, device=device)  # before the file is opened: memory may be lacking
+    state = CacheState(cache, features, device=device)  # before the file is opened, because it may run out of memory
     options = {"memory_budget": left, "generation": cache.generation}
     return FileStore(features, state, TableFile(cache.path, features.storage, features.stored, **options))
 
 
 def make_store(features: FeatureMap, cache: RowCache | None, device: torch.device | str | None) -> TableStore:
-    """The store that a cache's ``backing`` asks for, with its slots on ``device``.
+    """Make the store for a cache's ``backing``, with its slots on ``device``.
 
     Raises:
-        ValueError: a file for a collection on a GPU, or a budget that is too small. OSError: the file cannot be opened.
+        ValueError: backing "disk" on a GPU, or a budget that is too small. OSError: the file cannot be opened.
     """
     if cache is None:
         return TableStore(features, None)

@@ -1,4 +1,4 @@
-"""Tables in host memory that kernels of a GPU read and write where they lie: page-locked, and mapped for the GPU."""
+"""Page-locked host memory, mapped into GPUs, for tables that kernels access in place."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 _ops = torch.ops.rec_kernels
 
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
-# Memory of the tensors of `host_zeros`, by address. torch's own page-locked memory is as large as a power of two.
+# Address -> memory of a `host_zeros` tensor. torch's pinned allocator would round sizes up to a power of two.
 _memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
-# The GPUs whose kernels read and write what is pinned there, by address.
+# Address of pinned memory -> the GPUs that access it.
 _gpus: dict[int, set[int]] = {}
 
 
 def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """[size] zeros in host memory, on huge pages where the system offers them, which ``pinned`` pins in place."""
+    """A tensor [size] of zeros in host memory, on huge pages if supported; ``pinned`` can pin it in place."""
     like = torch.empty(0, dtype=dtype, device="cpu")
-    if type(like) is not Tensor or size == 0:  # a tracer's have no memory
+    if type(like) is not Tensor or size == 0:  # tensors of a tracer have no memory
         return like.new_zeros(size)
     num_bytes = size * dtype.itemsize
     memory = np.empty(_whole_pages(num_bytes) + mmap.PAGESIZE, dtype=np.uint8)
@@ -36,23 +36,23 @@ def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def pinned(flat: Tensor, device: torch.device) -> Tensor:
-    """The tensor in page-locked memory, for kernels of a GPU: where it is if ``host_zeros`` made it, else a copy.
+    """Pin a tensor for kernels of a GPU: in place if it comes from ``host_zeros``, else in a copy.
 
     Raises:
-        RuntimeError: the system does not let so much memory be locked.
+        RuntimeError: the system cannot lock this much memory.
     """
     if type(flat) is not Tensor or flat.numel() == 0:
         return flat
     gpu = torch.cuda.current_device() if device.index is None else device.index
     if flat.is_pinned():
-        _gpus.get(flat.data_ptr(), set()).add(gpu)  # several GPUs may be at work on it, one after the other
+        _gpus.get(flat.data_ptr(), set()).add(gpu)  # several GPUs may have used it
         return flat
     if flat.data_ptr() not in _memory:
         flat = host_zeros(flat.numel(), flat.dtype).copy_(flat)
     address, num_bytes, runtime = flat.data_ptr(), flat.nbytes, torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, _whole_pages(num_bytes), _PORTABLE_AND_MAPPED))
     if error:
-        # It stays the last error of torch's runtime, which takes it for the next kernel's: this one's.
+        # Clear the runtime's last error: otherwise torch would raise it at the next kernel launch.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
         raise RuntimeError(f"{num_bytes} bytes of tables in host memory cannot be page-locked: CUDA error {error}")
@@ -63,7 +63,7 @@ def pinned(flat: Tensor, device: torch.device) -> Tensor:
 
 def _unpin(runtime: Any, address: int) -> None:
     for gpu in _gpus.pop(address):
-        torch.cuda.synchronize(gpu)  # kernels that have been launched may still read and write there
+        torch.cuda.synchronize(gpu)  # launched kernels may still access it
     runtime.cudaHostUnregister(address)
 
 
@@ -72,7 +72,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def staying(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``fn`` of ``torch.nn.Module._apply``, except that ``weights`` are pinned where ``fn`` moves tensors to a GPU."""
+    """Wrap ``fn`` of ``torch.nn.Module._apply``: if it moves tensors to a GPU, pin ``weights`` instead."""
     device = fn(torch.empty(0, dtype=torch.uint8, device=weights.device)).device
     if device.type != "cuda":
         return fn

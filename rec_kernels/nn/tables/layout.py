@@ -1,4 +1,4 @@
-"""The layout of a collection's tables on its device, and how a module's tensors are moved without a cast."""
+"""The ops' layout tensors of a collection, and helpers that move a module's tensors without casting them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rec_kernels.ops.table_layout import CachePlaces, TableLayout, set_frozen
 
 
 class LayoutBuffers(nn.Module):
-    """Tensors of the layout that the ops read on the device. No state has them: the tables' configs determine them.
+    """Layout tensors that the ops read on the device. They are derived from the tables' configs, so no state has them.
 
     Args:
-        features: what the layout is of. cache: places of its tables in a row cache.
-        bounds_check, seed: ``rk.EmbeddingBagCollection``'s.
+        features: the collection's features. cache: sets and offsets of its tables in a row cache.
+        bounds_check, seed: see ``rk.EmbeddingBagCollection``.
 
     Attributes:
         records: [parts, columns] int64, the layout; sizes: its ``layout_sizes``.
-        records_<n>, of_optimizers: of several optimizers, the layouts by which each one updates, and their sizes.
-        seed: 0-dim int64, of stochastic rounding.
-        bad_position: 0-dim int64, the smallest bad position of lookups whose status the host does not see.
-        frozen: the features whose ids give no gradient by ``freeze()``.
-        trained: which stored tables are to be trained; features of the others are frozen, too.
+        records_<n>, of_optimizers: with several optimizers, the layout of each one's updates, and their sizes.
+        seed: 0-dim int64, the seed of stochastic rounding.
+        bad_position: 0-dim int64, the smallest bad position of lookups that do not report a status to the host.
+        frozen: the features that ``freeze()`` has frozen.
+        trained: for each stored table, True if it is trained; features of the others are frozen as well.
     """
 
     records: Tensor
@@ -49,7 +49,7 @@ class LayoutBuffers(nn.Module):
         self.frozen: set[str] = set()
         self.trained = [True] * len(features.stored)
         count = len(features.states)
-        self._several = range(count if count > 1 else 0)  # the numbers of the optimizers, if there are several
+        self._several = range(count if count > 1 else 0)  # optimizer indices; empty with a single optimizer
         self._make(device)
 
     def _make(self, device: torch.device | str | None) -> None:
@@ -64,7 +64,7 @@ class LayoutBuffers(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def shared(self) -> LayoutBuffers:
-        """Shares the tensors of lookups with another module, which can be moved by itself."""
+        """Share the tensors of lookups with another module that can be moved independently."""
         other = copy.copy(self)
         other._several = range(0)
         other._buffers = {name: self._buffers[name] for name in ("records", "seed", "bad_position")}
@@ -72,11 +72,11 @@ class LayoutBuffers(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of lookups; weights may be elsewhere."""
+        """The device of lookups; weights may be in other memory."""
         return self._buffers["seed"].device
 
     def arguments(self, bag_starts: Tensor | None = None, shared: SharedBags | None = None) -> dict[str, object]:
-        """The ops' arguments: the layout, which bags the features have, and which of these the samples share."""
+        """The ops' layout arguments, with the features' bag starts and the bags that samples share, if given."""
         arguments: dict[str, object] = {
             "layout": self._buffers["records"],
             "layout_sizes": self.sizes,
@@ -91,10 +91,10 @@ class LayoutBuffers(nn.Module):
     def of_updates(
         self, by_row: Sequence[int] = (), bag_starts: Tensor | None = None, shared: SharedBags | None = None
     ) -> list[dict[str, object]]:
-        """``arguments`` by which each optimizer updates.
+        """``arguments`` for the update of each optimizer.
 
         Args:
-            by_row: stored tables that have a feature behind the others, whose ids are rows. They are in no cache.
+            by_row: indices of stored tables that get an additional feature whose ids are rows. They are not cached.
         """
         numbers: Sequence[int | None] = self._several or [None]
         if by_row:
@@ -105,21 +105,21 @@ class LayoutBuffers(nn.Module):
         return [self.arguments(bag_starts, shared) | each for each in own]
 
     def _layout(self, number: int | None) -> TableLayout:
-        """The layout by which an optimizer updates, one of several; None: that of lookups, and of the only one."""
+        """The layout of one of several optimizers' updates; None: that of lookups and of a single optimizer."""
         if number is None:
             return TableLayout(self._buffers["records"], self.sizes)
         return TableLayout(self._buffers[f"records_{number}"], self.of_optimizers[number])
 
     def freeze(self, features: set[str]) -> None:
-        """Changes, in place, which features give no gradient."""
+        """Set, in place, the features that give no gradient."""
         self.frozen = features
         self._freeze()
 
     def set_trained(self, trained: list[bool]) -> None:
-        """Changes, in place, which stored tables are trained.
+        """Set, in place, the stored tables that are trained.
 
         Raises:
-            ValueError: a feature would be trained in some of its parts and not in others.
+            ValueError: only some parts of a feature would be trained.
         """
         for feature in self._features.features:
             if len({trained[part.stored] for part in feature.parts}) > 1:
@@ -132,7 +132,7 @@ class LayoutBuffers(nn.Module):
         self._freeze()
 
     def _flags(self) -> list[bool]:
-        """Flags of features that give no gradient."""
+        """For each feature, True if it gives no gradient."""
         features = zip(self._features.feature_names, self._features.features, strict=True)
         return [name in self.frozen or not self.trained[f.parts[0].stored] for name, f in features]
 
@@ -144,7 +144,7 @@ class LayoutBuffers(nn.Module):
             set_frozen(self._layout(number), [a or b for a, b in zip(flags, others, strict=True)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutBuffers:
-        # ``to_empty()`` must not empty what no state_dict brings back.
+        # ``to_empty()`` must not discard tensors that no state_dict restores.
         device = fn(torch.empty(0, device=self.device)).device
         if self.device.type == "meta" and device.type != "meta":
             self._make(device)
@@ -154,7 +154,7 @@ class LayoutBuffers(nn.Module):
 
 
 def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """``fn`` of a tensor; the tensor where ``fn`` would have it, if ``fn`` casts it."""
+    """Apply ``fn``; if it casts the tensor, only move the tensor to the device of the result."""
     moved = fn(t)
     return moved if moved.dtype == t.dtype else t.to(moved.device)
 
@@ -162,13 +162,13 @@ def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 def register_memory(
     module: nn.Module, weights: Tensor, state: Mapping[str, Tensor | None], *, is_bytes: bool
 ) -> dict[str, Tensor | None]:
-    """Gives a collection its rows, flat, as ``_weights``, and registers the numbers among its optimizer's state.
+    """Set a collection's flat rows as ``_weights``, and register the scalars of its optimizer state as buffers.
 
-    Whoever copies, broadcasts or averages a module's members does so to tables and state, which are views of flat
-    tensors: these are no buffers. Rows in bytes are one, of which AveragedModel copies the last: bytes have no average.
+    The flat tensors are not buffers: code that copies, broadcasts or averages a module's members already handles the
+    tables and state, which are views of them. Byte rows are a buffer, which AveragedModel copies, not averages.
 
     Returns:
-        The others of the state: flat tensors.
+        The flat tensors of the state.
     """
     if is_bytes:
         module.register_buffer("_weights", weights, persistent=False)
@@ -181,14 +181,14 @@ def register_memory(
 
 
 def tensors_of(module: Any) -> dict[str, Any]:
-    """All of a collection's tensors that an update reads and writes, by the names of ``register_memory``."""
+    """All tensors of a collection that an update reads and writes, by the names of ``register_memory``."""
     return {"_weights": module._weights, **module._memory, **module._buffers}
 
 
 def mark_static(*tensors: Tensor | None) -> None:
-    """Tells torch.compile that tensors stay where they are, as torch._dynamo.mark_static_address, which takes longer.
+    """Mark tensors as static for torch.compile, like torch._dynamo.mark_static_address, but faster.
 
-    It knows so of buffers. A CUDA graph would copy other tensors before each replay.
+    Buffers are static by default. A CUDA graph would copy other tensors before each replay.
     """
     for tensor in tensors:
         if tensor is not None:
@@ -196,20 +196,20 @@ def mark_static(*tensors: Tensor | None) -> None:
 
 
 def move_whole(module: nn.Module, names: list[str], device: torch.device) -> None:
-    """Moves some of a module's buffers with their numbers, whatever is done to the others."""
+    """Move some of a module's buffers with their values, even under ``to_empty()``."""
     for name in names:
         module._buffers[name] = module._buffers[name].to(device)
 
 
 def move_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Applies ``fn`` to a module's buffers, and never casts them."""
+    """Apply ``fn`` to a module's buffers without casting them."""
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = uncast(buffer, fn)
 
 
 def move_memory(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """Applies ``fn`` to what ``register_memory`` has given a collection."""
+    """Apply ``fn`` to the tensors of ``register_memory``."""
     move_buffers(module, fn)
     if "_weights" not in module._buffers:
         module._weights = uncast(module._weights, fn)
@@ -217,7 +217,7 @@ def move_memory(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
+    """Apply ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, without casting them."""
     old = module._parameters[name]
     with torch.no_grad():
         new, grad = uncast(old, fn), None if old.grad is None else uncast(old.grad, fn)

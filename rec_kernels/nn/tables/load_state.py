@@ -1,4 +1,4 @@
-"""States that are loaded into a collection: what is checked, converted and allocated before a table is written."""
+"""Checks, conversions and allocations on a state before it is loaded into a collection."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rec_kernels.nn.tables.config import BAG_FORMATS, StoredTable
 from rec_kernels.nn.tables.rows import convert as convert_rows
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
 
-_ASSIGN = "assign_to_params_buffers"  # torch's own name for it, in every module's metadata
+_ASSIGN = "assign_to_params_buffers"  # torch's key in every module's metadata
 
 
 def assigns(local_metadata: dict) -> bool:
-    """True if a state's tensors are to take the place of a module's."""
+    """True if loading assigns the state's tensors instead of copying (``load_state_dict(assign=True)``)."""
     return local_metadata.get(_ASSIGN, False)
 
 
 def copied(local_metadata: dict) -> dict:
-    """The metadata of a module whose tensors are copied into: an optimizer and other modules hold them, too."""
+    """The metadata with ``assign=False``, for tensors that optimizers and other modules also reference."""
     return {**local_metadata, _ASSIGN: False}
 
 
 def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) -> None:
-    """Gives a collection on the meta device memory on the device of a state that is to be assigned to it.
+    """Allocate a collection on the meta device, on the device of the state that will be assigned to it.
 
     Args:
-        state: what the state has for each name of the collection's; None: nothing. If it has no numbers at all,
-            the collection stays as it is.
+        state: the state's entry for each name of the collection; None: missing. If no entry has memory, the collection
+            is unchanged.
 
     Raises:
-        RuntimeError: some are missing. They have no start, and could not stay on the meta device beside the others.
+        RuntimeError: only some entries have memory; the others would be undefined.
     """
     real = {name: t for name, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
-    # The name of a format says nothing that the collection does not know.
+    # Format names are optional: the collection knows its formats.
     missing = [prefix + name for name in state if name not in real and not name.endswith(".format")]
     if not real:
         return
@@ -46,15 +46,15 @@ def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) ->
             "load_state_dict(assign=True) needs all of its state; or give it memory with to_empty() first; none of its "
             "tables was changed"
         )
-    # Tables in host memory go with a step on the GPU.
+    # ``step`` has the collection's device even if tables are in host memory.
     module.to_empty(device=real.get("step", next(iter(real.values()))).device)
 
 
 def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeError if a tensor of a state cannot be copied into the collection's, ``own``.
+    """Raise RuntimeError if a tensor of a state cannot be copied into the collection's, ``own``.
 
-    A shape must be the collection's. Floats must be given as real floats, of any precision, and tensors have numbers;
-    the count of updates and the powers of betas are such as training makes.
+    Shapes must be equal. Floats must be real, of any precision, and tensors must have memory. ``step`` and beta powers
+    must have values that training can produce.
     """
     for name, tensor in own.items():
         given = state_dict.get(prefix + name, tensor)
@@ -76,7 +76,7 @@ def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> N
 
 
 def _check_numbers(name: str, given: Tensor, prefix: str) -> None:
-    """Raises RuntimeError if a state's count of updates, or its powers of betas, are numbers that no training makes."""
+    """Raise RuntimeError if a state's ``step`` or beta powers have values that training cannot produce."""
     if name == "step":
         number = given.item()
         allowed, fits = "a whole number, at least 0 and below 2^63", 0 <= number < 2**63 and number == int(number)
@@ -92,22 +92,22 @@ def _check_numbers(name: str, given: Tensor, prefix: str) -> None:
 
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:
-    """Raises RuntimeError, as a strict ``torch.nn.Module.load_state_dict`` does, if a list has names of a state."""
+    """Raise RuntimeError for missing or unexpected keys, like a strict ``torch.nn.Module.load_state_dict``."""
     kinds = {"Missing": missing, "Unexpected": unexpected}
-    if told := [f"{kind} key(s) in state_dict: {', '.join(names)}" for kind, names in kinds.items() if names]:
-        raise RuntimeError("; ".join([*told, "none of the collection's tables was changed"]))
+    if errors := [f"{kind} key(s) in state_dict: {', '.join(names)}" for kind, names in kinds.items() if names]:
+        raise RuntimeError("; ".join([*errors, "none of the collection's tables was changed"]))
 
 
 def rename(state_dict: dict, before: str, after: str) -> None:
-    """Gives tensors of a state whose names begin with ``before`` names that begin with ``after``."""
+    """Replace the prefix ``before`` of names in a state by ``after``."""
     for name in [name for name in state_dict if name.startswith(before)]:
         state_dict[after + name.removeprefix(before)] = state_dict.pop(name)
 
 
 def begin_without_step(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
-    """Adds a ``step`` of 0 to a state that has everything of the collection's, ``own``, but its ``step``.
+    """Add ``step`` = 0 to a state that lacks only ``step`` of the collection's names, ``own``.
 
-    Other packages' states have none. A state that lacks more is left as it is, for torch to name what is missing.
+    Other packages' states have no ``step``. A state that lacks more is unchanged, and torch reports the missing keys.
     """
     missing = [name for name in own if prefix + name not in state_dict]
     if missing == ["step"]:
@@ -116,20 +116,20 @@ def begin_without_step(state_dict: dict, prefix: str, own: Mapping[str, Tensor])
 
 
 def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
-    """A format's name as a tensor, its characters' codes: a state has tensors only."""
+    """Encode a format's name as a uint8 tensor of its characters, because a state has only tensors."""
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
 
 
 def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert: bool) -> None:
-    """Replaces, in a state, tables whose rows are in another format than those of ``tables``.
+    """Convert, in a state, the rows of tables whose format differs from that of ``tables``.
 
     Args:
-        state: names to tensors, those of a collection's tables behind ``prefix``. Missing ones are not looked at.
-        convert: whether tables in another format are converted.
+        state: name -> tensor; names of the collection's tables start with ``prefix``. Missing tables are ignored.
+        convert: True to convert tables in other formats.
 
     Raises:
-        RuntimeError: a table is in another format and ``convert`` is False, or in one that tables cannot have, or its
-            rows are not of the width that its format and the table's columns ask for.
+        RuntimeError: a table is in another format and ``convert`` is False, or its format is not supported, or its row
+            width does not fit its format and the table's columns.
     """
     fitting: dict[str, Tensor | None] = {}
     for table in tables:
@@ -163,7 +163,7 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
 
 
 def format_of_state(rows: object, name: object, table: StoredTable) -> str | None:
-    """None: nothing that could be told, or floats that torch casts to the table's own. "": bytes of no named format."""
+    """The format of rows in a state. None: unknown, or floats that torch casts. "": bytes without a format name."""
     if not isinstance(rows, Tensor):
         return None
     for format, dtype in FLOAT_DTYPES.items():

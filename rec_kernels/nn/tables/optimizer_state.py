@@ -1,4 +1,4 @@
-"""Optimizers of a collection's tables, and their state: one flat tensor of all tables of an optimizer for each kind."""
+"""Optimizers of a collection's tables, and the layout of their state: one flat tensor per optimizer and kind."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, StoredTable
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.embedding_bag import table_starts
 
-#: The kinds of state that optimizers have.
+#: All kinds of optimizer state.
 KINDS = ("sum", "exp_avg", "exp_avg_sq")
 
 
 class TableOptimizers:
-    """The optimizers of a collection's tables. Those that differ in nothing but ``lr`` are one.
+    """The optimizers of a collection's tables. Optimizers that differ only in ``lr`` count as one.
 
     Args:
-        tables: the collection's.
-        given: the optimizer of tables that have none of their own, or None; or the optimizers of a whole collection,
-            whose shards these tables are: they keep their numbers, also where no table here has one.
+        tables: the collection's tables.
+        given: the optimizer of tables without their own, or None; or the ``TableOptimizers`` of an unsharded
+            collection: its shards keep the indices of its optimizers, even of those that no local table uses.
 
     Attributes:
-        default: the optimizer of the collection: ``given``, or where all tables have their own, the first one's; None:
-            torch has the gradients.
-        distinct: the optimizers, in the order of tables; without tables, ``default`` alone.
-        of: for each stored table, the number of its optimizer; nothing where there is none.
+        default: the collection's optimizer: ``given``, or the first table's if all have their own; None: tables have
+            ordinary gradients for torch's optimizers.
+        distinct: the distinct optimizers, in the order of tables; without tables, only ``default``.
+        of: for each stored table, the index of its optimizer in ``distinct``; empty without optimizer.
 
     Raises:
-        ValueError: ``given`` is no optimizer; some tables have an optimizer, and the others none.
+        ValueError: ``given`` is not an optimizer; only some tables have an optimizer.
     """
 
     def __init__(self, tables: Sequence[EmbeddingConfig], given: Optimizer | TableOptimizers | None) -> None:
@@ -68,17 +68,16 @@ class TableOptimizers:
 
 
 class StatePlaces:
-    """The places of an optimizer's tables in flat tensors of its state.
+    """The layout of an optimizer's tables in the flat tensors of its state.
 
     Args:
-        tables: all tables of the collection, None for one that has another optimizer.
-        optimizer: whose state it is; None: there is none.
-        rows: where the rows of each table begin, and where all end, in state for rows; None: one table's rows follow
-            another's.
+        tables: all stored tables of the collection; None for those with another optimizer.
+        optimizer: the optimizer; None: there is no state.
+        rows: the first index of each table in per-row state, and the total; None: tables are contiguous.
 
     Attributes:
-        kinds: name of a kind -> whether it has an element for every element of a table, and not only for every row.
-        starts, rows: where each table begins in state for elements and for rows, and where all end.
+        kinds: name -> True for elementwise state, False for per-row state.
+        starts, rows: the first index of each table in elementwise and per-row state, and the total.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class StatePlaces:
 
     @property
     def is_rounded(self) -> bool:
-        """True if some kind is kept in fewer bits than it is computed in."""
+        """True if any kind is stored with fewer bits than float32."""
         return any(self.dtype(kind) != torch.float32 for kind in self.kinds)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """dtype of the flat tensor; state for rows is float32."""
+        """dtype of the flat tensor; per-row state is float32."""
         return self._dtype if self.kinds[kind] else torch.float32
 
     def size(self, kind: str) -> int:
@@ -107,7 +106,7 @@ class StatePlaces:
         return self.starts[-1] if self.kinds[kind] else self.rows[-1]
 
     def view(self, kind: str, flat: Tensor, i: int) -> Tensor:
-        """Table i, which has this optimizer, in the flat tensor: [E, D], or [E]."""
+        """View of table i in the flat tensor: [E, D], or [E] for per-row state. The table must have this optimizer."""
         table, start = self._tables[i], self.starts[i]
         rows, columns = table.num_embeddings, table.embedding_dim
         if not self.kinds[kind]:
@@ -115,5 +114,5 @@ class StatePlaces:
         return flat[start : start + rows * columns].view(rows, columns)
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of the state of a row of so many columns."""
+        """State bytes per row of a table with ``columns`` columns."""
         return sum(self.dtype(kind).itemsize * (columns if each else 1) for kind, each in self.kinds.items())

@@ -1,4 +1,4 @@
-"""Parameters of tables, which are views of the flat tensor that lookups read: whether they still are."""
+"""Table parameters as views of the flat tensor that lookups read, and checks that they still are."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _weight, _data_ptr = itemgetter("weight"), Tensor.data_ptr
 
 
 class Tied(NamedTuple):
-    """The flat tensor; of its tables names, the dicts that hold parameters, bytes before them, and their addresses.
+    """The flat tensor, and each table's name, parameter dict, byte offset and address.
 
-    ``written``: name -> version counter of the parameter, of tables in a file: whoever writes it has other memory.
+    ``written``: name -> the parameter's version counter, for tables in a file, to detect writes to the parameter.
     """
 
     flat: Tensor
@@ -32,7 +32,7 @@ class Tied(NamedTuple):
     written: dict[str, int]
 
     def note_written(self) -> None:
-        """Takes the parameters of tables in a file as they are."""
+        """Record the current version counters of tables in a file."""
         for name in self.written:
             self.written[name] = self._weight(name)._version
 
@@ -40,7 +40,7 @@ class Tied(NamedTuple):
         return self.parameters[self.names.index(name)]["weight"]
 
     def add(self, name: str, parameters: Mapping[str, Tensor | None], view: Tensor) -> None:
-        """A table, unless it has no memory."""
+        """Add a table, unless it has no memory."""
         address = _address(view)
         if address:
             self.names.append(name)
@@ -52,16 +52,16 @@ class Tied(NamedTuple):
 def tie_tables(
     tables: Tables, features: FeatureMap, weights: Tensor, buffers: Mapping[str, Tensor | None], *, is_fused: bool
 ) -> Tied:
-    """Makes the parameters of ``tables`` views of the flat tensors, and names formats beside them.
+    """Make the parameters of ``tables`` views of the flat tensors, and register format and state buffers.
 
     Args:
-        weights: the flat tensor of all rows. buffers: with those of the optimizer's state, as ``_<kind>``.
-        is_fused: whether a fused optimizer trains the tables.
+        weights: the flat tensor of all rows. buffers: the collection's buffers, with optimizer state as ``_<kind>``.
+        is_fused: True if a fused optimizer trains the tables.
     """
     tied = Tied(weights, [], [], [], [], {})
     for i, table in enumerate(features.stored):
         holder, view = tables[table.name], features.storage.view(weights, i)
-        if holder.in_file:  # a counter of its own, which lookups and updates do not move
+        if holder.in_file:  # a separate version counter, which lookups and updates do not advance
             view = view.data
             tied.written[table.name] = 0
         grad = holder.weight.grad
@@ -86,10 +86,10 @@ def tie_tables(
 
 
 def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
-    """Has a table's parameter be a view of the flat tensor.
+    """Make a table's parameter a view of the flat tensor.
 
-    Where a fused optimizer trains it, it has the flat tensor's version counter, too, so that autograd knows of updates
-    when it has saved the parameter. ``.data`` leaves a parameter the counter that it has.
+    With a fused optimizer it also shares the flat tensor's version counter, so that autograd detects updates of a saved
+    parameter. Assigning ``.data`` would keep the old counter.
     """
     if is_fused or not parameter.requires_grad:
         counted = nn.Parameter(view, requires_grad=parameter.requires_grad)
@@ -98,15 +98,15 @@ def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
             torch.utils.swap_tensors(parameter, counted)
             hooks = parameter._post_accumulate_grad_hooks
             if hooks is not None:
-                parameter._post_accumulate_grad_hooks = hooks  # torch leaves them with what was swapped away
+                parameter._post_accumulate_grad_hooks = hooks  # swap_tensors leaves them on the other tensor
             return
-        except RuntimeError:  # somebody has a weak reference
+        except RuntimeError:  # weak references to the parameter exist
             pass
     parameter.data = view
 
 
 def refuse_written(tied: Tied) -> None:
-    """Raises RuntimeError if somebody has written the parameter of a table in a file."""
+    """Raise RuntimeError if the parameter of a table in a file was written."""
     for name, version in tied.written.items():
         if tied._weight(name)._version != version:
             raise RuntimeError(
@@ -118,20 +118,20 @@ def refuse_written(tied: Tied) -> None:
 
 
 def refuse_replaced(tied: Tied) -> None:
-    """Raises RuntimeError if a table has another parameter, or its parameter other memory or numbers that are lost.
+    """Raise RuntimeError if a table's parameter was replaced, moved to other memory, or written in a file.
 
-    Tensors without memory pass: torch traces with them.
+    Tensors without memory pass, because torch traces with them.
     """
     if tied.written:
         refuse_written(tied)
-    # First in as few steps as Python has: a small lookup takes some 50 us, and of 26 tables this 2.
+    # Fast path: a small lookup takes about 50 us, and this 2 us for 26 tables.
     try:
-        # Within a mode, tensors may be fake, which warn of this.
+        # Within a dispatch mode tensors may be fake, whose data_ptr() warns.
         if not is_in_torch_dispatch_mode() and list(map(_data_ptr, map(_weight, tied.parameters))) == tied.addresses:
             return
-    except (KeyError, TypeError, RuntimeError):  # no parameter, None, or no memory: see below
+    except (KeyError, TypeError, RuntimeError):  # no parameter, None, or no memory: handled below
         pass
-    # All of them may be elsewhere: torch.multiprocessing moves what it sends into shared memory.
+    # The flat tensor itself may have moved: torch.multiprocessing moves tensors to shared memory.
     base = _address(tied.flat)
     tied.addresses[:] = [base + offset for offset in tied.offsets]
     for name, parameters, address in zip(tied.names, tied.parameters, tied.addresses, strict=True):
@@ -146,12 +146,12 @@ def refuse_replaced(tied: Tied) -> None:
 
 
 def _is_transformed(t: Tensor) -> bool:
-    """True of a tensor that vmap or grad of torch.func has put in the place of another one."""
+    """True if torch.func's vmap or grad has wrapped the tensor."""
     return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_gradtrackingtensor(t)
 
 
 def _address(t: Tensor) -> int:
-    """Address of its first element; 0: it has none, as on the meta device and under torch's tracers and transforms."""
+    """Address of the first element; 0 without memory, as on the meta device and under tracers and transforms."""
     if isinstance(t, FakeTensor):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""The modules that hold a collection's parameters: one for each table."""
+"""The modules that hold a collection's parameters, one per table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rec_kernels.nn.tables.load_state import copied
 
 
 class RequiresGrad:
-    """Replaces ``requires_grad_`` of a parameter that torch cannot train, and with it a whole model's.
+    """Replaces ``requires_grad_`` of a parameter that torch cannot train, so that a model's ``requires_grad_`` works.
 
-    A parameter of bytes has it, which torch refuses, and one of a collection whose tables nothing trains. It returns
-    nothing, and leaves torch's own ``requires_grad`` of the parameter alone.
+    It is set on byte parameters, for which torch raises, and on parameters of collections whose tables nothing trains.
+    It returns None and does not change torch's own ``requires_grad``.
 
     Attributes:
-        requires_grad: whether the table is to be trained.
+        requires_grad: True if the table is trained.
     """
 
     def __init__(self, requires_grad: bool = True) -> None:
@@ -31,22 +31,22 @@ class RequiresGrad:
 
     @staticmethod
     def of(weight: Tensor) -> Any:
-        """The object that has ``requires_grad`` of a table's weight: the weight, or this."""
+        """The object with a table's ``requires_grad``: the weight, or its ``RequiresGrad``."""
         return weight.__dict__.get("requires_grad_", weight)
 
     @staticmethod
     def hand_on(before: Tensor, after: Tensor) -> None:
-        """Has a parameter in the place of another one say as that one whether it is to be trained."""
+        """Copy the ``RequiresGrad`` of a parameter, if any, to its replacement."""
         if "requires_grad_" in before.__dict__:
             after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
 
 
 def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | None = None) -> None:
-    """Raises RuntimeError: no other module takes the place of one that holds tables. Replicas of DataParallel pass.
+    """Raise RuntimeError if a module that holds tables would be replaced. DataParallel replicas are exempt.
 
     Args:
-        module: in which it would. name: of the place. other: what would be there. holder: the only place that is
-            refused; None: each is.
+        module: the parent module. name: the attribute. other: the new value.
+        holder: the only attribute that is protected; None: all are.
     """
     if holder not in (None, name) or "_is_replica" in module.__dict__:
         return
@@ -59,7 +59,7 @@ def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | 
 
 
 def refuse_reset(module: nn.Module) -> NoReturn:
-    """Raises RuntimeError: a collection cannot draw its tables again."""
+    """Raise RuntimeError: a collection cannot initialize its tables again."""
     raise RuntimeError(
         f"reset_parameters() of {type(module).__name__}: the rows of its tables are drawn once, when it is made. "
         "Make a new one, or load a state: to_empty() leaves rows, optimizer state and step undefined"
@@ -67,37 +67,37 @@ def refuse_reset(module: nn.Module) -> NoReturn:
 
 
 class Table(nn.Module):
-    """Holds one table's parameters: views of the collection's flat tensors, and the projection if there is one."""
+    """Holds one table's parameters: views of the collection's flat tensors, and the projection, if any."""
 
     weight: nn.Parameter
-    projection: nn.Parameter  # of tables that have one
-    in_bytes = False  # whether the flat tensor of the weights is one of bytes
-    in_file = False  # whether the weights are in a file, and not part of a state
+    projection: nn.Parameter  # only for tables with a projection
+    in_bytes = False  # True if the flat weight tensor is uint8
+    in_file = False  # True if the weights are in a file, and not part of a state
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         views = ["weight", *self._views()]
         if self.in_file:
             del destination[prefix + views.pop(0)]
-        # A storage of its own, in the same memory: pickle writes all of the storage that a tensor is a view of, and
-        # torch.save refuses one that is seen as several dtypes. Who asks for parameters gets the module's, if fp32.
+        # Each entry gets its own storage in the same memory: pickle writes the whole storage of a view, and torch.save
+        # rejects a storage with several dtypes. With keep_vars, fp32 entries are the module's own parameters.
         for name in [] if keep_vars and not self.in_bytes else views:
             rows = destination[prefix + name].detach()
             if type(rows) is Tensor and not rows.is_meta:
                 own = torch.from_dlpack(rows)
-                held = keep_vars and name == "weight"
-                destination[prefix + name] = nn.Parameter(own, requires_grad=False) if held else own
+                is_parameter = keep_vars and name == "weight"
+                destination[prefix + name] = nn.Parameter(own, requires_grad=False) if is_parameter else own
 
     def _views(self) -> dict[str, Tensor]:
-        """The state of the fused optimizer, views of flat tensors as the weight is."""
+        """The fused optimizer's state tensors, which are views of flat tensors like the weight."""
         return {name: t for name, t in self._buffers.items() if name != "format" and t is not None}
 
     def empty_views(self) -> dict[int, Tensor]:
-        """Maps the ``id`` of each view of a flat tensor to an empty tensor of its kind."""
+        """Map the ``id`` of each view of a flat tensor to an empty tensor of the same kind."""
         return {id(self.weight): self._empty_weight()} | {id(t): t.new_empty(0) for t in self._views().values()}
 
     def without_rows(self) -> Table:
-        """The table with an empty weight and no state, to be pickled: its collection has the rows."""
+        """Copy the table with an empty weight and no state, for pickling; its collection pickles the rows."""
         other = copy.copy(self)
         other._parameters = {**self._parameters, "weight": self._empty_weight()}
         other._buffers = {name: t for name, t in self._buffers.items() if name == "format"}
@@ -126,10 +126,10 @@ class Tables(nn.Module):
     """name -> Table. Unlike nn.ModuleDict, any name is allowed, "type" and "keys" too: ``tables["keys"]`` is a table.
 
     Args:
-        features: of which tables. weights: the flat tensor that they are views of.
-        in_file: whether that is the window of a file.
-        trains: whether weights of float dtypes require gradients.
-        device: of the projections.
+        features: the collection's features. weights: the flat tensor; each table's weight is a view of it.
+        in_file: True if the flat tensor is the window of a file.
+        trains: True if weights of float dtypes require gradients.
+        device: device of the projections.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Tables(nn.Module):
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Raises RuntimeError: a table is not added, and not replaced."""
+        """Raise RuntimeError: tables cannot be added or replaced."""
         refuse_replacing(self, name, module)
 
     def weights(self) -> list[nn.Parameter]:
@@ -167,7 +167,7 @@ class Tables(nn.Module):
         return [self[name].weight for name in self]
 
     def without_rows(self) -> Tables:
-        """The tables to be pickled, each by ``Table.without_rows``."""
+        """Copy the tables for pickling, each by ``Table.without_rows``."""
         other = copy.copy(self)
         other._modules = {name: self[name].without_rows() for name in self}
         return other
@@ -181,7 +181,7 @@ class Tables(nn.Module):
         return self._modules.keys()
 
     def values(self) -> ValuesView[Table]:
-        """The modules that have the tables' parameters."""
+        """The tables' modules."""
         return self._by_name.values()
 
     def items(self) -> ItemsView[str, Table]:

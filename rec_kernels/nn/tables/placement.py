@@ -1,4 +1,4 @@
-"""Chooses rows to cache, and tiers for the others, from counts of uses."""
+"""``place_tables`` chooses cached rows and memory tiers of tables from access counts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_b
 
 @dataclass(frozen=True)
 class Placement:
-    """Choice of ``place_tables`` for a table.
+    """The placement of a table chosen by ``place_tables``.
 
     Args:
-        fraction: of its rows, how many get slots: the table's entry of ``rk.RowCache(fraction=...)``.
-        tier: where its encoded rows go, "device", "host" or "disk": the ``backing`` of the ``rk.RowCache`` of a
-            collection of all tables of this tier.
-        hit_rate: of the uses that were counted, the share that the rows in slots have; 0 without uses.
-        encoded_bytes: of its rows in the tier. slot_bytes: of its rows in slots, with tags and counts; of a table with
-            slots of its own, of its whole sets.
+        fraction: fraction of the rows that get slots: the table's entry of ``rk.RowCache(fraction=...)``.
+        tier: tier of the encoded rows, "device", "host" or "disk": the ``backing`` of the ``rk.RowCache`` of a
+            collection with all tables of this tier.
+        hit_rate: fraction of the counted uses that hit rows in slots; 0 without uses.
+        encoded_bytes: bytes of the encoded rows in the tier.
+        slot_bytes: bytes of the slots with tags and counts; for a table with its own sets, of all slots of these sets.
     """
 
     fraction: float
@@ -44,30 +44,30 @@ def place_tables(
     policy: str = "lfu",
     ways: int = 32,
 ) -> dict[str, Placement]:
-    """Chooses fractions and tiers of tables for given amounts of memory.
+    """Choose cache fractions and memory tiers of tables within memory budgets.
 
-    Slots go to the rows with the most uses for each byte that a slot of their width takes. Encoded rows go to the first
-    tier that has room for all of their table, tables with the most uses that miss the slots, for each byte, first.
+    Slots go to the rows with the most uses per byte of slot. Each table's encoded rows go to the first tier with room
+    for the whole table, in descending order of uses that miss the slots per byte.
 
     Args:
-        tables: of one collection or several. Those of several parts get no slots.
-        counts: table name -> [E] uses of each row or id, whole or not, as ``torch.bincount(ids, minlength=E)`` gives
-            them; [buckets], of ``ids % buckets``, of a table without E, of which every int64 is an id.
-        cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
-            share slots, a cache may take ``ways`` - 1 slots more.
-        device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
-        policy: of the cache, whose own default is "lru"; "lfu" keeps a byte for each row of all tables.
-        ways: of the cache. Tables with slots for all rows, and those of at most ``ways`` rows, which get slots for all
-            or none, have whole sets of their own.
+        tables: tables of one or several collections. Tables with several parts get no slots.
+        counts: table name -> [E] uses of each row or id, integer or float, like ``torch.bincount(ids, minlength=E)``.
+            A table without E: [buckets] uses of ``ids % buckets``.
+        cache_bytes: budget for slots with their tags, stamps, flags and counts. Sets are rounded up: for each width of
+            tables that share slots, a cache may take ``ways`` - 1 more slots.
+        device_bytes, host_bytes: budgets for encoded rows in device and host memory. None: unlimited.
+        policy: the cache's ``policy`` (its own default is "lru"); "lfu" takes one more byte per row of all tables.
+        ways: the cache's ``ways``. Tables with slots for all rows have whole sets of their own. Tables with at most
+            ``ways`` rows get slots for all rows or none.
 
     Returns:
         name -> Placement, in the order of ``tables``.
 
     Raises:
-        ValueError: counts of a table are missing, negative, not finite or not [E]; two tables of one name; a budget is
-            negative or no integer; a bad ``ways``.
+        ValueError: counts of a table are missing, negative, not finite or not [E]; two tables have the same name; a
+            budget is negative or not an integer; ``ways`` is out of range.
     """
-    RowCache(ways=ways)  # refuses what a cache would
+    RowCache(ways=ways)  # checks ``ways``
     check_choice("policy", policy, POLICIES)
     _check_budgets(cache_bytes=cache_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
     _refuse_repeated([t.name for t in tables])
@@ -108,7 +108,7 @@ def _refuse_repeated(names: list[str]) -> None:
 
 
 def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tensor:
-    """Uses of a table's rows, the most first, float64."""
+    """Uses of a table's rows in descending order, float64."""
     if table.name not in counts:
         raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
     given = torch.as_tensor(counts[table.name], device="cpu").double()
@@ -129,17 +129,17 @@ def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tens
 
 
 class _Candidate:
-    """A table whose rows may get slots, in the order of their uses.
+    """A table whose rows compete for slots, in descending order of uses.
 
     Args:
-        uses: of its rows, the most first; rows: how many. is_whole: whether it can be cached at all.
-        slot_bytes: of a slot. ways: slots of a set.
+        uses: uses of its rows, in descending order. rows: number of rows.
+        is_whole: True if the table can be cached. slot_bytes: bytes per slot. ways: slots per set.
     """
 
     def __init__(self, uses: Tensor, rows: int, *, slot_bytes: int, is_whole: bool, ways: int) -> None:
         self._rows, self._slot_bytes = rows, slot_bytes
         self._whole_sets = -(-rows // ways) * ways
-        # Small ones get slots for all rows, or none.
+        # Small tables get slots for all rows or none.
         self._step = rows if rows <= ways else 1
         self._negated = -(uses.sum(0, keepdim=True) if rows <= ways else uses)  # ascending
         self._step_bytes = (self._whole_sets if rows <= ways else 1) * slot_bytes
@@ -147,26 +147,26 @@ class _Candidate:
 
     @property
     def most(self) -> float:
-        """A bound of the uses for a byte."""
+        """The maximum uses per byte of any row."""
         return -float(self._negated[0]) / self._step_bytes
 
     def above(self, least: float) -> int:
-        """Number of rows with more uses per byte than this."""
+        """Number of rows with more than ``least`` uses per byte."""
         bar = torch.tensor(-least * self._step_bytes, dtype=torch.float64, device=self._negated.device)
         return min(self._step * int(torch.searchsorted(self._negated, bar)), self.used)
 
     def cost(self, rows: int) -> int:
-        """Bytes of so many rows in slots, with sets of their own for all of them."""
+        """Bytes of slots for ``rows`` rows; whole sets if all rows get slots."""
         return (self._whole_sets if rows == self._rows else rows) * self._slot_bytes
 
     def most_within(self, rows: int, budget: int) -> int:
-        """The most rows, up to this number, that the budget pays for."""
+        """The largest number of rows, at most ``rows``, that fits in the budget."""
         rows = min(rows, max(0, budget // self._step_bytes) * self._step)
         return rows if self.cost(rows) <= budget else max(0, rows - self._step)
 
 
 def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
-    """Number of each table's most used rows that get slots: those above one number of uses per byte."""
+    """Number of each table's rows that get slots: those above a common threshold of uses per byte."""
 
     def rows_above(least: float) -> list[int]:
         return [t.above(least) for t in tables]
@@ -182,7 +182,7 @@ def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
         middle = (low + high) / 2
         low, high = (low, middle) if cost(rows_above(middle)) <= budget else (middle, high)
     rows = rows_above(high)
-    for i, most in enumerate(rows_above(low)):  # rows that are used as much as the last that is in
+    for i, most in enumerate(rows_above(low)):  # rows at the threshold, as far as the budget allows
         left = budget - cost(rows) + tables[i].cost(rows[i])
         rows[i] = max(rows[i], tables[i].most_within(most, left))
     return rows

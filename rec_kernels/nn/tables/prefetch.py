@@ -1,4 +1,4 @@
-"""Rows of the next batch that come into a row cache ahead of its lookup."""
+"""Prefetch: insert rows of the next batch into a row cache before its lookup."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_leaves
 
 from rec_kernels.ops.autograd import node_of_op
 
-#: Values, offsets, and where features begin if every bag has a row of the output.
+#: Values, offsets, and the first bag of each feature if every bag has its own output row.
 Bags = tuple[Tensor, Tensor, Tensor | None]
 
 
 class TableCall(NamedTuple):
-    """Table arguments of a call of the ops.
+    """Table arguments of an op call.
 
     Args:
-        weights: the flat tensor of the tables. bags: those of the batch.
-        layout: the ops' arguments for the layout of these bags. rounding: those that say how rows are encoded.
+        weights: the flat tensor of the tables. bags: the batch's bags.
+        layout: the ops' layout arguments for these bags. rounding: the ops' rounding arguments.
     """
 
     weights: Tensor
@@ -31,10 +31,10 @@ class TableCall(NamedTuple):
 
 
 class PrefetchedBatch:
-    """The batch that is to be looked up next: announced, or with its rows in the cache already.
+    """The next batch to look up: pending, or with its rows inserted into the cache.
 
-    What is learned must not depend on it. So its rows come in when the updates of all lookups before it have been made,
-    and from then on nothing may use the cache or the tables until it is looked up.
+    Prefetching must not change training. Rows are therefore inserted only after the updates of all earlier lookups, and
+    until the batch's lookup no other operation may use the cache or the tables.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class PrefetchedBatch:
         self._versions: list[int] = []
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        # Nodes of the autograd graph whose backwards are updates. One that nobody can run any more is not there.
+        # Autograd nodes with a pending update. Weak, so that nodes of discarded graphs drop out.
         self._waiting: weakref.WeakSet = weakref.WeakSet()
-        #: True if lookups are compiled: their updates cannot be waited for, so nothing comes in early.
+        #: True if lookups are compiled: their updates cannot be tracked, so nothing is prefetched.
         self.is_compiled = False
 
     def __reduce__(self) -> tuple:
@@ -54,14 +54,14 @@ class PrefetchedBatch:
 
     @property
     def is_empty(self) -> bool:
-        """True if no batch has been announced."""
+        """True if no batch is pending or inserted."""
         return self._call is None
 
     def announce(self, call: TableCall) -> None:
-        """Names the next batch, by what ``insert`` is to be given.
+        """Set the next batch, the argument of a later ``insert``.
 
         Raises:
-            RuntimeError: the rows of another one are in the cache already.
+            RuntimeError: rows of another prefetched batch are in the cache.
         """
         if self._slots is not None and not self._is(call.bags):
             self.refuse("prefetch() of another batch")
@@ -69,7 +69,7 @@ class PrefetchedBatch:
             self._call = call
 
     def watch(self, output: Tensor, done: Callable[[], object]) -> None:
-        """Has the announced batch wait for the update by this lookup, after which ``done()`` is called."""
+        """Delay the insertion until this lookup's update has run, then call ``done()``."""
         node = node_of_op(output)
 
         def after(*_: object) -> None:
@@ -82,15 +82,15 @@ class PrefetchedBatch:
         node.register_hook(after)
 
     def insert(self, insert: Callable[[TableCall], Tensor], used: Iterable[Tensor]) -> None:
-        """Has the announced batch's rows come in, unless an update is to come first.
+        """Insert the pending batch's rows, unless an update is outstanding.
 
-        On a GPU this runs beside what is launched later. ``used``: the tensors that ``insert`` reads and writes besides
-        those of the call.
+        On a GPU the insertion runs on its own stream. ``used``: the tensors that ``insert`` accesses besides the
+        call's.
         """
         call = self._call
         if call is None or self._slots is not None or self._waiting:
             return
-        self.forget()  # an error leaves nothing
+        self.forget()  # an error below leaves no batch
         slots = self._insert_beside(insert, call, used) if call.bags[0].is_cuda else insert(call)
         self._call, self._slots = call, slots
         self._versions = [_version(t) for t in call.bags if t is not None]
@@ -100,7 +100,7 @@ class PrefetchedBatch:
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        # Whoever lets go of one of them before the lookup, or after an error, must not give its memory to others.
+        # The allocator must not reuse their memory while the stream runs, even if they are freed early.
         for t in (*tree_leaves(call), *used):
             if isinstance(t, Tensor) and t.is_cuda:
                 t.record_stream(self._stream)
@@ -110,13 +110,13 @@ class PrefetchedBatch:
         return slots
 
     def take(self, bags: Bags, *, inserts: bool) -> Tensor | None:
-        """The slots of a batch that is looked up, whose rows are in the cache already; None: they are not.
+        """The slots of a batch if it was prefetched, else None.
 
         Args:
-            inserts: whether the lookup is one of training.
+            inserts: True if the lookup is in training.
 
         Raises:
-            RuntimeError: the rows of another batch are there, or this is no lookup of training.
+            RuntimeError: another batch was prefetched, or the lookup is not in training.
         """
         from rec_kernels.nn.graph_breaks import take_ahead
 
@@ -139,7 +139,7 @@ class PrefetchedBatch:
         return slots
 
     def wait(self) -> None:
-        """Has the current stream wait until the rows are in the cache, which others read, too."""
+        """Make the current stream wait for the insertion, before other operations read the cache."""
         if not self.is_empty:
             from rec_kernels.nn.graph_breaks import take_ahead
 
@@ -150,11 +150,11 @@ class PrefetchedBatch:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def forget(self) -> None:
-        """No batch is announced; what is in the cache stays there."""
+        """Discard the batch; inserted rows stay in the cache."""
         self._call = self._slots = self._event = None
 
     def refuse(self, what: str) -> None:
-        """Raises RuntimeError if the rows of an announced batch are in the cache."""
+        """Raise RuntimeError if rows of a prefetched batch are in the cache."""
         if self._slots is not None:
             raise RuntimeError(
                 f"{what} after prefetch(), whose batch has its rows in the cache already: look that batch up in "
@@ -177,5 +177,5 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
-    # Equal memory tells it; looking at numbers would wait for a GPU.
+    # Compare addresses first: comparing values would synchronize with a GPU.
     return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""Rows in their formats: the first ones of a table, and floats as rows and back."""
+"""Rows in their formats: initialization, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from rec_kernels.nn.tables.config import StoredTable
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows
 
-# Numbers that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
+# Values that are initialized and encoded per chunk, which avoids a float32 copy of the table.
 _FLOATS_AT_ONCE = 1 << 20
-# Initializers that draw each number by itself. TorchRec's configs have the first, unless told otherwise.
-_OF_EACH_NUMBER = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.zeros_, nn.init.ones_)
+# Initializers that treat each value independently. The first is the default of TorchRec's configs.
+_ELEMENTWISE_INITS = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.zeros_, nn.init.ones_)
 
 
 def initialize(
     weight: Tensor, table: StoredTable, most: int | None = None, begin: Callable[[int, int], object] | None = None
 ) -> None:
-    """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says.
+    """Initialize a table's rows, a view from ``Storage.view``, with its ``init``.
 
-    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` that ``takes_chunks``
-    fills the rows of consecutive calls; another one is given all of them at once.
+    ``begin(first, count)`` is called before each write of at most ``most`` rows. An ``init`` that ``takes_chunks`` is
+    called for consecutive chunks of rows; any other is called once with all rows.
     """
     rows = table.num_embeddings
     if table.format == "fp32" and begin is None:
@@ -32,7 +32,7 @@ def initialize(
         return
     at_once = -(-_FLOATS_AT_ONCE // table.embedding_dim)
     step = min(most or rows, at_once) if takes_chunks(table.init) else rows
-    # One piece of memory for all: glibc cannot always give a freed one of torch's alignment to the next that asks.
+    # One buffer for all chunks: glibc cannot always reuse a freed allocation with torch's alignment.
     chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
         floats = chunk[: rows - first]
@@ -44,11 +44,11 @@ def initialize(
 def takes_chunks(init: Callable[[Tensor], object] | None) -> bool:
     """True if an ``init`` may be called several times, with consecutive rows."""
     own = init.func if isinstance(init, functools.partial) else init
-    return own is None or own in _OF_EACH_NUMBER or getattr(init, "in_chunks", False)
+    return own is None or own in _ELEMENTWISE_INITS or getattr(init, "in_chunks", False)
 
 
 def fill(floats: Tensor, table: StoredTable, first: int) -> None:
-    """Fills float32 rows of a table, those from ``first`` on, as its ``init`` says."""
+    """Initialize float32 rows of a table, from row ``first`` on, with its ``init``."""
     if table.init is not None:
         returned = table.init(floats.zero_())
         if type(returned) is Tensor and type(floats) in (Tensor, nn.Parameter) and _memory(returned) != _memory(floats):
@@ -69,7 +69,7 @@ def _memory(t: Tensor) -> int:
 def write(
     weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None
 ) -> None:
-    """Writes encoded rows to a table from row ``first`` on; ``most`` and ``begin`` are those of ``initialize``."""
+    """Write encoded rows to a table from row ``first`` on; for ``most`` and ``begin`` see ``initialize``."""
     for chunk in rows.split(most or len(rows)):
         if begin is not None:
             begin(first, len(chunk))
@@ -78,23 +78,23 @@ def write(
 
 
 def encode(floats: Tensor, format: str) -> Tensor:
-    """[N, D] floats as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
+    """Encode floats [N, D] as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
     if format in FLOAT_DTYPES:
         return floats.to(FLOAT_DTYPES[format])
     return quantize_rows(floats, format)
 
 
 def convert(rows: Tensor, found: str, format: str, embedding_dim: int) -> Tensor:
-    """Rows of format ``found`` as rows of another, rounded to the nearest, a piece at a time: no float32 copy."""
+    """Convert rows from format ``found`` to ``format``, rounded to the nearest, in chunks to save memory."""
     step = max(1, _FLOATS_AT_ONCE // embedding_dim)
-    pieces = (encode(decode(piece, found, embedding_dim), format) for piece in rows.split(step))
-    first = next(pieces)
-    made = first.new_empty(rows.shape[0], first.shape[1])
-    for at, piece in enumerate(itertools.chain((first,), pieces)):
-        made[at * step : at * step + len(piece)] = piece
-    return made
+    chunks = (encode(decode(chunk, found, embedding_dim), format) for chunk in rows.split(step))
+    first = next(chunks)
+    converted = first.new_empty(rows.shape[0], first.shape[1])
+    for i, chunk in enumerate(itertools.chain((first,), chunks)):
+        converted[i * step : i * step + len(chunk)] = chunk
+    return converted
 
 
 def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
-    """The reverse of ``encode``: float32 [N, D]."""
+    """Decode rows of a format to float32 [N, D]."""
     return rows.float() if format in FLOAT_DTYPES else dequantize_rows(rows, format, embedding_dim)

@@ -1,6 +1,6 @@
-"""Storage of a collection's rows: device memory or host memory (file_store.py: a file), some in a cache beside it.
+"""Stores of a collection's rows: device memory or host memory (file_store.py: a file), with an optional row cache.
 
-Each of the three is a class; a collection asks its store without knowing which one it has.
+Each backing is a class with the interface of ``TableStore``; collections do not depend on the backing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class TableStore:
         self.cache = cache
         self._features = features
         self._flushed_step: Tensor | None = None  # at the last flush()
-        #: Calls what may fail on one rank of several, and raises its error on all: of ranks with tables in files.
+        #: Calls a function and raises an error of any rank on all ranks; set for ranks with tables in files.
         self.agree: Callable[[Callable[[], Any]], Any] | None = None
 
     def shared(self) -> TableStore:
-        """Shares the rows with a module that only reads them, and can be moved by itself."""
+        """Share the rows with a read-only module that can be moved independently."""
         other = copy.copy(self)
         other.cache = None if self.cache is None else self.cache.shared()
         return other
@@ -49,10 +49,10 @@ class TableStore:
     # Memory.
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
-        """The flat tensor of the tables.
+        """Allocate the flat tensor of the tables.
 
         Raises:
-            RuntimeError: there is not so much memory; the message has the largest table.
+            RuntimeError: out of memory; the message names the largest table.
         """
         storage = self._features.storage
         try:
@@ -70,43 +70,43 @@ class TableStore:
 
     @torch.no_grad()
     def initialize(self, weights: Sequence[Tensor]) -> None:
-        """Fills the rows of all tables, views of the flat tensor, as their ``init`` says."""
+        """Initialize the rows of all tables, given as views of the flat tensor."""
         for weight, table in zip(weights, self._features.stored, strict=True):
             initialize(weight, table)
 
     def placed(self, weights: Tensor, device: torch.device) -> Tensor:
-        """Weights as kernels on the collection's ``device`` read them."""
+        """The weights in memory that kernels on the collection's ``device`` can access."""
         return weights
 
     def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """``fn`` of ``torch.nn.Module._apply``, with weights going where this store has them."""
+        """Wrap ``fn`` of ``torch.nn.Module._apply`` so that it keeps weights in this store's memory."""
         return fn
 
     def wait(self, device: torch.device) -> None:
-        """Waits for kernels; must be called before the CPU reads weights that the collection's device writes."""
+        """Synchronize with the device; required before the CPU reads weights that kernels write."""
 
     def refuse_copies(self) -> None:
-        """Raises TypeError if the tables cannot be copied or pickled."""
+        """Raise TypeError if the tables cannot be copied or pickled."""
 
     def close(self, *, apply: bool) -> None:
-        """Closes what has to be closed."""
+        """Close the file, if any."""
 
     # Lookups and updates.
 
     def held(self) -> AbstractContextManager[None]:
-        """Within the block, rows that this thread has asked for stay where they are."""
+        """Within the block, rows that this thread has loaded stay in memory."""
         return _NOT_HELD
 
     def lookup_arguments(self, call: TableCall, *, inserts: bool) -> dict[str, Tensor]:
-        """The arguments of a lookup that say which rows are cached.
+        """The cache arguments of a lookup.
 
         Args:
-            inserts: whether the batch's rows come into the cache first, as in training.
+            inserts: True to insert the batch's rows into the cache first, as in training.
         """
         return {} if self.cache is None else self.cache.arguments(self._slots(call, inserts=inserts))
 
     def served_arguments(self, call: TableCall) -> dict[str, Tensor]:
-        """``lookup_arguments`` for a module that has a cache, and never trains."""
+        """``lookup_arguments`` for a serving module with a cache."""
         return self.cache.arguments(self.cache.lookup(call.bags[:2], call.layout))
 
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
@@ -117,69 +117,69 @@ class TableStore:
         return self.cache.insert(call.weights, call.bags[:2], call.layout, call.rounding)
 
     def found_for(self, update: Callable[[], TableCall]) -> dict[str, Tensor]:
-        """``update_arguments`` of a call, which is made if it is needed; what one rank cannot load, all ranks raise."""
+        """``update_arguments`` of ``update()``, which is called only if needed; all ranks raise a rank's load error."""
         if self.agree is not None:
             return self.agree(lambda: self.update_arguments(update()))
         return {} if self.cache is None else self.update_arguments(update())
 
     def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
-        """The arguments of an update that say which rows are cached."""
+        """The cache arguments of an update."""
         return {} if self.cache is None else self.cache.update_arguments()
 
     def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
-        """Takes note of a lookup whose backward is an update, or part of one that comes later.
+        """Track a lookup whose backward updates rows, at once or deferred.
 
         Args:
-            is_put_off: returns, after the lookup's own part of a backward, whether the update is still to come.
+            is_put_off: called after the lookup's backward; returns True if its update is deferred.
         """
 
     def updated(self) -> None:
-        """Takes note that an update that was put off has been made."""
+        """Called after a deferred update has run."""
 
     def row(self, weight: Tensor, number: int) -> Tensor:
-        """[1, ...]: an encoded row of the first table, of which ``weight`` is the view; never one that is cached."""
+        """Encoded row ``number`` of the first table, [1, ...], from its view ``weight``; it must not be cached."""
         return weight.detach()[number : number + 1]
 
     def keep(self, output: Tensor, call: TableCall) -> None:
-        """Makes sure that the rows of a lookup are in memory when its backward runs."""
+        """Ensure that the rows of a lookup are in memory when its backward runs."""
 
     def prefetch(self, call: TableCall, *, training: bool) -> None:
-        """Begins to bring rows of the next batch."""
+        """Start to load rows of the next batch."""
 
     def takes_prefetches(self, *, training: bool) -> bool:
-        """True if ``prefetch`` does anything."""
+        """True if ``prefetch`` has an effect."""
         return False
 
     def refuse_prefetched(self, what: str) -> None:
-        """Raises RuntimeError if the next batch has its rows in the cache: ``what`` must wait for its lookup."""
+        """Raise RuntimeError if rows of a prefetched batch are cached: ``what`` must wait for that batch's lookup."""
 
     def forget_prefetched(self) -> None:
-        """Forgets the batch that was announced."""
+        """Discard the prefetched batch."""
 
     def held_back(self) -> AbstractContextManager[None]:
-        """Within the block, prefetched rows do not come in: an update is put off to its end, as in ``accumulate()``."""
+        """Within the block, delay insertion of prefetched rows: ``accumulate()`` defers the update to its end."""
         return contextlib.nullcontext()
 
     # State.
 
     def numbers(self) -> dict[str, int]:
-        """Numbers that a state has beside the tables, by name."""
+        """Name -> additional scalar of a ``state_dict()``."""
         return {}
 
     def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
-        """Leaves in a state what tables and cache can take of it.
+        """Remove entries from a state that this store cannot load.
 
         Args:
-            prefix: of the collection's names. weights: the names of its tables' weights.
+            prefix: prefix of the collection's names. weights: the names of its tables' weights.
 
         Returns:
-            Whether cached rows must be encoded into their tables first.
+            True if the cache must be flushed before loading.
         """
         return choose_cache(self.cache, state_dict, prefix, weights)
 
     @torch.no_grad()
     def flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object], step: Tensor) -> None:
-        """Encodes changed rows of the cache into their tables; ``step`` counts updates, the others are a call's."""
+        """Write dirty cached rows back to their tables; ``step`` is the number of updates."""
         self.refuse_prefetched("flush() or state_dict()")
         self._flush(weights, layout, rounding)
         self._flushed_step = step.clone()
@@ -189,10 +189,10 @@ class TableStore:
 
     @torch.no_grad()
     def reset(self, step: Tensor) -> None:
-        """Empties the cache.
+        """Empty the cache.
 
         Raises:
-            RuntimeError: there were updates since the last ``flush()``; nothing was changed.
+            RuntimeError: rows were updated since the last ``flush()``; nothing is changed.
         """
         cache = self.cache
         if cache.tags.is_meta:
@@ -205,16 +205,16 @@ class TableStore:
                 f"step is {int(step)}, and {when}: cached rows hold updates that their tables do not; call "
                 "flush() before a table is written, and reset_cache_states() after it; nothing was changed"
             )
-        clock = cache.clock.clone()  # noise of rounding depends on it
+        clock = cache.clock.clone()  # kept, because stochastic rounding depends on it
         cache.clear()
         cache.clock.copy_(clock)
-        # An update does this, too, for lookups that need the rows as they were.
+        # As in an update, autograd then rejects backwards of lookups that need the old rows.
         torch.autograd.graph.increment_version(step)
 
     # Reports.
 
     def memory_report(self) -> list[dict[str, object]]:
-        """Report of the tables for a collection's ``memory_report()``."""
+        """The entries of a collection's ``memory_report()``."""
         stored = self._features.stored
         cached: list[dict[str, object]] = [{} for _ in stored] if self.cache is None else self.cache.report()
         return [
@@ -223,7 +223,7 @@ class TableStore:
         ]
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
-        """Report of the tiers for a collection's ``tier_report()``."""
+        """A collection's ``tier_report()``."""
         cache, stored = self.cache, self._features.stored
         counters = cache.counters() if cache else {}
         moved = sum((n["inserted"] + n["written"]) * t.row_bytes for t in stored if (n := counters.get(t.name)))
@@ -248,7 +248,7 @@ class HostStore(TableStore):
         self._holds_back = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_holds_back": False}  # a copy is in no block
+        return {**self.__dict__, "_holds_back": False}  # a copy is outside any block
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
         where, storage = device_of(device), self._features.storage
@@ -289,12 +289,12 @@ class HostStore(TableStore):
         self._insert_prefetched()
 
     def _insert_prefetched(self) -> None:
-        """Inserts the rows of the batch that was announced, unless an update is to come before it."""
+        """Insert the rows of the prefetched batch, unless an update must run before."""
         if not self._prefetched.is_empty and not self._holds_back:
             self._prefetched.insert(self._insert, self.cache.buffers())
 
     def updated(self) -> None:
-        with contextlib.suppress(IndexError, ValueError):  # the lookup of the batch says what is wrong with it
+        with contextlib.suppress(IndexError, ValueError):  # the batch's lookup raises the same error
             self._insert_prefetched()
 
     def refuse_prefetched(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The tables that a collection is given: this package's configurations or TorchRec's, which is not imported."""
+"""Validation of a collection's table configurations, and conversion of TorchRec's (without importing TorchRec)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, check_per_id
 
 _FORMATS = {"FP32": "fp32", "FP16": "fp16", "BF16": "bf16", "INT8": "int8", "INT4": "int4"}
-#: These fields change the rows or what ids mean, and are not offered.
+#: Unsupported fields, which change the rows or the meaning of ids.
 _UNSUPPORTED = (
     "num_embeddings_post_pruning",
     "input_dim",
@@ -19,14 +19,13 @@ _UNSUPPORTED = (
 
 
 def from_torchrec(table: Any) -> Any:
-    """The configuration of this package for one of TorchRec's; anything else is returned as it is.
+    """Convert a TorchRec table configuration to this package's; other objects are returned unchanged.
 
-    ``data_type`` is the row format, ``init_fn`` the ``init``. ``need_pos``, ``enable_embedding_update`` and
-    ``stash_weights`` concern TorchRec's sharding and are not looked at.
+    ``data_type`` becomes ``format`` and ``init_fn`` becomes ``init``. ``need_pos``, ``enable_embedding_update`` and
+    ``stash_weights`` concern TorchRec's sharding and are ignored.
 
     Raises:
-        ValueError: a data type that is no row format here, a field that is not offered, or what the configuration of
-            this package refuses.
+        ValueError: an unsupported data type or field, or an error of this package's configuration.
     """
     if not (hasattr(table, "data_type") and hasattr(table, "init_fn")):
         return table
@@ -49,14 +48,14 @@ def from_torchrec(table: Any) -> Any:
 
 
 def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool) -> list[EmbeddingConfig]:
-    """The tables of a collection as a list, TorchRec's converted.
+    """The tables of a collection as a list of this package's configurations.
 
     Args:
-        pooled: whether its lookups are.
+        pooled: True if the collection's lookups are pooled.
 
     Raises:
-        ValueError: they are none, one has a compression that is for lookups of the other kind, or one of TorchRec's has
-            what is not offered here.
+        ValueError: ``tables`` has other objects, a compression does not support these lookups, or a TorchRec
+            configuration has unsupported fields.
     """
     if not isinstance(tables, Iterable):
         raise ValueError(f"tables must be a list of rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {tables!r}")
