@@ -1,4 +1,4 @@
-"""Benchmarks: every op beside its peers, with bytes moved and the measured limit.
+"""Benchmarks of every op against its peers, with bytes moved and the measured limit.
 
 On the CPU: `python -m bench.run --help`. On a GPU: `python -m bench.gpu --help`.
 """
@@ -14,7 +14,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def save(document: object, path: Path) -> None:
-    """Writes a JSON file; a run that is ended at any moment leaves a whole one, the one before or this."""
+    """Write a JSON file atomically: an interrupted run leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document, indent=1) + "\n")
@@ -22,7 +22,7 @@ def save(document: object, path: Path) -> None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]], texts: Collection[str] = ()) -> str:
-    """A table in Markdown. Columns are aligned to the right but the first and those with the heads ``texts``."""
+    """A Markdown table. Columns are right-aligned, except the first and those with the headings ``texts``."""
     rule = ["---" if number == 0 or head in texts else "---:" for number, head in enumerate(heads)]
     lines = ["|" + "|".join(f" {cell}".rstrip() + " " for cell in cells) + "|" for cells in (heads, *rows)]
     return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])

@@ -1,6 +1,6 @@
-"""Cases of benchmarks: implementations that do the same work, and how a pass over them is timed.
+"""Benchmark cases: implementations that do the same work, and the timing of a pass over them.
 
-Every ``bench_<op>.py`` has ``cases()``, which makes one case after the other; those of embedding bags take workloads.
+Every ``bench_<op>.py`` has ``cases()``, which yields its cases; those of embedding bags take workloads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
     note: Callable[[str], dict] = field(default=lambda name: {})
 
     def measure(self, name: str, rounds: int) -> dict[str, object]:
-        """The row of an implementation: "ms", "min_ms", "bytes", and its note."""
+        """The result row of an implementation: "ms", "min_ms", "bytes", and its note."""
         gc.collect()
         rounds = max(rounds // 3, 3) if name in self.slow else rounds
         with torch.set_grad_enabled(self.gradients):
@@ -83,7 +83,7 @@ class Pass(NamedTuple):
     names: Sequence[str] = ()
 
     def cases(self) -> Iterator[Case]:
-        """The cases, each made when the one before has been measured."""
+        """Yield the cases; each is made only after the previous one was measured."""
         for op in self.ops:
             module = importlib.import_module(f"bench.bench_{op}")
             for case in module.cases(self.workloads) if self.workloads else module.cases():
@@ -91,7 +91,7 @@ class Pass(NamedTuple):
                     yield case
 
     def names_of(self, case: Case) -> list[str]:
-        """The implementations of a case that are asked for, and ours."""
+        """The selected implementations of a case, and ours."""
         return [name for name in case.names if not self.names or name in ("ours", *self.names)]
 
     def measure(self, turn: int) -> dict[str, dict[str, dict]]:
@@ -116,7 +116,7 @@ class Way(NamedTuple):
 def op_case(
     title: str, ways: Mapping[str, Way], moved: float | Callable[[str], float], limits: Mapping[str, Call] | None = None
 ) -> Case:
-    """Calls under no_grad; ``limits``: functions of the number of an input."""
+    """Calls under no_grad; ``limits``: functions of an input's index."""
     limits = limits or {}
 
     def call(name: str) -> Call:
@@ -131,7 +131,7 @@ def op_case(
 def trained_case(
     title: str, ways: Mapping[str, Way], moved: float | Callable[[str], float], limits: Mapping[str, Call] | None = None
 ) -> Case:
-    """Forward, and the gradients of all arguments that require one."""
+    """Forward, and the gradients of all arguments that require grad."""
     limits = limits or {}
 
     def call(name: str) -> Call:

@@ -1,4 +1,4 @@
-"""Compares two files of bench.run, of two commits on one machine: `python -m bench.compare BEFORE.json AFTER.json`.
+"""Compare two files of bench.run, of two commits on one machine: `python -m bench.compare BEFORE.json AFTER.json`.
 
 BEFORE and AFTER are files, or COMMIT:PATH of files that git has. A ratio is AFTER's time over BEFORE's, of geometric
 means over the passes; its interval is Welch's, of the logarithms. "Others" are the least and the largest ratio of the
@@ -114,13 +114,13 @@ def _summary(own: list[tuple[Ratio, str]]) -> str:
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """Lists what differs between the runs besides the commit; a key that only one file has counts as different."""
+    """List the differences between the runs besides the commit; a key in only one file counts as different."""
     found = {key: [document["machine"].get(key, UNKNOWN) for document in (before, after)] for key in SAME}
     return [f"{key}: {one}, {other}" for key, (one, other) in found.items() if one != other]
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``given``: in its place."""
+    """Parse the command line, or ``given`` instead."""
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("before", metavar="BEFORE", help="JSON file, or COMMIT:PATH")
     parser.add_argument("after", metavar="AFTER", help="JSON file, or COMMIT:PATH")

@@ -127,7 +127,7 @@ def held_out(samples: Sequence[Sample], of: Model) -> str:
 
 
 def predictions(of: Model, workloads: Sequence[str]) -> str:
-    """Milliseconds of named workloads, which nobody measured."""
+    """Predicted milliseconds of named workloads that were not measured."""
     lines = []
     for name in workloads:
         sizes = Load(**Subject(NAMED[name]).features())

@@ -1,4 +1,4 @@
-"""Measures what whole-bag deduplication saves and costs in a training step, on the same batches with and without it.
+"""Measure the savings and costs of whole-bag deduplication in a training step, on the same batches with and without it.
 
 history     Complete Journey, for several lengths of the longest history and sizes of the batch
 break-even  synthetic sessions, whose ids repeat more and more often: from which factor on it pays

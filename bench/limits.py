@@ -1,4 +1,4 @@
-"""The measured limits: bare C++ loops that gather rows, read and write them, and multiply, built for this machine."""
+"""Measured limits: bare C++ loops that gather, read, write and multiply rows, compiled for this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = ("gather_limit.cpp", "step_limit.cpp", "block_limit.cpp")
 
 @functools.cache
 def limits() -> Limits:
-    """The bare loops, compiled when first asked for."""
+    """The bare loops, compiled on first use."""
     return Limits()
 
 

@@ -1,4 +1,4 @@
-"""The ways a user could do the same today: torch, and FBGEMM where it is installed."""
+"""Peer implementations for comparison: torch, and FBGEMM if it is installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TorchTables:
 
 
 class TorchQuotientRemainder(TorchTables):
-    """The public recipe: for every table two of torch's, which are pooled one by one and multiplied."""
+    """The public recipe: two torch tables per compressed table, each pooled, then multiplied."""
 
     def __init__(self, w: Workload, collisions: int) -> None:
         super().__init__(w)
@@ -93,7 +93,7 @@ def fbgemm_modules() -> tuple[ModuleType, ModuleType]:
 def fbgemm_tables(
     sizes: Sequence[tuple[int, int]], format: str = "fp32", optimizer: str = "rowwise_adagrad"
 ) -> torch.nn.Module:
-    """FBGEMM's tables of so many rows and columns on the CPU, with numbers other than zeros, as ours have."""
+    """FBGEMM's tables of so many rows and columns on the CPU, initialized to nonzero values like ours."""
     configs, fbgemm = fbgemm_modules()
     tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
         [(*size, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
@@ -124,7 +124,7 @@ class Fbgemm:
 
 
 class FbgemmHugePages(Fbgemm):
-    """Fbgemm with rows and state in huge pages, as ours ask for: only the kernels differ."""
+    """Fbgemm with rows and state on huge pages, like ours, so that only the kernels differ."""
 
     def __init__(self, w: Shape) -> None:
         super().__init__(w)
@@ -134,7 +134,7 @@ class FbgemmHugePages(Fbgemm):
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """A copy in memory for which huge pages were asked, where the kernel grants them to those who ask."""
+    """A copy in memory with huge pages requested, on systems that grant them on request."""
     num_bytes = x.numel() * x.element_size()
     memory = mmap.mmap(-1, num_bytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -191,7 +191,7 @@ class FbgemmInference:
 
 
 def fbgemm_ops() -> object | None:
-    """torch.ops.fbgemm, or None where it is not installed."""
+    """torch.ops.fbgemm, or None if it is not installed."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             import fbgemm_gpu  # noqa: F401
@@ -209,6 +209,6 @@ def fbgemm_version() -> str | None:
 
 
 def available() -> dict[str, type]:
-    """name -> implementation, ours first; FBGEMM only where it can be imported."""
+    """name -> implementation, ours first; FBGEMM only if it can be imported."""
     found: dict[str, type] = {"ours": Ours, "torch": TorchTables}
     return found if fbgemm_ops() is None else found | {"fbgemm": Fbgemm, "fbgemm, huge pages": FbgemmHugePages}

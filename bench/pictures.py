@@ -1,6 +1,6 @@
 """Draws pictures of README and docs/results.md from bench/results: `python -m bench.pictures`, which `make docs` runs.
 
-Texts in them stay texts, so that a test can compare every number with the files.
+Text stays text in them, so that a test can compare every number with the files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Shows what files of bench.run hold, in markdown and pictures: `python -m bench.report [FILE...] [--pictures FOLDER]`.
+"""Show result files of bench.run as markdown and pictures: `python -m bench.report [FILE...] [--pictures FOLDER]`.
 
-Without a file it shows those of bench/results. docs/benchmarks.md says what the columns mean.
+Without a file it shows those of bench/results. docs/benchmarks.md describes the columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_GROUPS = 24
 
 
 def summary(document: dict) -> str:
-    """A line for each group: our time, and how many times as long the others take, the limit last."""
+    """One line per group: our time, then the others' times relative to ours, the limit last."""
     lines = []
     for title, group in document["results"].items():
         own, *others = sorted(group, key=lambda name: (name != "ours", name in LIMITS))
@@ -118,7 +118,7 @@ def _bars(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``given``: in its place."""
+    """Parse the command line, or ``given`` instead."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="JSON file of bench.run, or COMMIT:PATH")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the rates of each file there")

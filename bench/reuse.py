@@ -1,4 +1,4 @@
-"""Histograms of how often a batch names a row: two tables of numbers fitted to histograms that Meta published.
+"""Histograms of row reuse within a batch: two tables fitted to histograms that Meta published.
 
 Source: the locality statistics beside the embedding lookup traces of facebookresearch/dlrm_datasets (MIT licence), of
 one batch each. 2021: 856 tables, batch 65,536, 887,017,990 ids of 128,435,723 distinct rows. 2022: 788 tables, batch
@@ -8,8 +8,8 @@ together.
 
 Derivation of a class's count, the mean over its rows: share of ids / share of rows * ids / distinct rows, where the
 share of rows is 0.01 or more; where it is less, and its three decimals say little, the geometric mean of the class's
-bounds (of the last, 32,768 and 65,536). Ids drawn from these tables are synthetic: the histograms know nothing of
-single tables, of where a row is, or of the next batch.
+bounds (of the last, 32,768 and 65,536). Ids drawn from these tables are synthetic: the histograms have no information
+about single tables, positions of rows, or reuse between batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training tables on disk that are four times their memory budget, beside the same tables in memory.
+"""Training of tables on disk four times as large as their memory budget, compared with the same tables in memory.
 
 Each implementation trains in a process of its own on the same Zipf ids: int8 tables behind an LFU cache, in memory and
 on disk, the latter with and without `collection.prefetch`. "embedding": the tables alone. "model": an MLP over their

@@ -1,4 +1,4 @@
-"""Loads of a row file four times as large as its memory, beside a bare loop that reads and writes as many blocks.
+"""Loads of a row file four times as large as its memory, compared with a bare loop that moves as many blocks.
 
 Every load names other blocks, all of which change, so that nearly every block that comes in sends one to the log. The
 loop reads the same blocks of the file into memory of the same size, and first writes what was there to a file of its

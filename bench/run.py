@@ -1,11 +1,11 @@
-"""Times ops on the CPU beside torch, FBGEMM and a bare loop, prints a table and saves the figures.
+"""Time ops on the CPU against torch, FBGEMM and a bare loop, print a table and save the results.
 
     python -m bench.run --op embedding_bag --quick --threads 1
     python -m bench.run --op embedding_bag --workload 8,2048,1000000,64,20,1.05 --case forward
     python -m bench.run --op embedding_bag --workload criteo-kaggle --workload mlperf-dcnv2
 
 The table has the time of each implementation, its bytes, GB/s, the share of the measured limit, and its time over ours.
-docs/benchmarks.md says what the columns and the JSON file hold, and how to compare two commits.
+docs/benchmarks.md describes columns and JSON file, and how to compare two commits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _contents() -> str:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``given``: in its place."""
+    """Parse the command line, or ``given`` instead."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m bench.run", description=__doc__, epilog=_contents(), formatter_class=form
@@ -76,7 +76,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_tests(ops: list[str]) -> None:
-    """Runs the ops' tests; ends the program when one fails."""
+    """Run the ops' tests; exit if one fails."""
     tests = [test for op in ops if (ROOT / (test := f"python_tests/test_{op}.py")).exists()]
     if tests and subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode:
         sys.exit(f"pytest {' '.join(tests)} failed: no figures from kernels that are wrong")
@@ -109,7 +109,7 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
 
 
 def check_found(args: argparse.Namespace, groups: dict[str, dict[str, dict]]) -> None:
-    """Ends the program if a pass has nothing of what an option asks for."""
+    """Exit if a pass has no result for a selected option."""
     names = {name for members in groups.values() for name in members}
     if lacking := [text for text in args.case if not any(text in title for title in groups)]:
         sys.exit(f"no benchmark of {', '.join(args.op or BENCHED)} has {' or '.join(lacking)} in its name")

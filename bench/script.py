@@ -1,4 +1,4 @@
-"""Parts of scripts that measure: their options, and what a result says of machine and versions."""
+"""Shared parts of measurement scripts: options, and the description of machine and versions in results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parser_of(about: str | None, file: str, *, data: bool = False) -> argparse.A
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of the command line; torch has the number of threads that they name."""
+    """Parse the options of the command line, and set torch's number of threads."""
     options = parser.parse_args()
     if getattr(options, "threads", None):
         torch.set_num_threads(options.threads)
@@ -66,7 +66,7 @@ def machine(threads: int = 0) -> dict[str, object]:
 
 
 def write_result(options: argparse.Namespace, settings: Sequence[str], results: Any) -> None:
-    """Writes results to ``options.output``, with the machine and the options that ``settings`` names."""
+    """Write results to ``options.output``, with the machine and the options named in ``settings``."""
     given = {name: getattr(options, name) for name in settings}
     save({"environment": machine(), "settings": given, "results": results}, options.output)
     print(f"written to {options.output}")

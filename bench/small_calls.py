@@ -1,8 +1,8 @@
 """Small calls, where Python and autograd take longer than the kernels: microseconds beside torch and FBGEMM.
 
-``python -m bench.small_calls``: one thread; the implementations of a case take turns. The median of all calls is
-written, and the ratio to torch's. "no grad": no argument requires a gradient, and gradients are enabled, as in a model
-that is asked for numbers; "under no_grad" also disables them.
+``python -m bench.small_calls``: one thread; the implementations of a case take turns. It writes the median of all
+calls, and the ratio to torch's. "no grad": no argument requires a gradient, but grad mode is enabled, as in inference
+without no_grad; "under no_grad" also disables grad mode.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def steps() -> Case:
 
 
 def peers() -> dict[str, type]:
-    """name -> implementation; huge pages are no matter of small calls."""
+    """name -> implementation; without huge pages, which do not affect small calls."""
     return {name: peer for name, peer in available().items() if "," not in name}
 
 

@@ -1,7 +1,7 @@
-"""Where a training step's time goes on the CPU, beside the bare loop's: `python -m bench.step_parts`.
+"""Breakdown of a training step's time on the CPU, compared with the bare loop: `python -m bench.step_parts`.
 
-Linux's `perf` samples the process while it makes steps of a named workload on one thread; the function that a sample is
-in says which part of a step it belongs to. Needs `perf` (Debian: linux-perf) and the right to use it.
+Linux's `perf` samples the process during steps of a named workload on one thread; each sample's function determines its
+part of the step. Needs `perf` (Debian: linux-perf) and the right to use it.
 """
 
 from __future__ import annotations

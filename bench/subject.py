@@ -1,4 +1,4 @@
-"""A workload under test: its batches, and the implementations that have been built for it."""
+"""A workload under test: its batches, and the implementations built for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIRECTIONS = ("forward", "train")
 
 
 class Subject:
-    """A workload and its batches. Benchmarks derive from it and say how what they time is made."""
+    """A workload and its batches. Benchmarks derive from it and define how implementations are made."""
 
     def __init__(self, workload: Shape, batches: int = BATCHES) -> None:
         self.workload = workload
@@ -29,13 +29,13 @@ class Subject:
         raise NotImplementedError
 
     def built(self, name: str):
-        """The implementation called ``name``, made when it is first asked for."""
+        """The implementation called ``name``, made on first use."""
         if name not in self._built:
             self._built[name] = self.make(name)
         return self._built[name]
 
     def call(self, direction: str, name: str) -> Call:
-        """A function of a batch number that looks the batch up ("forward") or also trains on it ("train")."""
+        """A function of a batch index that looks the batch up ("forward") or also trains on it ("train")."""
         return self.calls(direction, self.built(name), self.batches)
 
     def calls(self, direction: str, tables, batches: Sequence[torch.Tensor]) -> Call:

@@ -1,4 +1,4 @@
-"""Timing of benchmarks: calls cycle through their inputs, implementations take turns at who goes first."""
+"""Timing of benchmarks: calls cycle through their inputs, and implementations take turns in going first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def timed(function: Call, number: int) -> float:
 
 
 def time_calls(function: Call, inputs: int, rounds: int) -> list[float]:
-    """Seconds of ``rounds`` calls of ``function``, of the numbers 0 .. inputs - 1 in turn, after a warm-up."""
+    """Seconds of ``rounds`` calls of ``function``, with input indices 0 .. inputs - 1 in turn, after a warm-up."""
     numbers, calls, end = itertools.cycle(range(inputs)), 0, time.perf_counter() + WARMUP_SECONDS
     while calls < WARMUP_CALLS or time.perf_counter() < end:
         function(next(numbers))

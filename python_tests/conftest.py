@@ -1,4 +1,4 @@
-"""Settings of every test: uninitialised memory is poisoned, hypothesis is reproducible; which files are left out."""
+"""Settings of all tests: poisoned uninitialized memory, reproducible hypothesis examples, and deselected files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rec_kernels.dlrm import Batch
     from rec_kernels.dlrm.synthetic import Synthetic
 
-# Before torch loads OpenMP: threads that wait sleep. Two test processes would spend the machine on spinning.
+# Set before torch loads OpenMP: waiting threads sleep. Otherwise several test processes would compete by spinning.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-# Before CUDA makes a handle: torch, deterministic as below, refuses cuBLAS that has no workspace of its own.
+# Set before CUDA makes a handle: in deterministic mode torch rejects cuBLAS without a fixed workspace.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import backends
@@ -29,11 +29,11 @@ import torch
 from backends import PASSED
 from hypothesis import settings
 
-# Compiled graphs that torch keeps on disk name arguments of ops by position: those of other schemas are of no use here.
+# Graphs in torch's on-disk cache refer to op arguments by position, so each version of the schemas has its own cache.
 _HERE = Path(__file__).resolve().parent
 _SCHEMAS = hashlib.sha256((_HERE / "schemas.json").read_bytes()).hexdigest()[:16]
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_HERE.parent / "build" / f"inductor-{_SCHEMAS}")
-# `pytest` finds bench and wheels here, as `python -m pytest` does. An installed rec_kernels is found before this one.
+# Plain `pytest` then finds bench and wheels like `python -m pytest`. An installed rec_kernels takes precedence.
 sys.path.append(str(_HERE.parent))
 
 # Every run has the same examples and no time limit per example: a test fails because of the code or not at all.
@@ -48,7 +48,7 @@ SLOWEST = (
     *("test_embedding_bag_triton.py", "test_row_formats.py", "test_types.py", "test_aarch64.py"),
     *("test_cuda_code.py", "test_dlrm_sharded.py", "test_sanitize_cuda.py", "test_bench_workloads.py"),
 )
-#: How the names of test files begin that import the trainer, and the packages that it needs; other tests do without.
+#: Prefixes of test files that import the trainer, and the packages that only these files need.
 TRAINER_FILES = (
     *("test_dlrm_", "test_studies_", "test_recorded_programs."),
     *("test_bench_tools.", "test_cost_model.", "test_tuning."),  # bench.run asks the trainer for the processor's name
@@ -63,7 +63,7 @@ def _missing() -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--backends=cuda`` on a GPU: the CPU's kernels and the emulated ones are tested elsewhere."""
+    """Add ``--backends``: on a GPU, ``--backends=cuda`` skips the CPU's and the emulated kernels."""
     parser.addoption(
         "--backends",
         metavar="KINDS",
@@ -82,12 +82,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str | None:
-    """Says which files are left out for want of packages."""
+    """Report files that are skipped because packages are missing."""
     return f"tests that need the trainer are left out: no {', '.join(_missing())}" if _missing() else None
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leaves out files of which ``--backends`` leaves nothing, and those that need the trainer without its packages.
+    """Skip files without tests for ``--backends``, and files of the trainer if its packages are missing.
 
     A file that the command names is collected.
     """
@@ -98,7 +98,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that ``--backends`` leaves out; the slowest first, in their order, all others in the order they have."""
+    """Deselect tests by ``--backends``, and move the slowest files to the front; the others keep their order."""
     named = {Path(arg.partition("::")[0]).name for arg in config.args}
     wanted = [item.path.name in named or not _left_out(item) for item in items]
     if not all(wanted):
@@ -109,24 +109,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _left_out(item: pytest.Item) -> bool:
-    """True of a test function, or the class it is in, that asks for no chosen backend."""
+    """True if a test function or its class uses no selected backend."""
     test = item.cls.__name__ if getattr(item, "cls", None) else getattr(item, "originalname", None)
     return backends.left_out(item.path, test or item.name.partition("[")[0])
 
 
 def pytest_collection_finish() -> None:
-    """Freezes objects that exist now: a full garbage collection, which took 0.5 s, need not read them."""
+    """Freeze existing objects: a full garbage collection, which took 0.5 s, then skips them."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _poison_uninitialised_memory() -> Iterator[None]:
-    """Every new tensor that nobody has written starts as NaN (integers: the largest one).
+    """Fill uninitialized tensors with NaN (integers: the largest value).
 
-    With deterministic algorithms on, ``aten::empty`` and all that is built on it fill what they allocate. The compiled
-    ops take their outputs from ``aten::new_empty``, so that an element which a kernel forgets to write is a NaN in the
-    result and not whatever was in memory. test_embedding_bag.py checks that this reaches the ops' buffers. Scratch
-    memory of the kernels does not come from torch; the sanitizer build watches over that.
+    In deterministic mode ``aten::empty`` and everything built on it fill their memory. The compiled ops allocate
+    outputs with ``aten::new_empty``, so an element that a kernel does not write is NaN. test_embedding_bag.py checks
+    that this covers the ops' buffers. The kernels' scratch memory does not come from torch; the sanitizer build
+    covers it.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -138,7 +138,7 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-    # Machine code that torch.compile has loaded may have made this thread take denormals for zeros.
+    # Code compiled by torch.compile may have enabled flush-to-zero in this thread.
     torch.set_flush_denormal(False)
 
 
@@ -158,7 +158,7 @@ def batch(data: Synthetic) -> Batch:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of the trainer that was stopped; to be copied, not changed."""
+    """The folder of a stopped training run; copy it, do not change it."""
     from dlrm_stops import stopped_run
 
     return stopped_run(tmp_path_factory.mktemp("runs"))
@@ -166,26 +166,26 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
+    """Do not draw a run's curves, which takes longer than its training; test_dlrm_report.py tests them."""
     from rec_kernels.dlrm import report
 
     monkeypatch.setattr(report, "draw", lambda records: None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist hands over its counts."""
+    """Send the counts of a pytest-xdist worker to the controller."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["passed"] = dict(PASSED)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
-    """Collects what a worker of pytest-xdist has handed over; a worker that died has nothing."""
+    """Collect the counts of a pytest-xdist worker; a crashed worker has none."""
     PASSED.update(getattr(node, "workeroutput", {}).get("passed", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many comparisons each backend has passed: a backend that silently ran none would show."""
+    """Print the passed comparisons per backend, to reveal a backend that silently ran none."""
     if PASSED:
         counts = ", ".join(f"{kind} {count:,}" for kind, count in PASSED.items())
         terminalreporter.write_line(f"comparisons passed by backend: {counts}")

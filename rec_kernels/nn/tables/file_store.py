@@ -80,7 +80,7 @@ class FileStore(TableStore):
         return self.cache.plan(call.bags[:2], call.layout, call.rounding["seed"], inserts=inserts)
 
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
-        self.file.is_behind |= inserts
+        self.file.has_unflushed_slots |= inserts
         rows, written = self._plan(call, inserts=inserts)
         # A backward marks the rows that it writes itself; most lookups outside training have no backward.
         self.file.load(rows, written if inserts else written[:0])
@@ -100,7 +100,7 @@ class FileStore(TableStore):
 
     def _load_for_update(self, call: TableCall) -> None:
         """Load the uncached rows of an update."""
-        self.file.is_behind = True
+        self.file.has_unflushed_slots = True
         self.file.load(*self._plan(call, inserts=False))
 
     def keep(self, output: Tensor, call: TableCall) -> None:
@@ -110,7 +110,7 @@ class FileStore(TableStore):
 
     def _load_again(self, loads: int | None, call: TableCall, _: Tensor) -> None:
         """Backward hook: reload the rows if others were loaded since the lookup, or if the lookup did not mark them."""
-        self.file.is_behind = True
+        self.file.has_unflushed_slots = True
         if self.file.loads != loads:
             self._load_for_update(call)
 
@@ -146,7 +146,7 @@ class FileStore(TableStore):
             )
         given, own = state_dict.get(f"{prefix}file_generation"), self.file.file.generation
         has_cache = any(name.startswith(f"{prefix}row_cache.") for name in state_dict)
-        if given is None and has_cache and (self.file.is_behind or self.file.has_changed):
+        if given is None and has_cache and (self.file.has_unflushed_slots or self.file.has_changed):
             raise RuntimeError(
                 f"{prefix}file_generation is missing: of which state of {self.file.path} the rows in {prefix}row_cache "
                 "are is not known, and there were updates since its last; nothing was changed"
@@ -157,7 +157,7 @@ class FileStore(TableStore):
                 f"{prefix}file_generation is {int(given)} and {self.file.path} has generation {own}{changed}: open "
                 f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
             )
-        self.file.is_behind = True  # loading will change slots
+        self.file.has_unflushed_slots = True  # loading will change slots
 
     def write_tables(self, tables: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Overwrite tables, and empty the cache, whose rows are stale then.
@@ -171,7 +171,7 @@ class FileStore(TableStore):
             self.cache.clear()
 
     def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
-        if not self.file.is_behind and not self.file.has_changed:
+        if not self.file.has_unflushed_slots and not self.file.has_changed:
             return  # a new generation would invalidate states that name the current one
         with self.file.held():
             for first, count, rows in self.cache.dirty_slots(self.file.scattered_rows_at_once()):

@@ -70,7 +70,7 @@ def tie_tables(
         else:
             before = holder.weight
             holder.weight = nn.Parameter(view, requires_grad=before.requires_grad)
-            RequiresGrad.hand_on(before, holder.weight)
+            RequiresGrad.copy_to(before, holder.weight)
         if grad is not None and grad.device != view.device:
             holder.weight.grad = torch.empty_like(grad, device=view.device) if grad.is_meta else grad.to(view.device)
         if view.dtype == torch.uint8:

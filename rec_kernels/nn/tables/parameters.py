@@ -35,7 +35,7 @@ class RequiresGrad:
         return weight.__dict__.get("requires_grad_", weight)
 
     @staticmethod
-    def hand_on(before: Tensor, after: Tensor) -> None:
+    def copy_to(before: Tensor, after: Tensor) -> None:
         """Copy the ``RequiresGrad`` of a parameter, if any, to its replacement."""
         if "requires_grad_" in before.__dict__:
             after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
@@ -105,7 +105,7 @@ class Table(nn.Module):
 
     def _empty_weight(self) -> nn.Parameter:
         empty = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=self.weight.requires_grad)
-        RequiresGrad.hand_on(self.weight, empty)
+        RequiresGrad.copy_to(self.weight, empty)
         return empty
 
     def _load_from_state_dict(

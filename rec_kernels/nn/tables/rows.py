@@ -19,26 +19,29 @@ _ELEMENTWISE_INITS = (nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.i
 
 
 def initialize(
-    weight: Tensor, table: StoredTable, most: int | None = None, begin: Callable[[int, int], object] | None = None
+    weight: Tensor,
+    table: StoredTable,
+    max_rows: int | None = None,
+    before_write: Callable[[int, int], object] | None = None,
 ) -> None:
     """Initialize a table's rows, a view from ``Storage.view``, with its ``init``.
 
-    ``begin(first, count)`` is called before each write of at most ``most`` rows. An ``init`` that ``takes_chunks`` is
-    called for consecutive chunks of rows; any other is called once with all rows.
+    ``before_write(first, count)`` is called before each write of at most ``max_rows`` rows. An ``init`` that
+    ``takes_chunks`` is called for consecutive chunks of rows; any other is called once with all rows.
     """
     rows = table.num_embeddings
-    if table.format == "fp32" and begin is None:
+    if table.format == "fp32" and before_write is None:
         fill(weight, table, 0)
         return
     at_once = -(-_FLOATS_AT_ONCE // table.embedding_dim)
-    step = min(most or rows, at_once) if takes_chunks(table.init) else rows
+    step = min(max_rows or rows, at_once) if takes_chunks(table.init) else rows
     # One buffer for all chunks: glibc cannot always reuse a freed allocation with torch's alignment.
     chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
         floats = chunk[: rows - first]
         fill(floats, table, first)
         if not weight.is_meta:
-            write(weight, encode(floats, table.format), first, most, begin)
+            write(weight, encode(floats, table.format), first, max_rows, before_write)
 
 
 def takes_chunks(init: Callable[[Tensor], object] | None) -> bool:
@@ -67,12 +70,12 @@ def _memory(t: Tensor) -> int:
 
 
 def write(
-    weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None
+    weight: Tensor, rows: Tensor, first: int, max_rows: int | None, before_write: Callable[[int, int], object] | None
 ) -> None:
-    """Write encoded rows to a table from row ``first`` on; for ``most`` and ``begin`` see ``initialize``."""
-    for chunk in rows.split(most or len(rows)):
-        if begin is not None:
-            begin(first, len(chunk))
+    """Write encoded rows to a table from row ``first`` on; for ``max_rows`` and ``before_write`` see ``initialize``."""
+    for chunk in rows.split(max_rows or len(rows)):
+        if before_write is not None:
+            before_write(first, len(chunk))
         weight[first : first + len(chunk)] = chunk
         first += len(chunk)
 

@@ -245,10 +245,10 @@ class HostStore(TableStore):
     def __init__(self, features: FeatureMap, cache: CacheState) -> None:
         super().__init__(features, cache)
         self._prefetched = PrefetchedBatch()
-        self._holds_back = False
+        self._defers_prefetch = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_holds_back": False}  # a copy is outside any block
+        return {**self.__dict__, "_defers_prefetch": False}  # a copy is outside any block
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
         where, storage = device_of(device), self._features.storage
@@ -290,7 +290,7 @@ class HostStore(TableStore):
 
     def _insert_prefetched(self) -> None:
         """Insert the rows of the prefetched batch, unless an update must run before."""
-        if not self._prefetched.is_empty and not self._holds_back:
+        if not self._prefetched.is_empty and not self._defers_prefetch:
             self._prefetched.insert(self._insert, self.cache.buffers())
 
     def updated(self) -> None:
@@ -305,11 +305,11 @@ class HostStore(TableStore):
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        before, self._holds_back = self._holds_back, True
+        before, self._defers_prefetch = self._defers_prefetch, True
         try:
             yield
         finally:
-            self._holds_back = before
+            self._defers_prefetch = before
         self.updated()
 
     def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:

@@ -48,7 +48,7 @@ class TableFile:
         self.path = Path(path)
         exists = self.path.exists()
         #: True if this object created the file.
-        self.is_made = not exists
+        self.is_created = not exists
         unit = storage.dtype.itemsize
         self._starts = np.array([start * unit for start in storage.starts[:-1]], dtype=np.int64)
         self._sizes = np.array([t.row_bytes for t in stored], dtype=np.int64)
@@ -73,14 +73,14 @@ class TableFile:
         #: True if rows may have been written since the current generation.
         self.has_changed = False
         #: True if cache slots may have changed since the last flush; set by the store.
-        self.is_behind = False
-        self._turn = threading.RLock()
+        self.has_unflushed_slots = False
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock: within the block, rows that this thread loads stay in memory."""
         _ = self.file.closed  # RuntimeError in a forked process, where the lock's owner may not exist
-        with self._turn:
+        with self._lock:
             yield
 
     @staticmethod
@@ -177,12 +177,12 @@ class TableFile:
         """Make a new generation durable; the previous one can be opened until the next write, unless ``apply``."""
         self.loads += 1  # even on failure, which may already have marked blocks as clean
         self.file.flush(apply=apply)
-        self.has_changed = self.is_behind = False
+        self.has_changed = self.has_unflushed_slots = False
 
     def discard(self) -> None:
         """Close the file, and delete it if this object created it."""
         self.file.close()
-        if self.is_made:
+        if self.is_created:
             for path in (self.path, Path(f"{self.path}.log")):
                 path.unlink(missing_ok=True)
 
