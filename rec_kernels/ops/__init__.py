@@ -1,6 +1,6 @@
-"""The ops: one file each, with what the op means, its fake (shape) kernel and its autograd formula."""
+"""The ops: each file holds one op's public function, its fake (shape) kernel and its autograd formula."""
 
-from rec_kernels import _library  # noqa: F401  (the schemas must be registered before what follows)
+from rec_kernels import _library  # noqa: F401  (registers the schemas that the imports below need)
 from rec_kernels.ops import (  # noqa: F401
     dot_interaction,
     embedding_bag,

@@ -1,4 +1,4 @@
-"""dot_interaction: the pairwise dot products of a sample's vectors, behind its dense vector."""
+"""dot_interaction: DLRM's interaction, a sample's dense vector followed by the dot products of its vectors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _ops = torch.ops.rec_kernels
 def dot_interaction(
     dense: Tensor, sparse: Tensor, self_interaction: bool = False, *, precision: str = "ieee"
 ) -> Tensor:
-    """``dense`` followed by the dot product of each pair among it and the vectors of ``sparse``, in one pass.
+    """Concatenate ``dense`` with the dot products of all pairs of ``dense`` and the vectors of ``sparse``.
 
-    The interaction of DLRM (M. Naumov et al., "Deep Learning Recommendation Model for Personalization and
-    Recommendation Systems", arXiv:1906.00091). Equal to ``torch.bmm`` of all vectors with themselves, its triangle, and
-    ``torch.cat``, but neither [B, F + 1, F + 1] products nor a copy of the vectors are ever in memory.
+    This is the interaction of DLRM (M. Naumov et al., "Deep Learning Recommendation Model for Personalization and
+    Recommendation Systems", arXiv:1906.00091). It equals ``torch.bmm``, the lower triangle and ``torch.cat``, but
+    allocates neither the [B, F + 1, F + 1] products nor a copy of the vectors.
 
     Args:
         dense: [B, D] float32, float16 or bfloat16, D from 1 to 2^20.
-        sparse: [B, F, D] of dense's dtype, F from 0 to 2^20 - 1. Samples may lie at any distance from each other, as
-            in ``pooled[:, : F * D].view(B, F, D)``; of other strides, a copy is taken.
-        self_interaction: whether a vector makes a pair with itself, too.
-        precision: of products of float32 on a GPU: "ieee" (off by at most 2^-21 of themselves) or "tf32" (tensor cores:
-            inputs cut to 11 significant bits; on an AMD GPU "ieee"). Products of float16 and bfloat16 are exact. On
-            the CPU all are.
+        sparse: [B, F, D] of dense's dtype, F from 0 to 2^20 - 1. The batch stride is arbitrary, as in
+            ``pooled[:, : F * D].view(B, F, D)``; tensors with other strides are copied.
+        self_interaction: whether to include the dot product of each vector with itself.
+        precision: precision of float32 products on a GPU: "ieee" (relative error at most 2^-21) or "tf32" (tensor
+            cores, inputs reduced to 11 significant bits; on an AMD GPU the same as "ieee"). Products of float16 and
+            bfloat16 are exact, and so are all products on the CPU.
 
     Returns:
-        [B, D + pairs] of dense's dtype, contiguous. With vector 0 the dense one and 1 + f sparse vector f, the pairs
-        are (1, 0), (2, 0), (2, 1), (3, 0), ...: row-major below the diagonal, (F + 1) F / 2 of them; with
-        ``self_interaction`` (0, 0), (1, 0), (1, 1), ...: (F + 1) (F + 2) / 2. Differentiable in both tensors, once.
-        Sums are float32, rounded once. On the CPU the same bits for every instruction set and number of threads; on a
-        GPU, where the op is a Triton kernel, within the bound of docs/numerics.md ("dot_interaction"). Under autocast,
-        as of torch.bmm, both tensors are cast to its dtype, which the result has, and a gradient has the dtype of the
-        argument.
+        [B, D + pairs] of dense's dtype, contiguous. Vector 0 is the dense one, vector 1 + f is sparse vector f. The
+        pairs are the strictly lower triangle in row-major order, (1, 0), (2, 0), (2, 1), (3, 0), ..., (F + 1) F / 2 of
+        them; with ``self_interaction``, (0, 0), (1, 0), (1, 1), ..., (F + 1) (F + 2) / 2 of them. Differentiable in
+        both tensors, once. Sums are float32 and rounded once. On the CPU, the bits are the same for every instruction
+        set and number of threads; on a GPU (a Triton kernel) the result is within the bound of docs/numerics.md
+        ("dot_interaction"). Under autocast, as for torch.bmm, both tensors and the result have autocast's dtype;
+        a gradient has its argument's dtype.
 
     Raises:
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
@@ -47,7 +47,7 @@ def dot_interaction(
 
 
 def num_pairs(num_sparse: int, self_interaction: bool = False) -> int:
-    """Pairs among a dense vector and so many sparse ones: columns of the result behind the first D."""
+    """Number of pairs of a dense and ``num_sparse`` sparse vectors: the output's columns after the first D."""
     return (num_sparse + 1) * (num_sparse + (2 if self_interaction else 0)) // 2
 
 

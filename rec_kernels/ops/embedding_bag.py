@@ -2,10 +2,10 @@
 
 The ops (schemas and contract in csrc/embedding_bag/embedding_bag.cpp and .h, arguments in docs/ops.md):
 
-- ``embedding_bag``: lookup; torch gradients, dense or sparse, of ``weights`` and ``per_sample_weights``.
-- ``embedding_bag_tables``: the same; the gradient goes to the list ``tables``, views of ``weights``.
-- ``embedding_bag_fused``: the same; the backward updates ``weights`` and optimizer state in place, once per row.
-- ``embedding_bag_backward_*``: what those backwards call.
+- ``embedding_bag``: lookup with torch gradients, dense or sparse, of ``weights`` and ``per_sample_weights``.
+- ``embedding_bag_tables``: lookup with one gradient per table, for the list ``tables`` of views of ``weights``.
+- ``embedding_bag_fused``: lookup with a backward that updates ``weights`` and optimizer state in place, once per row.
+- ``embedding_bag_backward_*``: the backward ops of these lookups.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
 
 _ops = torch.ops.rec_kernels
-_one_table = _ops.embedding_bag.table  # looked up once
+_one_table = _ops.embedding_bag.table  # resolved once, because attribute lookup costs time in a small call
 
-#: Tables in one flat weight tensor start at multiples of this many elements (64 bytes of float32: a cache line).
+#: Alignment, in elements, of the tables in a flat weight tensor (64 bytes of float32: a cache line).
 TABLE_ALIGNMENT = 16
 
-# Tensors that are rows of a format by themselves.
+# Half-precision dtypes of weight tensors, with the names of their row formats.
 NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
 
 
@@ -47,32 +47,32 @@ def embedding_bag(
     embedding_dim: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sums or averages bags: a drop-in for ``torch.nn.functional.embedding_bag``, but for what docs/ops.md lists.
+    """Sum or average bags of embedding rows, like ``torch.nn.functional.embedding_bag`` (differences: docs/ops.md).
 
     Args:
-        input: ids, int32 or int64: [N] with ``offsets``, or [B, L] (bags of L ids each, no ``offsets``).
+        input: ids, int32 or int64: [N] with ``offsets``, or [B, L] without (B bags of L ids each).
         weight: [E, D] float32, float16 or bfloat16, contiguous. Its gradient has its dtype, and is dense, or coalesced
-            sparse with ``sparse=True``. Or, for lookups only: uint8 rows of ``format``, [E, row_bytes].
-        offsets: [B], as ids: where bags start, the first 0 (ids before: in none); [B + 1] with ``include_last_offset``.
-        mode: "sum" or "mean" ("max" is not offered).
-        per_sample_weights: float32, input's shape: each id's factor. With "mean", the weighted sum is divided by the
-            number of ids (torch refuses this combination).
-        padding_idx: this id is left out of every bag; negative counts from the end.
-        format, embedding_dim: of a uint8 ``weight``, rows that ``rk.quantize_rows`` made: one of ``rk.BAG_FORMATS``; D.
-        output_dtype: torch.float32 (None), torch.float16 or torch.bfloat16: sums are float32, rounded once.
-        max_norm, norm_type, scale_grad_by_freq: only the defaults; anything else raises NotImplementedError.
+            sparse with ``sparse=True``. For lookups without a gradient also [E, row_bytes] uint8 rows of ``format``.
+        offsets: [B] int32 or int64, bag starts ([B + 1] with ``include_last_offset``); ids before the first: in no bag.
+        mode: "sum" or "mean"; "max" is not supported.
+        per_sample_weights: float32 of input's shape, a factor per id. "mean" divides the weighted sum by the number of
+            ids (torch refuses this combination).
+        padding_idx: id to skip in every bag; a negative one counts from the table's end.
+        format, embedding_dim: row format (in ``rk.BAG_FORMATS``) and D of a uint8 ``weight`` (``rk.quantize_rows``).
+        output_dtype: torch.float32 (None), torch.float16 or torch.bfloat16. Sums are float32 and rounded once.
+        max_norm, norm_type, scale_grad_by_freq: must have their defaults.
 
     Returns:
-        [B, D] of ``output_dtype``. An empty bag gives zeros. Summed in ascending position: the same bits for every
-        instruction set, thread count and run (docs/numerics.md).
+        [B, D] of ``output_dtype``, zeros for an empty bag. Rows are added in ascending position, with the same bits
+        for every instruction set, thread count and run (docs/numerics.md).
 
     Raises:
-        IndexError: an id outside [0, E), with its place in ``input``, bag and range. ValueError: wrong shapes, dtypes
-        or devices; offsets that decrease or lie outside [0, N]. TypeError: an argument is no tensor.
-        NotImplementedError: a forward-mode tangent.
+        IndexError: an id is outside [0, E); the message has its place in ``input``, the bag and the range. TypeError:
+        an argument is not a tensor. ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside
+        [0, N]. NotImplementedError: max_norm, norm_type or scale_grad_by_freq is set; a forward-mode tangent.
 
-    On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
-    offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag.table`` also returns ``status``, which tells.
+    On a GPU, bad ids and offsets raise no error: an id out of range is skipped in the output and the gradients, and
+    with bad offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag.table`` reports them in ``status``.
     """
     refuse_norms("rk.embedding_bag", max_norm, norm_type, scale_grad_by_freq)
     _check_arguments(input, weight, mode)
@@ -84,7 +84,7 @@ def embedding_bag(
     options |= {"sparse": True} if sparse else {}
     options |= {} if padding_idx is None else {"padding_idx": _padding_row(padding_idx, len(weight))}
     options |= {} if output_dtype is None else {"output_dtype": output_dtype}
-    try:  # positional arguments: keywords take a fifth of a small call's time
+    try:  # positional arguments, because keywords take a fifth of a small call's time
         has_last = include_last_offset or is_padded
         return call(_one_table, weight, ids, offsets, per_sample_weights, mode, has_last, **options)[0]
     except (IndexError, ValueError) as error:
@@ -93,7 +93,7 @@ def embedding_bag(
 
 
 def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool) -> None:
-    """Raises NotImplementedError for what changes rows in a lookup, or gradients by counts of ids."""
+    """Raise NotImplementedError for options that renormalize rows in a lookup or scale gradients by id frequency."""
     if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
         raise NotImplementedError(
             f"max_norm, norm_type and scale_grad_by_freq are not supported by {name}: a lookup changes no row here, "
@@ -104,10 +104,10 @@ def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad
 def read_bags(
     input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, include_last_offset: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids [N], where bags begin and end [B + 1], and factors [N], of the arguments of ``torch.nn.EmbeddingBag``.
+    """Convert the arguments of ``torch.nn.EmbeddingBag`` to ids [N], offsets [B + 1] and per-sample weights [N].
 
     Raises:
-        TypeError: an argument is no tensor. ValueError: wrong dtypes or shapes.
+        TypeError: an argument is not a tensor. ValueError: wrong dtypes or shapes.
     """
     check_ids(input)
     if input.dim() == 2:
@@ -134,7 +134,7 @@ def _checked_offsets(input: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def check_ids(input: Tensor) -> None:
-    """Raises TypeError or ValueError unless ids are what lookups take; the ops would call them "values"."""
+    """Raise TypeError or ValueError unless ``input`` is a dense id tensor; the ops' messages would say "values"."""
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
@@ -149,7 +149,7 @@ def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     check_ids(input)
     check_tensor("weight", weight)
-    # The op would call it "weights".
+    # Checked here because the op's message would name it "weights".
     if weight.dim() != 2 or not weight.is_contiguous():
         raise ValueError(
             f"weight must have two dimensions and be contiguous, got shape {list(weight.shape)} and strides "
@@ -158,7 +158,7 @@ def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
 
 
 def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:
-    """The weight as the op takes it, and what the op has to be told of its rows."""
+    """Return the weight as the op takes it, and the op's options that describe its rows."""
     if weight.dtype == torch.float32:
         if format not in (None, "fp32") or embedding_dim not in (None, weight.shape[-1]):
             raise ValueError(
@@ -202,7 +202,7 @@ def _flatten_bags(
 
 
 def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int]:
-    """Start of each table in one flat tensor, and the tensor's length: sizes [T], in elements -> offsets [T + 1]."""
+    """Start of each table in a flat tensor, then the tensor's length: sizes [T], in elements -> offsets [T + 1]."""
     starts = [0]
     for size in sizes:
         starts.append(-(-(starts[-1] + size) // alignment) * alignment)

@@ -1,4 +1,4 @@
-"""expand: rows for every sample from those of the distinct ones."""
+"""expand: gather the rows of distinct samples into one row per sample."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _ops = torch.ops.rec_kernels
 
 
 def expand(x: Tensor, inverse: Tensor) -> Tensor:
-    """``x[inverse]``, with a gradient that has the same bits in every run.
+    """Gather rows, ``x[inverse]``, with a gradient that has the same bits in every run.
 
     Args:
         x: [U, ...] float32, float16, bfloat16, int32 or int64.
-        inverse: int32 or int64 of any shape, numbers of rows in [0, U).
+        inverse: int32 or int64 row indices in [0, U), of any shape.
 
     Returns:
-        ``[*inverse.shape, ...]`` of x's dtype, a new tensor. Differentiable in ``x``: a row's gradients are summed in
-        float32, in ascending position in ``inverse`` and by the rule of docs/numerics.md ("Row gradients"), and rounded
-        once where x is float16 or bfloat16.
+        A new tensor ``[*inverse.shape, ...]`` of x's dtype. Differentiable in ``x``: the gradients of a row are summed
+        in float32, in ascending position in ``inverse``, by the rule of docs/numerics.md ("Row gradients"), and rounded
+        once if x is float16 or bfloat16.
 
     Raises:
-        IndexError: on the CPU, a number out of range, with its position. On a GPU its row is zeros, and the op's
-        ``status`` (docs/ops.md) tells.
-        ValueError: a dtype, shape or device is not as above. TypeError: an argument is no tensor.
+        IndexError: on the CPU, an index is out of range; the message has its position. On a GPU, its row is zeros and
+        the op's ``status`` (docs/ops.md) reports it.
+        ValueError: a dtype, shape or device is not as above. TypeError: an argument is not a tensor.
     """
     check_tensor("x", x)
     check_tensor("inverse", inverse)

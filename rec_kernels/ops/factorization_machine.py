@@ -1,4 +1,4 @@
-"""factorization_machine: a sample's pairwise dot products, projected without being computed."""
+"""factorization_machine: projected pairwise dot products x x^T y of a sample's vectors, without computing x x^T."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _ops = torch.ops.rec_kernels
 
 
 def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> Tensor:
-    """``x (x^T y)`` of each sample, in one pass: all pairwise dot products x x^T, projected from F to K columns.
+    """Compute ``x (x^T y)`` per sample: the pairwise dot products x x^T, projected from F to K columns.
 
-    The optimized factorization machine of Wukong (B. Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale
-    Recommendation", arXiv:2403.02545). Neither x x^T [B, F, F] nor x^T y [B, D, K] is ever in memory, and the work
-    grows with F, not with its square.
+    This is the optimized factorization machine of Wukong (B. Zhang et al., "Wukong: Towards a Scaling Law for
+    Large-Scale Recommendation", arXiv:2403.02545). Neither x x^T [B, F, F] nor x^T y [B, D, K] is allocated, and the
+    work is linear in F.
 
     Args:
-        x: [B, F, D] float32, float16 or bfloat16, D from 1 to 2^20, F up to 2^20. Samples may lie at any distance from
-            each other; of other strides, a copy is taken.
-        y: [F, K] of x's dtype, a projection that the samples share, or [B, F, K], one of each sample's own, which a
-            model has computed from it. K from 1 to 2^20.
-        precision: of products of float32 on a GPU: "ieee" (off by at most 2^-21 of themselves) or "tf32" (tensor cores:
-            inputs cut to 11 significant bits; on an AMD GPU "ieee"). On the CPU all are float32's own.
+        x: [B, F, D] float32, float16 or bfloat16, D from 1 to 2^20, F up to 2^20. The batch stride is arbitrary;
+            tensors with other strides are copied.
+        y: projection of x's dtype: [F, K], shared by all samples, or [B, F, K], one per sample. K from 1 to 2^20.
+        precision: precision of float32 products on a GPU: "ieee" (relative error at most 2^-21) or "tf32" (tensor
+            cores, inputs reduced to 11 significant bits; on an AMD GPU the same as "ieee"). The CPU computes in
+            float32.
 
     Returns:
-        [B, F, K] of x's dtype, contiguous. Differentiable in x and y, once. Sums, and x^T y, are float32 (on a GPU, of
-        half-precision arguments, x^T y is cut to 11 significant bits before it is multiplied); the result is rounded
-        once. On the CPU the same bits for every instruction set and number of threads; on a GPU, where the op is a
-        Triton kernel, within the bound of docs/numerics.md ("factorization_machine"). Under autocast, as of
-        torch.bmm, both tensors are cast to its dtype, which the result has, and a gradient has the dtype of the
-        argument.
+        [B, F, K] of x's dtype, contiguous. Differentiable in x and y, once. Sums and x^T y are float32, and the result
+        is rounded once (on a GPU, x^T y of half-precision arguments is reduced to 11 significant bits before the
+        second product). On the CPU, the bits are the same for every instruction set and number of threads; on a GPU
+        (a Triton kernel) the result is within the bound of docs/numerics.md ("factorization_machine"). Under
+        autocast, as for torch.bmm, both tensors and the result have autocast's dtype; a gradient has its argument's
+        dtype.
 
     Raises:
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and

@@ -1,4 +1,4 @@
-"""fake_quantize: rows of numbers as a row format would hold them. docs/numerics.md ("Row formats") has every bit."""
+"""fake_quantize: round rows to the values of a row format. docs/numerics.md ("Row formats") defines every bit."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ def fake_quantize(
     first_row: int = 0,
     scale_rule: str | None = None,
 ) -> Tensor:
-    """Encodes x in a row format and decodes it; the gradient is the identity (straight-through estimator).
+    """Quantize and dequantize x; the gradient is the identity (straight-through estimator).
 
-    Under ``torch.vmap`` the slices are rows of one tensor, which the dimension that is mapped leads.
-
-    For activations: a model is trained or evaluated as if they were stored in the format, without storing them so.
-    Under torch.compile on a GPU, "nearest" becomes torch's own ops, which are fused with their neighbours: the same
-    bits, but for int8, int4 and int2, which may then be one rounding apart. "stochastic" stays one kernel.
+    It trains or evaluates a model as if its activations were stored in the format. Under torch.compile on a GPU,
+    "nearest" is traced as torch ops, which Inductor fuses with their neighbours: the bits are the same, except that
+    int8, int4 and int2 may differ by one rounding. "stochastic" remains one kernel. Under ``torch.vmap``, the slices
+    are the rows of one tensor whose leading dimension is the mapped one.
 
     Args:
-        x: [..., D] float32, float16 or bfloat16, D at least 1. A row has a scale, or blocks, of its own; the rows of
-            all leading dimensions are numbered from ``first_row`` in their order in memory.
+        x: [..., D] float32, float16 or bfloat16, D at least 1. Each row has its own scale or blocks. The rows of all
+            leading dimensions are numbered from ``first_row`` in row-major order.
         format: one of ``rk.ROW_FORMATS``.
         rounding, seed, step, table, first_row, scale_rule: as in ``rk.quantize_rows``. Two tensors with the same seed,
             step and table are rounded with the same random numbers.
 
     Returns:
-        A new tensor of x's shape and dtype: ``rk.dequantize_rows(rk.quantize_rows(x))``, except that nothing is raised
-        for NaN and Inf: a row of int8, int4 or int2, or a block of an mx format, that holds one comes out as NaN.
+        A new tensor of x's shape and dtype, ``rk.dequantize_rows(rk.quantize_rows(x))``. NaN and Inf raise no error:
+        a row of int8, int4 or int2, or a block of an mx format, that contains one becomes NaN.
 
     Raises:
         ValueError: a wrong shape, dtype, device or name; table or first_row out of range.
     """
     check_tensor("x", x)
     noise = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
-    # Measured on a CPU, a compiler's loops are no faster than the op. Nor can they draw random numbers four at a time.
+    # On a CPU, Inductor's loops were measured to be no faster than the op, and cannot draw random numbers in fours.
     if x.is_cuda and rounding == "nearest" and torch.compiler.is_compiling():
         check_arguments(x, format, rounding, *noise, table, first_row, scale_rule)
         return Traced.apply(x, format, scale_rule == "rceil")
@@ -68,7 +67,7 @@ def check_arguments(
     first_row: int,
     scale_rule: str | None,
 ) -> None:
-    """Checks the arguments as the CPU's op does, for implementations in Python.
+    """Check the arguments as the CPU op does, for implementations in Python.
 
     Raises:
         ValueError: as ``fake_quantize``.
@@ -99,7 +98,7 @@ def check_arguments(
 
 
 class Traced(torch.autograd.Function):
-    """fake_quantize to the nearest for a compiler: x [..., D] and a format in, torch's own ops out."""
+    """fake_quantize with rounding "nearest" as torch ops, for torch.compile: x [..., D] float32 or half precision."""
 
     @staticmethod
     def forward(ctx, x: Tensor, format: str, round_up: bool) -> Tensor:
@@ -116,7 +115,7 @@ def _straight_through(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_slices(info, in_dims, x, *how):
-    """Under ``torch.vmap``: slices are rows of one tensor, so that each has random numbers of its own."""
+    """Implement ``torch.vmap`` by one call on all slices, so that each draws its own random numbers."""
     if any(dim is not None for dim in in_dims[1:]):
         raise NotImplementedError("fake_quantize: torch.vmap over seed or step; x alone may have a dimension of it")
     return _ops.fake_quantize(x.movedim(in_dims[0], 0), *how), 0

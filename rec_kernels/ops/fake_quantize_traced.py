@@ -1,9 +1,9 @@
-"""fake_quantize to the nearest in torch's own ops, which torch.compile fuses with what comes before and after.
+"""fake_quantize with rounding "nearest" in torch ops, which torch.compile fuses with their neighbours.
 
-docs/numerics.md ("Row formats") has the formulas. Nothing is packed: a code becomes its number at once. Powers of two
-are made from bits. Divisions are done once per row, in float64, and rounded to float32, which gives the correctly
-rounded quotient whatever the compiler makes of a division. Numbers are rounded by their bits: a compiler may drop a
-conversion to a narrow dtype and back.
+docs/numerics.md ("Row formats") has the formulas. Codes are decoded at once, never packed. Powers of two are built from
+their bits. Each row has one division, in float64 and rounded to float32, which gives the correctly rounded quotient
+however the compiler implements division. Values are rounded by integer arithmetic on their bits, because a compiler may
+eliminate a conversion to a narrow dtype and back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST_HALF = 65504.0
 
 
 class _Element(NamedTuple):
-    """An OCP element."""
+    """An element type of the OCP microscaling (MX) formats."""
 
     bias: int
     mantissa_bits: int
@@ -39,15 +39,15 @@ _ELEMENTS = {
 
 
 def fake_quantize_rows(x: Tensor, format: str, round_up: bool) -> Tensor:
-    """Rows of numbers as they are after encoding, rounded to the nearest, and decoding.
+    """Quantize rows to the nearest value of a row format and dequantize them.
 
     Args:
         x: [N, D] float32.
         format: a row format.
-        round_up: scale rule "rceil" of the formats in blocks, else "floor".
+        round_up: whether block formats use scale rule "rceil" instead of "floor".
 
     Returns:
-        A new float32 [N, D]; the bits of the op, int8, int4 and int2 within one rounding.
+        A new float32 [N, D] with the bits of the op; int8, int4 and int2 are within one rounding.
     """
     if format == "fp32":
         return x.clone()

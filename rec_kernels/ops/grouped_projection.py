@@ -1,4 +1,4 @@
-"""grouped_projection: the features of mixed-dimension embedding tables brought to the widths that a model wants."""
+"""grouped_projection: project features of mixed-dimension embedding tables to the widths that a model uses."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def grouped_projection(
     out_dims: Sequence[int],
     outputs: Sequence[int] | None = None,
 ) -> Tensor:
-    """Projects groups of columns, each by a matrix of its own, all in one call.
+    """Project groups of columns, each by its own matrix, in one call.
 
-    It stands behind the pooling of mixed-dimension embedding tables (A. Ginart et al., "Mixed Dimension Embeddings with
+    It follows the pooling of mixed-dimension embedding tables (A. Ginart et al., "Mixed Dimension Embeddings with
     Application to Memory-Efficient Recommendation Systems", arXiv:1909.11810; ``rk.mixed_dimensions`` chooses the
-    widths): equal to ``torch.nn.functional.linear`` without a bias for each group, and ``torch.cat``. Several groups in
-    one block serve a table that is split by popularity, each part with a width of its own.
+    widths). It equals a ``torch.nn.functional.linear`` without bias per group, and ``torch.cat``. A block with several
+    groups is the output of a table that is split by popularity into parts of different widths.
 
     Args:
-        x: [B, sum(in_dims)] float32: the groups' columns, one group after the other.
-        weights: flat, float32: for each group g, W_g [out_dims[outputs[g]], in_dims[g]] row-major, one after the other.
-            A group as wide as its block is the identity: it has no W_g and is copied, or added.
+        x: [B, sum(in_dims)] float32, the columns of all groups, in order.
+        weights: flat float32, the row-major matrices W_g [out_dims[outputs[g]], in_dims[g]] of all groups g, in order.
+            A group as wide as its block has no matrix: its columns are copied, or added, unchanged.
         in_dims: columns of each group, from 1 to 2^20.
         out_dims: columns of each block of the result, from 1 to 2^20.
-        outputs: the block of each group, beginning with 0; each next is the same or one more, the last
-            ``len(out_dims) - 1``. None: every group has a block of its own.
+        outputs: the block of each group. The first is 0, each next one is equal or one more, the last is
+            ``len(out_dims) - 1``. None: one block per group.
 
     Returns:
-        [B, sum(out_dims)] float32, contiguous: block o is the sum of ``x_g @ W_g.T`` over its groups, in their order.
-        Differentiable in x and weights, once. On the CPU the same bits for every instruction set and
-        number of threads; on a GPU, where the op is a Triton kernel, within the bound of docs/numerics.md
-        ("grouped_projection"). Under autocast, half-precision arguments are widened.
+        [B, sum(out_dims)] float32, contiguous: block o is the sum of ``x_g @ W_g.T`` over its groups, in order.
+        Differentiable in x and weights, once. On the CPU, the bits are the same for every instruction set and number
+        of threads; on a GPU (a Triton kernel) the result is within the bound of docs/numerics.md
+        ("grouped_projection"). Under autocast, half-precision arguments are converted to float32.
 
     Raises:
         ValueError: a shape, dtype, device or list is not as above; the message names the argument, the value, its place
@@ -57,13 +57,13 @@ def grouped_projection(
 
 
 def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> int:
-    """Elements of the flat weights of such groups."""
+    """Number of elements of the flat ``weights``."""
     pairs = ((in_dim, out_dims[block]) for in_dim, block in zip(in_dims, outputs, strict=True))
     return sum(in_dim * out_dim for in_dim, out_dim in pairs if in_dim != out_dim)
 
 
 def check_dims(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Dims:
-    """The lists as tuples; they are checked as the kernels do, in the same words."""
+    """Check the lists as the kernels do, with the same messages, and return them as tuples."""
     for name, dims in (("in_dims", in_dims), ("out_dims", out_dims)):
         for i, dim in enumerate(dims):
             check(1 <= dim <= MOST_COLUMNS, f"{name}[{i}] = {dim} must be in [1, {MOST_COLUMNS}]")

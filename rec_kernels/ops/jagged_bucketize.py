@@ -1,4 +1,4 @@
-"""jagged_bucketize: the ids of a key-major batch, distributed to the shards of row-wise sharded tables."""
+"""jagged_bucketize: distribute the ids of a key-major batch to the shards of row-wise sharded tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Bucketized(NamedTuple):
     """Result of ``jagged_bucketize``.
 
     Args:
-        values: [N] ids within their bucket's part of the table.
-        offsets: [num_buckets * bags + 1]: bags by bucket, feature and sample.
+        values: [N] ids, relative to the first row of their bucket's block.
+        offsets: [num_buckets * bags + 1], of bags ordered by bucket, feature and sample.
         weights: [N] float32, or None.
-        positions: [N] int64: where each id of the input is in ``values``.
+        positions: [N] int64, the position in ``values`` of each id of the input.
     """
 
     values: Tensor
@@ -39,26 +39,26 @@ def jagged_bucketize(
     strides: Sequence[int],
     weights: Tensor | None = None,
 ) -> Bucketized:
-    """Distributes the ids of a key-major batch to shards with so many rows of a table each.
+    """Distribute the ids of a key-major batch to the shards (buckets) of row-wise sharded tables.
 
     Args:
         values: [N] ids, int32 or int64; those of feature f are in [0, block_sizes[f] * num_buckets).
         offsets: [sum(strides) + 1] int32 or int64, from 0 to N.
-        block_sizes: [F] int64, 1 or more: the rows of each feature's table that a bucket has. Id i goes to bucket
-            ``i // block_sizes[f]`` as ``i % block_sizes[f]``.
-        num_buckets: how many there are.
-        strides: F batch sizes.
+        block_sizes: [F] int64, at least 1: rows per bucket of each feature's table. Id i becomes
+            ``i % block_sizes[f]`` in bucket ``i // block_sizes[f]``.
+        num_buckets: number of buckets.
+        strides: [F] batch size of each feature.
         weights: [N] float32, or None.
 
     Returns:
-        Bucketized. Ids of a bag keep their order in every bucket. Differentiable in ``weights``. A GPU is not waited
-        for.
+        Bucketized. The ids of a bag keep their order within each bucket. Differentiable in ``weights``. The host does
+        not wait for a GPU.
 
     Raises:
-        IndexError: on the CPU, an id out of range, with its feature and bag. On a GPU it goes to the first or last
-        bucket with a number that is out of range there.
-        ValueError: sizes, dtypes or devices do not fit; on the CPU also for bad offsets and block sizes. On a GPU every
-        bag is empty then, and the op's ``status`` (docs/ops.md) tells.
+        IndexError: on the CPU, an id is out of range; the message has its feature and bag. On a GPU, the id goes to the
+        first or last bucket with a value that is out of range there.
+        ValueError: sizes, dtypes or devices do not match; on the CPU also for bad offsets and block sizes. On a GPU,
+        these make every bag empty, and the op's ``status`` (docs/ops.md) reports them.
     """
     given = values, offsets, block_sizes, num_buckets, listed(strides, "strides"), weights
     out = call(_ops.jagged_bucketize.default, *given)

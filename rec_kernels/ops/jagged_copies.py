@@ -1,4 +1,7 @@
-"""Fake and gradient of the ops that copy rows: ``op(values, *where, total) -> (output, output_offsets, status)``."""
+"""Fake kernel and gradient of the ops that copy jagged rows, jagged_index_select and jagged_windows.
+
+They are called as ``op(values, *where, total) -> (output, output_offsets, status)``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _ops = torch.ops.rec_kernels
 def fake(
     values: Tensor, where: tuple[Tensor, Tensor], rows: int, like: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fake result: ``rows`` jagged rows of ``values``, offsets of the dtype of ``like``, a status."""
+    """Fake result of an op: ``rows`` jagged rows of ``values``, offsets of the dtype of ``like``, and a status."""
     check_one_device((values, *where))
     size = dynamic_size() if total is None else total
     copied = values.new_empty((size, *values.shape[1:]))
@@ -25,7 +28,7 @@ def fake(
 
 
 def setup_context(ctx, inputs, output) -> None:
-    """Keeps where the rows are. Raises ValueError for dtypes without a gradient."""
+    """Save the row positions for the backward. Raises ValueError for dtypes without a gradient."""
     values, *where, _ = inputs
     if values.dtype not in FLOAT_DTYPES.values():
         raise ValueError(
@@ -39,12 +42,12 @@ def setup_context(ctx, inputs, output) -> None:
 
 
 def backward_of(op: str) -> Callable:
-    """The gradient of ``values``: of their copies summed up by ``expand_backward``'s rule, in the output's order."""
+    """The backward of ``op``: sums the gradients of a value's copies by ``expand_backward``, in output order."""
 
     def backward(ctx, grad: Tensor | None, *_):
         if grad is None:
             return None, None, None, None
-        # Counted from 1: what a total that is too large leaves empty on a GPU then comes from -1, which is left out.
+        # Positions count from 1: on a GPU, places left empty by a too large total are then -1, which the sum skips.
         places = torch.arange(1, ctx.shape[0] + 1, device=grad.device)
         sources = getattr(_ops, op)(places, *ctx.saved_tensors, ctx.total)[0] - 1
         rows = grad.float().reshape(ctx.total, ctx.shape[1:].numel())

@@ -1,4 +1,4 @@
-"""jagged_index_select: rows of a jagged tensor, chosen by their numbers."""
+"""jagged_index_select: gather rows of a jagged tensor by index."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _ops = torch.ops.rec_kernels
 def jagged_index_select(
     values: Tensor, offsets: Tensor, index: Tensor, *, total: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Chooses rows of a jagged tensor, in any order and as often as wanted.
+    """Gather rows of a jagged tensor by index, in any order, with repeats.
 
     Args:
         values: [N] or [N, D] of any dtype; row r is ``values[offsets[r] : offsets[r+1]]``.
         offsets: [R + 1] int32 or int64.
-        index: [M] int32 or int64, numbers of rows in [0, R).
-        total: how many values these rows have, if it is known: without it, the host waits for a GPU to learn it.
+        index: [M] int32 or int64, row indices in [0, R).
+        total: number of values in the selected rows, if known; with None, the host waits for a GPU to compute it.
 
     Returns:
-        values [total] or [total, D] and offsets [M + 1] of the chosen rows. Differentiable in ``values`` if they are
-        float32, float16 or bfloat16; what a value gets from several copies is summed as ``rk.expand`` does.
+        values [total] or [total, D] and offsets [M + 1] of the selected rows. Differentiable in ``values`` of float32,
+        float16 or bfloat16; the gradients of a value's copies are summed as in ``rk.expand``.
 
     Raises:
-        IndexError: on the CPU, a number out of range, with its position; on a GPU such a row is empty.
-        ValueError: sizes, dtypes or devices do not fit, or ``values`` of another dtype require a gradient; on the CPU
-        also for bad offsets and a wrong ``total``. On a GPU rows with bad offsets are empty, and the op's ``status``
-        (docs/ops.md) tells.
+        IndexError: on the CPU, an index is out of range; the message has its position. On a GPU, its row is empty.
+        ValueError: sizes, dtypes or devices do not match, or ``values`` of another dtype require a gradient; on the CPU
+        also for bad offsets and a wrong ``total``. On a GPU, rows with bad offsets are empty, and the op's ``status``
+        (docs/ops.md) reports them.
     """
     return call(_ops.jagged_index_select.default, values, offsets, index, total)[:2]
 

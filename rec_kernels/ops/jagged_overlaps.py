@@ -1,4 +1,4 @@
-"""jagged_overlaps: rows that continue one another, with their common ids stored once."""
+"""jagged_overlaps: store the common ids of overlapping rows once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _ops = torch.ops.rec_kernels
 
 
 def jagged_overlaps(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds windows: a buffer that stores ids once where a row begins with the end of an earlier one.
+    """Store rows as windows of one buffer, so that ids shared by the end of one row and the start of a later are once.
 
-    A row goes on from an earlier one if it begins with the last ids of that one, 4 or more, as histories of one user's
-    samples do, the later the sample the further. Only the rest of it is stored then. Rows come in the order of their
-    time; what is not found costs memory and nothing else. Found by hash and compared, in linear time, on the CPU by the
-    calling thread: meant for a loader's.
+    A row continues an earlier row if its first ids, 4 or more, are the last ids of that row, as in the growing history
+    of one user's samples; only the remaining ids are appended to the buffer. Rows must be in time order; a missed
+    overlap only costs memory. Overlaps are found by hash and then compared, in linear time, on the CPU in the calling
+    thread, which is meant to be a data loader's.
 
     Args:
         values: [N] ids, int32 or int64.
         offsets: [R + 1] int32 or int64: row r is ``values[offsets[r] : offsets[r+1]]``.
 
     Returns:
-        values [stored] and starts [R], of the dtype of ``offsets``: row r is ``rk.jagged_windows(values, starts,
-        offsets.diff())``'s.
+        values [stored] and starts [R], of the dtype of ``offsets``. ``rk.jagged_windows(values, starts,
+        offsets.diff())`` restores the rows.
 
     Raises:
-        ValueError: sizes or dtypes do not fit, or bad offsets. NotImplementedError: the tensors are not on the CPU.
+        ValueError: sizes or dtypes do not match, or bad offsets. NotImplementedError: the tensors are not on the CPU.
     """
     return _ops.jagged_overlaps(values, offsets)[:2]
 

@@ -1,4 +1,4 @@
-"""jagged_permute: features of a key-major batch in another order."""
+"""jagged_permute: reorder the features of a key-major batch."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def jagged_permute(
     *,
     total: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Reorders the features of a key-major batch, as ``permute`` says.
+    """Reorder the features of a key-major batch.
 
     Args:
         values: [N] of any dtype; the bags of feature 0, then those of feature 1, and so on.
         offsets: [sum(strides) + 1] int32 or int64.
-        permute: numbers of features in [0, F), in the order wanted; repeats are allowed, and features may be left out.
-        strides: F batch sizes.
+        permute: feature indices in [0, F), in output order; features may be repeated or omitted.
+        strides: [F] batch size of each feature.
         weights: [N] float32, or None.
-        total: how many values these features have, if it is known: without it, the host waits for a GPU to learn it,
-            unless ``permute`` names every feature once. In that case ``offsets`` must go from 0 to N; with a total,
-            values at the ends may be in no bag.
+        total: number of values in the output, if known. With None, the host waits for a GPU to compute it, unless
+            ``permute`` has every feature once; then ``offsets`` must go from 0 to N. With a total, values before the
+            first and after the last offset may be in no bag.
 
     Returns:
-        values [total], offsets and weights (or None) of these features. Differentiable in ``weights``, not in
+        values [total], offsets and weights (or None) of the output features. Differentiable in ``weights``, not in
         ``values``.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not fit, or ``permute`` names a feature that is not there; on the CPU
-        also for bad offsets and a wrong ``total``. On a GPU bags with bad offsets are empty, and the op's ``status``
-        (docs/ops.md) tells.
+        ValueError: sizes, dtypes or devices do not match, or ``permute`` has a feature out of range; on the CPU also
+        for bad offsets and a wrong ``total``. On a GPU, bags with bad offsets are empty, and the op's ``status``
+        (docs/ops.md) reports them.
     """
     given = values, offsets, listed(permute, "permute"), listed(strides, "strides"), weights, total
     out = call(_ops.jagged_permute.default, *given)
@@ -56,7 +56,7 @@ def _names_each_once(permute: Sequence[int], features: int) -> bool:
 @torch.library.register_fake("rec_kernels::jagged_permute")
 def _(values, offsets, permute, strides, weights=None, total=None):
     check_one_device((values, offsets, weights))
-    # The op knows its size without data in the same cases.
+    # The kernels know the output size without reading data in the same cases.
     if total is None:
         total = values.shape[0] if _names_each_once(permute, len(strides)) else dynamic_size()
     bags = sum(strides[f] for f in permute)
@@ -71,7 +71,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.permute, ctx.strides = permute, strides
     ctx.size, ctx.total = None if weights is None else weights.shape[0], output[0].shape[0]
-    # Sizes of compiled code may depend on data, and are not compared.
+    # In compiled code, sizes may depend on data and cannot be compared.
     ctx.covers = total is None or (type(total) is type(ctx.size) is int and total == ctx.size)
     ctx.save_for_backward(offsets, output[1])
 
@@ -84,12 +84,12 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
     if grad is None or ctx.size is None:
         return None, None, None, None, None, None
     offsets, new_offsets = ctx.saved_tensors
-    # Every number goes back to one place; those of ids in no bag, which are not among them, are 0.
+    # Each weight is in the output once: permute back. Weights of ids in no bag get 0.
     if _names_each_once(ctx.permute, len(ctx.strides)) and ctx.covers:
         strides = [ctx.strides[f] for f in ctx.permute]
         back = _ops.jagged_permute(grad, new_offsets, _inverse(ctx.permute), strides, None, ctx.size)[0]
         return None, None, None, None, back, None
-    # Counted from 1: what a total that is too large leaves empty on a GPU then comes from -1, which is left out.
+    # Positions count from 1: on a GPU, places left empty by a too large total are then -1, which the sum skips.
     places = torch.arange(1, ctx.size + 1, device=grad.device)
     sources = _ops.jagged_permute(places, offsets, ctx.permute, ctx.strides, None, ctx.total)[0] - 1
     summed = _ops.expand_backward(grad[:, None], sources, ctx.size)

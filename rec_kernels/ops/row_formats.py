@@ -1,4 +1,4 @@
-"""Rows of floats as rows of bytes in a row format, and back. docs/numerics.md ("Row formats") has every bit.
+"""Quantization of float rows to a row format, and dequantization. docs/numerics.md ("Row formats") defines every bit.
 
 The ops (schemas in csrc/rows/row_formats.cpp, contract in csrc/rows/row_formats.h): ``quantize_rows``,
 ``dequantize_rows``. Neither is differentiable.
@@ -15,7 +15,7 @@ from rec_kernels.ops.status import cannot_read
 
 _ops = torch.ops.rec_kernels
 
-# Format -> columns of a block, bytes of a block, bytes that the row has besides. A last, partial block is whole.
+# Format -> columns per block, bytes per block, bytes per row outside of blocks. A partial last block is padded.
 _SIZES = {
     "fp32": (1, 4, 0),
     "fp16": (1, 2, 0),
@@ -35,7 +35,7 @@ _SIZES = {
 }
 #: The names of the row formats.
 ROW_FORMATS = tuple(_SIZES)
-# Formats whose rows are tensors of a torch dtype.
+# Formats that are a torch dtype.
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FINITE_ONLY = ("int8", "int4", "int2")
@@ -43,10 +43,10 @@ _NO_POSITION = torch.iinfo(torch.int64).max
 
 
 def row_bytes(format: str, embedding_dim: int) -> int:
-    """Bytes of a row of ``embedding_dim`` columns D, which is at least 1, in the row format ``format``.
+    """Bytes of a row of ``embedding_dim`` (at least 1) columns in row format ``format``.
 
     Raises:
-        ValueError: unknown format, with the names of all; D is no integer, or below 1.
+        ValueError: the format is unknown (the message has all names); ``embedding_dim`` is not an integer or below 1.
     """
     if format not in _SIZES:
         raise ValueError(f'format must be one of {", ".join(ROW_FORMATS)}; got "{format}"')
@@ -68,31 +68,32 @@ def quantize_rows(
     first_row: int = 0,
     scale_rule: str | None = None,
 ) -> Tensor:
-    """Encodes rows.
+    """Quantize rows to a row format.
 
     Args:
         x: [N, D] float32, float16 or bfloat16, D in [1, 2^31).
         format: one of ``rk.ROW_FORMATS``.
-        rounding: "nearest" (ties to even), or "stochastic": up or down with probabilities whose mean is the number.
-        seed, step: of the random numbers of "stochastic": an int (seed modulo 2^64, step modulo 2^32), or an int64
-            tensor [] on x's device. A compiled function wants step as a tensor, or compiles anew as it changes.
-        table, first_row: where the rows are in a model: table in [0, 65536), x[n] is row ``first_row + n`` in
-            [0, 2^44). Every element of a model draws a number of its own, whoever encodes it; a shard passes its
-            own first row.
-        scale_rule: of the formats in blocks, how the scale of a block is found: "floor", as their definitions have
-            it; "rceil", which rounds it up so that nothing is clipped. None: "floor" for "nearest", "rceil" for
-            "stochastic". The other formats do not read it.
+        rounding: "nearest" (ties to even), or "stochastic" (up or down; the expected result is the value itself).
+        seed, step: seed of the random numbers of "stochastic" and training step: each an int (seed modulo 2^64, step
+            modulo 2^32) or a 0-dim int64 tensor on x's device. In compiled code, pass step as a tensor: an int
+            recompiles whenever it changes.
+        table, first_row: position of the rows in a model: table in [0, 65536); x[n] is row ``first_row + n``, in
+            [0, 2^44). They select the random number of each element, so a shard that passes its own first row
+            rounds like the whole table.
+        scale_rule: scale of a block in block formats: "floor", as in their definitions, or "rceil", which rounds the
+            scale up so that no value is clipped. None: "floor" for "nearest", "rceil" for "stochastic". Other formats
+            ignore it.
 
     Returns:
         uint8 [N, row_bytes(format, D)], the same bytes on every device. Not differentiable.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or name; table or first_row out of range; with int8, int4 and int2 a
-            number in x that is not finite, with its place.
+        ValueError: a wrong shape, dtype, device or name; table or first_row out of range; with int8, int4 and int2, a
+            value in x that is not finite (the message has its place).
 
-    On a GPU the last of these costs a synchronisation in every call with these three formats. A function that is being
-    compiled or captured into a CUDA graph cannot wait, hence does not raise: the row then reads as NaN, and
-    ``torch.ops.rec_kernels.quantize_rows`` returns ``status``, which tells.
+    On a GPU, the last check synchronizes in every call with these three formats. During compilation or CUDA graph
+    capture it cannot, and nothing is raised: the row dequantizes to NaN, and ``torch.ops.rec_kernels.quantize_rows``
+    reports it in ``status``.
     """
     scalars = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
     rows, status = _ops.quantize_rows(x, format, rounding, *scalars, table, first_row, scale_rule)
@@ -102,25 +103,25 @@ def quantize_rows(
 
 
 def dequantize_rows(rows: Tensor, format: str, embedding_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decodes rows.
+    """Dequantize rows of a row format.
 
     Args:
         rows: [N, row_bytes(format, embedding_dim)] uint8.
-        format: one of ``rk.ROW_FORMATS``, the one that the rows were encoded in.
+        format: format of the rows, one of ``rk.ROW_FORMATS``.
         embedding_dim: columns D of a row.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
 
     Returns:
-        [N, D] of ``dtype``: the float32 values, rounded to the nearest (ties to even) where it is narrower.
+        [N, D] of ``dtype``: the float32 values, rounded to nearest (ties to even) if ``dtype`` is narrower.
 
     Raises:
-        ValueError: a wrong shape or dtype, with the width that rows of this format and D have; an unknown format.
+        ValueError: a wrong shape or dtype (the message has the width of rows of this format and D); an unknown format.
     """
     return _ops.dequantize_rows(rows, format, embedding_dim, dtype)
 
 
 def raise_not_finite(x: Tensor, format: str, status: Tensor) -> None:
-    """Raises for the place in ``status``, the second result of the op on a GPU, what the CPU's op raises itself.
+    """Raise the CPU op's error for the position in ``status``, the second result of the op on a GPU.
 
     Raises:
         ValueError: ``status`` [1] int64 names an element of x [N, D].
@@ -133,7 +134,7 @@ def raise_not_finite(x: Tensor, format: str, status: Tensor) -> None:
 
 
 def as_scalar(value: int | Tensor, name: str, rounding: str, x: Tensor) -> Tensor | None:
-    """A number as the op takes it: a tensor on x's device, or None for 0."""
+    """Convert seed or step to the op's argument: a 0-dim tensor on x's device, or None for 0."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (int, torch.SymInt)):
@@ -142,7 +143,7 @@ def as_scalar(value: int | Tensor, name: str, rounding: str, x: Tensor) -> Tenso
         return None
     if not -(2**63) <= value < 2**63:
         value = (value + 2**63) % 2**64 - 2**63
-    # Filled on the device: a copy from the host would make a GPU's caller wait.
+    # Filled on the device, because a copy from the host would synchronize with a GPU.
     return torch.full((), value, dtype=torch.int64, device=x.device)
 
 

@@ -1,9 +1,9 @@
-"""int8, int4 and int2 rows for FBGEMM's inference tables, and from there.
+"""Conversion of int8, int4 and int2 rows to and from the layout of FBGEMM's inference tables.
 
-A row of fbgemm_gpu's ``IntNBitTableBatchedEmbeddingBagsCodegen`` has scale and bias, both float16, in front of the
-codes and is filled up to a multiple of the module's ``row_alignment``. The rows of FBGEMM's and torch's *fused*
-quantization (``torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized`` and its kin,
-``torch.ops.quantized.embedding_bag_byte_prepack``) are those of ``rk.quantize_rows`` already: nothing to convert.
+A row of fbgemm_gpu's ``IntNBitTableBatchedEmbeddingBagsCodegen`` starts with a float16 scale and a float16 bias, then
+has the codes, and is padded to a multiple of the module's ``row_alignment``. The *fused* row-wise quantization of
+FBGEMM and torch (``torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized`` and its variants,
+``torch.ops.quantized.embedding_bag_byte_prepack``) already has the row layout of ``rk.quantize_rows``.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from rec_kernels.ops.layout_records import check_tensor, integer
 from rec_kernels.ops.row_formats import row_bytes
 
 _CODE_BITS = {"int8": 8, "int4": 4, "int2": 2}
-_FRONT = 4  # bytes of a float16 scale and a float16 bias
+_HEADER_BYTES = 4  # a float16 scale and a float16 bias
 
 
 def rows_to_fbgemm(rows: Tensor, format: str, embedding_dim: int, *, row_alignment: int = 1) -> Tensor:
-    """Rows as FBGEMM's inference tables hold them.
+    """Convert rows of ``rk.quantize_rows`` to the layout of FBGEMM's inference tables.
 
     Args:
         rows: [N, row_bytes(format, embedding_dim)] uint8, from ``rk.quantize_rows``.
-        format: "int8", "int4" or "int2": fbgemm_gpu's ``SparseType.INT8``, ``INT4``, ``INT2``.
-        embedding_dim: columns D of a row; the codes must fill whole bytes. FBGEMM wants a multiple of 4.
-        row_alignment: the module's: by default 1 on a CPU, 16 on a GPU.
+        format: "int8", "int4" or "int2", which are fbgemm_gpu's ``SparseType.INT8``, ``INT4``, ``INT2``.
+        embedding_dim: columns D of a row; the codes must fill whole bytes. FBGEMM requires a multiple of 4.
+        row_alignment: the FBGEMM module's, in bytes; its default is 1 on a CPU, 16 on a GPU.
 
     Returns:
-        uint8 [N, W], W the least multiple of ``row_alignment`` that is not below 4 + D * bits / 8. The module's
+        uint8 [N, W], where W is 4 + D * bits / 8 rounded up to a multiple of ``row_alignment``. The module's
         ``split_embedding_weights(split_scale_shifts=False)`` has a tensor of this shape for each table.
 
     Raises:
-        ValueError: wrong arguments; an int8 row whose float32 scale or bias is beyond what a float16 holds.
+        ValueError: wrong arguments; an int8 row with a scale or bias that overflows float16.
 
-    int4 and int2 rows keep their values. The scale and bias of int8 rows are rounded to float16, as FBGEMM's own
-    conversion does it: all of a row shifts by up to 2^-11 of the bias, and a scale below 2^-14 loses precision. Looks
-    at the data of int8 rows, which makes the caller of a GPU wait.
+    int4 and int2 rows keep their values. The scale and bias of int8 rows are rounded to float16, as in FBGEMM's own
+    conversion: all values of a row shift by up to 2^-11 of the bias, and a scale below 2^-14 loses precision. The
+    overflow check of int8 rows synchronizes with a GPU.
     """
     size = _code_bytes(format, embedding_dim)
     _check_width(rows, row_bytes(format, embedding_dim), format, embedding_dim)
@@ -52,19 +52,19 @@ def rows_to_fbgemm(rows: Tensor, format: str, embedding_dim: int, *, row_alignme
             scale, bias = stored[row].tolist()
             raise ValueError(f"rows[{row}] has scale {scale:g} and bias {bias:g}: a float16 ends at 65504")
         grid = half.view(torch.uint8)
-    width = -(-(_FRONT + size) // row_alignment) * row_alignment
-    out = rows.new_zeros((rows.shape[0], width))
-    out[:, :_FRONT] = grid
-    out[:, _FRONT : _FRONT + size] = rows[:, :size]
+    end = _HEADER_BYTES + size
+    out = rows.new_zeros((rows.shape[0], -(-end // row_alignment) * row_alignment))
+    out[:, :_HEADER_BYTES] = grid
+    out[:, _HEADER_BYTES:end] = rows[:, :size]
     return out
 
 
 def rows_from_fbgemm(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
-    """The reverse of ``rows_to_fbgemm``: rows that ``rk.dequantize_rows`` and every op here reads.
+    """Convert rows of FBGEMM's inference tables to those of ``rk.quantize_rows``: the inverse of ``rows_to_fbgemm``.
 
     Args:
-        rows: [N, W] uint8, a table of FBGEMM's inference module; W at least 4 + D * bits / 8. What fills a row up is
-            not read.
+        rows: [N, W] uint8, a table of FBGEMM's inference module; W at least 4 + D * bits / 8. The padding at the end
+            of a row is not read.
         format: "int8", "int4" or "int2".
         embedding_dim: columns D of a row; the codes must fill whole bytes.
 
@@ -75,11 +75,12 @@ def rows_from_fbgemm(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
         ValueError: wrong arguments.
     """
     size = _code_bytes(format, embedding_dim)
-    _check_width(rows, _FRONT + size, format, embedding_dim, or_more=True)
-    grid = rows[:, :_FRONT]
+    end = _HEADER_BYTES + size
+    _check_width(rows, end, format, embedding_dim, or_more=True)
+    grid = rows[:, :_HEADER_BYTES]
     if format == "int8":
         grid = _view(grid, torch.float16).float().view(torch.uint8)
-    return torch.cat([rows[:, _FRONT : _FRONT + size], grid], dim=1)
+    return torch.cat([rows[:, _HEADER_BYTES:end], grid], dim=1)
 
 
 def _code_bytes(format: str, embedding_dim: int) -> int:
@@ -105,5 +106,5 @@ def _check_width(rows: Tensor, width: int, format: str, embedding_dim: int, or_m
 
 
 def _view(bytes_: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, n] uint8 as numbers, in memory of their own: a part of a row may lie at any address."""
+    """Reinterpret [N, n] uint8 as ``dtype``, in a copy, because a slice of a row may be misaligned."""
     return bytes_.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,4 +1,4 @@
-"""Errors that kernels on a GPU find: kernels cannot raise, so their op returns a ``status``."""
+"""Reading the ``status`` in which GPU kernels, which cannot raise, report errors."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def cannot_read(t: Tensor) -> bool:
-    """True while the host cannot read a status of ``t``'s device: under compilation or CUDA graph capture."""
+    """True if the host cannot read a status on ``t``'s device: during compilation or CUDA graph capture."""
     return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
