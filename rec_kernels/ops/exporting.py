@@ -1,4 +1,4 @@
-"""Code that behaves differently in ``torch.export`` asks here whether it is there."""
+"""Detection of ``torch.export`` for code that behaves differently there."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rec_kernels.ops.autograd import arguments_of
 
 
 def register_fake(op: str, fake: Callable[[dict[str, Any]], Any]) -> None:
-    """Gives ``rec_kernels::<op>`` the fake kernel ``fake(its arguments by name, as far as they were given)``."""
+    """Register ``fake`` as the fake kernel of ``rec_kernels::<op>``; it takes a dict of the call's arguments."""
 
     @torch.library.register_fake(f"rec_kernels::{op}")
     def _(*inputs, **given):
@@ -20,9 +20,7 @@ def register_fake(op: str, fake: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def check_one_device(arguments: Iterable[object]) -> None:
-    """Checks that all tensors, also in lists, are on one device: a fake kernel answers calls with one meta tensor, too.
-
-    Lists of tensors are looked into.
+    """Check that all tensors, also in lists, are on one device; calls with one meta tensor reach fake kernels, too.
 
     Raises:
         ValueError: tensors on different devices.
@@ -34,7 +32,7 @@ def check_one_device(arguments: Iterable[object]) -> None:
 
 
 def check_devices(arguments: Mapping[str, object]) -> None:
-    """Checks that an op's tensors share a device; ``weights`` may be in host memory while the others are on a GPU.
+    """Check that an op's tensors share a device; ``weights`` may be in host memory while the others are on a GPU.
 
     Raises:
         ValueError: tensors on other devices.
@@ -46,20 +44,20 @@ def check_devices(arguments: Mapping[str, object]) -> None:
 
 
 def check_rank(name: str, t: Tensor, *ranks: int) -> None:
-    """Raises ValueError for a tensor of another number of dimensions, in the kernels' words."""
+    """Raise the kernels' ValueError for a tensor with another number of dimensions."""
     if t.dim() not in ranks:
         allowed = f"{ranks[0]} dimension(s)" if len(ranks) == 1 else f"{' or '.join(map(str, ranks))} dimensions"
         raise ValueError(f"{name} must have {allowed}, got shape {list(t.shape)}")
 
 
 def check_shape(name: str, t: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
-    """Raises ValueError for a tensor of as many dimensions and another shape, in the kernels' words."""
+    """Raise the kernels' ValueError for a tensor of another shape with the same number of dimensions."""
     for found, wanted in zip(t.shape, shape, strict=True):
         check_size(found, wanted, f"{name} must have shape {list(shape)}, got {list(t.shape)}")
 
 
 def check_size(found: int | torch.SymInt, wanted: int | torch.SymInt, message: str) -> None:
-    """Raises ValueError(message) for another size; one that depends on data is believed, and checked by the kernel."""
+    """Raise ValueError(message) if sizes differ; a data-dependent one is left to the kernel to check."""
     torch._check_value(found == wanted, lambda: message)
 
 

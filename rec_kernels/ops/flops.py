@@ -1,10 +1,10 @@
 """Formulas by which ``torch.utils.flop_counter.FlopCounterMode`` counts the ops that multiply matrices.
 
-As torch counts: two operations for each multiplication with its addition, none for anything else. An op counts as the
-work that it is, whatever a backend does again to keep less in memory.
+As in torch, a multiply-add counts as two operations and anything else as none. An op counts its mathematical work, not
+what a backend recomputes to save memory.
 
-``torch.utils.flop_counter`` imports Triton, which takes longer than all of ``rec_kernels``. Who counts imports it,
-before ``rec_kernels`` or after; the formulas are registered then.
+``torch.utils.flop_counter`` imports Triton, which takes longer than all of ``rec_kernels``. The formulas are registered
+when the user imports it, before ``rec_kernels`` or after.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ STAND_INS = {
 
 
 def register(module: str, *ops: str) -> None:
-    """Gives GPU tensors the functions of ``rec_kernels.triton.<module>`` that are called as the ops are.
+    """Register the functions of ``rec_kernels.triton.<module>`` named like the ops as their CUDA kernels.
 
     For ops that have no kernels in the compiled CUDA library.
     """

@@ -1,13 +1,13 @@
-"""row_cache: some rows of encoded tables in FP32, in slots that the embedding_bag ops read and update.
+"""row_cache: an FP32 cache for rows of encoded tables; the embedding_bag ops read and update its slots.
 
-The ops (schemas and contract in csrc/row_cache/row_cache.cpp and .h, arguments in docs/ops.md; what is cached when, and
-every bit of it, in docs/numerics.md):
+The ops (schemas and contract in csrc/row_cache/row_cache.cpp and .h, arguments in docs/ops.md, replacement policy and
+bits in docs/numerics.md):
 
-- ``row_cache_lookup``: in which slot the row of each id is, or -1.
-- ``row_cache_insert_``: the same after the rows of a batch have been taken in, and others evicted for them.
-- ``row_cache_plan``: which rows of the tables a batch will read, and which of them it may write.
-- ``row_cache_flush_``: encodes changed rows into their tables.
-- ``row_cache_stats``: how many rows of each table are cached, and how many of these have changed.
+- ``row_cache_lookup``: finds the slot of each id's row, or -1.
+- ``row_cache_insert_``: inserts the rows of a batch, evicts others, and returns the slot of each id's row.
+- ``row_cache_plan``: lists the table rows that a batch will read, and those that it may write.
+- ``row_cache_flush_``: writes dirty rows back to their tables.
+- ``row_cache_stats``: counts the cached rows and the dirty rows of each table.
 
 ``rk.RowCache`` gives a collection such a cache.
 """
