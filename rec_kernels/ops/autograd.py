@@ -238,7 +238,7 @@ def differentiable_once(op: str, backward: Callable) -> Callable:
     def refusing(ctx, *grads) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        ctx = _LookedAt(ctx)
+        ctx = _RereadableContext(ctx)
         given = (*grads, *ctx.saved_tensors)
         # Inside of torch.func's transforms, a tensor may require a gradient of another level.
         any_level = torch._C._are_functorch_transforms_active()
@@ -252,7 +252,7 @@ def differentiable_once(op: str, backward: Callable) -> Callable:
     return refusing
 
 
-class _LookedAt:
+class _RereadableContext:
     """A backward's ``ctx`` whose saved tensors may be read twice; activation checkpointing allows it once."""
 
     def __init__(self, ctx: Any) -> None:

@@ -209,11 +209,11 @@ def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int
     return starts
 
 
-def _pooled(like: Tensor, rows: int | torch.SymInt, columns: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _outputs(like: Tensor, rows: int | torch.SymInt, columns: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     return like.new_empty((rows, columns), dtype=dtype or torch.float32), like.new_empty((2,), dtype=torch.int64)
 
 
-def _by_layout(a: dict) -> tuple[Tensor, Tensor]:
+def _fake_layout_lookup(a: dict) -> tuple[Tensor, Tensor]:
     if "tables" in a:
         check_one_device(a.values())
     else:
@@ -224,13 +224,13 @@ def _by_layout(a: dict) -> tuple[Tensor, Tensor]:
     if a.get("inverse") is not None:
         rows = a["inverse"].shape[1]
     columns = sizes[Size.widest_feature if own_rows else Size.output_dim]
-    return _pooled(a["values"], rows, columns, a.get("output_dtype"))
+    return _outputs(a["values"], rows, columns, a.get("output_dtype"))
 
 
-def _of_table(a: dict) -> tuple[Tensor, Tensor]:
+def _fake_table_lookup(a: dict) -> tuple[Tensor, Tensor]:
     check_one_device(a.values())
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
-    return _pooled(a["values"], bags, a.get("embedding_dim") or a["weights"].shape[1], a.get("output_dtype"))
+    return _outputs(a["values"], bags, a.get("embedding_dim") or a["weights"].shape[1], a.get("output_dtype"))
 
 
 def _dense_gradient(a: dict) -> Tensor:
@@ -251,10 +251,10 @@ def _factors_gradient(a: dict) -> Tensor:
 
 
 for _op in ("embedding_bag.layout", "embedding_bag_tables.layout", "embedding_bag_fused.layout"):
-    register_fake(_op, _by_layout)
+    register_fake(_op, _fake_layout_lookup)
 for _of in ("layout", "table"):
     register_fake(f"embedding_bag_backward_dense.{_of}", _dense_gradient)
     register_fake(f"embedding_bag_backward_sparse.{_of}", _sparse_gradient)
     register_fake(f"embedding_bag_backward_per_sample_weights.{_of}", _factors_gradient)
-register_fake("embedding_bag.table", _of_table)
+register_fake("embedding_bag.table", _fake_table_lookup)
 register_fake("embedding_bag_backward_fused_.layout", check_devices)

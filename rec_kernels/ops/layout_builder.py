@@ -34,7 +34,7 @@ from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 
 
 class Builder:
-    """The records of a layout under way, by their columns."""
+    """Builder of a layout's records, one column at a time."""
 
     def __init__(
         self, rows: list[int], dims: list[int], partitions: IdPartitions | None, formats: Sequence[str] | None
@@ -243,15 +243,15 @@ class Builder:
             self.widths.append(column - start)
         self.output_dim = column
 
-    def say_of_features(self, **given: Sequence[bool] | None) -> None:
-        """Writes ``mean`` and ``frozen``, which are given per feature, to the features' parts."""
+    def set_flags(self, **given: Sequence[bool] | None) -> None:
+        """Write the per-feature flags ``mean`` and ``frozen`` to the parts of each feature."""
         for name, values in given.items():
             of = [False] * self.num_features if values is None else flags(values, self.num_features, name)
             for record in self.records:
                 record[Column[name]] = int(of[record[Column.feature]])
 
-    def leave_out(self, padding_idx: Sequence[int | None] | None) -> None:
-        """Writes the id that each feature leaves out; behind ``place_features``, which writes the limits of ids."""
+    def set_padding(self, padding_idx: Sequence[int | None] | None) -> None:
+        """Write each feature's padding id; call it after ``place_features``, which writes the id limits."""
         count = self.num_features
         given = [None] * count if padding_idx is None else sized(padding_idx, count, "padding_idx", "features")
         ids = [-1 if x is None else integer(x, f"padding_idx[{f}]") for f, x in enumerate(given)]
