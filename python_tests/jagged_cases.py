@@ -67,7 +67,7 @@ def batch_of(bags: list[list[list[int]]], ids: torch.dtype = torch.int64, offset
 
 def unchecked(keys: list[str], values: Tensor, offsets: list[int]) -> rk.KeyedJaggedTensor:
     """A batch of which nobody has looked at the offsets, as of one that was made on a GPU."""
-    return rk.KeyedJaggedTensor._of(keys, values, torch.tensor(offsets))
+    return rk.KeyedJaggedTensor._from_parts(keys, values, torch.tensor(offsets))
 
 
 def equal(features: int, batch: int) -> Batch:

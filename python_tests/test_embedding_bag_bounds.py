@@ -54,7 +54,7 @@ def late() -> Iterator[None]:
             for name in packet.overloads():
                 library.impl(op if name == "default" else f"{op}.{name}", getattr(packet, name), "CPU")
         patch.setattr(late_errors, "reports_late", lambda status: type(status) is Tensor and not status.is_meta)
-        patch.setattr(selected, "_tells_late", lambda _: True)
+        patch.setattr(selected, "_reports_late", lambda _: True)
         try:
             yield
         finally:

@@ -347,7 +347,7 @@ def test_late_reports() -> None:
             (first + 4, given, shared, told.format("'b'", 4, 1, 3)),
             (first + 2, given, shared, told.format("'a'", 2, 2, 2)),
             (first, given, shared, "inverse_indices were not valid; they have been overwritten since"),
-            (1, None, shared.of_group(1), told.format("'b'", 4, 1, 3)),
+            (1, None, shared.select_group(1), told.format("'b'", 4, 1, 3)),
         ]:
             module._note(torch.tensor([position, 1]), given_bags, torch.tensor([0, 2, 5, 8, 11]), of)
             assert message(module.check) == words + later

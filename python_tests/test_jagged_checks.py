@@ -207,7 +207,7 @@ def test_what_is_allowed() -> None:
 )
 def test_rows_are_read_late(offsets: list[int], message: str) -> None:
     """Unchecked offsets, as on a GPU, raise where rows are read: none is padded, cut or left out."""
-    rows = rk.JaggedTensor._of(IDS, torch.tensor(offsets))
+    rows = rk.JaggedTensor._from_parts(IDS, torch.tensor(offsets))
     for read in (rows.to_dense, rows.to_padded_dense, lambda: rows.to_padded_dense(2)):
         _refused(read, message)
     written = rk.JaggedTensor(IDS, offsets=torch.tensor([0, 1, 2, 3, 4]))
@@ -324,7 +324,7 @@ def test_exported() -> None:
 
 def test_copies_are_not_looked_at() -> None:
     """Trees, copies and pickles of bad containers are what they were."""
-    for bad in (rk.JaggedTensor._of(IDS, BAD), unchecked(KEYS, IDS, FALLING)):
+    for bad in (rk.JaggedTensor._from_parts(IDS, BAD), unchecked(KEYS, IDS, FALLING)):
         for make in (
             copy.deepcopy,
             lambda x: pickle.loads(pickle.dumps(x)),

@@ -157,9 +157,9 @@ def test_bad_input(kind: str) -> None:
     ids = torch.tensor([3, 4])
     for offsets in (torch.tensor([], dtype=torch.int64), torch.tensor([[0, 2]]), torch.tensor([0.0, 2.0])):
         with pytest.raises(ValueError, match="offsets must be one row of at least one int32 or int64, got"):
-            module(rk.JaggedTensor._of(ids, offsets))
+            module(rk.JaggedTensor._from_parts(ids, offsets))
     with pytest.raises(ValueError, match=r"weights must have values' shape \[2\], got \[5\]"):
-        module(rk.JaggedTensor._of(ids, torch.tensor([0, 2]), torch.ones(5)))
+        module(rk.JaggedTensor._from_parts(ids, torch.tensor([0, 2]), torch.ones(5)))
     two = rk.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2, dtype=torch.int64))
     for given, got in ((two, r"one of features \['a', 'b'\]"), (ids[None], "Tensor"), ({"a": ids}, "dict")):
         with pytest.raises(ValueError, match=f"features must be an rk.JaggedTensor .* of one feature, got {got}"):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from rec_kernels.distributed.routes import Routes
-from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
+from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, describe_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
-from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_common_batch, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, batch_size_error, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.bad_ids import advice_on
 
@@ -61,7 +61,7 @@ def checked_batch(
     if pooled and not by_feature:
         given, shared = select_distinct(features, names)
         if given.strides is not None and shared is None:
-            raise no_common_batch(names, given.strides)
+            raise batch_size_error(names, given.strides)
     else:
         given, shared = select_keys(features, names, exact=not pooled), None
     _check_tensors(given, names)
@@ -90,7 +90,7 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
             f"{given.offsets.shape[0]} elements"
         )
     strides = given.strides or [bags // max(features, 1)] * features
-    check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: place_of_bag(bag, names, strides))
+    check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: describe_bag(bag, names, strides))
     if weights is not None:
         check_weights(weights, values)
 

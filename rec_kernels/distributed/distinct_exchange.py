@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.row_exchange import RowContext, RowTrip
-from rec_kernels.nn.jagged.select_features import SelectedKeys, bags_of
+from rec_kernels.nn.jagged.select_features import SelectedKeys, bags_of_feature
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.embedding_bag import embedding_bag
 
@@ -68,7 +68,7 @@ class DistinctTrip(RowTrip):
         """[bags, D]: of a lookup's rows, which are those of bags, or of ids, to be summed as one process does."""
         module, given, counts = self.module, self.batch.given, self.batch.counts
         if lookup in module.routes.by_id:
-            rows = _sums(rows, bags_of(given, lookup, len(module.parts.lookups)))
+            rows = _sums(rows, bags_of_feature(given, lookup, len(module.parts.lookups)))
         if lookup in module.routes.means and counts is not None:
             rows = rows / counts.split(given.strides)[lookup].clamp(min=1).to(rows.dtype)[:, None]
         return rows
@@ -84,7 +84,7 @@ class DistinctTrip(RowTrip):
         return pooled if counts is None else pooled / counts[:, None]
 
     def _bags(self, feature: int) -> SelectedKeys:
-        return bags_of(self.batch.features, feature, len(self.module.parts.features))
+        return bags_of_feature(self.batch.features, feature, len(self.module.parts.features))
 
     def _counts(self, feature: int, bags: SelectedKeys) -> Tensor | None:
         """[bags] float32: what sums of a feature's rows are divided by; None: nothing."""
@@ -136,4 +136,4 @@ def _groups(shared: SharedBags | None) -> list[tuple[list[int], Tensor]]:
     """Features that share bags together, and which of them each sample has."""
     if shared is None:
         return []
-    return [(members, shared.inverse[group]) for group, members in shared.together().items()]
+    return [(members, shared.inverse[group]) for group, members in shared.features_by_group().items()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.plan import Shard
-from rec_kernels.nn.jagged.select_features import SelectedKeys, ids_of
+from rec_kernels.nn.jagged.select_features import SelectedKeys, ids_per_feature
 from rec_kernels.nn.tables.config import EmbeddingConfig
 
 _ops = torch.ops.rec_kernels
@@ -187,8 +187,8 @@ class PartMap:
         if not self.mapped:
             return numbers
         out = numbers.new_zeros(features.values.shape)
-        sums = out.split(ids_of(features, len(self.features)))
-        for lookup, block in zip(self.lookups, numbers.split(ids_of(given, len(self.lookups))), strict=True):
+        sums = out.split(ids_per_feature(features, len(self.features)))
+        for lookup, block in zip(self.lookups, numbers.split(ids_per_feature(given, len(self.lookups))), strict=True):
             if not self.features[lookup.feature].by_id:
                 sums[lookup.feature].add_(block)
         return out

@@ -17,7 +17,7 @@ from rec_kernels.distributed.routes import Entry
 from rec_kernels.distributed.trips import Trip
 from rec_kernels.distributed.weight_gradients import weight_gradients
 from rec_kernels.distributed.wire import Block
-from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys, bags_of, ids_of
+from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys, bags_of_feature, ids_per_feature
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.training.accumulate import Lookup
 
@@ -281,12 +281,12 @@ class RowTrip(Trip):
         out = self._fetched(len(batch.given.values))
         if not parts.joins:
             return out
-        rows = zip(out.split(ids_of(batch.given, len(parts.lookups))), parts.dims, strict=True)
+        rows = zip(out.split(ids_per_feature(batch.given, len(parts.lookups))), parts.dims, strict=True)
         lookups, blocks = [own[:, :dim] for own, dim in rows], []
         for f, feature in enumerate(parts.features):
             block = self.joined.compose(f, lookups)
             if feature.by_id:
-                weights = bags_of(batch.features, f, len(parts.features)).weights
+                weights = bags_of_feature(batch.features, f, len(parts.features)).weights
                 block = (block if weights is None else weights[:, None] * block) + 0.0  # and no -0
             blocks.append(_widened(block, out.shape[1]))
         return torch.cat(blocks)
@@ -304,7 +304,9 @@ class RowTrip(Trip):
         """Begins to send each rank the gradients of the rows that it has looked up."""
         batch, parts = self.batch, self.module.parts
         if parts.joins:
-            rows = zip(grad.split(ids_of(batch.features, len(parts.features))), self.module.output_dims, strict=True)
+            rows = zip(
+                grad.split(ids_per_feature(batch.features, len(parts.features))), self.module.output_dims, strict=True
+            )
             features = [own[:, :dim] for own, dim in rows]
             lookups = [self.joined.multiply(u, own) for u, own in enumerate(self.joined.divide(features))]
             for f, feature in enumerate(parts.features):

@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.distributed.collectives import all_to_all
 from rec_kernels.distributed.routes import Entry, Routes
 from rec_kernels.nn.collection import TableCollection
-from rec_kernels.nn.jagged.select_features import SelectedKeys, bags_of, ids_of
+from rec_kernels.nn.jagged.select_features import SelectedKeys, bags_of_feature, ids_per_feature
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.row_exchange import RowContext
@@ -48,12 +48,12 @@ def weight_gradients(grad: Tensor, module: ShardedCollection, batch: RowContext)
     for (entry, place), block in sorted(blocks, key=lambda b: b[0][0].shard.first_column):
         found[place] = block if entry.shard.first_column == 0 else found[place] + block
     found = module.parts.of_features(found, batch.fed, batch.features)
-    blocks = found.split(ids_of(batch.features, len(module.parts.features)))
+    blocks = found.split(ids_per_feature(batch.features, len(module.parts.features)))
     for f, feature in enumerate(module.parts.features):
         if f in batch.answers:
             blocks[f].copy_(batch.answers[f])
         elif feature.lookups[0] in routes.means:
-            bags = bags_of(batch.features, f, len(blocks))
+            bags = bags_of_feature(batch.features, f, len(blocks))
             blocks[f].mul_((1 / feature.counts(bags)).repeat_interleave(bags.offsets.diff()))
     return found
 

@@ -121,7 +121,7 @@ def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
             continue
         ones = torch.ones(f.values().shape, dtype=torch.float32, device=f.values().device)
         sizes = f.stride_per_key() if f.variable_stride_per_key() else None
-        yield rk.KeyedJaggedTensor._of(f.keys(), f.values(), f.offsets(), ones, sizes)
+        yield rk.KeyedJaggedTensor._from_parts(f.keys(), f.values(), f.offsets(), ones, sizes)
 
 
 class DataSet(Protocol):

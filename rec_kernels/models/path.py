@@ -125,7 +125,7 @@ class PathEmbeddingBag(OneTable):
     def _vectors(self, ids: Tensor) -> Tensor:
         """[U, D] of ascending ids, so that those of one function are side by side."""
         each = torch.arange(len(ids) + 1, device=ids.device)
-        rows = self.rows.rows(KeyedJaggedTensor._of(self.rows.feature_names, ids, each))
+        rows = self.rows.rows(KeyedJaggedTensor._from_parts(self.rows.feature_names, ids, each))
         sizes = torch.bincount(ids // self.buckets, minlength=self.collisions).tolist()
         # Each parameter is taken apart once: a gradient of one function's slice is as large as that of all.
         names = ("weight",) if self.hidden is None else ("hidden_bias", "hidden_weight", "bias", "weight")

@@ -191,7 +191,7 @@ class MixedDimensionEmbeddingBag(OneTable):
         """Every bag for every block, which leaves out the ids of the others: of a size that no data decide."""
         blocks, count = len(self.block_dims), ranks.shape[0]
         behind = torch.arange(blocks, device=offsets.device, dtype=offsets.dtype)[:, None] * count
-        return KeyedJaggedTensor._of(
+        return KeyedJaggedTensor._from_parts(
             self.blocks.feature_names,
             torch.cat([ranks - start for start in self._starts]),
             torch.cat([(offsets[:-1] + behind).view(-1), offsets[-1:] + behind[-1]]),
@@ -207,7 +207,7 @@ class MixedDimensionEmbeddingBag(OneTable):
         bag = torch.repeat_interleave(torch.arange(batch, device=ranks.device), offsets.diff())
         lengths = torch.bincount(block.long() * batch + bag, minlength=(blocks + 1) * batch)[: blocks * batch]
         order = order[: int(lengths.sum())]
-        return KeyedJaggedTensor._of(
+        return KeyedJaggedTensor._from_parts(
             self.blocks.feature_names,
             ranks[order] - torch.tensor(self._starts, device=ranks.device)[block[order].long()],
             to_offsets(lengths),

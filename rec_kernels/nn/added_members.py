@@ -1,4 +1,4 @@
-"""Parameters, buffers and modules that a subclass adds to a module of this package."""
+"""Parameters, buffers and submodules that a subclass adds to a module of this package."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def only_added(
     buffers: Collection[str] = (),
     modules: Collection[str] = (),
 ) -> Iterator[None]:
-    """Hides the members of these names within the block, so that a method of nn.Module sees the others alone.
+    """Hides the named members within the block, so that a method of nn.Module sees only the members a subclass added.
 
-    Afterwards ``module`` has all of them again, in the order of before.
+    On exit, ``module`` has all members again, in their original order.
     """
     hidden = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
     before = {kind: module.__dict__[kind] for kind in hidden}

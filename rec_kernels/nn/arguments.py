@@ -1,4 +1,4 @@
-"""Checks of arguments that several modules take."""
+"""Argument checks shared by several modules."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """``value`` as an int.
+    """Converts ``value`` to an int.
 
     Raises:
-        ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
+        ValueError: it is not an integer from 1 to 2^63 - 1, the largest that the kernels take.
     """
     return integer_from(1, name, value)
 
 
 def integer_from(least: int, name: str, value: Any) -> int:
-    """``value`` as an int.
+    """Converts ``value`` to an int.
 
     Raises:
-        ValueError: it is no integer from ``least`` to 2^63 - 1.
+        ValueError: it is not an integer from ``least`` to 2^63 - 1.
     """
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # a float, even a whole one, is a mistake elsewhere
+    except TypeError:  # a float, even an integral one, points to a mistake of the caller
         number = least - 1
     if not least <= number < 2**63:
         raise ValueError(f"{name} must be an integer, at least {least} and below 2^63, got {value!r}")
@@ -42,10 +42,10 @@ def integer_from(least: int, name: str, value: Any) -> int:
 
 
 def positive_integers(name: str, values: Any) -> tuple[int, ...]:
-    """``values`` as ints.
+    """Converts ``values`` to ints.
 
     Raises:
-        ValueError: it is not iterable, or one of them is no integer from 1 to 2^63 - 1.
+        ValueError: it is not iterable, or an item is not an integer from 1 to 2^63 - 1.
     """
     try:
         given: tuple = tuple(values)
@@ -57,21 +57,21 @@ def positive_integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def is_list(given: object) -> bool:
-    """True of a list, a tuple and other sequences, but for a string."""
+    """True for a list, a tuple and other sequences, except strings."""
     return isinstance(given, Sequence) and not isinstance(given, str)
 
 
 def number_of(value: Any) -> float:
-    """``value`` as a float, NaN unless it is a number; booleans are none."""
+    """Converts ``value`` to a float; NaN unless it is a number. A boolean is not a number."""
     try:
         number = value.detach() if isinstance(value, Tensor) else value
         return math.nan if isinstance(value, str | bool) else float(number)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # of several elements, too large
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several elements, or too large an int
         return math.nan
 
 
 def check_rate(name: str, value: Any) -> None:
-    """Raises ValueError unless ``value`` is a number of at least 0 that is finite as float32."""
+    """Raises ValueError unless ``value`` is a number of at least 0 that is finite in float32."""
     if not 0 <= number_of(value) <= LARGEST_FLOAT:
         raise ValueError(f"{name} = {value!r} must be a number, at least 0, and finite as float32")
 
@@ -84,15 +84,15 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
-    """Raises an error unless a layer with parameters of dtype ``own`` takes ``x``: under autocast, any of three.
+    """Raises an error unless ``x`` has the dtype ``own`` of a layer's parameters, or, under autocast, a float dtype.
 
     Raises:
-        TypeError: it is no tensor. ValueError: it has another dtype.
+        TypeError: ``x`` is not a tensor. ValueError: it has another dtype.
     """
     check_tensor(name, x)
     if x.dtype == own:
         return
-    # "meta" has no autocast. torch.amp.is_autocast_available() would say so, but breaks graphs of torch 2.10 and 2.11.
+    # "meta" has no autocast. torch.amp.is_autocast_available() knows, but breaks graphs of torch 2.10 and 2.11.
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     if not (autocast and x.dtype in FLOAT_DTYPES.values()):
         allowed = "float32, float16 or bfloat16 under autocast" if autocast else f"that of the parameters, {own}"

@@ -1,4 +1,4 @@
-"""Shared parts of the collections of tables: parameters, lookups, the fused optimizer, checkpoints."""
+"""Base class of the table collections: parameters, lookups, the fused optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _ops = torch.ops.rec_kernels
 
 
 class TableCollection(nn.Module):
-    """Tables in one flat tensor, their optimizer and its state. Subclasses say what a lookup returns.
+    """Tables in one flat tensor with their optimizer and its state. Subclasses define the output of a lookup.
 
-    It has a layout (``LayoutBuffers``), a store of its rows (``TableStore``) and, with a fused optimizer, an update
-    (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s; ``optimizer`` may also be those of a whole
-    collection, of whose tables these are shards.
+    A collection has a layout (``LayoutBuffers``), a store of its rows (``TableStore``) and, with a fused optimizer, an
+    update (``FusedUpdate``). The arguments are those of ``rk.EmbeddingBagCollection``; ``optimizer`` may also be the
+    ``TableOptimizers`` of a whole collection if these tables are its shards.
     """
 
     process_local = False
     _told_of_processes = False
-    _is_replica = False  # torch.nn.DataParallel sets it of its replicas
+    _is_replica = False  # torch.nn.DataParallel sets it on its replicas
 
     lr: Tensor
     step: Tensor
@@ -66,9 +66,9 @@ class TableCollection(nn.Module):
     _layout: LayoutBuffers
     _tied: Tied
     _update: FusedUpdate | None = None
-    _convert = False  # whether states in other row formats are converted
-    _pools = True  # whether ``forward`` makes one row of a bag
-    _holder = "embedding_bags"  # the module that has the tables, in names of parameters and states
+    _convert = False  # whether loading converts tables in other row formats
+    _pools = True  # whether ``forward`` pools each bag into one row
+    _holder = "embedding_bags"  # name of the submodule that holds the tables
     optimizer, rounding, output_dtype, seed = read_only("_given", 4)
 
     def __init__(
@@ -122,16 +122,16 @@ class TableCollection(nn.Module):
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
-        """The configs that it was made of, in this order."""
+        """The table configs that the collection was made from, in order."""
         return self._features.tables
 
     @property
     def feature_names(self) -> list[str]:
-        """The features that it looks up, table by table."""
+        """The features that the collection looks up, in table order."""
         return list(self._features.feature_names)
 
     def is_weighted(self) -> bool | None:
-        """The option that it was made with, by TorchRec's name."""
+        """The ``is_weighted`` option of the constructor; the method has TorchRec's name."""
         return self._features.is_weighted
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -139,12 +139,12 @@ class TableCollection(nn.Module):
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
+        """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would replace the tables."""
         refuse_setting(self, self._holder, name, module)
         super().add_module(name, module)
 
     def reset_parameters(self) -> NoReturn:
-        """Raises RuntimeError, so that a loop over modules does not leave out tables that ``to_empty()`` has made."""
+        """Raises RuntimeError, so that a loop over modules does not skip tables that ``to_empty()`` made."""
         refuse_reset(self)
 
     @property
@@ -154,22 +154,22 @@ class TableCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where lookups are made, by the layout; weights may be elsewhere (a row cache with backing "host")."""
+        """Device of lookups, from the layout; weights may be elsewhere (a row cache with backing "host")."""
         return self._layout.device
 
     @property
     def _trained_by_torch(self) -> bool:
-        """True if the tables have gradients of torch, and hence an optimizer of torch has their parameters."""
+        """True if torch computes gradients of the tables, for an optimizer of torch."""
         return self.optimizer is None and not self._features.storage.is_bytes
 
     @property
     def _is_trained(self) -> bool:
-        """True if something trains the tables: torch, or a fused optimizer."""
+        """True if the tables are trained by torch or by a fused optimizer."""
         return self._trained_by_torch or self.optimizer is not None
 
     @property
     def bounds_check(self) -> str:
-        """The rule for ids outside their table: "error", "ignore" or "none"."""
+        """How ids outside their table are handled: "error", "ignore" or "none"."""
         return self._layout.bounds_check
 
     @bounds_check.setter
@@ -178,7 +178,7 @@ class TableCollection(nn.Module):
         self._layout.bounds_check = self._reports.bounds_check = value
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
-        """The matrix [D, dim] of a table that has one."""
+        """The projection matrix [D, dim] of a table that has one."""
         return self._held[table.name].projection
 
     # Moves, copies and states.
@@ -187,7 +187,7 @@ class TableCollection(nn.Module):
         self._store.refuse_prefetched("moving the collection")
         refuse_replaced(self._tied)
         given, fn = fn, self._store.mover(self._weights, fn)
-        # The flat tensors first, then the tables as views of them.
+        # Move the flat tensors first, then rebind the tables as views of them.
         self._layout._apply(fn)
         move_memory(self, fn)
         if self.row_cache is not None:
@@ -216,9 +216,9 @@ class TableCollection(nn.Module):
         self._store.refuse_copies()
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *others = reduced
-        # pickle writes a whole storage for every view of it, so views stay out. They may stay in where the storage is
-        # written once, in torch.save, whose protocol is 2, unless it is seen as several dtypes. And they have to where
-        # an optimizer of torch may be pickled together with the collection: it is to find the same parameters again.
+        # pickle writes the whole storage for every view, so views are dropped. torch.save (protocol 2) writes a storage
+        # once, unless views have several dtypes, so views may stay. They must stay if an optimizer of torch may be
+        # pickled together with the collection, because it must refer to the same parameters afterwards.
         if self._features.storage.is_bytes or (not self._trained_by_torch and int(protocol) > 2):
             state["_modules"] = {**self._modules, self._holder: self._held.without_rows()}
         return make, arguments, state, *others
@@ -228,16 +228,16 @@ class TableCollection(nn.Module):
         return {name: value for name, value in super().__getstate__().items() if name != "_tied"}
 
     def __setstate__(self, state: dict) -> None:
-        # Copying and unpickling give every parameter storage of its own.
+        # Copying and unpickling give every parameter its own storage.
         super().__setstate__(state)
         self._weights = self._store.placed(self._weights, self.device)
-        self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: the original raises what it has found
+        self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: only the original raises its errors
         self._tie()
         if self._update is not None:
             self._update.tie(self._held.weights(), self._buffers, self._dense_gradients())
 
     def __copy__(self) -> Self:
-        """A collection with the same memory, and an update of its own."""
+        """A collection that shares this one's memory, with its own update object."""
         state: Any = self.__reduce_ex__(4)[2]
         other = type(self).__new__(type(self))
         other.__setstate__(state if self._update is None else {**state, "_update": self._update.alone()})
@@ -247,7 +247,7 @@ class TableCollection(nn.Module):
         self._store.wait(self.device)
         self._store.refuse_copies()
         state = self.__getstate__()
-        # Copies of views would double the memory. Whoever else holds a parameter, as an optimizer, gets the copy's.
+        # Copies of views would double the memory. Other holders of a parameter, such as an optimizer, get the copy's.
         for table in self._held:
             memo.update({at: t for at, t in self._held[table].empty_views().items() if at not in memo})
         other = memo[id(self)] = type(self).__new__(type(self))
@@ -255,8 +255,8 @@ class TableCollection(nn.Module):
         return other
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
-        # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
-        # ``state_dict`` is torch's own copy of what the caller gave.
+        # Check before the first table is written: torch reports a wrong shape only after loading everything else.
+        # ``state_dict`` is torch's own copy of the caller's dict.
         own = self._check_state(state_dict, prefix)
         fit_powers(state_dict, prefix, self._features.optimizers.distinct)
         begin_without_step(state_dict, prefix, own)
@@ -266,15 +266,15 @@ class TableCollection(nn.Module):
         if self._store.fit_state(state_dict, prefix, weights):
             self.flush()
         if any(name in state_dict for name in weights):
-            self._store.forget_prefetched()  # the cache is another one then, too
+            self._store.forget_prefetched()  # loading replaces the cache contents
         self._store.wait(self.device)
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def _check_state(self, state_dict: dict, prefix: str = "") -> dict[str, Tensor]:
-        """Converts tables of a state to their formats, if that is wanted; raises RuntimeError if it cannot be loaded.
+        """Converts the tables of a state if ``convert`` is set; raises RuntimeError if the state cannot be loaded.
 
         Args:
-            prefix: of the collection's names in it; other names are not looked at.
+            prefix: prefix of the collection's names in the state; other names are ignored.
 
         Returns:
             The collection's own state, without its cache's.
@@ -285,24 +285,24 @@ class TableCollection(nn.Module):
         return own
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
-        """Loads a state as ``torch.nn.Module`` does. One that lacks nothing but its ``step`` begins at step 0.
+        """Loads a state as ``torch.nn.Module`` does. A state that lacks only ``step`` starts at step 0.
 
         Args:
-            assign: also copies: tables stay where they are, and so do the parameters. Of a collection on the meta
-                device, memory is taken first, on the device of the state's ``step`` or, without one, first table.
-            convert: whether tables that the state has in another row format are converted, rounded to the nearest.
-                Otherwise they are refused. (``convert_formats()`` does so for a model that holds the collection.)
+            assign: copies as well: tables keep their memory, and parameters stay the same objects. A collection on the
+                meta device first allocates memory, on the device of the state's ``step`` or else of its first table.
+            convert: whether to convert tables that the state has in another row format, rounded to nearest. Otherwise
+                they raise. (Use ``convert_formats()`` for a model that contains the collection.)
 
         Raises:
-            RuntimeError: a wrong shape, or another format; no table was changed. With ``assign``, a state that has
-            some of a collection on the meta device, and not all.
+            RuntimeError: a wrong shape, or another format; no table was changed. With ``assign``, the state has only
+            some of the tensors of a collection on the meta device.
         """
         with self.convert_formats() if convert else contextlib.nullcontext():
             return super().load_state_dict(state_dict, strict, assign)
 
     @contextlib.contextmanager
     def convert_formats(self) -> Iterator[None]:
-        """Within the block, a state whose tables are in other row formats is converted when it is loaded."""
+        """Within the block, loading a state converts tables that it has in other row formats."""
         self._convert = True
         try:
             yield
@@ -320,11 +320,11 @@ class TableCollection(nn.Module):
     # Lookups and updates.
 
     @abstractmethod
-    def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
-        """The bags of a batch that are looked up, and [F + 1] where features begin if each has a row of the output."""
+    def _select_bags(self, features) -> tuple[SelectedKeys, Tensor | None]:
+        """Selects the bags of a batch to look up, and [F + 1] feature starts if each bag has its own output row."""
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
+        """The ops' output for the bags of all features; with ``starts`` [F + 1] and no ``shared``, one row per bag."""
         with self._store.held():
             try:
                 return self._look_up(given.weighted(self._features.is_weighted), starts, shared)
@@ -337,7 +337,7 @@ class TableCollection(nn.Module):
         update = self._update if torch.is_grad_enabled() else None
         if not (is_compiling := is_traced(self._held, self._update)):
             refuse_replaced(self._tied)
-            self._reports.raise_arrived(layout._buffers["bad_position"])  # before anything changes
+            self._reports.raise_arrived(layout._buffers["bad_position"])  # before any state changes
         weights, bags, cache = self._weights, (given.values, given.offsets), self._store.cache
         options = layout.arguments(starts, shared)
         options |= self._features.output(self.output_dtype)
@@ -371,7 +371,7 @@ class TableCollection(nn.Module):
         return TableCall(self._weights, (values, offsets, starts), layout.arguments(starts), self._rounding())
 
     def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
-        """Lists the tables if torch may want their gradients; a call takes longer with each of them."""
+        """Lists the tables if torch may need their gradients; each listed table makes the call slower."""
         if not torch.is_grad_enabled():
             return []
         if not self._trained_by_torch:
@@ -381,7 +381,7 @@ class TableCollection(nn.Module):
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:
-        """Keeps what a lookup on a GPU says later of its input (``Reports.add``)."""
+        """Records the status of a lookup on a GPU, to raise its errors later (``Reports.add``)."""
         self._reports.add(status, self._layout.bad_position, *what)
 
     def _update_options(self, tensors: dict[str, Any]) -> dict[str, object]:
@@ -393,10 +393,10 @@ class TableCollection(nn.Module):
         return {"rounding": self.rounding, "seed": layout._buffers["seed"]}
 
     def _update_once(self, lookups: list[Lookup], scaling: dict[str, Tensor] | None = None) -> None:
-        """Updates the tables once, with the gradients of lookups and those that tables have got from elsewhere.
+        """Updates the tables once, with the gradients of all lookups and the dense gradients of table weights.
 
         Args:
-            scaling: by what the losses were multiplied; None: by what they are now, of lookups that have waited.
+            scaling: the loss scale of the lookups; None: the current one, for lookups whose update was deferred.
         """
         dense = self._update.dense.take()
         if not lookups and not dense:
@@ -420,29 +420,28 @@ class TableCollection(nn.Module):
         return DenseGradients(names, WeakMethod(self._update_once), refused)
 
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
-        """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
-        if (trained := [wanted.requires_grad for wanted in self._update.dense.wanted]) != layout.trained:
+        """Freezes the features of tables with ``requires_grad`` False, in addition to those of ``freeze()``."""
+        if (trained := [flag.requires_grad for flag in self._update.dense.grad_flags]) != layout.trained:
             self._update.refuse_in_block("requires_grad of tables was changed")
             layout.set_trained(trained)
             self._update.dense.forget_nodes()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Makes one update of several micro-batches, as if their rows had been one batch.
+        """Makes one update from several micro-batches, as if they had been one batch.
 
-        Within the block, lookups read the tables as they are, and backwards leave them alone. At its end, the fused
-        optimizer runs once with all gradients, and ``step`` counts one; without a backward nothing happens. Losses are
-        added up: divide them where the mean is meant. The update has the bits of one batch that holds, per feature,
-        micro-batch after micro-batch in the order of their backwards, if the pooled outputs' gradients are the same.
-        Until then, copies of every micro-batch's ids and of the gradient of its pooled output are kept.
+        Within the block, lookups read the tables unchanged, and backwards do not update them. When the block ends, the
+        fused optimizer runs once with all gradients, and ``step`` increases by one; without a backward nothing happens.
+        Losses are summed: divide them if you want the mean. The update is bitwise equal to that of one batch that has,
+        per feature, the micro-batches in the order of their backwards, if the gradients of the pooled outputs are
+        equal. Until then the collection holds copies of every micro-batch's ids and output gradient.
 
-        An exception in the block drops what was collected: tables, state and ``step`` are as before the block.
-        Gradients of per-sample weights arrive in each backward. ``torch.compile`` breaks the graph at a lookup inside
-        a block.
+        An exception in the block discards the collected gradients: tables, state and ``step`` are unchanged. Gradients
+        of per-sample weights arrive in each backward. ``torch.compile`` breaks the graph at a lookup inside a block.
 
         Raises:
-            ValueError: the collection has no fused optimizer. RuntimeError: the block is inside another one of the same
-            collection. RuntimeError, from a backward: it is inside and its lookup was not, or the other way round.
+            ValueError: the collection has no fused optimizer. RuntimeError: the block is nested in another one of the
+            same collection. RuntimeError, from a backward: either it or its lookup is outside of the block.
         """
         update = self._fused("accumulate()", "its gradients add up by themselves until optimizer.zero_grad()")
         if update.pending is None:
@@ -452,40 +451,40 @@ class TableCollection(nn.Module):
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The fused optimizer's ``torch.optim.Optimizer`` face, for learning-rate schedulers and ``GradScaler.step``.
+        """The fused optimizer as a ``torch.optim.Optimizer``, for learning-rate schedulers and ``GradScaler.step``.
 
         Raises:
-            ValueError: the collection has none (``optimizer=None``).
+            ValueError: the collection has no fused optimizer (``optimizer=None``).
         """
         return self._fused("fused_optimizer", "its tables are parameters for optimizers of torch").face
 
     def _fused(self, what: str, otherwise: str) -> FusedUpdate:
-        """The fused update; raises ValueError if there is none."""
+        """Returns the fused update; raises ValueError without a fused optimizer."""
         if self._update is None:
             raise ValueError(f"{what}: there is no fused optimizer, as it was built with optimizer=None: {otherwise}")
         return self._update
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
-        """Tells the collection that losses are scaled by a ``torch.amp.GradScaler``, as training in float16 needs it.
+        """Makes updates unscale gradients of losses that a ``torch.amp.GradScaler`` scales, as in float16 training.
 
         Without this call, a scaled loss trains the tables with gradients that are too large by the scale. With it, an
-        update divides by the scale, and is skipped where the gradient of the lookup's output has an infinite or NaN
-        element: tables, state and ``step`` stay as they are. ``scaler.step(collection.fused_optimizer)``, beside the
-        steps of other optimizers and before ``scaler.update()``, tells the scaler of it. Where only others have
-        overflowed, the update was made: it came with the backward, and no step takes it back.
+        update divides by the scale, and is skipped if the gradient of the lookup's output has an infinite or NaN
+        element: tables, state and ``step`` do not change. Call ``scaler.step(collection.fused_optimizer)``, next to the
+        steps of other optimizers and before ``scaler.update()``, to report the overflow to the scaler. If only other
+        parameters overflowed, the tables are still updated: their update ran in the backward and cannot be undone.
 
-        The scale is that of the lookup, inside ``accumulate()`` that of the block's beginning: no ``scaler.update()``
-        may come between it and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it is for (the
-        backward of an earlier one raises RuntimeError), and before a CUDA graph is captured. Not part of
-        ``state_dict()``. Copies and pickles have no scaler: they raise at the first lookup of training, unless they
-        have been told theirs, or None.
+        The scale is read at the lookup, or at the start of an ``accumulate()`` block: do not call ``scaler.update()``
+        between that and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it applies to (the backward
+        of an earlier one raises RuntimeError), and before a CUDA graph is captured. The scaler is not part of
+        ``state_dict()``. Copies and pickles have no scaler: their first training lookup raises until
+        ``set_grad_scaler`` has been called on them, with a scaler or None.
 
         Args:
-            scaler: whose ``scale()`` the loss goes through. One that is not enabled counts as None.
+            scaler: the scaler whose ``scale()`` is applied to the loss. A disabled scaler counts as None.
 
         Raises:
             TypeError: ``scaler`` has no ``scale()``. ValueError: the collection has no fused optimizer. RuntimeError:
-            inside ``accumulate()``.
+            the call is inside ``accumulate()``.
         """
         if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
@@ -493,19 +492,19 @@ class TableCollection(nn.Module):
         update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
 
     def freeze(self, *features: str) -> None:
-        """Stops training the tables by ids of these features; outputs do not change.
+        """Stops ids of these features from training their tables; outputs do not change.
 
-        A table that other features share still learns from those. Call it between a backward and the next forward.
-        Captured CUDA graphs and compiled models follow. Not part of ``state_dict()``.
+        A table that other features share still trains through those. Call it between a backward and the next forward.
+        Captured CUDA graphs and compiled models respect it. It is not part of ``state_dict()``.
 
         Raises:
-            KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose one update has
+            KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose single update has
             one set of frozen features.
         """
         self._set_frozen(set.union, features)
 
     def unfreeze(self, *features: str) -> None:
-        """The reverse of ``freeze``."""
+        """Undoes ``freeze`` for these features."""
         self._set_frozen(set.difference, features)
 
     def _set_frozen(self, changed: Callable, features: tuple[str, ...]) -> None:
@@ -516,44 +515,43 @@ class TableCollection(nn.Module):
         self._layout.freeze(changed(self._layout.frozen, features))
 
     def check(self) -> None:
-        """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
+        """Waits for all lookups on a GPU and raises the first input error that was not raised before.
 
-        There, a lookup cannot raise: it goes on without the bad id, and the fused update of its batch is skipped. The
-        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Only
-        these two raise for lookups inside ``torch.compile`` and for replayed CUDA graphs, and cannot say which lookup
-        it was. On the CPU there is nothing to do.
+        A lookup on a GPU cannot raise in time: it skips the bad id, and the fused update of its batch is skipped. Later
+        lookups raise the errors that have reached the host by then; ``state_dict()`` and this method wait for all of
+        them. Errors of lookups inside ``torch.compile`` and of replayed CUDA graphs are raised by these two only, and
+        do not name the lookup. On the CPU this method does nothing.
 
         Raises:
-            IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each is told once; training may go
-            on.
+            IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each error is raised once; training
+            may continue.
         """
         self._reports.check(self._layout.bad_position)
 
     # Stores.
 
     def prefetch(self, features) -> None:
-        """Begins to read what the next batch needs of tables in a file or in host memory, while this one is computed.
+        """Starts to read rows of the next batch, for tables in a file or in host memory, during the current one.
 
-        Call it between a lookup and the next, with the features of the next. Training has the same bits without it.
-        With backing "device" it does nothing.
+        Call it between two lookups, with the features of the second. Training is bitwise the same without it. With
+        backing "device" it does nothing.
 
-        Backing "disk": blocks are read, and another batch may come instead. Where the rows of both batches do not fit
-        in the memory budget together, nothing is read.
+        Backing "disk": blocks are read, and a different batch may follow. If the rows of both batches together exceed
+        the memory budget, nothing is read.
 
-        Backing "host": in training, the batch's rows come into the cache, on a GPU on a stream beside the current one,
-        as soon as the update of the lookup before has been made. From then on that batch is looked up next, with the
-        same tensors unchanged: until then, other lookups, updates, ``flush()``, ``state_dict()``, copies and moves
-        raise RuntimeError. Within ``accumulate()``, and once lookups are compiled, the rows come in no earlier than
-        without it.
+        Backing "host": in training, the batch's rows enter the cache as soon as the update of the previous lookup is
+        done; on a GPU, on a side stream. The next lookup must then be of this batch, with the same, unmodified tensors:
+        until it, other lookups, updates, ``flush()``, ``state_dict()``, copies and moves raise RuntimeError. Within
+        ``accumulate()``, and once lookups are compiled, the rows enter no earlier than without the call.
 
         Args:
-            features: as of ``forward``.
+            features: as for ``forward``.
 
         Raises:
-            As ``forward``, but for MemoryError. RuntimeError: the rows of another prefetched batch are in the cache.
+            As ``forward``, except MemoryError. RuntimeError: the rows of another prefetched batch are in the cache.
         """
         if self._store.takes_prefetches(training=self.training):
-            given, starts = self._bags_of(features)
+            given, starts = self._select_bags(features)
             try:
                 self._store.prefetch(self._call(given.values, given.offsets, starts), training=self.training)
             except (IndexError, ValueError) as error:
@@ -561,63 +559,63 @@ class TableCollection(nn.Module):
                 raise
 
     def close(self, *, apply: bool = False) -> None:
-        """Closes the file of tables on disk, which cannot be used afterwards. Changes that were not flushed are lost.
+        """Closes the file of tables on disk, which is unusable afterwards. Changes since the last ``flush()`` are lost.
 
         Args:
-            apply: first copies into the file what the last ``flush()`` has left in ``<path>.log``: the file is whole
-                without it then, and has no generation but the last.
+            apply: first applies the log of the last ``flush()``, ``<path>.log``, to the file. The file is then complete
+                without the log, and holds only its last generation.
 
         Raises:
-            OSError: the copying failed; nothing is closed or lost, and it may be tried again. ValueError: it is closed
-            already, and was to be applied.
+            OSError: the copying failed; nothing is closed or lost, and the call may be repeated. ValueError: the file
+            is closed already, and ``apply`` is True.
         """
         self._store.close(apply=apply)
 
     def flush(self) -> None:
-        """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
+        """Writes the rows that changed in the row cache back to their tables; without a cache it does nothing.
 
-        Rows stay cached, and training goes on unchanged. ``state_dict()`` flushes first. A table's ``weight`` is up to
-        date afterwards. Tables on disk are then durable: what a crash leaves is the state of the last ``flush()``, or
-        the next one. Where nothing was trained or loaded since the last, the file keeps its generation.
+        Rows stay cached, and training continues unchanged. ``state_dict()`` flushes first. Afterwards every table's
+        ``weight`` is up to date, and tables on disk are durable: a crash leaves the state of the last ``flush()``, or
+        that of one in progress. If nothing was trained or loaded since the last flush, the file keeps its generation.
         """
         if self.row_cache is not None:
             refuse_written(self._tied)
             self._store.flush(self._weights, self._layout.arguments(), self._rounding(), self.step)
 
     def reset_cache_states(self) -> None:
-        """Empties the row cache, so that rows are read in their tables until they come in anew; else it does nothing.
+        """Empties the row cache, so that rows are read from their tables again; without a cache it does nothing.
 
-        Tables that are written in place need it, as the cache does not notice: call ``flush()``, write, then call this.
-        Uses and counters begin anew, too.
+        Call it after writing to tables in place, which the cache does not notice: ``flush()``, write, then this method.
+        Use counts and statistics restart as well.
 
         Raises:
-            RuntimeError: there were updates since the last ``flush()``; nothing was changed. Or a table that is in a
-            file was written, which lookups and ``flush()`` refuse, too.
+            RuntimeError: there were updates since the last ``flush()``; nothing was changed. Or a table in a file was
+            written to, which lookups and ``flush()`` refuse as well.
         """
         if self.row_cache is not None:
             refuse_written(self._tied)
             self._store.reset(self.step)
 
     def memory_report(self) -> list[dict[str, object]]:
-        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
+        """One dict per stored table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
 
-        With a row cache also: cached_rows and dirty_rows (now in slots, and changed there), cache_bytes (the table's
-        share of the slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them whose
-        row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
-        evicted, those of them that had to be encoded, rows that found no slot).
+        With a row cache also: cached_rows and dirty_rows (in slots, and modified there), cache_bytes (the table's share
+        of slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them that were
+        cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows inserted, rows evicted,
+        evicted rows that had to be encoded, rows without a slot).
         """
         return self._store.memory_report()
 
     def tier_report(self) -> dict[str, int]:
-        """Bytes of the tables where they are, and bytes that were moved.
+        """Bytes of the tables in each memory tier, and bytes moved between tiers.
 
         cache_bytes: slots with their tags, stamps, flags and counts, and the rows' counts; row_bytes: encoded rows in
-        memory; host_bytes: those of them that backing "host" keeps in host memory; file_bytes: rows in the file, 0
-        without one; index_bytes: what is kept in memory of the file's blocks; moved_bytes: encoded rows that went into
-        slots or came back; read_bytes and written_bytes: of the file.
+        memory; host_bytes: the part of row_bytes in host memory with backing "host"; file_bytes: rows in the file, 0
+        without one; index_bytes: the in-memory index of the file's blocks; moved_bytes: encoded rows moved into slots
+        or back; read_bytes and written_bytes: file traffic.
         """
         return self._store.tier_report(self._weights)
 
     def __repr__(self) -> str:
-        """A line for each table, and the optimizer; nothing of how they are kept."""
+        """One line per table, and the optimizer; storage is not shown."""
         return shown(self, self.tables, f"optimizer={self.optimizer}")

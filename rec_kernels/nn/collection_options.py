@@ -1,4 +1,4 @@
-"""The arguments that both kinds of collections take, what becomes of them, and what cannot be set."""
+"""Argument checks of both collections, read-only options, and attributes that cannot be set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
 def read_only(name: str, count: int) -> Iterator[Any]:
-    """Properties that read the items of a tuple: options that are given once, when a collection is made."""
+    """Properties that read the items of a tuple attribute: options fixed at construction."""
 
     def of_item(item: int) -> Any:
         return property(lambda self: getattr(self, name)[item])
@@ -26,40 +26,43 @@ def read_only(name: str, count: int) -> Iterator[Any]:
     return map(of_item, range(count))
 
 
-#: Numbers that the kernels read, and how they are written.
-_WAYS = {
+#: Tensors that the kernels read, and how to change them.
+_SETTERS = {
     "lr": "set param_groups[0]['lr'] of the collection's fused_optimizer, which writes it where kernels read it",
     "step": "write the tensor that it is, with step.fill_()",
 }
 
 
 def refuse_setting(collection: nn.Module, holder: str, name: str, value: object) -> None:
-    """Raises AttributeError or RuntimeError if an attribute that is set is read by kernels, or holds the tables.
+    """Raises an error for an assignment to an attribute that kernels read, or that holds the tables.
 
     Args:
-        holder: name of the module that has the tables.
+        holder: name of the module that holds the tables.
+
+    Raises:
+        AttributeError or RuntimeError: the attribute cannot be set.
     """
-    held = collection.__dict__.get("_buffers", {})
-    if name in _WAYS and name in held and (name == "lr" or value is not held[name]):  # step += 1 has written it
-        raise AttributeError(f"{name} cannot be set to {value!r}: {_WAYS[name]}")
+    buffers = collection.__dict__.get("_buffers", {})
+    if name in _SETTERS and name in buffers and (name == "lr" or value is not buffers[name]):  # step += 1 is fine
+        raise AttributeError(f"{name} cannot be set to {value!r}: {_SETTERS[name]}")
     refuse_replacing(collection, name, value, holder)
 
 
 def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
-    """True of a lookup inside ``torch.compile`` or ``torch.export``.
+    """True inside ``torch.compile`` or ``torch.export``.
 
     Args:
-        tables: what the collection holds. update: its fused optimizer, which trains rows of every format.
+        tables: the collection's tables. update: its fused optimizer, which trains rows of every format.
 
     Raises:
-        RuntimeError: tables that train are exported. Rows and their parameters are one memory here and two in a
-            program, which would train neither.
+        RuntimeError: trainable tables are exported. Rows and their parameters share memory here, but would be two
+            tensors in a program, which would train neither.
     """
     if not torch.compiler.is_compiling():
         return False
     if is_exporting() and torch.is_grad_enabled():
-        wanted: list[Any] = update.dense.wanted if update is not None else []
-        if any(given.requires_grad for given in (*tables.parameters(), *wanted)):
+        grad_flags: list[Any] = update.dense.grad_flags if update is not None else []
+        if any(t.requires_grad for t in (*tables.parameters(), *grad_flags)):
             raise RuntimeError(
                 "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or "
                 "lookups under torch.no_grad()"
@@ -76,7 +79,7 @@ def check_options(
     cache: RowCache | None,
     is_weighted: bool | None,
 ) -> None:
-    """Raises ValueError for an argument that is out of its range; they are ``rk.EmbeddingBagCollection``'s."""
+    """Raises ValueError for an invalid argument of ``rk.EmbeddingBagCollection``."""
     check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
     check_choice("rounding", rounding, ("stochastic", "nearest"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:

@@ -1,4 +1,4 @@
-"""EmbeddingCollection: a row for each id of many tables, in one kernel call."""
+"""EmbeddingCollection: one embedding row per id for many tables, in one kernel call."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from rec_kernels.nn.tables.parameters import Tables
 
 
 class EmbeddingCollection(TableCollection):
-    """A row for each id, in one kernel call for all tables: sequence embeddings.
+    """Sequence embeddings: one row per id, in one kernel call for all tables.
 
-    Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
-    ``set_grad_scaler()``, ``freeze()``, errors. The tables are ``embeddings``, as TorchRec's: a state has the names
-    ``embeddings.<table>.weight``, and one whose names are those of ``rk.EmbeddingBagCollection`` loads, too.
+    Everything except the output works as in ``rk.EmbeddingBagCollection``: formats, fused optimizers, ``accumulate()``,
+    ``set_grad_scaler()``, ``freeze()``, errors. The tables are ``embeddings``, as in TorchRec: a state has the names
+    ``embeddings.<table>.weight``. A state with the names of ``rk.EmbeddingBagCollection`` loads as well.
 
     Args:
-        tables: ``rk.EmbeddingConfig`` or TorchRec's, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is
-            not used.
+        tables: ``rk.EmbeddingConfig`` or TorchRec's; dimensions may differ. The pooling of an
+            ``rk.EmbeddingBagConfig`` is ignored.
 
-    The others are ``rk.EmbeddingBagCollection``'s.
+    The other arguments are ``rk.EmbeddingBagCollection``'s.
 
     Raises:
-        ValueError: a table's compression has not compose "per_id"; and as ``rk.EmbeddingBagCollection``.
+        ValueError: a table's compression does not have compose "per_id"; and as ``rk.EmbeddingBagCollection``.
     """
 
     embeddings: Tables
@@ -48,28 +48,28 @@ class EmbeddingCollection(TableCollection):
 
         Args:
             features: ``rk.KeyedJaggedTensor`` or TorchRec's, with at least the collection's features, in any order, or
-                a dict for ``rk.KeyedJaggedTensor.from_dict``. Rows are multiplied by its weights, if it has any.
+                a dict as for ``rk.KeyedJaggedTensor.from_dict``. Rows are multiplied by its weights, if it has any.
 
         Returns:
             feature -> ``rk.JaggedTensor`` of its rows: values [N_f, D_f] of ``output_dtype`` in the order of the ids,
-            offsets [B + 1]. A feature of two tables appears as ``feature@table``. On a GPU, where the rows of a feature
-            begin is read from ``features.offset_per_key()``, which waits for the device unless it is known already.
+            offsets [B + 1]. A feature of two tables appears as ``feature@table``. On a GPU, the split into features
+            calls ``features.offset_per_key()``, which waits for the device unless the host already knows it.
 
         Raises:
-            As ``rk.EmbeddingBagCollection``; in messages about ids, every id is a bag of its feature. On a GPU, of
-            the offsets only those where features begin are looked at.
+            As ``rk.EmbeddingBagCollection``; messages about ids count every id as a bag of its feature. On a GPU, only
+            the offsets at the start of each feature are checked.
         """
         return sequence_lookups.look_up(self, features)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables' configs, by TorchRec's name for ``tables``."""
+        """The table configs: TorchRec's name for ``tables``."""
         return list(self.tables)
 
     def embedding_dim(self) -> int:
-        """The tables' embedding dimension, by TorchRec's name.
+        """The embedding dimension shared by all tables, as in TorchRec.
 
         Raises:
-            ValueError: tables have different ones, which TorchRec's cannot.
+            ValueError: the dimensions differ, which TorchRec does not allow.
         """
         dims = sorted(set(self._features.output_dims))
         if len(dims) != 1:
@@ -77,41 +77,41 @@ class EmbeddingCollection(TableCollection):
         return dims[0]
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names that the features of each table have in the output, as TorchRec's."""
+        """The output names of the features of each table, as in TorchRec."""
         names = iter(self._features.output_keys)
         return [list(itertools.islice(names, len(table.feature_names))) for table in self.tables]
 
     def need_indices(self) -> bool:
-        """False: rows come without their ids, unlike those of TorchRec's collections of ``need_indices=True``."""
+        """False: the output has rows without their ids, unlike TorchRec's with ``need_indices=True``."""
         return False
 
     def rows(self, features) -> Tensor:
-        """[N, largest D]: what ``forward`` returns, before it is cut into features; columns behind a D are zeros.
+        """[N, largest D]: the rows of ``forward`` before the split into features; columns after a row's D are zeros.
 
-        For ``torch.compile`` and CUDA graphs: it asks the device for nothing if the keys of ``features`` are the
-        collection's ``feature_names`` in their order, and all of one batch size.
+        Use it with ``torch.compile`` and CUDA graphs: it never waits for the device if the keys of ``features`` are the
+        collection's ``feature_names`` in the same order and all features have one batch size.
         """
         return sequence_lookups.look_up_rows(self, features)
 
     def for_serving(self, format: str | Mapping[str, str] | None = None) -> ServedEmbeddings:
-        """Returns a module with ``forward`` and ``rows``; see ``rk.EmbeddingBagCollection.for_serving``."""
+        """Returns a module with only ``forward`` and ``rows``; see ``rk.EmbeddingBagCollection.for_serving``."""
         return ServedEmbeddings(in_format(EmbeddingCollection, self, format), self)
 
     @property
     def embedding_bags(self) -> Tables:
-        """``embeddings``, by the name that it has in ``rk.EmbeddingBagCollection``: for code that takes both kinds."""
+        """``embeddings`` under its name in ``rk.EmbeddingBagCollection``, for code that handles both."""
         return self.embeddings
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
+    def _select_bags(self, features) -> tuple[SelectedKeys, Tensor | None]:
         return sequence_lookups.bags_of(self, features)
 
 
 class ServedEmbeddings(ServedTables):
-    """Result of ``EmbeddingCollection.for_serving``."""
+    """Inference module returned by ``EmbeddingCollection.for_serving``."""
 
     if TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` with a table of this package behind them."""
+"""``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` backed by a table of this package."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-_NAME = "weight"  # of the table in its collection
+_NAME = "weight"  # the table's name in its collection
 
 
 class TableOptions(TypedDict, total=False):
-    """How the table is kept and trained: arguments of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``."""
+    """Table options: arguments of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``."""
 
     optimizer: Optimizer | None
     format: str
@@ -45,11 +45,11 @@ class TableOptions(TypedDict, total=False):
     seed: int
 
 
-_OF_CONFIG = ("format", "compression", "init")
+_CONFIG_OPTIONS = ("format", "compression", "init")
 
 
-class _Filled:
-    """Fills rows with what a layer begins with: torch's normal numbers, or given rows; zeros for the padding."""
+class _InitialRows:
+    """Initializes a layer's rows: standard normal as in torch, or given rows; zeros for the padding row."""
 
     def __init__(self, given: Tensor | None, padding_idx: int | None = None) -> None:
         self.given, self.padding_idx = given, padding_idx
@@ -65,10 +65,10 @@ class _Filled:
 
 
 class EmbeddingLayer(nn.Module):
-    """One table behind torch.nn's interface: what ``rk.Embedding`` and ``rk.EmbeddingBag`` share.
+    """Base class of ``rk.Embedding`` and ``rk.EmbeddingBag``: one table with torch.nn's interface.
 
-    Without an option in ``TableOptions``, ``weight`` is a parameter as any. With one, it is the table of a collection
-    that no traversal of modules sees: its state has the layer's names (``weight``, ``sum``, ``step`` ...).
+    Without any of the ``TableOptions``, ``weight`` is an ordinary parameter. With one, it is the table of a collection
+    that is hidden from module traversal, and the state has the layer's names (``weight``, ``sum``, ``step`` ...).
     """
 
     weight: nn.Parameter
@@ -86,16 +86,16 @@ class EmbeddingLayer(nn.Module):
         if unknown:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        own: dict[str, Any] = {name: given.pop(name) for name in _OF_CONFIG if name in given}
+        own: dict[str, Any] = {name: given.pop(name) for name in _CONFIG_OPTIONS if name in given}
         dtype = dtype or torch.float32
         if dtype != torch.float32:
-            format = _format_of(dtype)
+            format = _format_of_dtype(dtype)
             if given or own:
                 own.setdefault("format", format)
-        fill = _Filled(weight)
+        fill = _InitialRows(weight)
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **{"init": fill, **own})
         if weight is not None:
-            _check_given(weight, table)
+            _check_initial(weight, table)
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
@@ -104,13 +104,13 @@ class EmbeddingLayer(nn.Module):
             return
         fill.padding_idx = None if table.compression else table.padding_idx
         self.__dict__["collection"] = EmbeddingBagCollection([table], device=device, **given)
-        fill.given = None  # the table's config keeps ``init``
-        self._show()
+        fill.given = None  # ``init`` stays in the table's config
+        self._expose_table()
 
     def _add_parameter(self, rows: Tensor | None, device: torch.device | str | None, dtype: torch.dtype) -> None:
         """Gives a layer without options its parameter: these rows, or torch's normal numbers."""
         if rows is not None:
-            _format_of(rows.dtype, "_weight")
+            _format_of_dtype(rows.dtype, "_weight")
             self.weight = nn.Parameter(rows.contiguous())
             return
         self.weight = nn.Parameter(torch.empty(self.num_embeddings, self.embedding_dim, device=device, dtype=dtype))
@@ -120,22 +120,22 @@ class EmbeddingLayer(nn.Module):
 
         @property
         def collection(self) -> EmbeddingBagCollection | None:
-            """The collection of the one table, for ``accumulate()``, ``fused_optimizer`` and the like; or None."""
+            """The collection that holds the table, for ``accumulate()``, ``fused_optimizer`` and others; or None."""
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew, as ``torch.nn.Embedding`` does.
+        """Draws the weight again, as ``torch.nn.Embedding`` does.
 
         Raises:
-            RuntimeError: the layer has one of ``TableOptions``: its table is drawn once, by ``init``.
+            RuntimeError: the layer has one of the ``TableOptions``: its table is initialized once, by ``init``.
         """
         if self.collection is not None:
             raise RuntimeError("reset_parameters() is for a layer without options: make a new one, or write `weight`")
-        _Filled(None, self.padding_idx)(self.weight)
+        _InitialRows(None, self.padding_idx)(self.weight)
 
     # Lookups.
 
     def _pooled(self, ids: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
-        """[bags, D]: bags looked up in the collection."""
+        """[bags, D]: pooled embeddings from the collection."""
         collection: Any = self.__dict__["collection"]
         if not torch.compiler.is_compiling():
             self._refuse_replaced(collection._held)
@@ -158,9 +158,9 @@ class EmbeddingLayer(nn.Module):
                     "another parameter"
                 )
 
-    # Moves, copies and states: the collection's, under the layer's names.
+    # Moves, copies and states delegate to the collection, under the layer's names.
 
-    def _shown(self) -> dict[str, nn.Parameter]:
+    def _table_parameters(self) -> dict[str, nn.Parameter]:
         """The collection's parameters under the layer's names."""
         holders = self.collection.embedding_bags
         shown = {}
@@ -170,20 +170,20 @@ class EmbeddingLayer(nn.Module):
                 shown["projection"] = holders[stored].projection
         return shown
 
-    def _show(self) -> None:
-        self._parameters.update(self._shown())
+    def _expose_table(self) -> None:
+        self._parameters.update(self._table_parameters())
 
     def _only_added(self) -> AbstractContextManager[None]:
-        """Hides the collection's parameters, which leaves those that a subclass added."""
-        return only_added(self, parameters=self._shown())
+        """Hides the collection's parameters and leaves those that a subclass added."""
+        return only_added(self, parameters=self._table_parameters())
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # torch.distributed.checkpoint looks up what a state has by its name.
+            # torch.distributed.checkpoint accesses every entry of a state as an attribute.
             if (collection := self.__dict__.get("collection")) is not None:
-                for own, stored in self._names().items():
+                for own, stored in self._state_names().items():
                     if own == name or own.startswith(f"{name}."):
                         return functools.reduce(getattr, stored.removesuffix(own[len(name) :]).split("."), collection)
             raise
@@ -194,17 +194,17 @@ class EmbeddingLayer(nn.Module):
         self.collection._apply(fn)
         with self._only_added():
             super()._apply(fn, recurse)
-        self._show()
+        self._expose_table()
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of the layer, and with it whether lookups take rows into a cache."""
+        """Sets the mode of the layer, and thus whether lookups insert rows into a cache."""
         if self.collection is not None:
             self.collection.train(mode)
         return super().train(mode)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets ``requires_grad`` as ``torch.nn.Module`` does; False freezes a table that a fused optimizer trains."""
+        """Sets ``requires_grad`` as ``torch.nn.Module`` does; False also freezes a table of a fused optimizer."""
         if self.collection is None:
             return super().requires_grad_(requires_grad)
         self.collection.requires_grad_(requires_grad)
@@ -215,24 +215,24 @@ class EmbeddingLayer(nn.Module):
         state = super().__getstate__()
         if self.collection is None:
             return state
-        # The collection keeps its parameters; here, their names keep the order.
-        return {**state, "_parameters": self._parameters | dict.fromkeys(self._shown())}
+        # The collection pickles its parameters; their names alone keep the order here.
+        return {**state, "_parameters": self._parameters | dict.fromkeys(self._table_parameters())}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         if self.collection is not None:
-            self._show()
+            self._expose_table()
 
-    def _names(self) -> dict[str, str]:
-        """The layer's name of each tensor of its state -> the collection's."""
-        return {_own_name(name): name for name in nn.Module.state_dict(self.collection)}
+    def _state_names(self) -> dict[str, str]:
+        """Maps the layer's state names to the collection's."""
+        return {_layer_name(name): name for name in nn.Module.state_dict(self.collection)}
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         if self.collection is None:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         for name, tensor in self.collection.state_dict(keep_vars=keep_vars).items():
-            destination[prefix + _own_name(name)] = tensor
+            destination[prefix + _layer_name(name)] = tensor
         with self._only_added():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -247,10 +247,10 @@ class EmbeddingLayer(nn.Module):
         error_msgs: list[str],
     ) -> None:
         if self.collection is None:
-            told = (strict, missing_keys, unexpected_keys, error_msgs)
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
+            rest = (strict, missing_keys, unexpected_keys, error_msgs)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             return
-        names = self._names()
+        names = self._state_names()
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         known = {names[name]: t for name, t in given.items() if name in names}
         assign = local_metadata.get("assign_to_params_buffers", False)
@@ -259,17 +259,17 @@ class EmbeddingLayer(nn.Module):
         except RuntimeError as error:
             error_msgs.append(str(error).replace(f"embedding_bags.{_NAME}.", prefix))
             return
-        self._show()
+        self._expose_table()
         unexpected: list[str] = []
         with self._only_added():
-            told = (strict, missing_keys, unexpected, error_msgs)
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
+            rest = (strict, missing_keys, unexpected, error_msgs)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         unexpected_keys += [name for name in unexpected if name.removeprefix(prefix) not in names]
         if strict:
-            missing_keys += [prefix + _own_name(name) for name in missing]
+            missing_keys += [prefix + _layer_name(name) for name in missing]
 
     def _describe(self, *options: str) -> str:
-        """The sizes, options of the layer, and what the collection says of the table."""
+        """Sizes, options of the layer, and options of its table."""
         text = [f"{self.num_embeddings}, {self.embedding_dim}", *options]
         if self.padding_idx is not None:
             text.append(f"padding_idx={self.padding_idx}")
@@ -281,15 +281,15 @@ class EmbeddingLayer(nn.Module):
         return ", ".join(text)
 
 
-def _own_name(name: str) -> str:
-    """A layer's name of a tensor in its collection's state: of parts of a compressed table with their numbers."""
+def _layer_name(name: str) -> str:
+    """The layer's name of a tensor in its collection's state; parts of a compressed table keep their index."""
     if not name.startswith("embedding_bags."):
         return name
     _, stored, kind = name.split(".")
     return kind + stored.removeprefix(_NAME)
 
 
-def _format_of(dtype: torch.dtype, name: str = "dtype") -> str:
+def _format_of_dtype(dtype: torch.dtype, name: str = "dtype") -> str:
     names = {known: format for format, known in FLOAT_DTYPES.items()}
     if dtype not in names:
         raise ValueError(f"{name} must be torch.float32, float16 or bfloat16, got {dtype}")
@@ -302,9 +302,9 @@ def _check_rows(embeddings: Tensor) -> None:
         raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
 
 
-def _check_given(weight: Tensor, table: EmbeddingBagConfig) -> None:
+def _check_initial(weight: Tensor, table: EmbeddingBagConfig) -> None:
     check_tensor("_weight", weight)
-    if table.compression is not None or not isinstance(table.init, _Filled):
+    if table.compression is not None or not isinstance(table.init, _InitialRows):
         raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
     size = [table.num_embeddings, table.embedding_dim]
     if list(weight.shape) != size or not weight.is_floating_point():
@@ -312,29 +312,29 @@ def _check_given(weight: Tensor, table: EmbeddingBagConfig) -> None:
 
 
 class Embedding(EmbeddingLayer):
-    """``torch.nn.Embedding`` that may have its optimizer fused into the backward, and rows in fewer bytes.
+    """``torch.nn.Embedding`` with an optional fused optimizer, and optionally fewer bytes per row.
 
     Args:
-        num_embeddings, embedding_dim: E, D. padding_idx: an id whose row begins as zeros and that gives no gradient;
-            negative ones count from the end. Of a compressed table, lookups have zeros for it. E is None where every
-            int64 is an id, with ``compression=rk.Hash(buckets)``; a negative ``padding_idx`` is that id then.
-        sparse: whether the gradient is a sparse tensor; of layers without ``options``.
-        _weight: the rows to begin with, or None. _freeze: whether nothing trains them.
-        device, dtype: of the weight. Beside ``options``, torch.float16 and bfloat16 are formats "fp16" and "bf16".
-        max_norm, norm_type, scale_grad_by_freq: only the defaults.
-        options: of the table: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
-            as of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows begin as torch's, normal
-            with variance 1. Without options, ``weight`` is a parameter with torch's gradients, of its dtype. Rows of
-            another ``format`` than fp32 are trained by a fused ``optimizer`` only: without one they have no gradient.
+        num_embeddings, embedding_dim: E, D. padding_idx: an id whose row starts as zeros and gets no gradient; negative
+            values count from the end. In a compressed table, lookups return zeros for it. E is None if every int64 is
+            a valid id, with ``compression=rk.Hash(buckets)``; a negative ``padding_idx`` is then an id itself.
+        sparse: whether the gradient is a sparse tensor; only for layers without ``options``.
+        _weight: initial rows, or None. _freeze: whether the weight is excluded from training.
+        device, dtype: device and dtype of the weight. With ``options``, torch.float16 and bfloat16 formats "fp16", "bf16".
+        max_norm, norm_type, scale_grad_by_freq: only the defaults are supported.
+        options: table options: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
+            as for ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows start as in torch,
+            normal with variance 1. Without options, ``weight`` is a parameter of its dtype with torch's gradients.
+            Rows in another ``format`` than fp32 are trained by a fused ``optimizer`` only; else they get no gradient.
 
     Attributes:
-        weight: [E, D], or rows of bytes [E, row_bytes] of a format that is no dtype; ``weight_0``, ``weight_1`` ... of
-            a compressed table of several parts. With a fused optimizer the state has ``step`` and the moments, too.
-        collection: the ``rk.EmbeddingBagCollection`` of the one table, or None without options.
+        weight: [E, D], or byte rows [E, row_bytes] if the format is not a dtype; ``weight_0``, ``weight_1`` ... for a
+            compressed table of several parts. With a fused optimizer the state also has ``step`` and the moments.
+        collection: the ``rk.EmbeddingBagCollection`` that holds the table, or None without options.
 
     Raises:
         NotImplementedError: max_norm, norm_type or scale_grad_by_freq. ValueError: as the collection;
-        ``sparse`` beside options. TypeError: an unknown option; a ``_weight`` that is no tensor.
+        ``sparse`` together with options. TypeError: an unknown option; ``_weight`` is not a tensor.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class Embedding(EmbeddingLayer):
         refuse_norms("rk.Embedding", max_norm, norm_type, scale_grad_by_freq)
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
         super().__init__(sizes, _weight, device, dtype, options)
-        self.sparse = _checked_sparse(sparse, self.collection)
+        self.sparse = _check_sparse(sparse, self.collection)
         if _freeze:
             self.requires_grad_(False)
 
@@ -363,10 +363,10 @@ class Embedding(EmbeddingLayer):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Embedding:
-        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them.
+        """Creates a layer with the rows ``embeddings`` [E, D]; ``freeze``: whether to exclude them from training.
 
         Raises:
-            TypeError: ``embeddings`` are no tensor. ValueError: they have not two dimensions.
+            TypeError: ``embeddings`` is not a tensor. ValueError: it does not have two dimensions.
         """
         _check_rows(embeddings)
         given: Any = {"padding_idx": padding_idx, "_weight": embeddings, "_freeze": freeze, **options}
@@ -383,16 +383,16 @@ class Embedding(EmbeddingLayer):
             input: int32 or int64 ids of any shape.
 
         Returns:
-            ``[*input.shape, D]``, float32 unless ``output_dtype`` says otherwise.
+            ``[*input.shape, D]``, float32 unless ``output_dtype`` is set.
 
         Raises:
-            IndexError: an id out of range. On a GPU ``collection.check()`` tells, and counts positions in
-            ``input.reshape(-1)``. ValueError: another dtype or device.
+            IndexError: an id is out of range. On a GPU ``collection.check()`` raises it, with a position in
+            ``input.reshape(-1)``. ValueError: a wrong dtype or device.
         """
         check_ids(input)
         ids = input.reshape(-1)
         is_compressed = self.collection is not None and self.collection.tables[0].compression is not None
-        # It is read before the others: a file has only the rows of the last load, which a backward needs again.
+        # Read the padding row first: a file keeps only the last loaded rows in memory, and the backward needs those.
         padding = None if self.padding_idx is None or is_compressed else self._padding_row(ids.device)
         try:
             rows = self._rows(ids, sparse=self.sparse)
@@ -404,7 +404,7 @@ class Embedding(EmbeddingLayer):
         return rows.view(*input.shape, self.embedding_dim)
 
     def _padding_row(self, device: torch.device) -> Tensor:
-        """[1, D]: the row of the padding, which other uses of the weight than lookups may train."""
+        """[1, D]: the padding row, which uses of the weight outside of lookups may train."""
         if self.collection is None:
             return self.weight.detach()[self.padding_idx : self.padding_idx + 1]
         weight = self.collection.embedding_bags[_NAME].weight  # it may be in page-locked host memory, or in a file
@@ -413,24 +413,24 @@ class Embedding(EmbeddingLayer):
         return dequantize_rows(row, format, self.embedding_dim) if row.dtype == torch.uint8 else row
 
     def extra_repr(self) -> str:
-        """Sizes and options, for printing."""
+        """Shows sizes and options when printed."""
         return self._describe()
 
 
 class EmbeddingBag(EmbeddingLayer):
-    """``torch.nn.EmbeddingBag`` that may have its optimizer fused into the backward, and rows in fewer bytes.
+    """``torch.nn.EmbeddingBag`` with an optional fused optimizer, and optionally fewer bytes per row.
 
-    All arguments but two are ``rk.Embedding``'s; an id of padding is left out of its bag.
+    All other arguments are ``rk.Embedding``'s; the padding id is left out of its bag.
 
     Args:
-        mode: "sum", "mean" or "max". The first of the rows with a column's maximum has its gradient, as in torch.
+        mode: "sum", "mean" or "max". The gradient of a column's maximum goes to the first row that has it, as in torch.
         include_last_offset: whether ``offsets`` ends with the number of ids.
 
     Attributes:
-        weight, collection: ``rk.Embedding``'s.
+        weight, collection: as for ``rk.Embedding``.
 
     Raises:
-        As ``rk.Embedding``. ValueError: another mode; "max" beside ``bounds_check`` "ignore" or "none".
+        As ``rk.Embedding``. ValueError: another mode; "max" with ``bounds_check`` "ignore" or "none".
     """
 
     def __init__(
@@ -452,19 +452,19 @@ class EmbeddingBag(EmbeddingLayer):
         refuse_norms("rk.EmbeddingBag", max_norm, norm_type, scale_grad_by_freq)
         check_choice("mode", mode, ("sum", "mean", "max"))
         if mode == "max":
-            _check_largest(options.get("bounds_check", "error"))
+            _check_max_bounds(options.get("bounds_check", "error"))
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
         pooling = {"pooling": "mean" if mode == "mean" else "sum"}
         super().__init__(sizes | pooling, _weight, device, dtype, options)
         self.mode, self.include_last_offset = mode, include_last_offset
-        self.sparse = _checked_sparse(sparse, self.collection)
+        self.sparse = _check_sparse(sparse, self.collection)
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> EmbeddingBag:
-        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them.
+        """Creates a layer with the rows ``embeddings`` [E, D]; ``freeze``: whether to exclude them from training.
 
         Raises:
-            TypeError: ``embeddings`` are no tensor. ValueError: they have not two dimensions.
+            TypeError: ``embeddings`` is not a tensor. ValueError: it does not have two dimensions.
         """
         _check_rows(embeddings)
         given: Any = {"_weight": embeddings, **options}
@@ -477,20 +477,21 @@ class EmbeddingBag(EmbeddingLayer):
         ) -> Tensor: ...
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Pools bags.
+        """Pools bags of ids.
 
         Args:
             input: int32 or int64 ids: [B, L], or [N] with ``offsets``.
-            offsets: [B] where bags begin in ``input``; [B + 1] with ``include_last_offset``.
-            per_sample_weights: input's shape, each id's factor; not with "max". Of "mean", the weighted sum is divided
-                by the number of ids.
+            offsets: [B], the start of each bag in ``input``; [B + 1] with ``include_last_offset``.
+            per_sample_weights: shape of ``input``, a factor per id; not with "max". With "mean", the weighted sum is
+                divided by the number of ids.
 
         Returns:
-            [B, D], float32 unless ``output_dtype`` says otherwise; zeros for an empty bag.
+            [B, D], float32 unless ``output_dtype`` is set; zeros for an empty bag.
 
         Raises:
-            IndexError: an id out of range; on a GPU ``collection.check()`` tells. ValueError: wrong shapes, dtypes or
-            devices; offsets that fall. TypeError: an argument is no tensor. NotImplementedError: factors with "max".
+            IndexError: an id is out of range; on a GPU ``collection.check()`` raises it. ValueError: wrong shapes,
+            dtypes or devices; decreasing offsets. TypeError: an argument is not a tensor. NotImplementedError:
+            per-sample weights with "max".
         """
         if self.collection is None and self.mode != "max":
             return embedding_bag(
@@ -507,38 +508,38 @@ class EmbeddingBag(EmbeddingLayer):
         if self.mode == "max" and factors is not None:
             raise NotImplementedError('per_sample_weights with mode "max", as in torch')
         try:
-            return self._largest(ids, ends) if self.mode == "max" else self._pooled(ids, ends, factors)
+            return self._max_pooled(ids, ends) if self.mode == "max" else self._pooled(ids, ends, factors)
         except (IndexError, ValueError) as error:
             explain_input(error, input.shape, pools=self.mode != "max")
             raise
 
-    def _largest(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """[B, D]: the largest of each column of a bag's rows."""
+    def _max_pooled(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """[B, D]: the column-wise maximum of each bag's rows."""
         check_bounds(offsets, ids.shape[0], "bag {}".format)
         if self.collection is not None:
-            _check_largest(self.collection.bounds_check)
+            _check_max_bounds(self.collection.bounds_check)
         rows = self._rows(ids, sparse=self.sparse)
         is_padding = None if self.padding_idx is None else ids == self.padding_idx
-        places = _places_of_largest(rows.detach(), offsets.long(), is_padding)
+        places = _argmax_rows(rows.detach(), offsets.long(), is_padding)
         return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).gather(0, places)
 
     def extra_repr(self) -> str:
-        """Sizes and options, for printing."""
+        """Shows sizes and options when printed."""
         return self._describe(f"mode={self.mode!r}")
 
 
-def _check_largest(bounds_check: str) -> None:
+def _check_max_bounds(bounds_check: str) -> None:
     if bounds_check != "error":
         raise ValueError(f'bounds_check must be "error" for mode "max", got {bounds_check!r}')
 
 
-def _places_of_largest(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Tensor:
-    """[B, D] int64: for each column of a bag, the first of rows [N, D] with its maximum, NaN if any is; N: it has none.
+def _argmax_rows(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Tensor:
+    """[B, D] int64: per bag and column, the index of the first of rows [N, D] with the maximum, NaN if any; N if empty.
 
     Args:
-        offsets: [B + 1] int64. is_padding: [N] bool, of rows that are in no bag; or None.
+        offsets: [B + 1] int64. is_padding: [N] bool, rows that belong to no bag; or None.
     """
-    count, bags = rows.shape[0], offsets.shape[0] + 1  # the first and the last are of rows in no bag
+    count, bags = rows.shape[0], offsets.shape[0] + 1  # the first and the last collect rows in no bag
     numbers = torch.arange(count, device=rows.device)
     bag = torch.searchsorted(offsets, numbers, right=True)
     if is_padding is not None:
@@ -549,7 +550,7 @@ def _places_of_largest(rows: Tensor, offsets: Tensor, is_padding: Tensor | None)
     return found.new_full(largest.shape, count).scatter_reduce(0, bag, found, "amin")[1:-1]
 
 
-def _checked_sparse(sparse: bool, collection: EmbeddingBagCollection | None) -> bool:
+def _check_sparse(sparse: bool, collection: EmbeddingBagCollection | None) -> bool:
     if sparse and collection is not None:
         raise ValueError(
             "sparse must be False beside options of the table: no gradient of it is stored, or a dense one"

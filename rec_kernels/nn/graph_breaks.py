@@ -1,6 +1,6 @@
-"""Functions that torch.compile leaves out of its graphs, here or by itself.
+"""Functions that torch.compile runs outside of its graphs, or while tracing only.
 
-Imported where it is called, not before: the decorators take torch's compiler, whose import lasts as long as torch's.
+Callers import this module lazily: the decorators load torch's compiler, which takes as long to import as torch.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from torch.amp import GradScaler
 
 
 @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
-def take_ahead(take: Callable, *args: object) -> object:
-    """``take(*args)``: what is to be done for a batch that was announced, as finding its slots."""
-    return take(*args)
+def prepare_prefetched(prepare: Callable, *args: object) -> object:
+    """``prepare(*args)``: work for a prefetched batch, such as finding its cache slots."""
+    return prepare(*args)
 
 
 @torch.compiler.disable(reason="tables on disk are read in Python, lookup by lookup")
-def hold_file(hold: Callable) -> object:
-    """``hold()``: a context in which rows of a file stay in memory."""
-    return hold()
+def pin_file_rows(pin: Callable) -> object:
+    """``pin()``: a context in which the rows of a file stay in memory."""
+    return pin()
 
 
 @torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
 def record_lookup(record: Callable, *args: object) -> object:
-    """``record(*args)``: a lookup whose backward becomes part of an update."""
+    """``record(*args)``: records a lookup whose backward contributes to an accumulated update."""
     return record(*args)
 
 
 @torch.compiler.assume_constant_result
 def warn_while_traced(warn: Callable, *args: object) -> bool:
-    """``warn(*args)`` when a lookup is traced, and never when the graph runs."""
+    """``warn(*args)`` while a lookup is traced; compiled code never calls it."""
     warn(*args)
     return True
 
 
 @torch._dynamo.dont_skip_tracing
 def scale_while_traced(scaler: GradScaler, one: Tensor) -> Tensor:
-    """``scaler.scale(one)`` as part of the graph: torch leaves all of torch.amp out of graphs."""
+    """``scaler.scale(one)`` inside the graph; torch keeps all of torch.amp out of graphs by default."""
     return scaler.scale(one)

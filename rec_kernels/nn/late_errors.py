@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import bad_step
+from rec_kernels.nn.jagged.checks import describe_bad_step
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.bad_ids import explained
@@ -201,7 +201,7 @@ def _offset(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | 
     values, offsets = lookup.given.values, lookup.given.offsets
     feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))
     value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
-    text = bad_step(i, before if i else 0, value, len(values), lookup.given.from_lengths)
+    text = describe_bad_step(i, before if i else 0, value, len(values), lookup.given.from_lengths)
     return None if text is None else text.format(f" (feature {feature}, bag {bag})")
 
 

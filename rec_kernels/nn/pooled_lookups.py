@@ -11,7 +11,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, no_common_batch, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, batch_size_error, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.served import ServedTables
 from rec_kernels.nn.tables.feature_map import FeatureLookup
@@ -29,10 +29,10 @@ def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
     if shared is not None:
         pooled = _of_shared(tables, given, shared)
     elif given.strides is not None:
-        raise no_common_batch(feature_map.feature_names, given.strides)
+        raise batch_size_error(feature_map.feature_names, given.strides)
     else:
         pooled = look_up_bags(tables, given)
-    return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, pooled)
+    return KeyedTensor._from_parts(feature_map.output_keys, feature_map.output_dims, pooled)
 
 
 def look_up_bags(tables: TableCollection | ServedTables, given: SelectedKeys) -> Tensor:
@@ -48,7 +48,9 @@ def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict
     given, starts = bags_of(tables, features)
     pooled = tables._lookup(given, starts)
     if starts is None:
-        return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, finish(tables, pooled)).to_dict()
+        return KeyedTensor._from_parts(
+            feature_map.output_keys, feature_map.output_dims, finish(tables, pooled)
+        ).to_dict()
     return dict(zip(feature_map.output_keys, finish_each(tables, pooled, given.strides), strict=True))
 
 
@@ -117,16 +119,16 @@ def _of_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shar
         return _hand_out(tables, finish_each(tables, pooled, shared.sizes), shared)
     pooled = finish(tables, pooled)
     if shared.is_one_group():
-        return _expand(tables, pooled, shared.of_group(shared.groups[0]))
+        return _expand(tables, pooled, shared.select_group(shared.groups[0]))
     return _hand_out(tables, list(pooled.split(tables._features.output_dims, dim=1)), shared)
 
 
 def _hand_out(tables: TableCollection | ServedTables, blocks: list[Tensor], shared: SharedBags) -> Tensor:
     """[B, sum of D] of [bags, D] of each feature."""
     dims = tables._features.output_dims
-    for group, members in shared.together().items():
+    for group, members in shared.features_by_group().items():
         distinct = torch.cat([blocks[f] for f in members], dim=1)
-        wide = _expand(tables, distinct, shared.of_group(group))
+        wide = _expand(tables, distinct, shared.select_group(group))
         for f, block in zip(members, wide.split([dims[f] for f in members], dim=1), strict=True):
             blocks[f] = block
     return torch.cat(blocks, dim=1)

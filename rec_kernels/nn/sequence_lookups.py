@@ -42,7 +42,7 @@ def by_feature(
     columns, output = rows.shape[1], {}
     each = zip(feature_map.output_keys, feature_map.output_dims, blocks, _own_offsets(offsets, bags), strict=True)
     for key, dim, block, own in each:
-        output[key] = JaggedTensor._of(block if dim == columns else block[:, :dim], own)
+        output[key] = JaggedTensor._from_parts(block if dim == columns else block[:, :dim], own)
     return output
 
 

@@ -1,4 +1,4 @@
-"""The tables of a collection for lookups only: what ``for_serving()`` returns and programs are exported with."""
+"""Lookup-only modules over a collection's tables, for serving and ``torch.export``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _Collection = TypeVar("_Collection", bound=TableCollection)
 def in_format(
     kind: type[_Collection], source: TableCollection, format: str | Mapping[str, str] | None
 ) -> _Collection | TableCollection:
-    """A collection to serve: ``source``, or one of its rows in another format, without optimizer and cache.
+    """Returns the collection to serve: ``source``, or a copy in another row format, without optimizer and cache.
 
     Args:
-        kind: the class of the new one. format: of all tables, or of some by their names; None: as they are.
+        kind: class of the copy. format: format of all tables, or a dict from table name to format; None: no copy.
     """
     if format is None:
         return source
-    source._store.shared()  # raises for tables in a file
+    source._store.shared()  # raises if the tables are in a file
     tables = source.tables
     formats = format if isinstance(format, Mapping) else {table.name: format for table in tables}
     if unknown := sorted(set(formats) - {table.name for table in tables}):
@@ -49,7 +49,7 @@ def in_format(
         seed=source.seed,
         is_weighted=source.is_weighted(),
     )
-    own = tuple(f"{source._holder}.{name}." for name in source._held)  # of a subclass, there may be others
+    own = tuple(f"{source._holder}.{name}." for name in source._held)  # a subclass may have others
     kinds = (".weight", ".format", ".projection")
     rows = {n: t for n, t in source.state_dict().items() if n.startswith(own) and n.endswith(kinds)}
     made.load_state_dict(rows, assign=True, convert=True)
@@ -57,10 +57,10 @@ def in_format(
 
 
 class ServedTables(nn.Module):
-    """One buffer with all tables, no parameter, no optimizer, no state.
+    """Lookup-only module: one buffer with all tables, no parameters, no optimizer, no state.
 
     Args:
-        source: the collection, whose memory it shares. trained: the one that it was made of.
+        source: collection whose memory the module shares. trained: the collection that ``source`` was made from.
     """
 
     row_cache: CacheState | None
@@ -79,24 +79,24 @@ class ServedTables(nn.Module):
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
-        """The configs of the collection."""
+        """The table configs of the collection."""
         return self._features.tables
 
     @property
     def bounds_check(self) -> str:
-        """The rule for ids outside their table: the collection's when ``for_serving()`` was called."""
+        """How ids outside their table are handled: the collection's setting when ``for_serving()`` was called."""
         return self._layout.bounds_check
 
     @property
     def feature_names(self) -> list[str]:
-        """The features that it looks up, table by table."""
+        """The features that the module looks up, in table order."""
         return list(self._features.feature_names)
 
     def memory_report(self) -> list[dict[str, object]]:
-        """One dict per table that is kept: what it is and takes here, and what it took in training.
+        """One dict per stored table, with its size here and in training.
 
-        name, num_embeddings, embedding_dim, format, weight_bytes; trained_format, trained_weight_bytes and
-        trained_state_bytes (of the fused optimizer) are the collection's.
+        name, num_embeddings, embedding_dim, format and weight_bytes describe this module; trained_format,
+        trained_weight_bytes and trained_state_bytes (state of the fused optimizer) describe the collection.
         """
         return [
             now.report()
@@ -109,7 +109,7 @@ class ServedTables(nn.Module):
         ]
 
     def __repr__(self) -> str:
-        """A line for each table, and bytes now and in training."""
+        """One line per table, and total bytes here and in training."""
         report: list[Any] = self.memory_report()
         names = "weight_bytes", "trained_weight_bytes", "trained_state_bytes"
         now, before, state = (sum(table[name] for table in report) for name in names)
@@ -117,7 +117,7 @@ class ServedTables(nn.Module):
         return shown(self, self.tables, sizes)
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
-        """The matrix [D, dim] of a table that has one."""
+        """The projection matrix [D, dim] of a table that has one."""
         return self._buffers[f"_projection_{table.name}"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedTables:
@@ -129,7 +129,7 @@ class ServedTables(nn.Module):
         return self
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        """Looks up as ``TableCollection``."""
+        """Looks up as ``TableCollection._lookup``."""
         given = given.weighted(self._features.is_weighted)
         bags, weights, layout = (given.values, given.offsets), self._weights, self._layout
         options = layout.arguments(starts, shared) | self._features.output(self.output_dtype)
@@ -142,4 +142,4 @@ class ServedTables(nn.Module):
             raise
 
     def _note(self, status: Tensor, *what: Any) -> None:
-        """Drops what a lookup on a GPU says later of its input: nobody is told."""
+        """Discards the status of a lookup on a GPU: serving reports no late errors."""

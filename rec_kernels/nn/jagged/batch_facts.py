@@ -1,4 +1,4 @@
-"""BatchFacts: what follows from the keys, batch sizes and offsets of a batch, by TorchRec's names."""
+"""BatchFacts: values derived from the keys, batch sizes and offsets of a batch, under TorchRec's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Batch = TypeVar("_Batch", bound="BatchFacts")
 
 
 class BatchFacts(BagContainer, OffsetsContainer):
-    """Base of ``rk.KeyedJaggedTensor``: where its features' ids start, which is read once, and what follows from it."""
+    """Base class of ``rk.KeyedJaggedTensor``: cached starts of each feature's ids, and values derived from them."""
 
     _keys: list[str]
 
@@ -32,10 +32,10 @@ class BatchFacts(BagContainer, OffsetsContainer):
         """True if features have batch sizes of their own."""
 
     def offset_per_key(self) -> list[int]:
-        """[F + 1]: where each feature's ids start. Read from the device, and kept until the offsets change.
+        """[F + 1]: start of each feature's ids. Read from the device, and cached until the offsets change.
 
         Raises:
-            ValueError: on a GPU, or after somebody has written to them, these do not rise in [0, N].
+            ValueError: on a GPU, or after an in-place change, offsets are not non-decreasing in [0, N].
         """
         found = self.known_offset_per_key()
         if found is None:
@@ -46,15 +46,15 @@ class BatchFacts(BagContainer, OffsetsContainer):
         return list(found)
 
     def known_offset_per_key(self) -> list[int] | None:
-        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
+        """``offset_per_key()`` if the host knows it; None if it must be read from the device."""
         known = self._offset_per_key
-        if known is None or torch.compiler.is_compiling():  # compiled code cannot see whether the offsets have changed
+        if known is None or torch.compiler.is_compiling():  # compiled code cannot compare version counters
             return None
         return known[1] if known[0] == self._offsets._version else None
 
     def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
-        """Keeps what was learned of the offsets as they are now."""
-        # Nobody counts changes of an inference tensor, and compiled code has no object that it could be kept in.
+        """Caches starts that were read from the offsets in their current version."""
+        # Inference tensors have no version counter, and compiled code has no object to cache the starts in.
         if not torch.compiler.is_compiling() and not self._offsets.is_inference():
             self._offset_per_key = self._offsets._version, offset_per_key
 
@@ -62,7 +62,7 @@ class BatchFacts(BagContainer, OffsetsContainer):
         if torch.compiler.is_compiling():
             return
         count = self._values.shape[0]
-        if isinstance(self._offsets, FakeTensor):  # numbers that nobody knows yet
+        if isinstance(self._offsets, FakeTensor):  # symbolic sizes
             for before, start in itertools.pairwise([0, *starts, count]):
                 torch._check(before <= start)
             return
@@ -74,8 +74,8 @@ class BatchFacts(BagContainer, OffsetsContainer):
                     "before begins to the number of values"
                 )
 
-    def _believe(self, starts: list[int] | None) -> None:
-        """Keeps where features start, as a caller says. Numbers that can be read without waiting are compared."""
+    def _set_given_starts(self, starts: list[int] | None) -> None:
+        """Caches the feature starts given by a caller. On the CPU they are compared with the offsets."""
         if starts is None or torch.compiler.is_compiling():
             return
         if len(starts) != len(self._keys) + 1:
@@ -85,15 +85,15 @@ class BatchFacts(BagContainer, OffsetsContainer):
         self._check_starts(self.lengths_offset_per_key(), starts)
         self.keep_offset_per_key(starts)
 
-    def _place_of_bag(self, bag: int) -> str:
-        return checks.place_of_bag(bag, self._keys, self.stride_per_key())
+    def _describe_bag(self, bag: int) -> str:
+        return checks.describe_bag(bag, self._keys, self.stride_per_key())
 
     def index_per_key(self) -> dict[str, int]:
-        """The number of each feature."""
+        """Index of each feature."""
         return {key: f for f, key in enumerate(self._keys)}
 
     def length_per_key(self) -> list[int]:
-        """F numbers of ids. Read from the device, as ``offset_per_key()``.
+        """F id counts. Read from the device, as ``offset_per_key()``.
 
         Raises:
             ValueError: as ``offset_per_key()``.
@@ -101,31 +101,34 @@ class BatchFacts(BagContainer, OffsetsContainer):
         return [stop - start for start, stop in itertools.pairwise(self.offset_per_key())]
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """``length_per_key()``, if the host knows it; None: it would have to be read from the device."""
+        """``length_per_key()`` if the host knows it; None if it must be read from the device."""
         known = self.known_offset_per_key()
         return None if known is None else [stop - start for start, stop in itertools.pairwise(known)]
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
+        """``offset_per_key()`` if the host knows it; None if it must be read from the device."""
         known = self.known_offset_per_key()
         return None if known is None else list(known)
 
     def lengths_offset_per_key(self) -> list[int]:
-        """[F + 1]: where each feature's bags start."""
+        """[F + 1]: index of each feature's first bag."""
         return list(itertools.accumulate(self.stride_per_key(), initial=0))
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """F lists of one batch size, where features have their own; else none. TorchRec's have one for each rank."""
+        """F lists of one batch size each, if features have batch sizes of their own; else an empty list.
+
+        TorchRec's lists have one batch size per rank.
+        """
         return [[size] for size in self.stride_per_key()] if self.variable_stride_per_key() else []
 
     def flatten_lengths(self: _Batch) -> _Batch:
-        """A batch of the same tensors, by TorchRec's name: lengths have one dimension here always."""
+        """Returns a shallow copy, for TorchRec's callers: lengths are one-dimensional already."""
         return copy.copy(self)
 
     def sync(self: _Batch) -> _Batch:
         """Reads ``offset_per_key()``, so that later calls do not wait for a GPU, and returns the batch.
 
-        It reads nothing in compiled code, and of tensors without numbers.
+        Does nothing in compiled code, and for tensors without data.
         """
         values = self._values
         if not (torch.compiler.is_compiling() or values.is_meta or type(values) is not Tensor):
@@ -133,6 +136,6 @@ class BatchFacts(BagContainer, OffsetsContainer):
         return self
 
     def unsync(self: _Batch) -> _Batch:
-        """Forgets what was read of the offsets, and returns the batch."""
+        """Drops the cached ``offset_per_key()`` and returns the batch."""
         self._offset_per_key = None
         return self

@@ -1,4 +1,4 @@
-"""Offsets of jagged containers from what they are given: lengths, offsets, or both, as TorchRec's callers give them."""
+"""Resolves lengths, offsets and batch sizes, in the combinations that TorchRec's callers pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rec_kernels.ops.layout_records import integer_or_symbol, listed
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
-    """[len(lengths) + 1], of the dtype of ``lengths``."""
+    """[len(lengths) + 1] offsets, with the dtype of ``lengths``."""
     offsets = lengths.new_zeros(lengths.shape[0] + 1)
-    if has_data(lengths):  # in place, which takes half the time of a copy: fresh memory is slow
+    if has_data(lengths):  # in place: half the time of a copy into fresh memory
         torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
     else:
         offsets[1:] = torch.cumsum(lengths, 0, dtype=lengths.dtype)
@@ -24,36 +24,37 @@ def to_offsets(lengths: Tensor) -> Tensor:
 
 
 def read_at(offsets: Tensor, places: list[int]) -> list[int]:
-    """The numbers at some places of offsets."""
-    if is_exporting():  # a program would have a list of sizes as constants
+    """Reads the offsets at the given positions."""
+    if is_exporting():  # an exported program would store a list index as constants
         return torch.stack([offsets[place] for place in places]).tolist()
     return offsets[places].tolist()
 
 
-def given_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """[bags + 1], of ``values`` [N, ...]. Numbers of offsets are for ``check_bounds`` to look at.
+def resolve_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """[bags + 1] offsets for ``values`` [N, ...]. ``check_bounds`` checks their contents.
 
-    Empty tensors may have any dtype, and empty offsets are those of no bag if there are no values.
+    Empty tensors may have any dtype, and empty offsets mean no bags if ``values`` is empty.
 
     Raises:
-        ValueError: there are values, and neither is given; a dtype, shape or device does not fit; lengths and offsets
-        contradict each other. TypeError: one is no tensor.
+        ValueError: ``values`` is not empty and neither argument is given; a dtype, shape or device does not match;
+            lengths
+        and offsets are inconsistent. TypeError: an argument is not a tensor.
     """
     if offsets is None:
         if lengths is None:
             if len(values):
                 raise ValueError("lengths or offsets must be given: there are values")
             return torch.zeros(1, dtype=torch.int64, device=values.device)
-        return to_offsets(_integers("lengths", lengths, values))
-    offsets = _integers("offsets", offsets, values)
+        return to_offsets(_checked_integers("lengths", lengths, values))
+    offsets = _checked_integers("offsets", offsets, values)
     if has_data(offsets) and not len(offsets) and not len(values):
         offsets = offsets.new_zeros(1)
     if lengths is not None:
-        _check_both(_integers("lengths", lengths, values), offsets)
+        _check_both(_checked_integers("lengths", lengths, values), offsets)
     return offsets
 
 
-def _integers(name: str, t: Tensor, values: Tensor) -> Tensor:
+def _checked_integers(name: str, t: Tensor, values: Tensor) -> Tensor:
     if isinstance(t, Tensor) and t.is_floating_point() and t.shape == (0,):
         t = t.long()  # torch.tensor([]) is float32
     check_integers(name, t, values)
@@ -71,17 +72,17 @@ def _check_both(lengths: Tensor, offsets: Tensor) -> None:
         raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be {int(offsets[i + 1] - offsets[i])}, as offsets say")
 
 
-def given_strides(
+def resolve_strides(
     stride: int | None, per_rank: Tensor | Sequence[Sequence[int]] | None, strides: Sequence[int] | None
 ) -> list[int] | None:
-    """Batch sizes of features that have their own; None: all have one.
+    """Batch size per feature; None if all features share one batch size.
 
     Args:
-        stride: B, or None. per_rank: [F][ranks] parts of each batch size, which are added up, or None. strides: F batch
-            sizes, or None. If all are ``stride``, none is a feature's own.
+        stride: B, or None. per_rank: [F][ranks] parts that sum to each batch size, or None. strides: F batch sizes, or
+            None. Batch sizes that all equal ``stride`` count as shared.
 
     Raises:
-        ValueError: two of them contradict each other, or one is not of integers.
+        ValueError: two arguments are inconsistent, or one does not consist of integers.
     """
     stride = None if stride is None else integer_or_symbol(stride, "stride")
     strides = None if strides is None else integers_of(strides, "stride_per_key")
@@ -101,16 +102,16 @@ def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def check_stride(stride: int | None, keys: list[str], bags: int) -> None:
-    """Raises ValueError unless ``bags`` bags are ``stride`` of each key."""
+    """Raises ValueError unless ``bags`` equals ``stride`` bags per key."""
     if stride is not None and keys and bags != stride * len(keys):
         raise ValueError(f"stride must be {bags // len(keys)}, the bags of each of {len(keys)} keys, got {stride!r}")
 
 
-def given_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[int] | None) -> list[int] | None:
-    """[F + 1]: where ids of features start, as they are given; None: they are not.
+def resolve_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[int] | None) -> list[int] | None:
+    """[F + 1] starts of each feature's ids, from the arguments; None if neither is given.
 
     Raises:
-        ValueError: the two contradict each other, or one is not of integers.
+        ValueError: the arguments are inconsistent, or one does not consist of integers.
     """
     lengths = None if length_per_key is None else integers_of(length_per_key, "length_per_key")
     if offset_per_key is None:
@@ -122,6 +123,6 @@ def given_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[
 
 
 def have_gaps(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
-    """[1] bool: whether values of a batch that are in no bag would come between its bags and those of another."""
+    """[1] bool: True if concatenating the batches would put values that are in no bag between bags."""
     ends = [each[-1:] != ids.shape[0] for ids, each in zip(values[:-1], offsets, strict=False)]
     return torch.cat([*ends, *(each[:1] != 0 for each in offsets[1:])]).any(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Jagged batches from what people have: dicts of tensors, lists, padded tensors, values and offsets of each feature."""
+"""Builds jagged batches from dicts of tensors, lists, padded tensors, or values and offsets per feature."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def from_dict(features: Mapping[str, Any], padding_value: int | None) -> Argumen
     """``rk.KeyedJaggedTensor.from_dict``."""
     _check_dict("features", features)
     _check_padding(padding_value)
-    return _joined({name: _feature(f"features[{name!r}]", x, padding_value) for name, x in features.items()})
+    return _concat({name: _feature(f"features[{name!r}]", x, padding_value) for name, x in features.items()})
 
 
 def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -> Arguments:
     """``rk.KeyedJaggedTensor.from_lists``."""
     _check_dict("features", features)
-    found = {name: _of_lists(f"features[{name!r}]", bags, torch.int64) for name, bags in features.items()}
+    found = {name: _from_lists(f"features[{name!r}]", bags, torch.int64) for name, bags in features.items()}
     if weights is not None:
         _check_dict("weights", weights)
         if sorted(weights) != sorted(features):
             raise ValueError(f"weights must have the features {sorted(features)}, got {sorted(weights)}")
         for name, bags in weights.items():
-            given = _of_lists(f"weights[{name!r}]", bags, torch.float32)
+            given = _from_lists(f"weights[{name!r}]", bags, torch.float32)
             if not torch.equal(given.lengths, found[name].lengths):
                 raise ValueError(f"weights[{name!r}] must have a number for each id of features[{name!r}]")
             found[name] = found[name]._replace(weights=given.values)
-    return _joined(found)
+    return _concat(found)
 
 
 def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Arguments:
@@ -54,8 +54,8 @@ def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Argu
     _check_padding(padding_value)
     if padded.dim() != 3 or padded.shape[0] != len(keys):
         raise ValueError(f"padded must be [F, B, L] of {len(keys)} keys, got {list(padded.shape)}")
-    found = {key: _of_tensor(f"padded[{f}]", padded[f], padding_value) for f, key in enumerate(keys)}
-    return _joined(found)
+    found = {key: _from_tensor(f"padded[{f}]", padded[f], padding_value) for f, key in enumerate(keys)}
+    return _concat(found)
 
 
 def from_offsets_list(
@@ -83,7 +83,7 @@ def from_offsets_list(
         ends = torch.cat([starts, starts.new_tensor([ids.shape[0]])])
         _check_offsets(f, ends)
         found[key] = _Feature(ids, ends.diff(), None if weights is None else weights[f])
-    return _joined(found)
+    return _concat(found)
 
 
 def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -152,16 +152,16 @@ def _check_offsets(f: int, ends: Tensor) -> None:
 
 def _feature(name: str, x: Any, padding_value: int | None) -> _Feature:
     if isinstance(x, Tensor):
-        return _of_tensor(name, x, padding_value)
+        return _from_tensor(name, x, padding_value)
     if hasattr(x, "values") and hasattr(x, "offsets"):
-        return _of_jagged(x)
-    return _of_lists(name, x, torch.int64)
+        return _from_jagged(x)
+    return _from_lists(name, x, torch.int64)
 
 
-def _of_jagged(x: Any) -> _Feature:
-    """Ids of a jagged tensor that are in its bags: others would move the ids of the features behind.
+def _from_jagged(x: Any) -> _Feature:
+    """Ids of a jagged tensor that are in its bags; others would shift the ids of later features.
 
-    Compiled code cannot leave them out, and says so by a length below 0, which a lookup refuses.
+    Compiled code cannot drop other ids and sets a negative length instead, which a lookup refuses.
     """
     values, offsets, weights = x.values(), x.offsets(), x.weights_or_none()
     lengths = offsets.diff()
@@ -174,7 +174,7 @@ def _of_jagged(x: Any) -> _Feature:
     return _Feature(values, lengths, weights)
 
 
-def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
+def _from_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
     is_dense = x.layout == torch.strided and not x.is_nested
     if not is_dense or x.dim() not in (1, 2) or x.dtype not in ID_DTYPES:
         found = f"{x.dtype} {list(x.shape)}" if is_dense else f"a tensor of layout {x.layout}"
@@ -182,11 +182,11 @@ def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
     bags = x[:, None] if x.dim() == 1 else x
     if padding_value is None:
         return _Feature(x.reshape(-1), torch.full((bags.shape[0],), bags.shape[1], dtype=torch.int64, device=x.device))
-    there = bags != padding_value
-    return _Feature(bags[there], there.sum(1))
+    is_id = bags != padding_value
+    return _Feature(bags[is_id], is_id.sum(1))
 
 
-def _of_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
+def _from_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
     if not isinstance(bags, Sequence) or not all(map(is_list, bags)):
         raise TypeError(f"{name} must be a list of lists, one for each sample, got {bags!r}"[:200])
     flat = [number for bag in bags for number in bag]
@@ -202,7 +202,7 @@ def _of_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
     )
 
 
-def _joined(features: dict[str, _Feature]) -> Arguments:
+def _concat(features: dict[str, _Feature]) -> Arguments:
     keys, found = list(features), list(features.values())
     if not found:
         empty = torch.zeros(0, dtype=torch.int64)
@@ -215,12 +215,12 @@ def _joined(features: dict[str, _Feature]) -> Arguments:
             first = f"feature {keys[0]!r} is on {found[0].values.device}"
             raise ValueError(f"features must be on one device: {first}, and {key!r} on {x.values.device}")
     sizes = [x.lengths.shape[0] for x in found]
-    # Compared one with another: a set of them would tie compiled code to these numbers.
-    alike = all(size == sizes[0] for size in sizes)
+    # Compare pairwise: a set would specialize compiled code to these sizes.
+    is_uniform = all(size == sizes[0] for size in sizes)
     return {
         "keys": keys,
         "values": torch.cat([x.values for x in found]),
         "lengths": torch.cat([x.lengths for x in found]),
         "weights": None if without else torch.cat([x.weights for x in found]),
-        "stride_per_key": None if alike else sizes,
+        "stride_per_key": None if is_uniform else sizes,
     }

@@ -1,4 +1,4 @@
-"""Checks of the jagged containers at construction, and their messages."""
+"""Argument checks of the jagged containers, and their messages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 @torch.library.register_fake("rec_kernels::_offsets_rise")
 def _(offsets: Tensor, values: int) -> bool:
-    return True  # a tracer's offsets are not looked at
+    return True  # a tracer's offsets have no data to check
 
 
 def has_data(t: Tensor) -> bool:
-    """True if a tensor's numbers can be read without waiting for a GPU."""
+    """True if a tensor can be read without waiting for a GPU."""
     return t.is_cpu and is_readable(t)
 
 
 def is_readable(t: Tensor) -> bool:
-    """True if a tensor has numbers, and they can be read: not of a tracer, nor of a graph that is captured."""
+    """True if a tensor has data that can be read now: it is neither a tracer's nor inside a graph capture."""
     if type(t) not in (Tensor, nn.Parameter) or cannot_read(t) or t.is_meta or torch.jit.is_tracing():
         return False
-    # Tensors of torch.func's transforms have no data of their own.
+    # Wrapper tensors of torch.func's transforms have no data.
     return not (torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t))
 
 
@@ -43,7 +43,7 @@ def check_values(values: Tensor) -> None:
 
 
 def check_integers(name: str, t: Tensor, values: Tensor) -> None:
-    """Raises an error unless argument ``name`` is [M] int32 or int64 where ``values`` are. Waits for no GPU."""
+    """Raises an error unless ``name`` is [M] int32 or int64 on the device of ``values``. Never waits for a GPU."""
     check_tensor(name, t)
     if t.dim() != 1 or t.dtype not in ID_DTYPES:
         raise ValueError(f"{name} must be int32 or int64 with one dimension, got {t.dtype} {list(t.shape)}")
@@ -52,7 +52,7 @@ def check_integers(name: str, t: Tensor, values: Tensor) -> None:
 
 
 def integers_of(given: Sequence[int], name: str) -> list[int]:
-    """Integers as a list, or ValueError. Compiled code has symbols among them, which stay what they are."""
+    """Converts integers to a list, or raises ValueError. Symbolic sizes of compiled code are kept."""
     try:
         numbers = list(given)
         total: object = sum(numbers)
@@ -63,7 +63,7 @@ def integers_of(given: Sequence[int], name: str) -> list[int]:
 
 
 def check_weights(weights: Tensor, values: Tensor) -> None:
-    """Raises an error unless ``weights`` have a floating-point number for each of ``values``."""
+    """Raises an error unless ``weights`` has one floating-point value per item of ``values``."""
     check_tensor("weights", weights)
     if weights.shape != values.shape[:1]:
         raise ValueError(f"weights must have values' shape {list(values.shape[:1])}, got {list(weights.shape)}")
@@ -73,22 +73,22 @@ def check_weights(weights: Tensor, values: Tensor) -> None:
         raise ValueError(f"weights must be on values' device, {values.device}, got {weights.device}")
 
 
-def there(name: str, found: T | None) -> T:
-    """Returns what a container has; raises ValueError if that is nothing."""
+def require(name: str, found: T | None) -> T:
+    """Returns ``found``; raises ValueError if it is None."""
     if found is None:
         raise ValueError(f"there are no {name}: {name}_or_none() returns None then")
     return found
 
 
-def place_of_key(key: str, keys: list[str]) -> int:
-    """The number of a key, or KeyError."""
+def index_of_key(key: str, keys: list[str]) -> int:
+    """Index of a key; raises KeyError if it is unknown."""
     if key not in keys:
         raise KeyError(f"{key!r} is not among the keys {keys}")
     return keys.index(key)
 
 
 def check_keys_differ(keys: Sequence[str]) -> None:
-    """Raises an error unless ``keys`` are a list of different names."""
+    """Raises an error unless ``keys`` is a list of distinct names."""
     if isinstance(keys, str) or not isinstance(keys, Collection):
         raise ValueError(f"keys must be a list of feature names, got {keys!r}")
     for i, key in enumerate(keys):
@@ -99,8 +99,11 @@ def check_keys_differ(keys: Sequence[str]) -> None:
 
 
 def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str) -> None:
-    """Raises an error unless ``keys`` differ and have ``bags`` bags, as argument ``which`` says; ``strides``: F or
-    None."""
+    """Raises an error unless ``keys`` are distinct and have ``bags`` bags in total.
+
+    Args:
+        strides: F batch sizes, or None if all are equal. which: the argument that determined ``bags``.
+    """
     check_keys_differ(keys)
     if strides is None:
         if bags < 0 or (bags % len(keys) if keys else bags):
@@ -113,8 +116,8 @@ def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str
 
 
 def check_offsets(offsets: Tensor, count: int) -> None:
-    """Raises ValueError unless they rise from 0 to ``count``."""
-    # The CPU checks here; elsewhere the kernels note features that begin in the wrong place.
+    """Raises ValueError unless offsets are non-decreasing from 0 to ``count``."""
+    # The CPU checks here; on a GPU the kernels report features that start in the wrong place.
     if not has_data(offsets):
         return
     ends = offsets.numpy()
@@ -128,11 +131,11 @@ def check_offsets(offsets: Tensor, count: int) -> None:
 def check_bounds(
     offsets: Tensor, count: int, place: Callable[[int], str] | None = None, lengths: Tensor | None = None
 ) -> None:
-    """Raises ValueError unless offsets rise, in [0, ``count``]. Looks at nothing unless ``has_data(offsets)``.
+    """Raises ValueError unless offsets are non-decreasing in [0, ``count``]. Skipped unless ``has_data(offsets)``.
 
     Args:
-        place: says whose a bag is, by its number; None: it is not said.
-        lengths: what the offsets were added up from, which the message then names; None: they were given.
+        place: describes the bag with a given index; None: messages do not describe it.
+        lengths: the lengths that the offsets were computed from, named in messages; None: offsets were given.
     """
     if not has_data(offsets):
         return
@@ -141,30 +144,32 @@ def check_bounds(
     if _ops._offsets_rise(offsets, count):
         return
     if lengths is None:
-        raise ValueError(bad_offset(offsets.tolist(), count, place))
+        raise ValueError(describe_bad_offset(offsets.tolist(), count, place))
     sums = list(itertools.accumulate(lengths.tolist(), initial=0))
-    text = bad_offset(sums, count, place, from_lengths=True)
+    text = describe_bad_offset(sums, count, place, from_lengths=True)
     raise ValueError(text or f"lengths add up to {sums[-1]}, more than {lengths.dtype} can hold: they must be int64")
 
 
-def bad_offset(
+def describe_bad_offset(
     offsets: list[int], count: int, place: Callable[[int], str] | None = None, *, from_lengths: bool = False
 ) -> str | None:
-    """Describes the first bad offset, in the lookups' words; None: they rise, in [0, ``count``].
+    """Describes the first bad offset as lookups do; None if all are non-decreasing in [0, ``count``].
 
     Args:
-        place: as of ``check_bounds``. from_lengths: whether lengths were given, which the text then names.
+        place: as for ``check_bounds``. from_lengths: whether messages name lengths.
     """
     for i, (before, offset) in enumerate(itertools.pairwise([0, *offsets])):
-        if (text := bad_step(i, before, offset, count, from_lengths)) is not None:
+        if (text := describe_bad_step(i, before, offset, count, from_lengths)) is not None:
             where = "" if place is None else f" ({place(max(i - 1, 0))})"
             return text.format(where)
     return None
 
 
-def bad_step(i: int, before: int, offset: int, count: int, from_lengths: bool) -> str | None:
-    """Describes what is wrong with ``offsets[i]``, behind the offset ``before``, with {} for its place; None:
-    nothing."""
+def describe_bad_step(i: int, before: int, offset: int, count: int, from_lengths: bool) -> str | None:
+    """Describes what is wrong with ``offsets[i]`` after the offset ``before``; None if it is valid.
+
+    The text has {} where the description of the bag belongs.
+    """
     if before <= offset <= count:
         return None
     if from_lengths and i:
@@ -177,21 +182,21 @@ def bad_step(i: int, before: int, offset: int, count: int, from_lengths: bool) -
     return f"offsets[{i}] = {offset}{{}} must be in [0, {count}], the number of values"
 
 
-def place_of_bag(bag: int, keys: list[str], strides: list[int]) -> str:
-    """The feature of a bag, and its number there; ``strides``: [F] batch sizes."""
+def describe_bag(bag: int, keys: list[str], strides: list[int]) -> str:
+    """The feature of a bag, and the bag's index within it; ``strides``: [F] batch sizes."""
     bounds = list(itertools.accumulate(strides, initial=0))
     f = next((f for f, stop in enumerate(bounds[1:]) if bag < stop), None)
     return "in no feature" if f is None else f"feature {keys[f]!r}, bag {bag - bounds[f]}"
 
 
 def check_batch(name: str, given: Any) -> None:
-    """Raises TypeError unless ``given`` is a batch of features, ``rk.KeyedJaggedTensor`` or TorchRec's."""
+    """Raises TypeError unless ``given`` is an ``rk.KeyedJaggedTensor`` or TorchRec's."""
     if not (hasattr(given, "keys") and hasattr(given, "offsets")):
         raise TypeError(f"{name} must be an rk.KeyedJaggedTensor or TorchRec's, got {type(given).__name__}")
 
 
 def check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: list[int] | None) -> None:
-    """Raises an error unless ``inverse`` names bags of all ``keys``, of which each has as many as ``strides`` say."""
+    """Raises an error unless ``inverse`` maps to existing bags of all ``keys``; ``strides``: bags per key."""
     if not isinstance(inverse, Sequence) or len(inverse) != 2:
         raise TypeError(f"inverse_indices must be names and their bags, (list, int64 [F, B]), got {inverse!r}"[:300])
     names, places = inverse
@@ -214,7 +219,7 @@ def check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: l
 
 
 def checked_widths(keys: list[str], widths: Sequence[int], values: Tensor) -> list[int]:
-    """``widths`` as a list; raises an error unless ``values`` have as many columns for each of ``keys``."""
+    """``widths`` as a list; raises an error unless they match ``keys`` and the columns of ``values``."""
     check_tensor("values", values)
     check_keys_differ(keys)
     widths = integers_of(widths, "length_per_key")
@@ -226,7 +231,7 @@ def checked_widths(keys: list[str], widths: Sequence[int], values: Tensor) -> li
 
 
 def check_each(name: str, values: Sequence[object], kind: type) -> None:
-    """Raises ValueError for an empty list, TypeError for one with something that is no ``kind``."""
+    """Raises ValueError for an empty list, TypeError for an item that is not a ``kind``."""
     if not values:
         raise ValueError(f"{name} is empty: it must have an rk.{kind.__name__} at least")
     for i, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Lookups of distinct bags, and the whole batch's rows made from them."""
+"""Selects distinct bags for a lookup, and how to expand them to the whole batch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rec_kernels.nn.jagged.shared_bags import SharedBags
 
 
 def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, SharedBags | None]:
-    """``keys`` in that order, as ``select_keys`` has them, from bags that may be kept once.
+    """Selects ``keys`` in that order, as ``select_keys``, from bags that may be stored once.
 
     Args:
-        features: any of ``rk.KeyedJaggedTensor``, TorchRec's and ``rk.InverseKeyedJaggedTensor``.
+        features: an ``rk.KeyedJaggedTensor``, TorchRec's, or an ``rk.InverseKeyedJaggedTensor``.
 
     Returns:
-        The bags, with ``strides`` if features have batch sizes of their own or samples share bags. Which of them the
-        samples have; None where they are the batch's already, or features have batch sizes of their own and nothing
-        says which bags the batch has.
+        The selected bags, with ``strides`` if batch sizes differ or samples share bags; and which bags the samples
+        share. The latter is None if every bag is a sample's own, or if batch sizes differ and the batch has no inverse
+        indices.
 
     Raises:
         KeyError: a feature is missing. IndexError: inverse indices are out of range (on the CPU).
     """
     if isinstance(features, InverseKeyedJaggedTensor):
-        return _of_groups(features, keys)
+        return _select_groups(features, keys)
     given = select_keys(features, keys)
     inverse = None if given.strides is None else features.inverse_indices_or_none()
     if inverse is None:
@@ -38,7 +38,7 @@ def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, SharedBags
     return given, shared
 
 
-def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[SelectedKeys, SharedBags | None]:
+def _select_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[SelectedKeys, SharedBags | None]:
     check_keys(keys, features.keys())
     number = features.group_of_keys()
     groups = [number[key] for key in keys]
@@ -53,6 +53,6 @@ def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[Sel
         else:
             known = features.known_offset_per_key()
     given = select_keys(bags, keys, known)
-    if given.strides is None:  # all have as many
+    if given.strides is None:  # all features have one batch size
         given = given._replace(strides=[bags.stride()] * len(keys))
-    return given, SharedBags.of_named(features.inverse_of_groups(), groups, given.strides, keys)
+    return given, SharedBags.from_rows(features.inverse_of_groups(), groups, given.strides, keys)

@@ -1,4 +1,4 @@
-"""InverseKeyedJaggedTensor: a batch that keeps repeated bags once, and on request the ids that bags share."""
+"""InverseKeyedJaggedTensor: a batch that stores repeated bags once, and optionally the ids that bags share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged.checks import check_batch, check_keys_differ, has_data, place_of_key
+from rec_kernels.nn.jagged.checks import check_batch, check_keys_differ, has_data, index_of_key
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, check_keys, select_bags
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
@@ -19,35 +19,35 @@ _ops = torch.ops.rec_kernels
 
 
 class InverseKeyedJaggedTensor(JaggedContainer):
-    """Ids of several features for a batch; bags that samples have in common are kept once.
+    """Ids of several features for a batch, with bags that repeat between samples stored once.
 
-    Features are in *groups*. A group has U distinct samples, each a bag of every feature of it, and ``inverse`` says
-    which of them each of the B samples of the batch has. Features in no group, the *rest*, have a bag for each sample.
-    ``from_kjt`` finds the distinct samples of a batch; data that knows its sessions gives them here. Nobody writes to
+    Features form *groups*. A group has U distinct samples, each with one bag per feature of the group, and ``inverse``
+    maps each of the B samples of the batch to one of them. Features in no group, the *rest*, have one bag per sample.
+    ``from_kjt`` finds the distinct samples of a batch; data with known sessions can use the constructor. Do not modify
     the tensors afterwards.
 
-    Bags that overlap may be windows of one buffer, which is smaller to keep and to move; ``with_windows()`` finds them.
-    Bags are made of them once, where ids are first asked for; nothing else changes.
+    Overlapping bags may be stored as windows of one buffer, which is smaller to keep and to move; ``with_windows()``
+    finds them. The bags are built from the windows once, on first use; nothing else changes.
 
     Args:
-        unique: the bags, those of groups first, group after group, then the rest; ``stride_per_key`` is U for features
-            of a group, and B for the rest. ``rk.KeyedJaggedTensor`` or ``rk.KeyedJaggedWindows``.
-        groups: names of the features of each group, in the order of ``unique``.
-        inverse: [G, B] int64: which distinct sample of each group each sample of the batch is.
-        keys: all feature names in the order of the batch; None: that of ``unique``.
+        unique: the stored bags: those of groups first, group by group, then the rest. ``stride_per_key`` is U for
+            features of a group, and B for the rest. ``rk.KeyedJaggedTensor`` or ``rk.KeyedJaggedWindows``.
+        groups: feature names of each group, in the order of ``unique``.
+        inverse: [G, B] int64: index of the distinct sample, per group and sample of the batch.
+        keys: all feature names in the order of the batch; None: the order of ``unique``.
 
     Source: Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model Training
     Infrastructure", MLSys 2023, arXiv:2211.05239.
 
     Raises:
-        ValueError: an empty group, features that are in two groups or not where they must be, batch sizes, dtypes or
-            devices that do not fit. KeyError: a group names a feature that is not there. IndexError: ``inverse`` is out
-            of range (on the CPU; on a GPU a collection's lookup tells, see ``rk.EmbeddingBagCollection.check``, and
-            so does what makes the whole batch, while ``rk.deduplicated`` gives rows of zeros).
+        ValueError: an empty group, a feature in two groups or in the wrong position, or batch sizes, dtypes or devices
+            that do not match. KeyError: a group names an unknown feature. IndexError: ``inverse`` is out of range (on
+            the CPU; on a GPU a collection's lookup reports it, see ``rk.EmbeddingBagCollection.check``, and methods
+            that build the whole batch raise it, while ``rk.deduplicated`` returns rows of zeros).
     """
 
-    _parts = ("_unique", "_inverse")
-    _others = ("_groups", "_keys")
+    _tensors = ("_unique", "_inverse")
+    _plain = ("_groups", "_keys")
 
     def __init__(
         self,
@@ -67,25 +67,25 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         if sorted(keys) != sorted(unique.keys()):
             raise ValueError(f"keys must be those of unique, {unique.keys()}, in the batch's order, got {keys}")
         if has_data(unique.values()):
-            unique.offset_per_key()  # is known from now on, when it has been moved, too
+            unique.offset_per_key()  # cached from now on, also after a move
         self._unique, self._groups, self._inverse, self._keys = unique, groups, inverse, list(keys)
 
     @classmethod
     def from_kjt(cls, kjt, groups: Sequence[Sequence[str]]) -> InverseKeyedJaggedTensor:
-        """Finds what is repeated in a batch.
+        """Finds the repeated samples of a batch.
 
-        Two samples are the same in a group if all their bags of its features are: as many ids, the same in the same
-        order, and the same bits of their weights (``rk.jagged_dedup``). Put features that change together in one group.
-        On a GPU the host waits once, for the sizes.
+        Two samples are equal in a group if all their bags of its features are: the same ids in the same order, and
+        bitwise equal weights (``rk.jagged_dedup``). Put features that change together into one group. On a GPU the host
+        waits once, for the sizes.
 
         Args:
-            kjt: ``rk.KeyedJaggedTensor`` or TorchRec's, which stays as it is.
-            groups: names of the features of each group; features in none are the rest.
+            kjt: ``rk.KeyedJaggedTensor`` or TorchRec's, which is not modified.
+            groups: feature names of each group; features in no group are the rest.
 
         Raises:
-            KeyError: a group names a feature that is not there. ValueError: an empty group, a feature in two groups,
-            features with batch sizes of their own, weights that require a gradient (samples that share a bag would
-            share it), bad dtypes or offsets.
+            KeyError: a group names an unknown feature. ValueError: an empty group, a feature in two groups, features
+            with batch sizes of their own, weights that require a gradient (samples that share a bag would share it),
+            bad dtypes or offsets.
         """
         if isinstance(kjt, InverseKeyedJaggedTensor):
             raise TypeError("kjt is an rk.InverseKeyedJaggedTensor: give kjt.to_kjt() to group it in another way")
@@ -103,17 +103,17 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         group_of = {key: g for g, group in enumerate(groups) for key in group}
         numbers = [group_of.get(key, -1) for key in keys]
         batch = kjt.stride()
-        kept, inverse, status = _kept(values, offsets, numbers, weights, batch)
+        kept, inverse, status = _find_distinct(values, offsets, numbers, weights, batch)
         ordered = [*group_of, *(key for key in keys if key not in group_of)]
         places = {key: f for f, key in enumerate(keys)}
-        unique = _select(kjt, [places[key] for key in ordered], numbers, kept, ordered, status)
-        return cls._of(unique, groups, inverse, keys)
+        unique = _select_stored(kjt, [places[key] for key in ordered], numbers, kept, ordered, status)
+        return cls._from_parts(unique, groups, inverse, keys)
 
     @classmethod
-    def _of(
+    def _from_parts(
         cls, unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[list[str]], inverse: Tensor, keys: list[str]
     ) -> InverseKeyedJaggedTensor:
-        """Makes a batch from parts that fit, without checks."""
+        """Creates a batch from consistent parts, without checks."""
         new = cls.__new__(cls)
         new._unique, new._groups, new._inverse, new._keys = unique, groups, inverse, keys
         return new
@@ -127,33 +127,36 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return [list(group) for group in self._groups]
 
     def stride(self) -> int:
-        """Batch size B: samples of the whole batch."""
+        """Batch size B of the whole batch."""
         return self._inverse.shape[1]
 
     def bags(self) -> KeyedJaggedTensor:
-        """All bags that are kept, as the constructor has them: groups first, batch sizes of their own.
+        """All stored bags, in the constructor's order: groups first, with batch sizes per feature.
 
-        Those of windows are made now, if they were not before. On a GPU the host waits for windows that were given
-        there, and then: IndexError, if one is not within their values.
+        Windows are converted to bags on the first call. If the windows were created on a GPU, the host waits in that
+        call, which raises IndexError for a window outside of the values.
         """
         return self._unique if isinstance(self._unique, KeyedJaggedTensor) else self._unique.to_kjt()
 
     def stored(self) -> KeyedJaggedTensor | KeyedJaggedWindows:
-        """The stored features: bags, or windows that bags are made of."""
+        """The stored features: bags, or the windows that bags are built from."""
         return self._unique
 
     def with_windows(self) -> InverseKeyedJaggedTensor:
-        """Stores bags without weights on the CPU as windows of one buffer (``KeyedJaggedWindows.from_kjt``, whose
-        errors it raises)."""
-        if isinstance(self._unique, KeyedJaggedWindows):
-            return self
-        return self._of(KeyedJaggedWindows.from_kjt(self._unique), self._groups, self._inverse, self._keys)
-
-    def with_rest(self, features: KeyedJaggedTensor) -> InverseKeyedJaggedTensor:
-        """Adds features that are in no group: one batch, one lookup. Windows become bags.
+        """Stores bags without weights on the CPU as windows of one buffer.
 
         Raises:
-            ValueError: they have not a bag for each sample, or as ``rk.KeyedJaggedTensor.concat``.
+            As ``KeyedJaggedWindows.from_kjt``, which finds the windows.
+        """
+        if isinstance(self._unique, KeyedJaggedWindows):
+            return self
+        return self._from_parts(KeyedJaggedWindows.from_kjt(self._unique), self._groups, self._inverse, self._keys)
+
+    def with_rest(self, features: KeyedJaggedTensor) -> InverseKeyedJaggedTensor:
+        """Adds features that are in no group, so that one lookup serves all. Windows become bags.
+
+        Raises:
+            ValueError: a feature does not have one bag per sample, or as ``rk.KeyedJaggedTensor.concat``.
         """
         check_batch("features", features)
         if any(size != self.stride() for size in features.stride_per_key()):
@@ -162,59 +165,59 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             )
         bags = self.bags()
         if not features.keys():
-            return self._of(bags, self._groups, self._inverse, self._keys)
+            return self._from_parts(bags, self._groups, self._inverse, self._keys)
         joined = KeyedJaggedTensor.concat([bags, features])
-        return self._of(joined, self._groups, self._inverse, [*self._keys, *features.keys()])
+        return self._from_parts(joined, self._groups, self._inverse, [*self._keys, *features.keys()])
 
     def known_offset_per_key(self) -> list[int] | None:
-        """[F + 1]: where the ids of each feature of ``bags()`` start, if the host knows it."""
+        """[F + 1]: start of each feature's ids in ``bags()``, if the host knows it; else None."""
         if isinstance(self._unique, KeyedJaggedWindows):
             return self._unique.known_offset_per_key()
         known = self._unique._offset_per_key
-        if torch.compiler.is_compiling():  # which cannot see that nobody has written to the offsets
+        if torch.compiler.is_compiling():  # compiled code cannot compare version counters
             return None if known is None else known[1]
         return self._unique.known_offset_per_key()
 
     def unique(self, group: int | str) -> KeyedJaggedTensor:
-        """The distinct samples of a group: U bags of each of its features.
+        """The distinct samples of a group: U bags per feature.
 
-        Ids and weights are views. On a GPU the host waits if it does not know where the group's ids begin; of batches
-        of ``from_kjt``, and those that were made on the CPU, it does.
+        Ids and weights are views. On a GPU the host waits if it does not know where the group's ids start; it knows
+        this for batches of ``from_kjt`` and for batches created on the CPU.
 
         Args:
-            group: its number, or the name of one of its features.
+            group: its index, or the name of one of its features.
 
         Raises:
-            KeyError: no group has the feature. IndexError: there is no such group.
+            KeyError: the feature is in no group. IndexError: the index is out of range.
         """
-        g = self._number(group)
+        g = self._group_index(group)
         first = sum(map(len, self._groups[:g]))
         return self._features(first, first + len(self._groups[g]))
 
     def inverse(self, group: int | str) -> Tensor:
-        """[B] int64: which distinct sample of the group each sample is. ``group`` and errors: as of ``unique``."""
-        return self._inverse[self._number(group)]
+        """[B] int64: index of each sample's distinct sample. ``group`` and errors: as for ``unique``."""
+        return self._inverse[self._group_index(group)]
 
     def inverse_of_groups(self) -> Tensor:
         """[G, B] int64: ``inverse`` of every group."""
         return self._inverse
 
     def rest(self) -> KeyedJaggedTensor | None:
-        """The features in no group, B bags each; None if there are none."""
+        """The features in no group, B bags each; None if every feature is in a group."""
         first = sum(map(len, self._groups))
         return self._features(first, len(self._keys)) if first < len(self._keys) else None
 
     def group_of_keys(self) -> dict[str, int | None]:
-        """The number of each feature's group; None: it is of the rest."""
+        """Maps each feature to its group's index; None for the rest."""
         return dict.fromkeys(self._keys) | {key: g for g, group in enumerate(self._groups) for key in group}
 
     def places(self, keys: list[str]) -> Tensor:
-        """[F, B] int64: for at least one feature, the number of each sample's bag among those of its feature."""
+        """[F, B] int64: index of each sample's bag within its feature, for at least one feature."""
         every, groups = torch.arange(self.stride(), device=self._inverse.device), self.group_of_keys()
         return torch.stack([every if (g := groups[key]) is None else self._inverse[g] for key in keys])
 
-    def _bags_of(self, keys: list[str]) -> Tensor:
-        """Positions among all stored bags. Raises the constructor's IndexError, which does not come on a GPU."""
+    def _bag_indices(self, keys: list[str]) -> Tensor:
+        """Indices into all stored bags. On a GPU, raises the IndexError that the constructor could not."""
         if self._inverse.device.type != "cpu" and not torch.compiler.is_compiling():
             _check_ranges(self._inverse, self._groups, self._unique)
         names, strides = self._unique.keys(), self._unique.stride_per_key()
@@ -223,38 +226,39 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return self.places(keys) + first[:, None]
 
     def to_kjt(self) -> KeyedJaggedTensor:
-        """The whole batch: keys, ids, offsets and weights as they were. On a GPU the host waits.
+        """The whole batch: original keys, ids, offsets and weights. On a GPU the host waits.
 
         Raises:
             IndexError: on a GPU, ``inverse`` is out of range.
         """
-        index = self._bags_of(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
+        index = self._bag_indices(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
         unique = self.bags()
         values, offsets, weights = select_bags(unique.values(), unique.offsets(), unique.weights_or_none(), index)
-        return KeyedJaggedTensor._of(self._keys, values, offsets, weights)
+        return KeyedJaggedTensor._from_parts(self._keys, values, offsets, weights)
 
     def dedup_factor(self, key: str | None = None) -> float:
-        """Ids of the batch for each id that is kept, 1.0 where there are none. On a GPU the host waits.
+        """Ids of the whole batch per stored id, 1.0 if no ids are stored. On a GPU the host waits.
 
         Args:
-            key: a feature; None: all features that are in groups.
+            key: a feature; None: all features in groups.
 
         Raises:
-            KeyError: there is no such feature. IndexError: on a GPU, ``inverse`` is out of range, or a window is not
-            within the values.
+            KeyError: an unknown feature. IndexError: on a GPU, ``inverse`` is out of range, or a window is outside of
+            the values.
         """
         if key is not None:
-            place_of_key(key, self._keys)
+            index_of_key(key, self._keys)
         names = [name for name, g in self.group_of_keys().items() if g is not None and key in (None, name)]
         kept = self.num_stored(names)
-        return int(self._unique.lengths()[self._bags_of(names)].sum()) / kept if kept else 1.0
+        return int(self._unique.lengths()[self._bag_indices(names)].sum()) / kept if kept else 1.0
 
     def num_stored(self, keys: Sequence[str]) -> int:
-        """Number of stored ids of these features; of windows, those that they cover. On a GPU the host waits.
+        """Number of stored ids of these features; for windows, of ids that they cover. On a GPU the host waits.
 
         Raises:
-            ValueError: ``keys`` is a name and no list. KeyError: there is no such feature. IndexError: on a GPU, a
-            window is not within the values.
+            ValueError: ``keys`` is a string, not a list. KeyError: an unknown feature. IndexError: on a GPU, a window
+                is
+            outside of the values.
         """
         check_keys(keys, self._keys)
         if isinstance(self._unique, KeyedJaggedWindows):
@@ -262,22 +266,22 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return sum(count for key, count in self.num_stored_of_keys().items() if key in keys)
 
     def num_stored_of_keys(self) -> dict[str, int]:
-        """``num_stored([key])`` of each key, whose errors it raises, all counted at once."""
+        """``num_stored([key])`` of each key, with the same errors, in one pass."""
         if isinstance(self._unique, KeyedJaggedWindows):
             return self._unique.num_stored_of_keys()
         counts = itertools.pairwise(self._unique.offset_per_key())
         return {key: b - a for key, (a, b) in zip(self._unique.keys(), counts, strict=True)}
 
     def lengths(self, group: int | str) -> Tensor:
-        """[F, U]: bag lengths of the distinct samples of a group. ``group`` and errors: as of ``unique``."""
-        g = self._number(group)
+        """[F, U]: bag lengths of a group's distinct samples. ``group`` and errors: as for ``unique``."""
+        g = self._group_index(group)
         first, strides = sum(map(len, self._groups[:g])), self._unique.stride_per_key()
         start, features = sum(strides[:first]), len(self._groups[g])
         return self._unique.lengths()[start : start + features * strides[first]].view(features, -1)
 
-    def _number(self, group: int | str) -> int:
+    def _group_index(self, group: int | str) -> int:
         if isinstance(group, str):
-            place_of_key(group, self._keys)
+            index_of_key(group, self._keys)
             number = self.group_of_keys()[group]
             if number is None:
                 raise KeyError(f"{group!r} is in no group: the groups are {self._groups}")
@@ -289,12 +293,12 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return group
 
     def _features(self, first: int, last: int) -> KeyedJaggedTensor:
-        """Features ``first`` up to ``last`` of the kept bags, which have one batch size."""
+        """Features ``first`` to ``last`` - 1 of the stored bags, which share a batch size."""
         unique, strides = self.bags(), self._unique.stride_per_key()
         bags = list(itertools.accumulate(strides, initial=0))
         values, offsets, weights = unique.values(), unique.offsets(), unique.weights_or_none()
-        if last - first == len(strides):  # all of them: where they begin need not be known
-            found = KeyedJaggedTensor._of(unique.keys(), values, offsets, weights)
+        if last - first == len(strides):  # all of them: starts are not needed
+            found = KeyedJaggedTensor._from_parts(unique.keys(), values, offsets, weights)
             known = unique.known_offset_per_key()
         else:
             known = self.known_offset_per_key() or unique.offset_per_key()
@@ -302,7 +306,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             if first:
                 offsets = offsets - known[first]
             weights = None if weights is None else weights[part]
-            found = KeyedJaggedTensor._of(unique.keys()[first:last], values[part], offsets, weights)
+            found = KeyedJaggedTensor._from_parts(unique.keys()[first:last], values[part], offsets, weights)
         if known is not None:
             found.keep_offset_per_key([i - known[first] for i in known[first : last + 1]])
         return found
@@ -375,10 +379,13 @@ def _check_ranges(inverse: Tensor, groups: list[list[str]], unique: KeyedJaggedT
             )
 
 
-def _kept(
+def _find_distinct(
     values: Tensor, offsets: Tensor, groups: list[int], weights: Tensor | None, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[G + 1, B]: samples whose bags are kept, then -1; of the rest, in the last row, all. Inverse [G, B]; status."""
+    """Finds the bags to store: [G + 1, B] sample indices padded with -1, inverse [G, B], and the status.
+
+    The last row of the first tensor, of the rest, has all samples.
+    """
     every = torch.arange(batch, device=offsets.device)[None]
     if max(groups, default=-1) < 0:
         return every, every[:0], every.new_full((2,), NOTHING_BAD)
@@ -386,19 +393,19 @@ def _kept(
     return torch.cat([rows, every]), inverse, status
 
 
-def _select(
+def _select_stored(
     kjt, order: list[int], groups: list[int], kept: Tensor, names: list[str], status: Tensor
 ) -> KeyedJaggedTensor:
-    """The bags of features ``order`` that are ``kept``, for the groups of the batch's features."""
+    """Selects the bags ``kept`` of features ``order``; ``groups``: group of each feature of the batch."""
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
     if not order:
         return KeyedJaggedTensor(names, values, offsets=offsets, weights=weights, stride_per_key=[])
     device, batch = offsets.device, kept.shape[1]
-    kept = kept[[groups[f] for f in order]]  # -1, no group, is the last
+    kept = kept[[groups[f] for f in order]]  # group -1 (the rest) is the last row
     bags = kept + torch.tensor(order, device=device)[:, None] * batch
     is_kept = kept >= 0
     ids = torch.where(is_kept, offsets.diff()[bags.clamp(min=0)], 0).sum(1)
-    # The one read: sizes of everything, and what a GPU found bad, which it could not raise.
+    # One device read: all sizes, and the status of a GPU kernel, which could not raise.
     *sizes, bad = torch.cat([is_kept.sum(1), ids, status[:1]]).tolist()
     if bad != NOTHING_BAD:
         raise ValueError(f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must rise, in [0, {len(values)}]")

@@ -1,4 +1,4 @@
-"""KeyedTensor: pooled embeddings whose columns belong to features."""
+"""KeyedTensor: pooled embeddings with one block of columns per feature."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rec_kernels.nn.jagged.container import JaggedContainer
 
 
 class KeyedTensor(JaggedContainer):
-    """Pooled embeddings [B, sum of D] whose columns belong to named features.
+    """Pooled embeddings [B, sum of D] with one block of columns per named feature.
 
     Args:
         keys: F names, all different; length_per_key: F widths; values: [B, sum of widths].
-        key_dim: the dimension that keys share: 1. TorchRec's may be another.
+        key_dim: dimension along which keys are concatenated; must be 1. TorchRec allows others.
 
     Raises:
-        ValueError: they do not fit together. TypeError: ``values`` are no tensor.
+        ValueError: the arguments do not match. TypeError: ``values`` is not a tensor.
     """
 
-    _parts = ("_values",)
-    _others = ("_keys", "_lengths")
+    _tensors = ("_values",)
+    _plain = ("_keys", "_lengths")
 
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1) -> None:
         _check_dims(key_dim=key_dim)
@@ -32,8 +32,8 @@ class KeyedTensor(JaggedContainer):
         self._keys, self._lengths, self._values = list(keys), widths, values
 
     @classmethod
-    def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
-        """Makes it from parts that fit, without checks."""
+    def _from_parts(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
+        """Creates a tensor from consistent parts, without checks."""
         new = cls.__new__(cls)
         new._keys, new._lengths, new._values = keys, length_per_key, values
         return new
@@ -47,11 +47,11 @@ class KeyedTensor(JaggedContainer):
         return self._values
 
     def length_per_key(self) -> list[int]:
-        """Columns of each key."""
+        """Number of columns of each key."""
         return list(self._lengths)
 
     def __getitem__(self, key: str) -> Tensor:
-        i = checks.place_of_key(key, self._keys)
+        i = checks.index_of_key(key, self._keys)
         start = sum(self._lengths[:i])
         return self._values[:, start : start + self._lengths[i]]
 
@@ -60,22 +60,23 @@ class KeyedTensor(JaggedContainer):
         return list(itertools.accumulate(self._lengths, initial=0))
 
     def key_dim(self) -> int:
-        """The dimension that keys share: 1, the columns."""
+        """The dimension along which keys are concatenated: 1, the columns."""
         return 1
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Device of the values."""
         return self._values.device
 
     @staticmethod
     def from_tensor_list(keys: list[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1) -> KeyedTensor:
-        """One block of columns, [B, D], for each key. As in TorchRec.
+        """Concatenates one block [B, D] per key, as in TorchRec.
 
         Args:
-            key_dim, cat_dim: 1. TorchRec's may be others.
+            key_dim, cat_dim: must be 1. TorchRec allows others.
 
         Raises:
-            ValueError: another number of tensors than keys, or they are no [B, D] of one B.
+            ValueError: the number of tensors differs from the number of keys, or a tensor is not [B, D] with the same
+                B.
         """
         _check_dims(key_dim=key_dim, cat_dim=cat_dim)
         tensors = list(tensors)
@@ -90,10 +91,10 @@ class KeyedTensor(JaggedContainer):
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """[B, columns of its keys] for each group of keys, which may be of several tensors. As in TorchRec.
+        """[B, columns of its keys] per group of keys, which may come from several tensors. As in TorchRec.
 
         Raises:
-            KeyError: none of the tensors has a key. ValueError: two have the same; a group is no list, or empty.
+            KeyError: no tensor has a key. ValueError: a key is in two tensors; a group is not a list, or is empty.
         """
         for i, group in enumerate(groups):
             if isinstance(group, str) or not isinstance(group, Collection) or not len(group):
@@ -110,11 +111,12 @@ class KeyedTensor(JaggedContainer):
     def regroup_as_dict(
         keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """``regroup`` with a name for each group. As in TorchRec.
+        """``regroup`` with a name per group, as in TorchRec.
 
         Raises:
-            ValueError: another number of names than groups, or two names that are the same. KeyError: none of the
-            tensors has a key.
+            ValueError: the number of names differs from the number of groups, or names repeat. KeyError: no tensor has
+                a
+            key.
         """
         if len(keys) != len(groups):
             raise ValueError(f"keys must name each of {len(groups)} groups, got {list(keys)}")
@@ -126,10 +128,10 @@ class KeyedTensor(JaggedContainer):
         return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
 
     def __repr__(self) -> str:
-        return text.of_columns("KeyedTensor", self.to_dict(), self._values)
+        return text.format_columns("KeyedTensor", self.to_dict(), self._values)
 
     def __str__(self) -> str:
-        return f"{self!r}\n"  # TorchRec's end so
+        return f"{self!r}\n"  # as TorchRec's does
 
 
 def _check_dims(**dims: int) -> None:

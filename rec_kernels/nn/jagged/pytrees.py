@@ -1,4 +1,4 @@
-"""The jagged containers as trees of tensors: inputs and outputs of ``torch.export`` and of ``torch.utils._pytree``."""
+"""Registers the jagged containers as pytrees, for ``torch.export`` and ``torch.utils._pytree``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _KINDS = (JaggedTensor, KeyedJaggedTensor, KeyedJaggedWindows, KeyedTensor, Inve
 
 def _register(kind: type[JaggedContainer]) -> None:
     def flatten(x: Any) -> tuple[list, list]:
-        # Lists, which saving a program and loading it leaves what they are.
-        context = [getattr(x, name) for name in kind._others]
+        # Lists survive saving and loading a program unchanged.
+        context = [getattr(x, name) for name in kind._plain]
         if kind is KeyedJaggedTensor and x._stride is not None and (x._strides is not None or not x._keys):
-            context.append(x._stride)  # the bags of other batches say it, and a program takes any number of them
-        return [getattr(x, name) for name in kind._parts], context
+            context.append(x._stride)  # otherwise it follows from the offsets, and a program accepts any batch size
+        return [getattr(x, name) for name in kind._tensors], context
 
     def unflatten(leaves: Iterable, context: Sequence) -> object:
-        *fixed, stride = (*context, None) if len(context) == len(kind._others) else context
-        x: Any = kind._made(leaves, fixed)
+        *fixed, stride = (*context, None) if len(context) == len(kind._plain) else context
+        x: Any = kind._from_attributes(leaves, fixed)
         if stride is not None:
             x._stride = stride
         return x
 
     def with_keys(x: object) -> tuple[list, list]:
         leaves, context = flatten(x)
-        return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(kind._parts, leaves, strict=True)], context
+        return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(kind._tensors, leaves, strict=True)], context
 
     _pytree.register_pytree_node(
         kind,
@@ -46,8 +46,8 @@ def _register(kind: type[JaggedContainer]) -> None:
 
 
 def register() -> None:
-    """Makes the containers known, once, when the package is imported."""
+    """Registers the containers; called once, when the package is imported."""
     for kind in _KINDS:
         _register(kind)
-    # A saved program holds example inputs. They are tensors and names; loading them runs nothing.
+    # A saved program holds example inputs, which are only tensors and names: loading them executes no code.
     torch.serialization.add_safe_globals(list(_KINDS))

@@ -1,4 +1,4 @@
-"""Jagged containers: the light counterparts of TorchRec's, key-major, int32 or int64."""
+"""Jagged containers with TorchRec's interface: key-major, int32 or int64, without TorchRec's dependencies."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class JaggedTensor(BagContainer):
 
     Args:
         values: [N, ...].
-        weights: [N] floating-point numbers or None.
-        lengths: [B] int32 or int64, 0 or more, which add up to N at most: in place of offsets, or those of the same
-            rows.
-        offsets: [B + 1] int32 or int64, which rise, in [0, N]. Values before the first and behind the last are in no
-            row.
+        weights: [N] floating-point weights, or None.
+        lengths: [B] int32 or int64, each at least 0, with a sum of at most N: instead of offsets, or consistent with
+            them.
+        offsets: [B + 1] int32 or int64, non-decreasing, in [0, N]. Values before the first offset and after the last
+            belong to no row.
 
-    The order is TorchRec's.
+    The argument order is TorchRec's.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together; on the CPU, offsets that do not rise in [0, N].
-            On a GPU, what reads them raises: ``to_dense()``, ``to_padded_dense()``, some lookups. TypeError:
-            one is no tensor. Compiled code raises none of these.
+        ValueError: shapes, dtypes or devices do not match; on the CPU, offsets are not non-decreasing in [0, N]. On a
+            GPU, methods that read offsets raise: ``to_dense()``, ``to_padded_dense()``, some lookups. TypeError: an
+            argument is not a tensor. Compiled code raises none of these.
     """
 
-    _parts = ("_values", "_offsets", "_weights")
+    _tensors = ("_values", "_offsets", "_weights")
 
     def __init__(
         self,
@@ -47,57 +47,57 @@ class JaggedTensor(BagContainer):
     ) -> None:
         if not torch.compiler.is_compiling():
             checks.check_values(values)
-            given, offsets = offsets, bounds.given_offsets(values, lengths, offsets)
+            given, offsets = offsets, bounds.resolve_offsets(values, lengths, offsets)
             if weights is not None:
                 checks.check_weights(weights, values)
-            checks.check_bounds(offsets, values.shape[0], _row, lengths if given is None else None)
+            checks.check_bounds(offsets, values.shape[0], _row_name, lengths if given is None else None)
         elif offsets is None:
             offsets = bounds.to_offsets(lengths)
         self._values, self._offsets, self._weights = values, offsets, weights
 
     @classmethod
-    def _of(cls, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """Makes it from parts that fit, without checks."""
+    def _from_parts(cls, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> JaggedTensor:
+        """Creates a tensor from consistent parts, without checks."""
         new = cls.__new__(cls)
         new._values, new._offsets, new._weights = values, offsets, weights
         return new
 
     def to_dense(self) -> list[Tensor]:
-        """One tensor per row.
+        """Splits the values into one tensor per row.
 
         Raises:
-            ValueError: on a GPU, or after somebody has written to them, offsets do not rise in [0, N].
+            ValueError: on a GPU, or after an in-place change, offsets are not non-decreasing in [0, N].
         """
-        return self._cut(self._values)
+        return self._split_rows(self._values)
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """``to_dense()`` of the weights, whose errors it raises; None: there are none."""
-        return None if self._weights is None else self._cut(self._weights)
+        """``to_dense()`` of the weights, with the same errors; None without weights."""
+        return None if self._weights is None else self._split_rows(self._weights)
 
-    def _cut(self, numbers: Tensor) -> list[Tensor]:
+    def _split_rows(self, numbers: Tensor) -> list[Tensor]:
         ends = self._read_offsets().tolist()
         return [numbers[a:b] for a, b in itertools.pairwise(ends)]
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """[B, L, ...]: the rows side by side, cut or padded to ``desired_length``; None: the longest row's.
+        """[B, L, ...]: the rows, truncated or padded to ``desired_length``; None: the length of the longest row.
 
-        On a GPU the host waits. Compiled code does not look at offsets: a row with bad ones has padding, or torch's
-        index error.
+        On a GPU the host waits. Compiled code does not check offsets: a row with bad offsets is padding, or raises
+        torch's index error.
 
         Raises:
-            ValueError: as ``to_dense()``; ``desired_length`` is no integer, or below 0.
+            ValueError: as ``to_dense()``; ``desired_length`` is not an integer, or is negative.
         """
-        return self._padded(self._values, desired_length, padding_value)
+        return self._pad(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
-        """[B, L]: ``to_padded_dense()`` of the weights, whose errors it raises; None: there are none."""
-        return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
+        """[B, L]: ``to_padded_dense()`` of the weights, with the same errors; None without weights."""
+        return None if self._weights is None else self._pad(self._weights, desired_length, padding_value)
 
-    def _padded(self, numbers: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+    def _pad(self, numbers: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if not cannot_read(self._offsets):
             self._read_offsets()
         lengths = self.lengths()
-        batch = lengths.shape[0]  # a symbol in an exported program, which len() would make a number
+        batch = lengths.shape[0]  # symbolic in an exported program; len() would specialize it
         if desired_length is None:
             desired_length = int(lengths.max()) if batch else 0
         elif not isinstance(desired_length, torch.SymInt):
@@ -111,25 +111,25 @@ class JaggedTensor(BagContainer):
 
     @staticmethod
     def from_dense(values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> JaggedTensor:
-        """Rows that are tensors each. As in TorchRec.
+        """Concatenates tensors, one per row, as in TorchRec.
 
         Args:
-            values: B tensors [N_b, ...], one at least. weights: B tensors [N_b] or None.
+            values: B tensors [N_b, ...], at least one. weights: B tensors [N_b], or None.
 
         Raises:
-            ValueError: there are none, or weights are no floating-point numbers, or not of the rows' lengths.
+            ValueError: ``values`` is empty, or weights are not floating-point or do not have the rows' lengths.
         """
         return JaggedTensor(*build.from_rows(values, weights))
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """The first numbers of each row of a tensor. As in TorchRec.
+        """Takes the first ``lengths[b]`` values of each row of a dense tensor, as in TorchRec.
 
         Args:
             values: [B, L, ...]. lengths: [B] int32 or int64, in [0, L]. weights: [B, L] or None.
 
         Raises:
-            ValueError: a shape or dtype is not as above; on the CPU, a length.
+            ValueError: a wrong shape or dtype; on the CPU, a length out of range.
         """
         return JaggedTensor(*build.from_prefixes(values, lengths, weights))
 
@@ -141,11 +141,12 @@ class JaggedTensor(BagContainer):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> JaggedTensor:
-        """Makes a tensor without rows. As in TorchRec, but offsets are [0].
+        """Creates a tensor without rows, as in TorchRec, except that offsets are [0].
 
         Args:
-            is_weighted: whether it has weights, of which there are none. values_dtype, weights_dtype: torch's default
-                where None. lengths_dtype: int32 or int64.
+            is_weighted: whether the result has (empty) weights. values_dtype, weights_dtype: None: torch's default
+                dtype.
+            lengths_dtype: int32 or int64.
         """
         weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
         return JaggedTensor(
@@ -156,23 +157,23 @@ class JaggedTensor(BagContainer):
 
     @staticmethod
     def empty_like(jt: JaggedTensor) -> JaggedTensor:
-        """A tensor without rows, of the dtypes and the device of another. As in TorchRec, without its ``device``."""
+        """A tensor without rows, with ``jt``'s dtypes and device; as in TorchRec, without its ``device`` argument."""
         weights = None if jt.weights_or_none() is None else jt.weights().new_zeros(0)
         return JaggedTensor(jt.values().new_zeros(0), weights, jt.lengths().new_zeros(0))
 
     def _read_offsets(self) -> Tensor:
-        """Checks the offsets and returns them on the CPU; those of a tracer stay as they are."""
+        """Checks the offsets and returns them on the CPU; a tracer's offsets are returned unchanged."""
         if self._offsets.is_meta or type(self._offsets) is not Tensor:
             return self._offsets
         offsets = self._offsets.cpu()
-        checks.check_bounds(offsets, self._values.shape[0], _row)
+        checks.check_bounds(offsets, self._values.shape[0], _row_name)
         return offsets
 
     def __repr__(self) -> str:
-        return text.of_rows("JaggedTensor", self._values, self._offsets, self._weights)
+        return text.format_rows("JaggedTensor", self._values, self._offsets, self._weights)
 
 
-def _row(number: int) -> str:
+def _row_name(number: int) -> str:
     return f"row {number}"
 
 
@@ -181,33 +182,33 @@ class KeyedJaggedTensor(BatchFacts):
 
     Args:
         keys: F feature names, all different.
-        values: [N] ids, int32 or int64. Other numbers, [N, ...], can be cut and moved, but not looked up.
-        weights: [N] floating-point numbers (per-sample weights) or None.
-        lengths: [F * B] bag lengths, 0 or more, which add up to N at most, or
-        offsets: [F * B + 1], which rise, in [0, N]; or both, of the same bags. Ids in no bag, before the first or
-            behind the last, are left out of pooled lookups.
-        stride: B, which a batch without keys does not show; None: as lengths or offsets say.
-        stride_per_key_per_rank: F lists of numbers, which add up to the features' batch sizes: as stride_per_key.
-        stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
-        length_per_key, offset_per_key: how many ids features have, and where these start, if the host knows it, so that
-            no call waits for a GPU to count them. They are checked on the CPU, and trusted on a GPU.
-        lengths_offset_per_key, index_per_key, jt_dict: of TorchRec's callers; they follow from the others and are not
-            looked at.
-        inverse_indices: with batch sizes of the features' own, which bag of its feature each row of the full batch has:
-            the names, and an int64 tensor [F, B]. As in TorchRec.
+        values: [N] ids, int32 or int64. Other values, [N, ...], can be split and moved, but not looked up.
+        weights: [N] floating-point per-sample weights, or None.
+        lengths: [F * B] bag lengths, each at least 0, with a sum of at most N, or
+        offsets: [F * B + 1], non-decreasing, in [0, N]; or both, if consistent. Pooled lookups skip ids in no bag,
+            before the first offset or after the last.
+        stride: B, required for a batch without keys only; None: derived from lengths or offsets.
+        stride_per_key_per_rank: F lists, each of which sums to the feature's batch size: as stride_per_key.
+        stride_per_key: F batch sizes, if they differ between features; lengths or offsets then cover their sum.
+        length_per_key, offset_per_key: number of ids per feature, and where each feature's ids start, if the host knows
+            them, so that no call waits for a GPU to count. Checked on the CPU, trusted on a GPU.
+        lengths_offset_per_key, index_per_key, jt_dict: accepted for TorchRec's callers and ignored; they follow from
+            the other arguments.
+        inverse_indices: for batch sizes per feature: maps each row of the full batch to a bag of each feature, as names
+            and an int64 tensor [F, B]. As in TorchRec.
 
     Raises:
-        ValueError: sizes, dtypes or devices that do not fit together; on the CPU, lengths or offsets that are not as
-            above. The message names the argument. TypeError: one is no tensor. IndexError: on the CPU,
-            ``inverse_indices`` name a bag that is not there. Of tensors on a GPU, and in compiled code, numbers are not
-            looked at: a lookup tells, see ``rk.EmbeddingBagCollection.check``.
+        ValueError: sizes, dtypes or devices do not match; on the CPU, lengths or offsets are not as above. The message
+            names the argument. TypeError: an argument is not a tensor. IndexError: on the CPU, ``inverse_indices`` is
+            out of range. On a GPU and in compiled code, tensor contents are not checked here: a lookup reports bad
+            ones, see ``rk.EmbeddingBagCollection.check``.
     """
 
-    _parts = ("_values", "_offsets", "_weights", "_inverse")
-    _others = ("_keys", "_strides", "_inverse_keys")
-    _learned = ("_offset_per_key",)
-    _from_lengths = False  # whether messages name lengths
-    _stride: int | None = None  # batch size of a batch whose bags do not say it
+    _tensors = ("_values", "_offsets", "_weights", "_inverse")
+    _plain = ("_keys", "_strides", "_inverse_keys")
+    _cached = ("_offset_per_key",)
+    _from_lengths = False  # whether error messages name lengths
+    _stride: int | None = None  # batch size, where it does not follow from the offsets
 
     def __init__(
         self,
@@ -228,8 +229,8 @@ class KeyedJaggedTensor(BatchFacts):
     ) -> None:
         checks.check_values(values)
         self._from_lengths = offsets is None
-        offsets = bounds.given_offsets(values, lengths, offsets)
-        strides, bags = bounds.given_strides(stride, stride_per_key_per_rank, stride_per_key), offsets.shape[0] - 1
+        offsets = bounds.resolve_offsets(values, lengths, offsets)
+        strides, bags = bounds.resolve_strides(stride, stride_per_key_per_rank, stride_per_key), offsets.shape[0] - 1
         checks.check_bags(keys, strides, bags, "lengths" if self._from_lengths else "offsets")
         if strides is None:
             bounds.check_stride(stride, keys, bags)
@@ -240,11 +241,11 @@ class KeyedJaggedTensor(BatchFacts):
         self._set(keys, values, offsets, weights, strides)
         self._stride = stride
         self._inverse_keys, self._inverse = inverse_indices or (None, None)
-        checks.check_bounds(offsets, values.shape[0], self._place_of_bag, lengths if self._from_lengths else None)
-        self._believe(bounds.given_starts(length_per_key, offset_per_key))
+        checks.check_bounds(offsets, values.shape[0], self._describe_bag, lengths if self._from_lengths else None)
+        self._set_given_starts(bounds.resolve_starts(length_per_key, offset_per_key))
 
     @classmethod
-    def _of(
+    def _from_parts(
         cls,
         keys: list[str],
         values: Tensor,
@@ -252,7 +253,7 @@ class KeyedJaggedTensor(BatchFacts):
         weights: Tensor | None = None,
         stride_per_key: list[int] | None = None,
     ) -> KeyedJaggedTensor:
-        """Makes it from parts that fit, without checks and inverse indices."""
+        """Creates a batch from consistent parts, without checks and inverse indices."""
         new = cls.__new__(cls)
         new._set(keys, values, offsets, weights, stride_per_key)
         return new
@@ -269,7 +270,7 @@ class KeyedJaggedTensor(BatchFacts):
         return list(self._keys)
 
     def stride(self) -> int:
-        """Batch size B; of the full batch, where features have their own."""
+        """Batch size B; the size of the full batch, if features have batch sizes of their own."""
         if self._strides is None and self._keys:
             return (self._offsets.shape[0] - 1) // len(self._keys)
         if self._inverse is not None:
@@ -285,49 +286,49 @@ class KeyedJaggedTensor(BatchFacts):
         return self._strides is not None
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """The names and [F, B], or None."""
+        """Names and int64 [F, B], or None."""
         return None if self._inverse is None else (list(self._inverse_keys), self._inverse)
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """The names and [F, B].
+        """Names and int64 [F, B].
 
         Raises:
-            ValueError: there are none.
+            ValueError: the batch has no inverse indices.
         """
-        return checks.there("inverse_indices", self.inverse_indices_or_none())
+        return checks.require("inverse_indices", self.inverse_indices_or_none())
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        i, strides = checks.place_of_key(key, self._keys), self.stride_per_key()
+        i, strides = checks.index_of_key(key, self._keys), self.stride_per_key()
         start, (first, last) = sum(strides[:i]), self.offset_per_key()[i : i + 2]
         offsets = self._offsets[start : start + strides[i] + 1]
         weights = None if self._weights is None else self._weights[first:last]
-        return JaggedTensor._of(self._values[first:last], offsets - offsets[0], weights)
+        return JaggedTensor._from_parts(self._values[first:last], offsets - offsets[0], weights)
 
-    def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedTensor:
-        moved = super()._mapped(move)
+    def _map_tensors(self, fn: Callable[[Any], Any]) -> KeyedJaggedTensor:
+        moved = super()._map_tensors(fn)
         moved._from_lengths, moved._stride = self._from_lengths, self._stride
-        # Looks now where that costs nothing, so that no later call waits for a GPU.
+        # Read the starts now if that is free, so that no later call waits for a GPU.
         known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
         if known is not None:
             moved.keep_offset_per_key(known)
         return moved
 
     def to(self, device: Any, non_blocking: bool = False, dtype: torch.dtype | None = None) -> KeyedJaggedTensor:
-        """Copies the batch to another device; ``dtype`` is that of its weights then, None: theirs. As in TorchRec."""
+        """Copies the batch to another device; ``dtype``: dtype of the weights, None: unchanged. As in TorchRec."""
         moved = super().to(device, non_blocking)
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
         return moved
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """A ``rk.JaggedTensor`` for each feature, with offsets, even if ``compute_offsets`` asks for none."""
+        """One ``rk.JaggedTensor`` per feature, with offsets even if ``compute_offsets`` is False."""
         return {key: self[key] for key in self._keys}
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """The features in pieces of so many, one after the other. As in TorchRec.
+        """Splits the features into consecutive groups of the given sizes, as in TorchRec.
 
         Raises:
-            ValueError: the segments are not all features together; the batch has ``inverse_indices``.
+            ValueError: the segments do not sum to the number of features; the batch has ``inverse_indices``.
         """
         segments = checks.integers_of(segments, "segments")
         if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
@@ -336,13 +337,14 @@ class KeyedJaggedTensor(BatchFacts):
         return [self._features(a, b) for a, b in itertools.pairwise(ends)]
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """The features with these numbers, in this order; some may be left out, or come twice. As in TorchRec.
+        """Selects features by index, in the given order, with omissions and repeats allowed. As in TorchRec.
 
         Args:
-            indices: numbers of features. indices_tensor: the same on the device, which TorchRec uses.
+            indices: feature indices. indices_tensor: the same indices on the device, which TorchRec uses; ignored.
 
         Raises:
-            IndexError: a number is out of range. ValueError: one is no integer; the batch has ``inverse_indices``.
+            IndexError: an index is out of range. ValueError: an index is not an integer; the batch has
+            ``inverse_indices``.
         """
         indices = checks.integers_of(indices, "indices")
         for i in indices:
@@ -350,12 +352,12 @@ class KeyedJaggedTensor(BatchFacts):
                 raise IndexError(f"indices must be numbers of features, in [0, {len(self._keys)}), got {i}")
         if not indices:
             return self._features(0, 0)
-        permuted = _joined([self._features(i, i + 1) for i in indices])
+        permuted = _concat([self._features(i, i + 1) for i in indices])
         permuted._stride = self.stride()
         return permuted
 
     def _features(self, first: int, last: int) -> KeyedJaggedTensor:
-        """Some neighbouring features, views of this batch."""
+        """Consecutive features as views of this batch."""
         if self._inverse is not None:
             raise ValueError("the batch has inverse_indices, which are of all its features")
         strides, starts = self.stride_per_key(), self.offset_per_key()
@@ -363,7 +365,7 @@ class KeyedJaggedTensor(BatchFacts):
         offsets = self._offsets[bags : bags + sum(strides[first:last]) + 1]
         weights = None if self._weights is None else self._weights[start:stop]
         own = None if self._strides is None else strides[first:last]
-        part = self._of(self._keys[first:last], self._values[start:stop], offsets - start, weights, own)
+        part = self._from_parts(self._keys[first:last], self._values[start:stop], offsets - start, weights, own)
         part._stride = self.stride()
         part.keep_offset_per_key([s - start for s in starts[first : last + 1]])
         return part
@@ -378,9 +380,9 @@ class KeyedJaggedTensor(BatchFacts):
         stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """A batch of lengths, of which the host knows where features start: it waits for a GPU. As in TorchRec.
+        """Creates a batch from lengths and reads where each feature starts, which waits for a GPU. As in TorchRec.
 
-        The arguments and errors are the constructor's, and those of ``sync()``.
+        The arguments and errors are those of the constructor and of ``sync()``.
         """
         return KeyedJaggedTensor(
             keys, values, weights, lengths, None, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
@@ -396,15 +398,17 @@ class KeyedJaggedTensor(BatchFacts):
         stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """``from_lengths_sync`` of offsets."""
+        """``from_lengths_sync`` with offsets."""
         return KeyedJaggedTensor(
             keys, values, weights, None, offsets, stride, stride_per_key_per_rank, inverse_indices=inverse_indices
         ).sync()
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """A batch of jagged features, ``rk.JaggedTensor`` or TorchRec's. As in TorchRec, but for ids in no row, which
-        are left out, and errors: those of ``from_dict()``."""
+        """Creates a batch from ``rk.JaggedTensor`` or TorchRec's, by feature.
+
+        As in TorchRec, except that ids in no row are dropped, and that errors are those of ``from_dict()``.
+        """
         return KeyedJaggedTensor.from_dict(jt_dict).sync()
 
     @staticmethod
@@ -415,11 +419,12 @@ class KeyedJaggedTensor(BatchFacts):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> KeyedJaggedTensor:
-        """A batch without features. As in TorchRec, but for the ids' dtype, which is int64 if nothing else is asked.
+        """Creates a batch without features, as in TorchRec, except that ids are int64 by default.
 
         Args:
-            is_weighted: whether it has weights, of which there are none. values_dtype, weights_dtype: torch's default
-                where None. lengths_dtype: int32 or int64.
+            is_weighted: whether the result has (empty) weights. values_dtype, weights_dtype: None: torch's default
+                dtype.
+            lengths_dtype: int32 or int64.
         """
         values = torch.zeros(0, dtype=values_dtype, device=device)
         weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
@@ -427,25 +432,27 @@ class KeyedJaggedTensor(BatchFacts):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """A batch without features, of the dtypes, the device and the batch size of another. As in TorchRec, without
-        its ``device``."""
+        """A batch without features, with the dtypes, device and batch size of ``kjt``.
+
+        As in TorchRec, without its ``device`` argument.
+        """
         values, weights, offsets = kjt.values(), kjt.weights_or_none(), kjt.offsets()
         none = None if weights is None else weights.new_zeros(0)
         return KeyedJaggedTensor([], values.new_zeros(0), none, offsets.new_zeros(0), stride=kjt.stride())
 
     @staticmethod
     def from_dict(features: Mapping[str, Any], *, padding_value: int | None = None) -> KeyedJaggedTensor:
-        """A batch of features that each have ids of their own.
+        """Creates a batch from a dict of features.
 
         Args:
-            features: name -> ids: a tensor [B], an id for each sample, or [B, L], L ids for each; a
-                ``rk.JaggedTensor`` or TorchRec's; or a list with a list of ids for each sample. Batch sizes may
-                differ: they are the features' own then. Collections take such a dict for a batch.
-            padding_value: the number that is no id in tensors, but fills rows; None: all are ids.
+            features: name -> ids: a tensor [B], one id per sample, or [B, L], L ids per sample; an ``rk.JaggedTensor``
+                or TorchRec's; or a list with one list of ids per sample. If batch sizes differ, the batch has one per
+                feature. Collections accept such a dict as a batch.
+            padding_value: the value in tensors that pads rows and is not an id; None: every value is an id.
 
         Raises:
-            ValueError: shapes or dtypes that are not as above; weights of some features and not of others; a
-            ``padding_value`` that is no integer. TypeError: a list has something else than lists of ids.
+            ValueError: wrong shapes or dtypes; only some features have weights; ``padding_value`` is not an integer.
+            TypeError: a list contains something other than lists of ids.
         """
         return KeyedJaggedTensor(**build.from_dict(features, padding_value))
 
@@ -456,27 +463,27 @@ class KeyedJaggedTensor(BatchFacts):
         *,
         device: torch.device | str | None = None,
     ) -> KeyedJaggedTensor:
-        """A batch from lists, with a list of ids for each sample of each feature.
+        """Creates a batch from one list of ids per sample of each feature.
 
         Args:
-            features: name -> B lists of ids. weights: name -> B lists of as many numbers, or None.
-            device: of the batch; None: the CPU.
+            features: name -> B lists of ids. weights: name -> B lists of as many weights, or None.
+            device: device of the batch; None: the CPU.
 
         Raises:
-            ValueError: weights do not fit. TypeError: something else than lists of ids or numbers.
+            ValueError: weights do not match. TypeError: something other than lists of ids or numbers.
         """
         made = KeyedJaggedTensor(**build.from_lists(features, weights))
         return made if device is None else made.to(device)
 
     @staticmethod
     def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> KeyedJaggedTensor:
-        """A batch from a padded tensor.
+        """Creates a batch from a padded tensor.
 
         Args:
-            keys: F names, all different. padded: [F, B, L] int32 or int64. padding_value: the number that is no id.
+            keys: F names, all different. padded: [F, B, L] int32 or int64. padding_value: the value that is not an id.
 
         Raises:
-            ValueError: shape, dtype or ``padding_value`` are not as above. TypeError: no tensor.
+            ValueError: a wrong shape, dtype or ``padding_value``. TypeError: not a tensor.
         """
         return KeyedJaggedTensor(**build.from_padded(keys, padded, padding_value))
 
@@ -487,32 +494,34 @@ class KeyedJaggedTensor(BatchFacts):
         offsets: Sequence[Tensor],
         weights: Sequence[Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """A batch from the inputs and offsets of each feature, as ``torch.nn.EmbeddingBag`` takes them.
+        """Creates a batch from the input and offsets of each feature, as ``torch.nn.EmbeddingBag`` takes them.
 
         Args:
-            keys: F names, all different. values: ids [N_f] of each. offsets: [B] of each, where bags start, from 0 on.
-            weights: [N_f] of each, or None.
+            keys: F names, all different. values: ids [N_f] per feature. offsets: [B] per feature, the start of each
+                bag, beginning with 0.
+            weights: [N_f] per feature, or None.
 
         Raises:
-            ValueError: another number of tensors than keys, shapes, dtypes or devices that do not fit, offsets that do
-            not start at 0 or do not rise. TypeError: one is no tensor.
+            ValueError: the number of tensors differs from the number of keys, shapes, dtypes or devices do not match,
+                or
+            offsets do not start at 0 or decrease. TypeError: an item is not a tensor.
         """
         return KeyedJaggedTensor(**build.from_offsets_list(keys, values, offsets, weights))
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """The features of several, one after the other. As in TorchRec.
+        """Concatenates the features of several batches, as in TorchRec.
 
         Args:
-            kjt_list: of different keys and one device, all with weights or none, none with ``inverse_indices``. Batch
-                sizes may differ: they are the features' own then (``stride_per_key``). Ids are of the wider dtype.
-                If one has all features, it is returned as it is. Ids in no bag are left out. Of a batch on a GPU whose
-                ``offset_per_key()`` the host does not know, and in compiled code, they make offsets[0] of the result
-                -1, which its lookup tells.
+            kjt_list: batches with different keys on one device, all or none with weights, and without
+                ``inverse_indices``. If batch sizes differ, the result has one per feature (``stride_per_key``). Ids get
+                the wider dtype. If one batch has all features, it is returned unchanged. Ids in no bag are dropped. If
+                that needs an ``offset_per_key()`` on a GPU that the host does not know, and in compiled code, they set
+                offsets[0] of the result to -1 instead, which its lookup reports.
 
         Raises:
-            ValueError: none is given, a key is in two of them, or one is not as above. TypeError: one is no
-            ``rk.KeyedJaggedTensor``. RuntimeError: other devices.
+            ValueError: the list is empty, a key repeats, or a batch is not as above. TypeError: an item is not an
+            ``rk.KeyedJaggedTensor``. RuntimeError: devices differ.
         """
         checks.check_each("kjt_list", kjt_list, KeyedJaggedTensor)
         keys = list(itertools.chain.from_iterable(kjt.keys() for kjt in kjt_list))
@@ -526,17 +535,17 @@ class KeyedJaggedTensor(BatchFacts):
         if len(parts) < 2 and len(set(keys)) == len(keys):
             return parts[0] if parts else kjt_list[0]
         checks.check_keys_differ(keys)
-        return _joined(parts)
+        return _concat(parts)
 
     def __repr__(self) -> str:
         given = self._values, self._offsets, self._weights
-        return text.of_bags("KeyedJaggedTensor", self._keys, self.stride_per_key(), *given)
+        return text.format_bags("KeyedJaggedTensor", self._keys, self.stride_per_key(), *given)
 
 
-def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Features of batches, one after the other, whose names may be the same. One batch or more."""
+def _concat(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Concatenates the features of at least one batch; names may repeat."""
     own = any(kjt.variable_stride_per_key() or kjt.stride() != parts[0].stride() for kjt in parts)
-    values, offsets, factors = zip(*map(_from_zero, parts), strict=True)
+    values, offsets, factors = zip(*map(_rebased, parts), strict=True)
     ends = list(itertools.accumulate(each.shape[0] for each in values))
     if ends[-1] >= 2**31:
         offsets = tuple(each.long() for each in offsets)
@@ -545,7 +554,7 @@ def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     if None in known and not has_data(first):
         first = first.masked_fill(bounds.have_gaps(values, offsets), -1)
     moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
-    joined = KeyedJaggedTensor._of(
+    joined = KeyedJaggedTensor._from_parts(
         list(itertools.chain.from_iterable(kjt.keys() for kjt in parts)),
         torch.cat(values),
         torch.cat([first, *moved]),
@@ -558,8 +567,8 @@ def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     return joined
 
 
-def _from_zero(kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values that bags have, offsets from 0 on, and weights: offsets may be a view of those of a larger batch."""
+def _rebased(kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Drops values in no bag and shifts offsets to start at 0; offsets may be a view into a larger batch."""
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
     known = kjt.known_offset_per_key()
     if known is None and not has_data(offsets):

@@ -1,4 +1,4 @@
-"""Jagged containers as text: keys and rows, as TorchRec prints them, and no more of them than one wants to read."""
+"""String forms of the jagged containers: keys and rows as in TorchRec, abbreviated if long."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rec_kernels.nn.jagged.checks import is_readable
 
-#: A container with more numbers is printed in short: this many rows and numbers from either end of a list.
-_MOST, _ENDS = 1000, 3
+#: A container with more values is abbreviated to this many rows and values from either end of a list.
+_MAX_VALUES, _ENDS = 1000, 3
 
 
-def of_rows(name: str, values: Tensor, offsets: Tensor, weights: Tensor | None) -> str:
-    """``rk.JaggedTensor``: a list of its rows. On a GPU the host waits."""
+def format_rows(name: str, values: Tensor, offsets: Tensor, weights: Tensor | None) -> str:
+    """Formats an ``rk.JaggedTensor`` as a list of rows. On a GPU the host waits."""
     if not all(t is None or is_readable(t) for t in (values, offsets, weights)):
         return f"{name}(rows={offsets.shape[0] - 1}, {_shapes(values, weights)})"
     short, bounds = _is_long(values), offsets.cpu()
@@ -24,10 +24,10 @@ def of_rows(name: str, values: Tensor, offsets: Tensor, weights: Tensor | None) 
     return f'{name}({{\n    "values": {rows},\n    "weights": {_jagged(weights, bounds, short)}\n}})'
 
 
-def of_bags(
+def format_bags(
     name: str, keys: Sequence[str], strides: Sequence[int], values: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> str:
-    """``rk.KeyedJaggedTensor``: a list of its bags for each key. On a GPU the host waits."""
+    """Formats an ``rk.KeyedJaggedTensor`` as a list of bags per key. On a GPU the host waits."""
     if not keys:
         return f"{name}()"
     if not all(t is None or is_readable(t) for t in (values, offsets, weights)):
@@ -44,8 +44,8 @@ def of_bags(
     return f"{name}({{\n" + ",\n".join(lines) + "\n})"
 
 
-def of_columns(name: str, blocks: dict[str, Tensor], values: Tensor) -> str:
-    """``rk.KeyedTensor``: a list of its rows for each key. On a GPU the host waits."""
+def format_columns(name: str, blocks: dict[str, Tensor], values: Tensor) -> str:
+    """Formats an ``rk.KeyedTensor`` as a list of rows per key. On a GPU the host waits."""
     if not blocks:
         return f"{name}()"
     if not is_readable(values):
@@ -57,7 +57,7 @@ def of_columns(name: str, blocks: dict[str, Tensor], values: Tensor) -> str:
 
 
 def _is_long(values: Tensor) -> bool:
-    return values.numel() > _MOST
+    return values.numel() > _MAX_VALUES
 
 
 def _shapes(values: Tensor, weights: Tensor | None) -> str:
@@ -66,27 +66,27 @@ def _shapes(values: Tensor, weights: Tensor | None) -> str:
 
 
 def _jagged(values: Tensor, bounds: Tensor, short: bool) -> str:
-    """Rows of ``values``; ``bounds`` [B + 1] are on the CPU."""
+    """Formats the rows of ``values``; ``bounds`` [B + 1] are on the CPU."""
     count = max(bounds.shape[0] - 1, 0)
-    rows = [_list(values[int(bounds[b]) : int(bounds[b + 1])], short) for b in _chosen(count, short)]
-    return _joined(rows, count)
+    rows = [_list(values[int(bounds[b]) : int(bounds[b + 1])], short) for b in _shown_indices(count, short)]
+    return _join(rows, count)
 
 
 def _list(t: Tensor, short: bool) -> str:
-    """[N, ...] as nested lists."""
+    """Formats [N, ...] as nested lists."""
     if t.dim() == 1:
-        items = t[list(_chosen(len(t), short))] if short else t
-        return _joined([str(x) for x in items.tolist()], len(t))
-    return _joined([_list(t[i], short) for i in _chosen(t.shape[0], short)], t.shape[0])
+        items = t[list(_shown_indices(len(t), short))] if short else t
+        return _join([str(x) for x in items.tolist()], len(t))
+    return _join([_list(t[i], short) for i in _shown_indices(t.shape[0], short)], t.shape[0])
 
 
-def _chosen(count: int, short: bool) -> Sequence[int]:
+def _shown_indices(count: int, short: bool) -> Sequence[int]:
     if not short or count <= 2 * _ENDS + 1:
         return range(count)
     return [*range(_ENDS), *range(count - _ENDS, count)]
 
 
-def _joined(items: list[str], count: int) -> str:
+def _join(items: list[str], count: int) -> str:
     if len(items) < count:
         items.insert(_ENDS, f"... {count - 2 * _ENDS} more ...")
     return "[" + ", ".join(items) + "]"

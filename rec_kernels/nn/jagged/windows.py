@@ -1,4 +1,4 @@
-"""KeyedJaggedWindows: bags that are windows of one buffer, so that what they have in common is kept once."""
+"""KeyedJaggedWindows: bags that are windows of one buffer, so that shared ids are stored once."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from rec_kernels.ops.status import cannot_read
 class KeyedJaggedWindows(OffsetsContainer):
     """Ids of several features for a batch, in one buffer: bag i is ``values[starts[i] : starts[i] + lengths[i]]``.
 
-    Bags are key-major, as those of ``rk.KeyedJaggedTensor``: with B samples, bag (f, b) is number f * B + b. The
-    histories of one user's samples are such windows of all that the user has done. ``from_kjt`` finds windows in a
-    batch; data that knows its sequences gives them here. What is moved to a device is the buffer; ``to_kjt()`` makes
-    bags of it there. Nobody writes to inference tensors afterwards; after others were written to, bags are made anew.
+    Bags are key-major, as in ``rk.KeyedJaggedTensor``: with B samples, bag (f, b) has index f * B + b. For example, the
+    histories of one user's samples are windows of that user's full history. ``from_kjt`` finds windows in a batch; data
+    with known sequences can use the constructor. Only the buffer and the windows are moved to a device; ``to_kjt()``
+    builds the bags there. Do not modify inference tensors afterwards; after changes to other tensors, bags are built
+    again.
 
     Args:
         keys: F feature names, all different.
         values: [N] ids, int32 or int64.
         starts: [F * B] int32 or int64, in [0, N].
         lengths: [F * B] int32 or int64, in [0, N - ``starts``].
-        stride_per_key: F batch sizes, where they differ among the features; starts and lengths are of their sum then.
+        stride_per_key: F batch sizes, if they differ between features; starts and lengths then cover their sum.
 
     Source: partial deduplication of Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model
     Training Infrastructure", MLSys 2023, arXiv:2211.05239.
 
     Raises:
-        ValueError: sizes, dtypes or devices that do not fit together; the message names the argument. IndexError: a
-            window is not within the values (on the CPU; on a GPU when its bags are made, or counted).
+        ValueError: sizes, dtypes or devices do not match; the message names the argument. IndexError: a window is
+            outside of the values (on the CPU; on a GPU when its bags are built or counted).
     """
 
-    _parts = ("_values", "_starts", "_lengths")
-    _others = ("_keys", "_strides")
-    _learned = ("_offset_per_key", "_bags")
+    _tensors = ("_values", "_starts", "_lengths")
+    _plain = ("_keys", "_strides")
+    _cached = ("_offset_per_key", "_bags")
 
     def __init__(
         self,
@@ -63,20 +64,22 @@ class KeyedJaggedWindows(OffsetsContainer):
         self._offset_per_key = None
         self._bags: tuple[list, KeyedJaggedTensor] | None = None
         if has_data(starts):
-            self.offset_per_key()  # is known from now on, when they have been moved, too
+            self.offset_per_key()  # cached from now on, also after a move
 
     @classmethod
     def from_kjt(cls, kjt) -> KeyedJaggedWindows:
-        """Finds windows in a batch: a bag that begins with the last ids of an earlier one is laid over it.
+        """Finds windows in a batch: a bag that begins with the last ids of an earlier one overlaps it in the buffer.
 
-        By ``rk.jagged_overlaps``, on the CPU. Bags of one user come in the order of their time, others may lie between.
+        Uses ``rk.jagged_overlaps``, on the CPU. A user's bags must be in order of time; other bags may lie between
+        them.
 
         Args:
-            kjt: ``rk.KeyedJaggedTensor`` or TorchRec's, without weights, which stays as it is.
+            kjt: ``rk.KeyedJaggedTensor`` or TorchRec's, without weights, which is not modified.
 
         Raises:
-            ValueError: the batch has weights or inverse indices, is not on the CPU, or has bad offsets. TypeError: it
-            is none.
+            ValueError: the batch has weights or inverse indices, is not on the CPU, or has bad offsets. TypeError:
+                ``kjt``
+            is not a batch.
         """
         check_batch("kjt", kjt)
         if kjt.weights_or_none() is not None:
@@ -95,11 +98,11 @@ class KeyedJaggedWindows(OffsetsContainer):
         return list(self._keys)
 
     def values(self) -> Tensor:
-        """[N] ids, of which bags are windows."""
+        """[N]: the buffer of ids."""
         return self._values
 
     def starts(self) -> Tensor:
-        """[F * B]: where bags begin."""
+        """[F * B]: start of each bag in the buffer."""
         return self._starts
 
     def lengths(self) -> Tensor:
@@ -117,10 +120,10 @@ class KeyedJaggedWindows(OffsetsContainer):
         return self._strides is not None
 
     def offset_per_key(self) -> list[int]:
-        """[F + 1]: where each feature's ids start in ``to_kjt()``. On a GPU the host may wait, once.
+        """[F + 1]: start of each feature's ids in ``to_kjt()``. On a GPU the host may wait, once.
 
         Raises:
-            IndexError: on a GPU, or after somebody has written to them, a window is not within the values.
+            IndexError: on a GPU, or after an in-place change, a window is outside of the values.
         """
         found = self.known_offset_per_key()
         if found is None:
@@ -132,53 +135,53 @@ class KeyedJaggedWindows(OffsetsContainer):
         return list(found)
 
     def known_offset_per_key(self) -> list[int] | None:
-        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
-        return _still(self._offset_per_key, self._starts, self._lengths)
+        """``offset_per_key()`` if the host knows it; None if it must be read from the device."""
+        return _if_unchanged(self._offset_per_key, self._starts, self._lengths)
 
     def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
-        """Keeps what was learned of starts and lengths as they are now."""
-        self._offset_per_key = _kept(offset_per_key, self._starts, self._lengths)
+        """Caches starts that were read from the tensors in their current version."""
+        self._offset_per_key = _with_versions(offset_per_key, self._starts, self._lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_bags": None}  # larger than the windows, and can be made again
+        return super().__getstate__() | {"_bags": None}  # larger than the windows, and rebuilt on demand
 
     def to_kjt(self) -> KeyedJaggedTensor:
-        """The bags, each with ids of its own: made when they are first asked for, and kept.
+        """The bags as separate ids, built on the first call and cached.
 
-        Ids of a GPU are waited for only if the windows were given there. Compiled code and a CUDA graph that is being
-        captured make bags of their own, as later calls of them have other ids.
+        The host waits for a GPU only if the windows were created there. Compiled code and captured CUDA graphs build
+        uncached bags, because later runs have other ids.
 
         Raises:
-            IndexError: as of ``offset_per_key``.
+            IndexError: as ``offset_per_key``.
         """
         if cannot_read(self._values):
-            return self._made_bags()
+            return self._build_bags()
         tensors = (self._values, self._starts, self._lengths)
-        bags = _still(self._bags, *tensors)
+        bags = _if_unchanged(self._bags, *tensors)
         if bags is None:
-            with torch.inference_mode(False):  # a training may go on with bags that an evaluation asked for
-                bags = self._made_bags()
-            self._bags = _kept(bags, *tensors)
+            with torch.inference_mode(False):  # training may reuse bags that were built under inference mode
+                bags = self._build_bags()
+            self._bags = _with_versions(bags, *tensors)
         return bags
 
-    def _made_bags(self) -> KeyedJaggedTensor:
-        # Sizes that are not known: compiled code has them as symbols, and meta tensors have none.
+    def _build_bags(self) -> KeyedJaggedTensor:
+        # Sizes are symbolic in compiled code, and unknown for meta tensors.
         if torch.compiler.is_compiling() or self._starts.is_meta:
             known = self.known_offset_per_key()
         else:
             known = self.offset_per_key()
         total = None if known is None else known[-1]
         values, offsets = jagged_windows(self._values, self._starts, self._lengths, total=total)
-        bags = KeyedJaggedTensor._of(self._keys, values, offsets, None, self._strides)
+        bags = KeyedJaggedTensor._from_parts(self._keys, values, offsets, None, self._strides)
         if known is not None:
             bags.keep_offset_per_key(known)
         return bags
 
     def num_stored(self, keys: Sequence[str]) -> int:
-        """Number of the buffer's ids that are in bags of these features, each counted once. On a GPU the host waits.
+        """Number of ids of the buffer that are in bags of these features, each counted once. On a GPU the host waits.
 
         Raises:
-            ValueError: ``keys`` is a name and no list. KeyError: there is no such feature. IndexError: as of
+            ValueError: ``keys`` is a string, not a list. KeyError: an unknown feature. IndexError: as
             ``offset_per_key``.
         """
         check_keys(keys, self._keys)
@@ -186,37 +189,37 @@ class KeyedJaggedWindows(OffsetsContainer):
         bags = self._bag_starts()
         chosen = [slice(bags[f], bags[f + 1]) for f, key in enumerate(self._keys) if key in keys]
         starts, lengths = (torch.cat([t[:0], *(t[b] for b in chosen)]).long() for t in (self._starts, self._lengths))
-        return int(_not_before(starts, lengths).sum())
+        return int(_newly_covered(starts, lengths).sum())
 
     def num_stored_of_keys(self) -> dict[str, int]:
-        """``num_stored([key])`` of each key, whose errors it raises, all counted at once."""
+        """``num_stored([key])`` of each key, with the same errors, in one pass."""
         self.offset_per_key()
-        # Every feature's windows in a buffer of their own, one behind the other.
+        # Shift the windows of each feature into a range of their own.
         bags, device = self.stride_per_key(), self._starts.device
         buffers = torch.arange(len(bags), device=device) * (self._values.shape[0] + 1)
         buffers = buffers.repeat_interleave(torch.tensor(bags, dtype=torch.int64, device=device))
-        counts = _not_before(self._starts + buffers, self._lengths.long())
+        counts = _newly_covered(self._starts + buffers, self._lengths.long())
         return dict(zip(self._keys, to_offsets(counts)[self._bag_starts()].diff().tolist(), strict=True))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Records the stream for all tensors, of bags that were made, too."""
+        """Records the stream for all tensors, including cached bags."""
         super().record_stream(stream)
         if self._bags is not None:
             self._bags[1].record_stream(stream)
 
-    def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedWindows:
-        new = super()._mapped(move)  # bags that were made stay behind
+    def _map_tensors(self, fn: Callable[[Any], Any]) -> KeyedJaggedWindows:
+        new = super()._map_tensors(fn)  # cached bags are not moved
         known = self.known_offset_per_key()
         if known is not None:
             new.keep_offset_per_key(known)
         return new
 
     def _bag_starts(self) -> list[int]:
-        """[F + 1]: the number of each feature's first bag."""
+        """[F + 1]: index of each feature's first bag."""
         return list(itertools.accumulate(self.stride_per_key(), initial=0))
 
     def _outside(self) -> Tensor:
-        """[F * B] bool: windows that are not within the values."""
+        """[F * B] bool: windows that are outside of the values."""
         size, starts, lengths = self._values.shape[0], self._starts.long(), self._lengths.long()
         # An overflow of size - starts is harmless: the start is bad already.
         return (starts < 0) | (starts > size) | (lengths < 0) | (lengths > size - starts)
@@ -234,28 +237,30 @@ class KeyedJaggedWindows(OffsetsContainer):
         return f"KeyedJaggedWindows(keys={self._keys}, bags={self._starts.shape[0]}, values={self._values.shape[0]})"
 
 
-def _kept(found: Any, *tensors: Tensor) -> tuple[list, Any]:
-    """Keeps facts learned of the tensors as they are now."""
+def _with_versions(found: Any, *tensors: Tensor) -> tuple[list, Any]:
+    """Pairs a value with the current version counters of the tensors it was computed from."""
     return _versions(tensors), found
 
 
-def _still(kept: tuple[list, Any] | None, *tensors: Tensor) -> Any:
-    """Returns what was kept, or None if the tensors were written to since; compiled code, which cannot see that,
-    trusts."""
+def _if_unchanged(kept: tuple[list, Any] | None, *tensors: Tensor) -> Any:
+    """Returns the cached value, or None if the tensors were modified since.
+
+    Compiled code cannot see modifications and always returns it.
+    """
     if kept is None:
         return None
     return kept[1] if torch.compiler.is_compiling() or kept[0] == _versions(tensors) else None
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """They rise with each change; None: nobody counts those of an inference tensor."""
+    """Version counters, which increase with each change; None for inference tensors, which have none."""
     if torch.compiler.is_compiling():
         return []
     return [None if t.is_inference() else t._version for t in tensors]
 
 
-def _not_before(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[M] int64: in the order of their starts, how many places a window has that are in none before it."""
+def _newly_covered(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[M] int64: sorted by start, number of positions of each window that no earlier window covers."""
     starts, order = starts.sort()
     ends = (starts + lengths[order]).cummax(0).values
     before = starts.clone()

@@ -71,9 +71,9 @@ class FileStore(TableStore):
                 "collection in memory, and export its for_serving()"
             )
         if torch.compiler.is_compiling():
-            from rec_kernels.nn.graph_breaks import hold_file
+            from rec_kernels.nn.graph_breaks import pin_file_rows
 
-            return hold_file(self.file.held)
+            return pin_file_rows(self.file.held)
         return self.file.held()
 
     def _plan(self, call: TableCall, *, inserts: bool) -> tuple[Tensor, Tensor]:

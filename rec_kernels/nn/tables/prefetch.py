@@ -118,9 +118,9 @@ class PrefetchedBatch:
         Raises:
             RuntimeError: another batch was prefetched, or the lookup is not in training.
         """
-        from rec_kernels.nn.graph_breaks import take_ahead
+        from rec_kernels.nn.graph_breaks import prepare_prefetched
 
-        return take_ahead(self._take, bags, inserts)
+        return prepare_prefetched(self._take, bags, inserts)
 
     def _take(self, bags: Bags, inserts: bool) -> Tensor | None:
         if self._slots is None:
@@ -141,9 +141,9 @@ class PrefetchedBatch:
     def wait(self) -> None:
         """Make the current stream wait for the insertion, before other operations read the cache."""
         if not self.is_empty:
-            from rec_kernels.nn.graph_breaks import take_ahead
+            from rec_kernels.nn.graph_breaks import prepare_prefetched
 
-            take_ahead(self._wait)
+            prepare_prefetched(self._wait)
 
     def _wait(self) -> None:
         if self._event is not None:

@@ -78,7 +78,7 @@ class DenseGradients:
 
     Attributes:
         is_put_off: whether the update comes later: in ``accumulate()``.
-        weights: the tables' parameters; wanted: what has ``requires_grad`` of each.
+        weights: the tables' parameters; grad_flags: holds ``requires_grad`` of each.
         is_compiled: whether lookups update inside compiled graphs, where they cannot wait for a dense gradient.
     """
 
@@ -94,7 +94,7 @@ class DenseGradients:
 
     def _forget(self) -> None:
         self.weights: list[nn.Parameter] = []
-        self.wanted: list[Any] = []
+        self.grad_flags: list[Any] = []
         self._handles: list[Any] = []
         self.forget_nodes()
 
@@ -112,7 +112,7 @@ class DenseGradients:
     def watch(self, weights: list[nn.Parameter]) -> None:
         """Watches these parameters, those of the tables in their order, from now on."""
         self.release()
-        self.weights, self.wanted = weights, list(map(RequiresGrad.of, weights))
+        self.weights, self.grad_flags = weights, list(map(RequiresGrad.of, weights))
         for i, weight in enumerate(weights):
             mark_fused(weight)
             if weight.dtype != torch.uint8:
