@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import rec_kernels as rk
-from rec_kernels.nn.training.accumulate import Kept, Lookup
+from rec_kernels.nn.training.accumulate import Lookup, LookupQueue
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
@@ -264,7 +264,7 @@ def test_bad_id_reported_late() -> None:
             for seed, size in enumerate((4, 0, 3)):
                 part = rows(size, seed)
                 found(jagged(part)).values().backward(part.grad)
-            found._update.pending.kept.lookups[bad].status[0] = 2
+            found._update.pending.queue.lookups[bad].status[0] = 2
         assert_same(found, make())
 
 
@@ -398,14 +398,14 @@ def test_backwards_on_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[Tensor, Stream]] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: recorded.append((t, stream)))
-    kept = Kept()
+    queue = LookupQueue()
     with FakeTensorMode():  # tensors of a GPU, without one
         lookups = [Lookup(*(torch.empty(2, device="cuda") for _ in range(3)), None, torch.empty(2)) for _ in range(3)]
         for current[0], lookup in zip((beside, main, other), lookups, strict=True):
-            kept.add(lookup)
+            queue.add(lookup)
         current[0] = main
-        assert kept.take() == lookups
+        assert queue.take() == lookups
     assert main.waited_for == [beside, other]
     assert [id(t) for t, _ in recorded] == [id(t) for lookup in lookups[::2] for t in lookup[:3]]
     assert {stream for _, stream in recorded} == {main}
-    assert kept.take() == []
+    assert queue.take() == []

@@ -190,7 +190,7 @@ class Backwards:
         if output.grad_fn is not None:
             self._open.add(output.grad_fn)
         if begun.pending is None and self._shards._update is not None:
-            self._shards._update.dense.opened(output)
+            self._shards._update.dense.register_lookup(output)
 
     def facts(self, begun: Begun, grad: Tensor) -> Tensor:
         """[FACTS] float32: the lookup, when the update is to be, the scale, choices, the step, replicas, an overflow.

@@ -339,7 +339,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
     def _leave(self, trip: Trip, rows: Tensor) -> Callable[[], Tensor]:
         """Sends what this rank has looked up; the function that is returned waits for its output."""
         ctx = trip.batch
-        self._untrained.looked_up(training=ctx.trains and self.backwards.trains)
+        self._untrained.before_lookup(training=ctx.trains and self.backwards.trains)
         ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
         # All ranks run the backward that trains a projection of one.
         token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))

@@ -31,7 +31,7 @@ from rec_kernels.nn.tables.parameters import Tables, refuse_reset
 from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.torchrec_configs import checked_tables
-from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
+from rec_kernels.nn.training.accumulate import Lookup, have_same_layout, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.dense_parameters import Untrained
 from rec_kernels.nn.training.fused_optimizer import FusedOptimizer
@@ -55,7 +55,7 @@ class TableCollection(nn.Module):
     """
 
     process_local = False
-    _told_of_processes = False
+    _warned_of_processes = False
     _is_replica = False  # torch.nn.DataParallel sets it on its replicas
 
     lr: Tensor
@@ -375,7 +375,7 @@ class TableCollection(nn.Module):
         if not torch.is_grad_enabled():
             return []
         if not self._trained_by_torch:
-            self._untrained.looked_up(training=self.training)
+            self._untrained.before_lookup(training=self.training)
             return []
         tables: list[Tensor] = [*self._held.weights()]
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
@@ -401,7 +401,7 @@ class TableCollection(nn.Module):
         dense = self._update.dense.take()
         if not lookups and not dense:
             return
-        joins = not dense and are_alike(lookups)
+        joins = not dense and have_same_layout(lookups)
         lookup = join(lookups, len(self.feature_names)) if joins else join_dense(lookups, dense, self._features)
         scaling = self._update.scaling() if scaling is None else scaling
         self._apply_update(lookup, list(dense), self._update.found_by(scaling, lookup))

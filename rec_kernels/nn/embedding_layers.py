@@ -320,7 +320,7 @@ class Embedding(EmbeddingLayer):
             a valid id, with ``compression=rk.Hash(buckets)``; a negative ``padding_idx`` is then an id itself.
         sparse: whether the gradient is a sparse tensor; only for layers without ``options``.
         _weight: initial rows, or None. _freeze: whether the weight is excluded from training.
-        device, dtype: device and dtype of the weight. With ``options``, torch.float16 and bfloat16 formats "fp16", "bf16".
+        device, dtype: of the weight. With ``options``, torch.float16 and bfloat16 select formats "fp16" and "bf16".
         max_norm, norm_type, scale_grad_by_freq: only the defaults are supported.
         options: table options: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
             as for ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows start as in torch,

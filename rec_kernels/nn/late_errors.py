@@ -1,4 +1,4 @@
-"""Bad ids and offsets of lookups on a GPU, which cannot raise in time: raised by a later call, without waiting."""
+"""Late errors: bad ids and offsets that a lookup on a GPU found, raised by a later call without waiting."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _LATER = "; found on the GPU, in an earlier lookup of this collection"
 
 
 def reports_late(status: Tensor) -> bool:
-    """True if the lookup that gave ``status``, int64 [2], could not raise: on a GPU.
+    """True if the lookup that returned ``status``, int64 [2], ran on a GPU and could not raise.
 
-    False for the fake tensors of a tracer, which hold no data.
+    False for a tracer's fake tensors, which hold no data.
     """
     return status.is_cuda and type(status) is Tensor
 
 
 def _copied(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind what the current stream of a GPU has to do; None on the CPU, where copies are done at once."""
+    """Records an event on the GPU's current stream; None on the CPU, where copies are synchronous."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class _Lookup(NamedTuple):
-    """A lookup whose status is on its way: ``status`` is on the CPU, and valid once ``event`` is done."""
+    """A lookup with its status in a CPU tensor, valid once ``event`` has completed."""
 
     status: Tensor
     event: torch.cuda.Event | None
@@ -47,20 +47,20 @@ class _Lookup(NamedTuple):
 
 
 class Reports:
-    """Faults that a collection's lookups have found in their input, raised when they arrive.
+    """Input errors found by a collection's lookups, raised once their status has reached the host.
 
     Args:
-        features: the name of each, and rows of its table; None: every integer is an id.
-        bounds_check: whether ids out of range are errors ("error"), which may be set; bad offsets always are.
+        features: name and table rows of each feature; rows None: every integer is an id.
+        bounds_check: "error" if ids out of range are errors; may be assigned. Bad offsets always are errors.
     """
 
     def __init__(self, features: list[tuple[str, int | None]], bounds_check: str) -> None:
         self._features, self.bounds_check = features, bounds_check
         self._lookups: deque[_Lookup] = deque()
-        self._lock = threading.Lock()  # inference may use a collection on several threads
+        self._lock = threading.Lock()  # inference may use a collection from several threads
 
     def __reduce__(self) -> tuple:
-        # A copy has made no lookups, and those of the original are told by the original.
+        # A copy has made no lookups; the original raises the errors of its own.
         return Reports, (self._features, self.bounds_check)
 
     def add(
@@ -71,42 +71,42 @@ class Reports:
         bag_starts: Tensor | None = None,
         shared: SharedBags | None = None,
     ) -> None:
-        """Takes up a lookup. Never waits, and raises nothing: the lookup may have changed a row cache.
+        """Queues the status of a lookup. Never waits or raises: the lookup may have changed a row cache.
 
         Args:
-            status: [2] int64. unseen: as ``check``'s, of lookups whose status the host does not see.
-            given: the bags; None: rows were handed out to samples, no bags looked up. bag_starts: [F + 1], or None for
-                B bags of each feature. shared: which of them samples have, or None. Tensors other than ``status`` are
-                read if there is an error to tell.
+            status: [2] int64. unseen: as for ``check``, for lookups whose status the host cannot read.
+            given: the bags; None: the lookup expanded rows to samples. bag_starts: [F + 1], or None for B bags per
+                feature. shared: the bags that samples share, or None. Tensors other than ``status`` are read only to
+                describe an error.
         """
         if cannot_read(status):
             unseen.copy_(torch.minimum(unseen, status[0]))
             return
-        # torch makes the target of a copy that does not block page-locked, without which it would block.
+        # torch allocates page-locked memory for a non-blocking copy to the host.
         host = status.to("cpu", non_blocking=True)
         self._lookups.append(_Lookup(host, _copied(status.device), given, bag_starts, shared))
 
     def raise_arrived(self, unseen: Tensor) -> None:
-        """Raises what earlier lookups have found as far as it has arrived: before a lookup. Never waits.
+        """Raises errors of earlier lookups whose status has arrived; called before each lookup. Never waits.
 
         Args:
-            unseen: as ``add``'s.
+            unseen: as for ``add``.
 
         Raises:
-            IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
+            IndexError, ValueError: the input of an earlier lookup is bad; each error is raised once.
         """
         if self._lookups and not cannot_read(unseen):
             self._raise_next(wait=False)
 
     def check(self, position: Tensor) -> None:
-        """Waits for all lookups and raises the first error that has not been told.
+        """Waits for all lookups and raises the first error that was not raised before.
 
         Args:
-            position: 0-dim int64, the smallest bad position of the lookups whose status the host does not see. It is
-                set back before it is told.
+            position: 0-dim int64, the smallest bad position of lookups whose status the host cannot read. It is reset
+                before the error is raised.
 
         Raises:
-            IndexError, ValueError: as in ``raise_arrived``.
+            IndexError, ValueError: as for ``raise_arrived``.
         """
         self._raise_next(wait=True)
         if type(position) is not Tensor or position.is_meta:
@@ -135,7 +135,7 @@ class Reports:
 
 def _error(position: int, lookup: _Lookup, features: list[tuple[str, int | None]]) -> Exception:
     """The error that the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), marked as late."""
-    if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
+    if position <= BAD_LAYOUT + 1 and (text := _describe_origin(position, lookup)) is not None:
         return ValueError(text + _LATER)
     if position == BAD_LAYOUT:
         wrong = "the collection's layout of tables has been overwritten"
@@ -144,10 +144,10 @@ def _error(position: int, lookup: _Lookup, features: list[tuple[str, int | None]
         if lookup.shared is not None:
             wrong += ", and the features of a group have as many bags, no more than there are samples"
         return ValueError(wrong + _LATER)
-    if (place := _place_in_inverse(position, lookup)) is not None:
+    if (place := _locate_in_inverse(position, lookup)) is not None:
         text = lookup.shared.message(*place)
         return IndexError((text or "inverse_indices were not valid; they have been overwritten since") + _LATER)
-    describe, i = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
+    describe, i = (_describe_id, position) if position >= 0 else (_describe_offset, position - BAD_LAYOUT - 1)
     text = describe(i, lookup, [rows for _, rows in features])
     if text is None:
         name = "values" if position >= 0 else "offsets"
@@ -156,10 +156,11 @@ def _error(position: int, lookup: _Lookup, features: list[tuple[str, int | None]
     return (IndexError if position >= 0 else ValueError)(text + _LATER)
 
 
-def _of_origin(position: int, lookup: _Lookup) -> str | None:
-    """Describes what is wrong with the batch that features were chosen from; None: there is none, or it is good.
+def _describe_origin(position: int, lookup: _Lookup) -> str | None:
+    """Describes what is wrong with the batch that features were selected from; None if nothing is, or there is no
+    batch.
 
-    Of such features the first offset is bad, or where the first of them begins.
+    The kernels report a bad first offset for features selected from a batch with bad offsets.
     """
     origin = None if lookup.given is None else lookup.given.origin
     if origin is None or (text := origin.describe_bad()) is not None or position == BAD_LAYOUT:
@@ -167,16 +168,16 @@ def _of_origin(position: int, lookup: _Lookup) -> str | None:
     return "offsets were not those that the batch's offset_per_key() is of, or have been overwritten since"
 
 
-def _place_in_inverse(position: int, lookup: _Lookup) -> tuple[int, int] | None:
-    """Group and sample of a bad number; None: something else is bad."""
+def _locate_in_inverse(position: int, lookup: _Lookup) -> tuple[int, int] | None:
+    """Group and sample of a bad inverse index; None if something else is bad."""
     if lookup.given is None:
-        return 0, position  # of ``expand``, which is given one group's
+        return 0, position  # the status of ``expand``, which takes one group
     place = position - BAD_LAYOUT - 1 - len(lookup.given.offsets)
     return divmod(place, lookup.shared.inverse.shape[1]) if lookup.shared and position < 0 <= place else None
 
 
-def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
-    """A bag's feature, and its number there."""
+def _locate_bag(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
+    """A bag's feature, and its index within it."""
     starts = lookup.bag_starts
     if starts is None:
         return divmod(bag, (len(lookup.given.offsets) - 1) // features)
@@ -184,10 +185,10 @@ def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
     return feature, bag - int(starts[feature])
 
 
-def _id(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:
-    """None: ids or offsets are not those of the lookup any more."""
+def _describe_id(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:
+    """Describes a bad id; None if ids or offsets have been overwritten since the lookup."""
     place = int(torch.searchsorted(lookup.given.offsets.long(), i, right=True)) - 1
-    feature, bag = _place(place, lookup, len(num_embeddings))
+    feature, bag = _locate_bag(place, lookup, len(num_embeddings))
     value = int(lookup.given.values[i])
     limit = num_embeddings[feature] if 0 <= feature < len(num_embeddings) else None
     if limit is None or 0 <= value < limit:
@@ -196,10 +197,10 @@ def _id(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None
     return f"{what}: ids of this feature must be in [0, {limit})"
 
 
-def _offset(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:
-    """None: offsets are not those of the lookup any more."""
+def _describe_offset(i: int, lookup: _Lookup, num_embeddings: list[int | None]) -> str | None:
+    """Describes a bad offset; None if the offsets have been overwritten since the lookup."""
     values, offsets = lookup.given.values, lookup.given.offsets
-    feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))
+    feature, bag = _locate_bag(max(i - 1, 0), lookup, len(num_embeddings))
     value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
     text = describe_bad_step(i, before if i else 0, value, len(values), lookup.given.from_lengths)
     return None if text is None else text.format(f" (feature {feature}, bag {bag})")

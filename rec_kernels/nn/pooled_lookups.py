@@ -1,4 +1,4 @@
-"""Lookups whose bags are pooled: from a batch to one row of each bag, parts combined and narrow columns projected."""
+"""Pooled lookups: from a batch to one row per bag; combines parts and projects narrow columns."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ops = torch.ops.rec_kernels
 
 
 def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
-    """``forward`` of ``rk.EmbeddingBagCollection``."""
+    """Implements ``forward`` of ``rk.EmbeddingBagCollection``."""
     feature_map = tables._features
     features = as_batch(features, feature_map.feature_names)
     given, shared = select_distinct(features, feature_map.feature_names)
     if shared is not None:
-        pooled = _of_shared(tables, given, shared)
+        pooled = _look_up_shared(tables, given, shared)
     elif given.strides is not None:
         raise batch_size_error(feature_map.feature_names, given.strides)
     else:
@@ -36,12 +36,12 @@ def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
 
 
 def look_up_bags(tables: TableCollection | ServedTables, given: SelectedKeys) -> Tensor:
-    """[B, sum of D] of ``output_dtype``, of as many bags of every feature."""
+    """[B, sum of D] of ``output_dtype``, for features with the same number of bags."""
     return finish(tables, tables._lookup(given))
 
 
 def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict[str, Tensor]:
-    """``by_feature`` of ``rk.EmbeddingBagCollection``."""
+    """Implements ``by_feature`` of ``rk.EmbeddingBagCollection``."""
     if isinstance(features, InverseKeyedJaggedTensor):
         return look_up(tables, features).to_dict()
     feature_map = tables._features
@@ -55,7 +55,7 @@ def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict
 
 
 def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor | None]:
-    """The bags of a batch that are looked up, and where features begin if each bag has a row of the output."""
+    """Selects the bags of a batch to look up, and feature starts if each bag has its own output row."""
     names = tables._features.feature_names
     features = as_batch(features, names)
     if isinstance(features, InverseKeyedJaggedTensor):
@@ -64,23 +64,24 @@ def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedK
 
 
 def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
-    """Bags with the starts of features, if these have batch sizes of their own that the lookup must know."""
+    """Adds feature starts if batch sizes differ and the lookup must know them."""
     strides = given.strides
-    if strides is None or (_hands_out_later(tables, given.offsets) and all(size == strides[0] for size in strides)):
+    if strides is None or (_expands_later(tables, given.offsets) and all(size == strides[0] for size in strides)):
         return given, None
     return given, given.own_starts()
 
 
-def _hands_out_later(tables: TableCollection | ServedTables, offsets: Tensor) -> bool:
-    """True if distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
+def _expands_later(tables: TableCollection | ServedTables, offsets: Tensor) -> bool:
+    """True if distinct bags must be expanded to samples after the lookup.
 
-    The Triton kernels know no shared bags, nor batch sizes that differ.
+    Bags are combined or projected first, or the Triton kernels run, which support neither shared bags nor batch sizes
+    that differ.
     """
     return tables._features.finishes_later or (offsets.is_cuda and _library.cuda_unavailable is not None)
 
 
 def finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
-    """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
+    """[B, sum of D] of ``output_dtype``: combines adjacent pooled parts and projects narrow columns."""
     feature_map = tables._features
     if not feature_map.finishes_later:
         return pooled
@@ -94,7 +95,7 @@ def finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
 
 
 def finish_each(tables: TableCollection | ServedTables, rows: Tensor, strides: list[int]) -> list[Tensor]:
-    """``finish`` for rows that are bags of all features, one after the other: [bags, D] for each feature."""
+    """``finish`` for the concatenated bags of all features: [bags, D] per feature."""
     blocks = zip(tables._features.features, rows.split(strides), strict=True)
     return [_finish_feature(tables, feature, block) for feature, block in blocks]
 
@@ -109,22 +110,22 @@ def _finish_feature(tables: TableCollection | ServedTables, feature: FeatureLook
     return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(tables.output_dtype)
 
 
-def _of_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shared: SharedBags) -> Tensor:
-    """[B, sum of D] of ``output_dtype``, of bags that samples share."""
-    if not _hands_out_later(tables, given.offsets) and shared.fits_ops():
+def _look_up_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shared: SharedBags) -> Tensor:
+    """[B, sum of D] of ``output_dtype``, for bags that samples share."""
+    if not _expands_later(tables, given.offsets) and shared.fits_ops():
         return tables._lookup(given, given.own_starts(), shared)
     given, starts = _with_starts(tables, given)
     pooled = tables._lookup(given, starts)
     if starts is not None:
-        return _hand_out(tables, finish_each(tables, pooled, shared.sizes), shared)
+        return _expand_groups(tables, finish_each(tables, pooled, shared.sizes), shared)
     pooled = finish(tables, pooled)
     if shared.is_one_group():
         return _expand(tables, pooled, shared.select_group(shared.groups[0]))
-    return _hand_out(tables, list(pooled.split(tables._features.output_dims, dim=1)), shared)
+    return _expand_groups(tables, list(pooled.split(tables._features.output_dims, dim=1)), shared)
 
 
-def _hand_out(tables: TableCollection | ServedTables, blocks: list[Tensor], shared: SharedBags) -> Tensor:
-    """[B, sum of D] of [bags, D] of each feature."""
+def _expand_groups(tables: TableCollection | ServedTables, blocks: list[Tensor], shared: SharedBags) -> Tensor:
+    """Expands [bags, D] of each feature to [B, sum of D]."""
     dims = tables._features.output_dims
     for group, members in shared.features_by_group().items():
         distinct = torch.cat([blocks[f] for f in members], dim=1)
@@ -135,7 +136,7 @@ def _hand_out(tables: TableCollection | ServedTables, blocks: list[Tensor], shar
 
 
 def _expand(tables: TableCollection | ServedTables, rows: Tensor, shared: SharedBags) -> Tensor:
-    """[B, C]: of the rows [bags, C] of a group, those that the samples have."""
+    """[B, C]: expands the rows [bags, C] of a group to the samples."""
     wide, status = call(_ops.expand.default, rows, shared.inverse[0])
     if late_errors.reports_late(status):
         tables._note(status, None, None, shared)

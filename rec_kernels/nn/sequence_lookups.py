@@ -1,4 +1,4 @@
-"""Lookups that are not pooled: from a batch to a row of each id."""
+"""Sequence lookups: from a batch to one row per id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 
 
 def look_up(tables: TableCollection | ServedTables, features) -> dict[str, JaggedTensor]:
-    """``forward`` of ``rk.EmbeddingCollection``."""
+    """Implements ``forward`` of ``rk.EmbeddingCollection``."""
     feature_map = tables._features
     features = as_batch(features, feature_map.feature_names)
     given = _select(feature_map.feature_names, features)
@@ -33,10 +33,11 @@ def look_up(tables: TableCollection | ServedTables, features) -> dict[str, Jagge
 def by_feature(
     feature_map: FeatureMap, rows: Tensor, offsets: Tensor, bags: list[int], bounds: list[int]
 ) -> dict[str, JaggedTensor]:
-    """Rows of all features, cut into those of each.
+    """Splits the rows of all features into one jagged tensor per feature.
 
     Args:
-        rows: [N, largest D]. offsets: of the batch's bags. bags, bounds: [F + 1], where bags and ids of features begin.
+        rows: [N, largest D]. offsets: offsets of the batch. bags, bounds: [F + 1] first bag and first id of each
+            feature.
     """
     blocks = rows.split([stop - start for start, stop in itertools.pairwise(bounds)]) if bags[1:] else ()
     columns, output = rows.shape[1], {}
@@ -47,8 +48,8 @@ def by_feature(
 
 
 def _own_offsets(offsets: Tensor, bags: list[int]) -> Sequence[Tensor]:
-    """[bags of the feature + 1] of each feature: its offsets, the first of them 0."""
-    # Compiled, they are views: code for equal sizes would be compiled anew for each size.
+    """[bags of the feature + 1] per feature: its offsets, shifted to start at 0."""
+    # Compiled code uses views: code for equal sizes would be recompiled for each size.
     sizes = set() if torch.compiler.is_compiling() else {stop - start for start, stop in itertools.pairwise(bags)}
     if len(sizes) == 1 and bags[1]:
         own = offsets.unfold(0, bags[1] + 1, bags[1])
@@ -58,12 +59,12 @@ def _own_offsets(offsets: Tensor, bags: list[int]) -> Sequence[Tensor]:
 
 
 def look_up_rows(tables: TableCollection | ServedTables, features) -> Tensor:
-    """``rows`` of ``rk.EmbeddingCollection``."""
+    """Implements ``rows`` of ``rk.EmbeddingCollection``."""
     return tables._lookup(*bags_of(tables, features))
 
 
 def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor]:
-    """Every id of a batch as a bag of its own, and [F + 1] where features begin among them."""
+    """Every id of a batch as a bag of its own, and [F + 1] feature starts among them."""
     names = tables._features.feature_names
     return _each_id(_select(names, as_batch(features, names)), len(names))
 
@@ -86,15 +87,15 @@ def _each_id(given: SelectedKeys, features: int) -> tuple[SelectedKeys, Tensor]:
     starts: Any
     if given.strides:
         starts = given.own_starts()
-    elif torch.compiler.is_compiling() or not batch:  # where the batch depends on data, it is not to be asked for
+    elif torch.compiler.is_compiling() or not batch:  # a data-dependent batch size must not be tested
         starts = torch.arange(features + 1, device=offsets.device) * batch
-    else:  # a view, on a device without a kernel
+    else:  # a view: launches no kernel
         starts = slice(None, None, batch)
     return given._replace(offsets=each), offsets[starts].long().contiguous()
 
 
 def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> list[int]:
-    """[F + 1]: where each feature's ids start."""
+    """[F + 1]: start of each feature's ids."""
     if list(features.keys()) == keys and hasattr(features, "offset_per_key"):
         return features.offset_per_key()
     return read_at(given.offsets, bags)

@@ -1,4 +1,4 @@
-"""Gradient accumulation for fused tables: lookups whose backwards have run and whose common update has not."""
+"""Gradient accumulation for fused tables: lookups whose backwards have run and whose joint update has not."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rec_kernels.ops.jagged_permute import jagged_permute
 
 
 class Lookup(NamedTuple):
-    """A micro-batch, as an update needs it.
+    """A micro-batch, with everything an update needs.
 
     Args:
         grad: [B, C] float32, gradient of the pooled output.
         values: [N] ids; offsets: [F * B + 1], key-major; weights: [N] float32 or None. Ids and offsets are int32 or
-            int64, each on its own.
-        status: [2] int64, what the lookup reported: its first element is below the largest int64 if an id was out of
-            range. The update is skipped then, on devices where the lookup itself cannot raise in time.
-        bag_starts: [F + 1] where features have batch sizes of their own, and every bag a row of the output and of
-            grad; or None. shared: which bags the rows have instead, or None.
-        found_inf: 0-dim float32, inf if a gradient has overflowed that ``grad`` is a part of, else 0; None: ``grad``
-            has all that matters.
+            int64, independently.
+        status: [2] int64 status of the lookup: the first element is below the largest int64 if an id was out of range.
+            The update is then skipped, on devices where the lookup itself cannot raise in time.
+        bag_starts: [F + 1] if batch sizes differ and every bag has its own row of the output and of grad; or None.
+            shared: the bags that rows share instead, or None.
+        found_inf: 0-dim float32, inf if the gradient of a larger output that ``grad`` is part of has overflowed, else
+            0; None: ``grad`` alone decides.
     """
 
     grad: Tensor
@@ -40,23 +40,23 @@ class Lookup(NamedTuple):
     found_inf: Tensor | None = None
 
 
-class Kept:
-    """Lookups that one update is to be made of, in the order of their backwards."""
+class LookupQueue:
+    """Lookups of one joint update, in the order of their backwards."""
 
     def __init__(self) -> None:
         self.lookups: list[Lookup] = []
-        self._streams: list[torch.cuda.Stream] = []  # of a GPU, those that the backwards ran on
+        self._streams: list[torch.cuda.Stream] = []  # CUDA streams of the backwards
 
     def add(self, lookup: Lookup) -> None:
-        """Takes up a lookup, in its backward."""
+        """Adds a lookup, in its backward."""
         self.lookups.append(lookup)
         if lookup.grad.is_cuda:
             self._streams.append(torch.cuda.current_stream(lookup.grad.device))
 
     def take(self) -> list[Lookup]:
-        """The lookups, for the current stream; none are kept.
+        """Removes and returns the lookups, for use on the current stream.
 
-        Autograd has made it wait for one of their streams alone, on which the collection's token was first used.
+        Autograd makes it wait for only one of their streams, on which the collection's token was first used.
         """
         lookups, self.lookups = self.lookups, []
         streams, self._streams = self._streams, []
@@ -74,25 +74,25 @@ class Pending:
     """The lookups of one ``accumulate()`` block.
 
     Args:
-        token: the collection's, whose gradient arrives when a compiled lookup from before the block has run its
-            backward; others are refused before they update.
+        token: the collection's token. It gets a gradient if a compiled lookup from before the block runs its backward;
+            other earlier lookups raise before they update.
     """
 
     def __init__(self, token: Tensor) -> None:
-        self.kept = Kept()
+        self.queue = LookupQueue()
         self._is_open = True
-        # A token of its own: the collection's belongs to lookups that update at once.
+        # A separate token: the collection's belongs to lookups that update at once.
         self._token = torch.empty_like(token, requires_grad=True)
-        self._watch = token.register_hook(_tell_of_earlier_lookup)
+        self._hook = token.register_hook(_refuse_earlier_lookup)
 
     def close(self) -> None:
-        """No further backward is taken."""
+        """Rejects further backwards."""
         self._is_open = False
-        self.kept = Kept()
-        self._watch.remove()
+        self.queue = LookupQueue()
+        self._hook.remove()
 
     def add(self, lookup: Lookup) -> None:
-        """Keeps copies: callers may reuse the memory of ids and gradients for the next micro-batch.
+        """Adds a copy of a lookup: callers may reuse the memory of ids and gradients for the next micro-batch.
 
         Raises:
             RuntimeError: the block has ended.
@@ -106,13 +106,13 @@ class Pending:
         if shared is not None:
             shared = shared._replace(inverse=shared.inverse.clone())
         tensors: Any = (t.detach().clone() if isinstance(t, Tensor) else None for t in lookup)
-        self.kept.add(Lookup._make(tensors)._replace(shared=shared))
+        self.queue.add(Lookup._make(tensors)._replace(shared=shared))
 
     def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
-        """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
+        """Returns ``pooled``, [B, C], such that its backward contributes to the update.
 
         Args:
-            pooled: the lookup's output. shared: as in ``Lookup``.
+            pooled: output of the lookup. shared: as in ``Lookup``.
             bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
         """
         from rec_kernels.nn.graph_breaks import record_lookup
@@ -124,8 +124,8 @@ class Pending:
         return _Recorded.apply(pooled, self._token, self, shared, *bags, inverse)
 
 
-def _note(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
+def _record_gradient(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # accessed once, as activation checkpointing requires
     if grad is None:
         return None, None, None, None, *[None] * len(saved)
     shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
@@ -134,23 +134,23 @@ def _note(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class _Recorded(torch.autograd.Function):
-    """Identity; the backward notes the gradient, and hands it on for the sake of per-sample weights."""
+    """Identity; the backward records the gradient and passes it on for per-sample weights."""
 
     @staticmethod
     def forward(
         ctx, pooled: Tensor, token: Tensor, pending: Pending, shared: SharedBags | None, *bags: Tensor | None
     ) -> Tensor:
-        ctx.mark_dirty(pooled)  # not a view of it, which could not be changed in place
+        ctx.mark_dirty(pooled)  # marked dirty, because a view could not be modified in place
         ctx.set_materialize_grads(False)
         ctx.pending = pending
-        ctx.shared = None if shared is None else shared._replace(inverse=None)  # which is among the bags
+        ctx.shared = None if shared is None else shared._replace(inverse=None)  # saved with the bags
         ctx.save_for_backward(*bags)
         return pooled
 
-    backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _note))
+    backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _record_gradient))
 
 
-def _tell_of_earlier_lookup(_) -> None:
+def _refuse_earlier_lookup(_) -> None:
     raise RuntimeError(
         "a compiled lookup made before this accumulate() block ran its backward inside it, and has updated the tables "
         "by itself: call the collection inside the block, too"
@@ -158,14 +158,14 @@ def _tell_of_earlier_lookup(_) -> None:
 
 
 def join(lookups: list[Lookup], num_features: int) -> Lookup:
-    """One batch of all micro-batches: per feature, micro-batch after micro-batch.
+    """Joins micro-batches into one batch: per feature, micro-batch by micro-batch.
 
     Args:
-        lookups: at least one; F = ``num_features`` features each, batch sizes of their own. They ``are_alike``.
+        lookups: at least one, with F = ``num_features`` features; batch sizes may differ. They ``have_same_layout``.
 
     Returns:
-        Lookup of the sum of the batch sizes. Where only some have per-sample weights, the others' are 1, which
-        changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does, and
+        Lookup with the sum of the batch sizes. If only some have per-sample weights, the others' are 1, which changes
+        no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does, and
         ``found_inf`` is inf if any is.
     """
     status = torch.stack([lookup.status for lookup in lookups]).amin(0)
@@ -174,8 +174,8 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
     lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
     if len(lookups) == 1:
         return lookups[0]._replace(status=status, found_inf=found_inf)
-    sizes = [_bags_of_features(lookup, num_features) for lookup in lookups]
-    values, offsets, weights = _by_feature(lookups, sizes)
+    sizes = [_batch_sizes(lookup, num_features) for lookup in lookups]
+    values, offsets, weights = _group_by_feature(lookups, sizes)
     starts, own_rows = None, lookups[0].bag_starts is not None and lookups[0].shared is None
     if own_rows:
         blocks = [lookup.grad.split(own) for lookup, own in zip(lookups, sizes, strict=True)]
@@ -190,18 +190,18 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
     return Lookup(grad, values, offsets, weights, status, starts, shared, found_inf)
 
 
-def are_alike(lookups: list[Lookup]) -> bool:
+def have_same_layout(lookups: list[Lookup]) -> bool:
     """True if all or none have ``bag_starts``, and all or none ``shared``, with the same groups."""
     return len({_kind(lookup) for lookup in lookups if len(lookup.grad)}) <= 1
 
 
-def _by_feature(lookups: list[Lookup], sizes: list[list[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, offsets and weights, the bags of a feature side by side. Waits for no GPU.
+def _group_by_feature(lookups: list[Lookup], sizes: list[list[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values, offsets and weights, with the bags of each feature adjacent. Never waits for a GPU.
 
     Args:
-        sizes: the batch sizes of each lookup's features.
+        sizes: [lookups][F] batch sizes.
     """
-    # Values in no bag, behind a lookup's last bag or before its first, become a bag between two lookups.
+    # Values in no bag, after a lookup's last bag or before its first, become an extra bag between two lookups.
     strides = [size for own in sizes for size in (*own, 1)][:-1]
     firsts = itertools.accumulate((len(lookup.values) for lookup in lookups), initial=0)
     offsets = [lookup.offsets.long() + first for lookup, first in zip(lookups, firsts, strict=False)]
@@ -211,7 +211,7 @@ def _by_feature(lookups: list[Lookup], sizes: list[list[int]]) -> tuple[Tensor, 
         weights = torch.cat(ones)
     values = torch.cat([lookup.values for lookup in lookups])
     order = [own * (features + 1) + f for f in range(features) for own in range(len(lookups))]
-    total = len(values)  # on a GPU some may be in no bag, behind the others
+    total = len(values)  # on a GPU, values in no bag may follow the others
     if not values.is_cuda:
         total = sum(int(own[-1] - own[0]) for own in offsets)
     return jagged_permute(values, torch.cat(offsets), order, strides, weights, total=total)
@@ -221,8 +221,8 @@ def _kind(lookup: Lookup) -> tuple[bool, tuple[int, ...] | None]:
     return lookup.bag_starts is None, None if lookup.shared is None else tuple(lookup.shared.groups)
 
 
-def _bags_of_features(lookup: Lookup, num_features: int) -> list[int]:
-    """[F]: the batch sizes of the features. Waits for a GPU if they have their own."""
+def _batch_sizes(lookup: Lookup, num_features: int) -> list[int]:
+    """[F] batch sizes of the features. Waits for a GPU if they differ."""
     if lookup.bag_starts is not None:
         return lookup.bag_starts.diff().tolist()
     return [len(lookup.grad)] * num_features

@@ -1,4 +1,4 @@
-"""Several processes that train one model (torch.distributed): what a fused optimizer says to that."""
+"""Checks for several processes (torch.distributed) that train a collection with a fused optimizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def refuse_data_parallel(tables: Any) -> None:
-    """Raises RuntimeError inside (Distributed)DataParallel; warns, once, where there are other processes.
+    """Raises RuntimeError inside (Distributed)DataParallel; warns once if other processes exist.
 
     Args:
-        tables: a collection with a fused optimizer. Its ``process_local`` says whether each process is to have its own.
+        tables: a collection with a fused optimizer. ``process_local`` True: each process has its own tables, no
+            warning.
     """
-    # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
+    # DDP does not notify modules at construction, but sets this attribute while it runs a forward.
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise RuntimeError(
             "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
@@ -30,7 +31,7 @@ def refuse_data_parallel(tables: Any) -> None:
             "update tables of its own, which are dropped after the step; build the collection with optimizer=None, or "
             "have TorchRec shard it (rk.distributed)"
         )
-    if tables.process_local or tables._told_of_processes:
+    if tables.process_local or tables._warned_of_processes:
         return
     # FSDP, and DDP of other parts of the model, leave no trace here.
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
@@ -38,14 +39,14 @@ def refuse_data_parallel(tables: Any) -> None:
     if torch.compiler.is_compiling():
         from rec_kernels.nn.graph_breaks import warn_while_traced
 
-        warn_while_traced(warn_of_processes)
+        warn_while_traced(warn_unsynchronized)
     else:
-        tables._told_of_processes = True
-        warn_of_processes()
+        tables._warned_of_processes = True
+        warn_unsynchronized()
 
 
-def warn_of_processes() -> None:
-    """UserWarning: the tables are not replicas of the other processes'."""
+def warn_unsynchronized() -> None:
+    """Emits the UserWarning that the tables are not synchronized with other processes."""
     warnings.warn(
         f"torch.distributed has {distributed.get_world_size()} processes, and this one trains a collection with a "
         "fused optimizer, whose updates change this process's tables only: nothing synchronises them, neither FSDP "

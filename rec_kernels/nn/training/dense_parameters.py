@@ -1,4 +1,4 @@
-"""The parameters of a model that a torch optimizer is to be given, and a warning to one that was given others."""
+"""Selects the parameters for a torch optimizer, and warns about optimizers that were given others."""
 
 from __future__ import annotations
 
@@ -20,72 +20,72 @@ _MARK = "_rec_kernels_mark"  # an attribute of a parameter
 
 
 class _Mark:
-    """Says of a table's parameter that torch's optimizers do not train it. One that is pickled alone has none."""
+    """Marks a table's parameter as not trained by torch's optimizers. Pickling a parameter alone drops the mark."""
 
     def __reduce__(self) -> tuple:
         return bool, ()
 
 
 _FUSED, _UNTRAINED, _REPLACED, _SWITCH = _Mark(), _Mark(), _Mark(), _Mark()
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model that no fused optimizer updates: what a torch optimizer is to be given.
+    """The parameters of a model that no fused optimizer updates; pass these to a torch optimizer.
 
     Args:
-        module: with collections anywhere in it, or none.
+        module: a model with or without collections.
 
     Returns:
-        Its parameters that require gradients, in the order of ``module.parameters()``, without the tables of
-        collections that have a fused optimizer. Projections of narrow tables are among them.
+        The parameters that require gradients, in the order of ``module.parameters()``, without the tables of
+        collections that have a fused optimizer. Projections of narrow tables are included.
     """
     return [p for p in module.parameters() if p.requires_grad and getattr(p, _MARK, None) not in (_FUSED, _SWITCH)]
 
 
 def mark_fused(weight: nn.Parameter) -> None:
-    """Says of a parameter that a fused optimizer updates it."""
+    """Marks a parameter as updated by a fused optimizer."""
     weight.__dict__[_MARK] = _FUSED
 
 
 def mark_switch(switch: nn.Parameter) -> None:
-    """Says of a parameter that it has no elements, and stands for tables that are no parameters."""
+    """Marks an empty parameter that stands for tables that are not parameters."""
     switch.__dict__[_MARK] = _SWITCH
 
 
 def mark_replaced(weights: Iterable[nn.Parameter]) -> None:
-    """Says of parameters that a model has had others in their place since an optimizer may have been made."""
+    """Marks parameters that a model no longer uses, because replacements took their place."""
     for weight in weights:
         weight.__dict__[_MARK] = _REPLACED
 
 
 def in_backward(weights: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """The optimizers that torch was told to run in the backward for some parameters, in their order."""
+    """The optimizers that torch runs in the backward for these parameters, in order."""
     return [optimizer for weight in weights for optimizer in getattr(weight, "_in_backward_optimizers", ())]
 
 
 class Untrained:
-    """Tables of a collection without optimizer in formats that torch cannot train, and what their user is told.
+    """Warns about tables without optimizer in formats that torch cannot train.
 
     Args:
-        formats: name of a table -> its format, of those that have another one than fp32.
+        formats: table name -> format, for tables in formats other than fp32.
     """
 
     def __init__(self, formats: dict[str, str]) -> None:
         self._formats = formats
-        self._wanted: list[RequiresGrad] = []
-        self._is_told = False
+        self._grad_flags: list[RequiresGrad] = []
+        self._has_warned = False
 
     def watch(self, weights: Sequence[nn.Parameter]) -> None:
-        """Says of these parameters, from now on the tables', that nothing trains them."""
+        """Marks these parameters, the tables' from now on, as trained by nothing."""
         for weight in weights:
             weight.__dict__[_MARK] = _UNTRAINED
             weight.__dict__.setdefault("requires_grad_", RequiresGrad())
-        self._wanted = list(map(RequiresGrad.of, weights))
+        self._grad_flags = list(map(RequiresGrad.of, weights))
 
-    def looked_up(self, *, training: bool) -> None:
-        """At a lookup with gradients enabled: warns, once, if it is one of training and not all tables are frozen."""
-        if self._is_told or not training or not any(wanted.requires_grad for wanted in self._wanted):
+    def before_lookup(self, *, training: bool) -> None:
+        """Warns once, at the first training lookup with gradients enabled, unless all tables are frozen."""
+        if self._has_warned or not training or not any(flag.requires_grad for flag in self._grad_flags):
             return
         if torch.compiler.is_compiling():
             from rec_kernels.nn.graph_breaks import warn_while_traced
@@ -93,12 +93,12 @@ class Untrained:
             if not is_exporting():
                 warn_while_traced(_warn_of_untrained, self._formats)
         else:
-            self._is_told = True
+            self._has_warned = True
             _warn_of_untrained(self._formats)
 
 
 def _warn_of_untrained(formats: dict[str, str]) -> None:
-    """UserWarning: a collection trains none of its tables."""
+    """Emits the UserWarning that nothing trains the collection's tables."""
     warnings.warn(
         f"a lookup of training, by a collection whose tables nothing trains: torch has no gradients of rows in a "
         f"format other than fp32, {formats} here, nor of fp32 tables beside them. Build the collection with a fused "
@@ -109,11 +109,11 @@ def _warn_of_untrained(formats: dict[str, str]) -> None:
 
 
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of any torch optimizer: says once what it does not do."""
-    if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
+    """Step pre-hook of torch optimizers: warns once per optimizer about parameters that it does not train."""
+    if optimizer in _checked_optimizers or isinstance(optimizer, FusedOptimizer):
         return
-    _seen.add(optimizer)
-    # TorchRec's CombinedOptimizer has groups of fused optimizers beside others.
+    _checked_optimizers.add(optimizer)
+    # TorchRec's CombinedOptimizer mixes groups of fused optimizers with others.
     given = [p for group in optimizer.param_groups if not isinstance(group, FusedGroup) for p in group["params"]]
     marks = {getattr(p, _MARK, None) for p in given}
     if any(getattr(p, _MARK, None) is _UNTRAINED and RequiresGrad.of(p).requires_grad for p in given):

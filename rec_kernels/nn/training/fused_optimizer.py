@@ -1,4 +1,4 @@
-"""The face of fused optimizers: parameter groups for schedulers and GradScaler, as torch's optimizers have them."""
+"""torch.optim.Optimizer interface of fused optimizers: parameter groups for schedulers and GradScaler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import LARGEST_FLOAT, number_of
 
-#: Options of optimizers, here and in torch: in a group of an optimizer that lacks them they would be read by nobody.
+#: Optimizer options, here and in torch. A group must not have those that its optimizer would ignore.
 OPTIONS = frozenset(
     [
         "alpha",
@@ -39,13 +39,14 @@ OPTIONS = frozenset(
 
 
 class RateGroup(NamedTuple):
-    """Tables that have one learning rate.
+    """Tables that share a learning rate.
 
     Args:
-        rate: what it begins with. names: of the tables, as a collection was given them.
-        stored: the tables' numbers in a collection. table_ids: in the whole model, and so in the tensor of rates.
-        numbers: the optimizer's name and numbers, which never change. shows_numbers: whether the parameter group has
-            them, beside the learning rate.
+        rate: initial learning rate. names: table names as passed to the collection.
+        stored: indices of the stored tables in the collection. table_ids: their ids in the whole model, which index the
+            tensor of learning rates.
+        numbers: name and hyperparameters of the optimizer, which never change. shows_numbers: whether the parameter
+            group includes them, in addition to the learning rate.
     """
 
     rate: float
@@ -57,17 +58,17 @@ class RateGroup(NamedTuple):
 
 
 class FusedGroup(dict):
-    """A parameter group whose "lr", a number, is written into the tensors that the kernels read, too.
+    """A parameter group that also writes its "lr", a float, into the tensors that the kernels read.
 
-    It is a number and not a tensor, because code that sets a learning rate aside and puts it back later (as
-    torch.distributed.checkpoint does) would find it changed.
+    The value is a float rather than a tensor, because code that saves a learning rate and restores it later (such as
+    torch.distributed.checkpoint) would otherwise hold a reference that changes.
 
-    "params" are the tables, and while it has a gradient ``token``, too, for a ``torch.amp.GradScaler`` to look at. At
-    other times it is left out: torch.distributed.checkpoint would take it for a parameter of the model.
+    "params" are the tables, plus ``token`` while it has a gradient, for a ``torch.amp.GradScaler`` to inspect. At other
+    times the token is omitted, because torch.distributed.checkpoint would treat it as a model parameter.
     """
 
     kernel_lr: Sequence[Tensor] = ()
-    numbers: Mapping[str, Any] = MappingProxyType({})  # what is as it was built
+    numbers: Mapping[str, Any] = MappingProxyType({})  # options fixed at construction
     token: Tensor | None = None
 
     def __getitem__(self, key: str) -> Any:
@@ -106,7 +107,7 @@ class FusedGroup(dict):
         self.update(other)
         return self
 
-    __ior__: Any = _updated  # dict's would go past __setitem__
+    __ior__: Any = _updated  # dict's bypasses __setitem__
 
 
 def _checked_rate(value: Any) -> float:
@@ -118,30 +119,30 @@ def _checked_rate(value: Any) -> float:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers and ``torch.amp.GradScaler``.
+    """A fused optimizer as a ``torch.optim.Optimizer``: ``param_groups`` for schedulers and ``torch.amp.GradScaler``.
 
-    ``param_groups[0]["lr"]`` is the learning rate of all tables whose config has neither ``lr`` nor ``optimizer``. A
-    table with one is a group of its own, behind that one, if it is there, in the order of tables. If a table has an
-    optimizer, groups say which one is theirs, and its numbers, which cannot be changed. A scheduler, or the assignment
-    of a number, changes a rate from the next update on, without recompiling anything: it is written into ``lr``, which
+    ``param_groups[0]["lr"]`` is the learning rate of all tables whose config has neither ``lr`` nor ``optimizer``.
+    Every other table has a group of its own, after that one (if it exists), in table order. If any table has its own
+    optimizer, groups also show the optimizer's name and hyperparameters, which cannot be changed. A scheduler, or
+    assigning a float, changes the rate from the next update on, without recompilation: it is written into ``lr``, which
     the kernels read. ``step`` and ``zero_grad`` change no table: the update happened in the backward. ``state_dict``
-    has the learning rates and what schedulers have added; state of rows is in the collection's.
+    contains the learning rates and entries that schedulers added; row state is in the collection's ``state_dict``.
 
-    ``scaler.step(fused_optimizer)`` tells a ``torch.amp.GradScaler`` that the collection knows (``set_grad_scaler``)
-    whether a gradient of its outputs has overflowed.
+    ``scaler.step(fused_optimizer)`` tells a ``torch.amp.GradScaler`` that was passed to ``set_grad_scaler`` whether a
+    gradient of the collection's outputs has overflowed.
 
     Args:
-        tables: the collection's weights, as they are stored: [E, D] float32, float16 or bfloat16, or uint8 rows.
+        tables: the collection's stored weights: [E, D] float32, float16 or bfloat16, or uint8 rows.
         rate_groups: the tables of each group.
-        lr: float32, the tensor that the kernels read: 0-dim, or one for each table.
-        step: 0-dim int64, the collection's count of updates.
+        lr: float32 learning rates that the kernels read: 0-dim, or one per table.
+        step: 0-dim int64, the collection's update count.
     """
 
-    # A GradScaler calls step() after an overflow, too, and need not wait for a GPU to know of it.
+    # Makes a GradScaler call step() after an overflow as well, without waiting for a GPU.
     _step_supports_amp_scaling = True
-    #: True if a captured CUDA graph writes the token's gradient, whose memory must then stay.
+    #: True if a captured CUDA graph writes the token's gradient, so that its memory must not be freed.
     is_captured = False
-    #: The token of the first group. Compiled code cannot read groups: torch takes them for plain dicts, and fails.
+    #: Token of the first group. Compiled code cannot read groups: torch treats them as plain dicts and fails.
     _token: Tensor | None = None
 
     def __init__(self, tables: Sequence[Tensor], rate_groups: Sequence[RateGroup], lr: Tensor, step: Tensor) -> None:
@@ -152,16 +153,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             for g, numbers in zip(rate_groups, shown, strict=True)
         ]
         super().__init__(groups, {"lr": rate_groups[0].rate})
-        self.retie(tables, lr, step)
+        self.rebind(tables, lr, step)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copying and unpickling the collection ties its tables again. By itself, a copy has none.
+        # Copying and unpickling the collection rebinds its tables. A separate copy has none.
         groups = [FusedGroup({**group, "params": []}) for group in self.param_groups]
         own = {"param_groups": groups, "state": defaultdict(dict), "_step": None, "_rate_groups": self._rate_groups}
         return super().__getstate__() | own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError, but for the groups that it is made with: kernels update the tables alone."""
+        """Raises ValueError, except in the constructor: kernels update the collection's tables only."""
         if hasattr(self, "_step"):
             raise ValueError(
                 "a collection's fused optimizer has groups of the collection's tables and no others: give other "
@@ -169,12 +170,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def retie(self, tables: Sequence[Tensor], lr: Tensor, step: Tensor, token: Tensor | None = None) -> None:
-        """Uses other tensors from now on: those of the collection after it has moved. The learning rate stays.
+    def rebind(self, tables: Sequence[Tensor], lr: Tensor, step: Tensor, token: Tensor | None = None) -> None:
+        """Binds to new tensors, such as those of a moved collection. Learning rates are kept.
 
         Args:
-            token: what gets a gradient of inf from an update that was skipped, and of 0 from others: [1] float32; None:
-                losses are not scaled.
+            token: [1] float32 that gets a gradient of inf from a skipped update, and of 0 from others; None: losses are
+                not scaled.
         """
         groups: Any = self.param_groups
         for group, own in zip(groups, self._rate_groups, strict=True):
@@ -187,13 +188,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def _show_state(self) -> None:
-        # torch.distributed.checkpoint gives an optimizer without state gradients as large as the tables.
+        # torch.distributed.checkpoint allocates gradients as large as the tables for an optimizer without state.
         tables: list[Tensor] = [t for group in self.param_groups for t in group["params"]]
         self.state = defaultdict(dict, {t: {"step": self._step} for t in tables if t.requires_grad})
 
     @contextlib.contextmanager
     def _tables_only(self) -> Iterator[Any]:
-        """The groups, without the token."""
+        """The groups without the token, within the block."""
         groups: Any = self.param_groups
         token, groups[0].token = groups[0].token, None
         try:
@@ -202,7 +203,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             groups[0].token = token
 
     def state_dict(self) -> dict[str, Any]:
-        """The learning rates, and what schedulers have added; of several groups, whose tables they are of."""
+        """Learning rates and entries of schedulers; with several groups, also the names of their tables."""
         with self._tables_only():
             state = super().state_dict()
         names = [group.names for group in self._rate_groups]
@@ -211,10 +212,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state if len(names) == 1 else {**state, "tables": names}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the learning rates, for the kernels too; of groups that say so, by the names of their tables.
+        """Loads learning rates, also for the kernels; groups are matched by table names if the state has them.
 
         Raises:
-            ValueError: the state has other groups, those of another optimizer, or a rate that is not finite as float32;
+            ValueError: the state has other groups, those of another optimizer, or a rate that is not finite in float32;
             nothing was changed.
         """
         state_dict = {**state_dict, "param_groups": self._in_order(state_dict)}
@@ -227,7 +228,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
         with self._tables_only() as groups:
             super().load_state_dict(state_dict)
-            # torch puts plain dicts in the groups' place.
+            # torch replaced the groups with plain dicts.
             for group, loaded in zip(groups, self.param_groups, strict=True):
                 kept = {name: value for name, value in loaded.items() if name not in OPTIONS | group.numbers.keys()}
                 group.update({**kept, "params": group["params"]})
@@ -235,7 +236,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._show_state()
 
     def _in_order(self, state_dict: dict) -> list[dict]:
-        """A state's groups in the order of these, by the names of their tables if it has them."""
+        """A state's groups in this optimizer's order, matched by table names if it has them."""
         groups, names = state_dict["param_groups"], [group.names for group in self._rate_groups]
         given = state_dict.get("tables")
         if given is None:
@@ -251,10 +252,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Forgets what a GradScaler has seen by now; returns the closure's value if one is given.
+        """Discards the overflow that a GradScaler has read by now; returns the closure's value if one is given.
 
         Raises:
-            RuntimeError: a GradScaler has called it that the collection does not know.
+            RuntimeError: called by a GradScaler that was not passed to ``set_grad_scaler``.
         """
         if hasattr(self, "found_inf") and self._token is None:
             raise RuntimeError(
@@ -265,7 +266,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what a GradScaler has not seen yet. Tables keep no gradient: the backward uses it up."""
+        """Discards an overflow that no GradScaler has read. Tables keep no gradient: the backward consumes it."""
         token = self._token
         if token is None or token.grad is None:
             return

@@ -1,4 +1,4 @@
-"""The update of a collection with a fused optimizer: its numbers, scaled losses, and updates that are put off."""
+"""Update of a collection with a fused optimizer: hyperparameters, loss scaling, deferred updates."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ Buffers = Mapping[str, Any]
 
 
 def optimizer_tensors(features: FeatureMap, device: torch.device | str | None) -> dict[str, Tensor | None]:
-    """The tensors of a collection that updates read and write.
+    """Creates the tensors that updates of a collection read and write.
 
-    ``lr``, ``step`` and ``beta_powers`` are numbers, ``lr`` one for each table if a table has its own; ``_sum``,
-    ``_exp_avg`` and ``_exp_avg_sq`` state of all tables, None where the optimizer has none of the kind. Several
-    optimizers have state with their numbers behind the names, and those of Adam's kin ``beta_powers`` of their own.
+    ``lr``, ``step`` and ``beta_powers`` are scalars or short vectors; ``lr`` has one element per table if a table has
+    its own. ``_sum``, ``_exp_avg`` and ``_exp_avg_sq`` hold the state of all tables, None if the optimizer has none of
+    that kind. With several optimizers, each has its own state, with its index in the name, and those with betas their
+    own ``beta_powers``.
     """
     tensors: dict[str, Tensor | None] = {}
     default = features.optimizers.default
@@ -53,15 +54,15 @@ def optimizer_tensors(features: FeatureMap, device: torch.device | str | None) -
 
 
 def power_names(optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Maps the number of each optimizer that has powers of beta to their name in a state."""
+    """Maps the index of each optimizer with powers of beta to their name in a state."""
     having = [number for number, optimizer in enumerate(optimizers) if "exp_avg" in optimizer.state]
     return {number: f"beta_powers_{i}" if i else "beta_powers" for i, number in enumerate(having)}
 
 
 def fit_powers(state_dict: dict, prefix: str, optimizers: Sequence[Optimizer]) -> None:
-    """Gives each optimizer, in a state, the powers of its own betas: tables may have been others, or in another order.
+    """Gives each optimizer in a state the powers of its own betas, although tables may have been others or reordered.
 
-    They are exact where the state has them under whatever name, else those of ``step``, as after other betas.
+    They are exact if the state has them under any name; otherwise they are computed from ``step``.
     """
     step = state_dict.get(f"{prefix}step")
     if not isinstance(step, Tensor) or step.is_meta or isinstance(step, FakeTensor) or step.dim() or int(step) < 0:
@@ -79,7 +80,7 @@ def fit_powers(state_dict: dict, prefix: str, optimizers: Sequence[Optimizer]) -
 
 
 def are_powers(found: Tensor, betas: tuple[float, float], step: int) -> bool:
-    """True if two float32 are the powers of betas after so many multiplications, each of which was rounded."""
+    """True if two float32 values are the betas' powers after ``step`` multiplications, each rounded."""
     for power, beta in zip(found.tolist(), betas, strict=True):
         expected = beta**step
         if expected < 1e-30 or power < 1e-30:
@@ -91,20 +92,21 @@ def are_powers(found: Tensor, betas: tuple[float, float], step: int) -> bool:
 
 
 def rate_groups(features: FeatureMap) -> list[RateGroup]:
-    """Tables with the collection's optimizer and its learning rate, if there are any or no others; each other table.
+    """Groups tables by learning rate: one group for the collection's optimizer and rate, then one per other table.
 
-    Groups show their optimizer and its numbers if a table has one of its own.
+    The first group is omitted if it is empty and others exist. Groups show their optimizer and its hyperparameters if a
+    table has its own.
     """
     default: Any = features.optimizers.default
     named = any(table.optimizer is not None for table in features.tables)
-    first, others = RateGroup(default.lr, [], [], [], _numbers_of(default), named), []
+    first, others = RateGroup(default.lr, [], [], [], _hyperparameters(default), named), []
     i = 0
     for table in features.tables:
         stored = range(i, i + len(table.stored))
         i = stored.stop
         group = first
         if table.rate is not None:
-            group = RateGroup(float(table.rate), [], [], [], _numbers_of(table.optimizer or default), named)
+            group = RateGroup(float(table.rate), [], [], [], _hyperparameters(table.optimizer or default), named)
             others.append(group)
         group.names.append(table.name)
         group.stored.extend(stored)
@@ -112,21 +114,21 @@ def rate_groups(features: FeatureMap) -> list[RateGroup]:
     return [first, *others] if first.stored or not others else others
 
 
-def _numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's class, and its numbers but for the learning rate, which changes."""
+def _hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+    """Class name and hyperparameters of an optimizer, without the learning rate, which changes."""
     fields = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}
     return {"optimizer": type(optimizer).__name__} | {name: value for name, value in fields.items() if name != "lr"}
 
 
 def _state_buffers(features: FeatureMap, number: int) -> dict[str, str]:
-    """The ops' arguments of an optimizer's state, and the names of their buffers."""
+    """Maps the ops' arguments for an optimizer's state to buffer names."""
     found = {kind: features.state_name(kind, number) for kind in features.states[number].kinds}
     powers = power_names(features.optimizers.distinct)
     return found | ({"beta_powers": powers[number]} if number in powers else {})
 
 
 def state_of(buffers: Buffers) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The ops' first arguments. As attributes, nn.Module would look each up as long as all of these."""
+    """The ops' first arguments. Reading the dict avoids nn.Module's slow attribute lookup."""
     return buffers["_weights"], buffers["_sum"], buffers["step"], buffers["lr"]
 
 
@@ -136,7 +138,7 @@ def update_tables(
     """Updates the tables with the gradient of a lookup.
 
     Args:
-        options: the ops' arguments by name, and ``updates``: those of each optimizer.
+        options: the ops' arguments by name. updates: the arguments of each optimizer.
     """
     bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
     given = arguments_of("embedding_bag_backward_fused_.layout", state_of(buffers), options | bags)
@@ -146,23 +148,23 @@ def update_tables(
 
 
 class FusedUpdate:
-    """Updates of a collection's tables in the backward.
+    """Updates a collection's tables in the backward.
 
-    ``token`` is what autograd calls a fused update for. With a ``GradScaler`` it has an element, whose gradient says
-    whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.
+    ``token`` is the tensor whose gradient makes autograd run a fused update. With a ``GradScaler`` it has one element,
+    whose gradient shows whether an update was skipped, and ``face`` exposes it to the scaler; without one it is empty.
 
     Args:
-        features: what is looked up in which tables, and their optimizers. weights: the tables' parameters.
-        buffers: the collection's; methods that call an op take its flat tensors, too, by the names in one dict.
-        dense: what watches the parameters for gradients from elsewhere.
+        features: features, tables and optimizers. weights: the tables' parameters.
+        buffers: the collection's buffers; methods that call an op also take its flat tensors, by name in one dict.
+        dense: watches the parameters for gradients from other uses of the weights.
 
     Attributes:
-        face: the ``torch.optim.Optimizer`` that schedulers and scalers see.
-        pending: the lookups of the ``accumulate()`` block that is open, or None.
-        has_several: whether the tables have several optimizers, each of which makes an update of its own.
+        face: the ``torch.optim.Optimizer`` for schedulers and scalers.
+        pending: the lookups of the open ``accumulate()`` block, or None.
+        has_several: whether the tables have several optimizers, each of which makes its own update.
     """
 
-    token: Any  # a tensor, which has an attribute of its own
+    token: Any  # a tensor with extra attributes
     dense: DenseGradients
 
     def __init__(
@@ -174,9 +176,9 @@ class FusedUpdate:
     ) -> None:
         optimizers = features.optimizers.distinct
         self.has_several = len(optimizers) > 1
-        self._each = [(o.options(), _state_buffers(features, n)) for n, o in enumerate(optimizers)]
-        self._options, state = ({"optimizer": "sgd"}, {}) if self.has_several else self._each[0]
-        self._state = {name: own for name, own in state.items() if name != "sum"}  # which ops take by place
+        self._per_optimizer = [(o.options(), _state_buffers(features, n)) for n, o in enumerate(optimizers)]
+        self._options, state = ({"optimizer": "sgd"}, {}) if self.has_several else self._per_optimizer[0]
+        self._state = {name: own for name, own in state.items() if name != "sum"}  # a positional argument of the ops
         self.face = FusedOptimizer(weights, rate_groups(features), buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
@@ -190,25 +192,25 @@ class FusedUpdate:
         self._one = torch.ones(1, dtype=torch.float32, device=device)
 
     def follow(self, weights: list[nn.Parameter], buffers: Buffers) -> None:
-        """Takes up the collection's tensors after it was moved."""
-        self.token.has_moved = buffers["step"] is not self.face._step  # told to backwards of lookups from before
+        """Rebinds to the collection's tensors after a move."""
+        self.token.has_moved = buffers["step"] is not self.face._step  # read by backwards of earlier lookups
         self._renew_token(buffers["lr"].device)
         self.tie(weights, buffers, self.dense)
 
     def release(self) -> None:
-        """Lets go of the parameters, which are to be moved."""
+        """Releases the parameters before they are moved."""
         if "dense" in self.__dict__:  # a copy has none yet
             self.dense.release()
 
     def tie(self, weights: list[nn.Parameter], buffers: Buffers, dense: DenseGradients) -> None:
-        """Has ``face`` show these tensors, and ``dense`` watch them."""
+        """Binds ``face`` to these tensors, and ``dense`` to the parameters."""
         self.dense = dense
         dense.watch(weights)
-        self.token.take_over = dense.take_over  # the lookups' backward looks for it
-        self.face.retie(weights, buffers["lr"], buffers["step"], None if self._scaler is None else self.token)
+        self.token.take_over = dense.take_over  # called by the lookups' backward
+        self.face.rebind(weights, buffers["lr"], buffers["step"], None if self._scaler is None else self.token)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy would scale nobody's loss; and a scaler may not be pickled between a backward and its update().
+        # No loss is scaled for a copy, and a scaler cannot be pickled between a backward and its update().
         token = torch.empty(0, dtype=torch.float32, device=self.token.device, requires_grad=True)
         lost = self._lost_scaler or self._scaler is not None
         own = {"pending": None, "_scaler": None, "_lost_scaler": lost, "token": token}
@@ -221,18 +223,18 @@ class FusedUpdate:
         return other
 
     def options(self, buffers: Buffers) -> dict[str, object]:
-        """The arguments of the ops that say how gradients are used; of several optimizers, those of none."""
+        """The ops' arguments for the optimizer; with several optimizers, those of SGD without state."""
         if not self._state:
             return self._options.copy()
         return self._options | {name: buffers[own] for name, own in self._state.items()}
 
     def of_each(self, buffers: Buffers, layouts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-        """The arguments of each optimizer's update, in place of those of ``options``.
+        """The arguments of each optimizer's update, which override those of ``options``.
 
         Args:
-            layouts: of each, from ``LayoutBuffers.of_updates``.
+            layouts: one per optimizer, from ``LayoutBuffers.of_updates``.
         """
-        each = self._each if self.has_several else [({}, {})]  # the only one has those of ``options``
+        each = self._per_optimizer if self.has_several else [({}, {})]  # a single optimizer uses those of ``options``
         states = [options | {name: buffers[own] for name, own in state.items()} for options, state in each]
         return [state | layout for state, layout in zip(states, layouts, strict=True)]
 
@@ -254,30 +256,30 @@ class FusedUpdate:
         else:
             output, status = call(_ops.embedding_bag_fused.layout, *given, **options)
         if not is_compiling:
-            self.dense.opened(output)
+            self.dense.register_lookup(output)
         return output, status
 
     def refuse_in_block(self, what: str) -> None:
-        """Raises RuntimeError inside ``accumulate()``, whose one update has one set of options."""
+        """Raises RuntimeError inside ``accumulate()``, whose single update has one set of options."""
         if self.pending is not None:
             raise RuntimeError(f"{what} inside accumulate(): do it before the block or after it")
 
     def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
-        """``set_grad_scaler()`` of a collection with these tensors."""
+        """Implements ``set_grad_scaler()`` of a collection with these tensors."""
         self.refuse_in_block("set_grad_scaler()")
         enabled = getattr(scaler, "is_enabled", None)
         scaler = scaler if enabled is None or enabled() else None
-        self.token.has_other_scaler = scaler is not self._scaler  # told to backwards of lookups that were made with it
+        self.token.has_other_scaler = scaler is not self._scaler  # read by backwards of earlier lookups
         self._scaler, self._lost_scaler = scaler, False
         self.follow(weights, buffers)
 
     def take_scaler(self, other: FusedUpdate, weights: list[nn.Parameter], buffers: Buffers) -> None:
-        """Has another update's scaler, or the lack of one, from now on, as a copy that goes on in its place."""
+        """Takes over another update's scaler (or None), for a copy that replaces it."""
         self._scaler, self._lost_scaler = other._scaler, other._lost_scaler
         self.follow(weights, buffers)
 
     def scaling(self) -> dict[str, Tensor]:
-        """The arguments of the ops that say what the loss is multiplied by: numbers of now, not the scaler's tensor.
+        """The ops' arguments for loss scaling: a copy of the current scale, not the scaler's tensor.
 
         Raises:
             RuntimeError: this is a copy of a collection with a scaler, and has none.
@@ -298,7 +300,7 @@ class FusedUpdate:
         return {}
 
     def found_by(self, scaling: dict[str, Tensor], lookup: Lookup) -> dict[str, Tensor]:
-        """``scaling``, and whether the gradient of a lookup's output has overflowed; notes it for the scaler, too."""
+        """Adds to ``scaling`` whether the gradient of a lookup's output overflowed; also records it for the scaler."""
         if not scaling:
             return {}
         overflow, token = overflow_of(lookup.grad) if lookup.found_inf is None else lookup.found_inf, self.token
@@ -309,20 +311,20 @@ class FusedUpdate:
 
     @contextlib.contextmanager
     def accumulate(self, finish: Callable[[list[Lookup], dict[str, Tensor]], None]) -> Iterator[None]:
-        """Within the block, lookups are collected; at its end ``finish(lookups, scaling)`` is called with all of them.
+        """Collects lookups within the block; at its end, calls ``finish(lookups, scaling)``.
 
         Raises:
-            RuntimeError: it is inside another one.
+            RuntimeError: the block is nested in another one.
         """
         if self.pending is not None:
             raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
         scaling = self.scaling()
         self.pending = pending = Pending(self.token)
         self.dense.is_put_off = True
-        self.dense.take()  # what a failed backward has left
+        self.dense.take()  # discard leftovers of a failed backward
         try:
             yield
-            finish(pending.kept.take(), scaling)
+            finish(pending.queue.take(), scaling)
         finally:
             pending.close()
             self.dense.take()

@@ -1,9 +1,9 @@
-"""Tables that a backward reaches in several ways, by lookups and by their weights: one update for all gradients.
+"""Tied weights: one update for all gradients of a table that a backward reaches through lookups and through its weight.
 
-torch gives a weight that is used beside lookups, as in an output layer, a gradient of all its rows, after some backward
-of the graph; lookups have theirs in another. Where a table gets a dense gradient, or a collection has several lookups
-in one graph, it is updated once, when the whole backward has run. Where neither is so, which the autograd engine tells
-in 0.1 microseconds a table, the lookup updates at once.
+torch gives a weight that is also used outside of lookups, as in an output layer, a dense gradient at some point of the
+backward; lookups get theirs at others. If a table gets a dense gradient, or a collection has several lookups in one
+graph, the table is updated once, after the whole backward. Otherwise the lookup updates at once; the autograd engine
+answers this question in 0.1 microseconds per table.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from rec_kernels.nn.jagged.select_features import NOTHING_BAD
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.feature_map import FeatureLookup, FeatureMap
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.accumulate import Kept, Lookup, join
+from rec_kernels.nn.training.accumulate import Lookup, LookupQueue, join
 from rec_kernels.nn.training.dense_parameters import in_backward, mark_fused
 from rec_kernels.ops.autograd import node_of_op
 
 _ops, _functorch = torch.ops.rec_kernels, torch._C._functorch
-# Found once: a lookup's backward asks both.
+# Bound once: every lookup's backward calls both.
 _current_task, _will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
 
-# torch tells a backward neither that it is inside another one nor which: its caller does.
+# torch does not expose nested backwards; this frame on the stack identifies one.
 _REENTRANT = CheckpointFunction.backward.__code__
 
-#: The most elements of a table whose dense gradient joins its update: 1 GiB of float32.
+#: Maximum elements of a dense gradient that joins an update: 1 GiB of float32.
 LARGEST = 1 << 28
 
 _COMPILED = "torch's compiled autograd runs nothing there"
 
 
 class LookupNodes:
-    """The autograd nodes of lookups whose graphs are there."""
+    """Weak set of the autograd nodes of lookups whose graphs are alive."""
 
     def __init__(self) -> None:
         self._nodes: set[weakref.ref] = set()
 
     def add(self, node: Any) -> None:
-        """Takes note of a node, for as long as its graph is there."""
+        """Adds a node for the lifetime of its graph."""
         self._nodes.add(weakref.ref(node, self._nodes.discard))
 
     def __len__(self) -> int:
@@ -60,9 +60,9 @@ class LookupNodes:
 
 
 def hook_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Calls ``hook`` whenever a leaf has got a gradient, also one that requires none now; returns the hook's handle."""
+    """Calls ``hook`` after a leaf has accumulated a gradient, even if it requires none now; returns the handle."""
     wanted = weight.requires_grad
-    weight.requires_grad = True  # torch registers a hook of no other tensor, and keeps it
+    weight.requires_grad = True  # torch registers hooks only on such tensors, and keeps them
     handle = weight.register_post_accumulate_grad_hook(hook)
     weight.requires_grad = wanted
     return handle
@@ -72,12 +72,12 @@ class DenseGradients:
     """Watches the parameters of a collection for gradients that do not come from its lookups.
 
     Args:
-        names: of the tables. finish: the collection's method that updates tables when a backward has run, given its
-            lookups; ``take()`` has the dense gradients then. A weak reference, as the collection has this.
-        refusal: why the tables can have no dense gradient, for an error; None: they can.
+        names: table names. finish: the collection's method that updates tables after a backward, given its lookups;
+            ``take()`` then returns the dense gradients. A weak reference, because the collection owns this object.
+        refusal: why the tables cannot have dense gradients, for an error; None: they can.
 
     Attributes:
-        is_put_off: whether the update comes later: in ``accumulate()``.
+        is_put_off: whether the update is deferred to the end of an ``accumulate()`` block.
         weights: the tables' parameters; grad_flags: holds ``requires_grad`` of each.
         is_compiled: whether lookups update inside compiled graphs, where they cannot wait for a dense gradient.
     """
@@ -86,8 +86,8 @@ class DenseGradients:
         self._names, self._finish, self._refusal = names, finish, refusal
         self._open = LookupNodes()
         self.is_put_off = self.is_compiled = False
-        self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
-        self._kept = Kept()
+        self._updated = -1  # last backward (graph task id, increasing) in which a lookup updated at once
+        self._queue = LookupQueue()
         self._dense: dict[int, Tensor] = {}
         self._task: int | None = None
         self._forget()
@@ -99,35 +99,35 @@ class DenseGradients:
         self.forget_nodes()
 
     def forget_nodes(self) -> None:
-        """Has the parameters' autograd nodes found anew: others of them require gradients."""
+        """Invalidates the parameters' autograd nodes, after ``requires_grad`` has changed."""
         self._accumulators: dict[str, Any] | None = None
         self._has_frozen = False
 
     def release(self) -> None:
-        """Lets go of the parameters: torch moves none whose autograd node somebody holds."""
+        """Releases the parameters: torch cannot move one whose autograd node is referenced."""
         for handle in self._handles:
             handle.remove()
         self._forget()
 
     def watch(self, weights: list[nn.Parameter]) -> None:
-        """Watches these parameters, those of the tables in their order, from now on."""
+        """Watches these parameters, those of the tables in order, from now on."""
         self.release()
         self.weights, self.grad_flags = weights, list(map(RequiresGrad.of, weights))
         for i, weight in enumerate(weights):
             mark_fused(weight)
             if weight.dtype != torch.uint8:
-                self._handles.append(hook_gradient(weight, _Arrival(weakref.ref(self), i)))
+                self._handles.append(hook_gradient(weight, _GradientHook(weakref.ref(self), i)))
 
-    def opened(self, output: Tensor) -> None:
-        """Takes note of a lookup that is to update the tables."""
+    def register_lookup(self, output: Tensor) -> None:
+        """Registers a lookup whose backward will update the tables."""
         if (node := node_of_op(output)) is not None:
             self._open.add(node)
 
     def take_over(self, grad: Tensor, given: dict[str, Any]) -> bool:
-        """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
+        """In a lookup's backward: queues its update if it must wait for other gradients; returns whether it did.
 
         Args:
-            grad: of the lookup's output, float32. given: its arguments by the ops' names, and its ``status``.
+            grad: gradient of the lookup's output, float32. given: its arguments by the ops' names, and its ``status``.
 
         Raises:
             RuntimeError: an ``accumulate()`` block is open, and the lookup was made before it.
@@ -145,10 +145,10 @@ class DenseGradients:
         return True
 
     def joins(self, *, waits_for_frozen: bool = True) -> bool:
-        """In a lookup's backward: whether its update is to wait for other gradients of the same backward.
+        """In a lookup's backward: whether its update must wait for other gradients of the same backward.
 
         Args:
-            waits_for_frozen: whether it also waits where autograd may have saved a frozen table.
+            waits_for_frozen: whether it also waits if autograd may have saved a frozen table.
         """
         if self._accumulators is None:
             self._find_nodes()
@@ -156,7 +156,7 @@ class DenseGradients:
         if self._task != task:
             self._refuse_nested(task)
             is_compiled = _is_compiled_backward()
-            if not self._will_arrive():
+            if not self._needs_joint_update():
                 if is_compiled or not (self._has_frozen and waits_for_frozen):
                     self._updated = task
                     return False
@@ -166,13 +166,13 @@ class DenseGradients:
                     f"update behind the backward, and {_COMPILED}; no table was changed. Let this backward run without "
                     "it"
                 )
-            self._begin()
+            self._begin_update()
         return True
 
     def _find_nodes(self) -> None:
         self._warn_of_others()
         tables = zip(self._names, self.weights, strict=True)
-        # Autograd may have saved one, and would take the update of the others for one of it: they share a counter.
+        # Autograd may have saved a frozen table, whose version counter it shares with the updated ones.
         self._has_frozen = any(w.is_floating_point() and not w.requires_grad for w in self.weights)
         with torch.inference_mode(False), torch.enable_grad():  # a backward may run in inference mode
             edge = torch.autograd.graph.get_gradient_edge
@@ -186,7 +186,7 @@ class DenseGradients:
         return any(name in nodes and runs(nodes[name]) for name in names)
 
     def _warn_of_others(self) -> None:
-        """UserWarning: torch was told to run an optimizer in the backward for the tables, which never does."""
+        """Emits a UserWarning if torch was owner to run an optimizer in the backward for the tables: it never runs."""
         if found := in_backward(self.weights):
             warnings.warn(
                 f"{type(found[0]).__name__} was applied in the backward to tables that a fused optimizer updates: it "
@@ -196,51 +196,51 @@ class DenseGradients:
             )
 
     def add(self, lookup: Lookup) -> None:
-        """Keeps a lookup that ``joins()`` the update of the backward that runs now."""
-        self._kept.add(lookup)
+        """Queues a lookup that ``joins()`` the update of the current backward."""
+        self._queue.add(lookup)
 
     def is_waiting(self) -> bool:
-        """True in a backward whose lookups are to be one update that has not been made yet."""
+        """True in a backward whose joint update has not been made yet."""
         return self._task is not None and self._task == _current_task()
 
-    def _will_arrive(self) -> bool:
-        """True if the backward that runs now gives a table a dense gradient, or runs that of another lookup."""
+    def _needs_joint_update(self) -> bool:
+        """True if the current backward gives a table a dense gradient, or also runs another lookup's backward."""
         try:
             if any(map(_will_run, self._accumulators.values())):
                 return True
             return len(self._open) > 1 and sum(map(_will_run, self._open)) > 1
-        except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
+        except RuntimeError:  # torch.autograd.grad with respect to a table: its node does not run
             return False
 
-    def _is_apart(self) -> bool:
-        """True in the backward of a reentrant checkpoint if lookups outside of it may be part of the outer backward."""
+    def _is_in_reentrant_checkpoint(self) -> bool:
+        """True in a reentrant checkpoint's backward if lookups outside of it may be part of the outer backward."""
         frame: Any = sys._getframe()
         while frame is not None and frame.f_code is not _REENTRANT:
             frame = frame.f_back
         try:
             return frame is not None and not all(map(_will_run, self._open))
-        except RuntimeError:  # as in _will_arrive
+        except RuntimeError:  # as in _needs_joint_update
             return False
 
-    def _begin(self) -> None:
-        """Has the update made when the backward that runs now has run. One that fails leaves nothing."""
-        self._task, self._kept, self._dense = _current_task(), Kept(), {}
-        Variable._execution_engine.queue_callback(self._end)
+    def _begin_update(self) -> None:
+        """Schedules the joint update for the end of the current backward. A backward that fails discards it."""
+        self._task, self._queue, self._dense = _current_task(), LookupQueue(), {}
+        Variable._execution_engine.queue_callback(self._finish_update)
 
-    def _end(self) -> None:
+    def _finish_update(self) -> None:
         self._refuse_nested(self._task)
         self._updated = self._task
-        lookups, self._task = self._kept.take(), None
+        lookups, self._task = self._queue.take(), None
         finish = self._finish()
         if finish is not None:
             finish(lookups)
 
     def before_lookup(self, *, is_compiling: bool) -> None:
-        """Before a lookup of training: raises RuntimeError where its backward would update the tables otherwise.
+        """Raises RuntimeError for a training lookup whose backward would update the tables incorrectly.
 
-        Inside a backward that has updated them already: a reentrant checkpoint looks up again there, and would find
-        other rows than in the forward. Inside vmap or grad of torch.func: each slice would be an update, or none.
-        Compiled lookups are noted, and not looked at.
+        A reentrant checkpoint repeats lookups in the backward; if that has already updated the tables, the rows differ
+        from those of the forward. Inside vmap or grad of torch.func, every slice would be an update, or none. Compiled
+        lookups are recorded, not checked.
         """
         if is_compiling:
             self.is_compiled = True
@@ -253,7 +253,7 @@ class DenseGradients:
             self._refuse_nested(task - 1)
 
     def _refuse_nested(self, task: int) -> None:
-        """Raises RuntimeError if a lookup has updated in a backward within this one, which knows no other gradients."""
+        """Raises RuntimeError if a lookup has already updated in a nested backward, which sees no other gradients."""
         if self._updated > task:
             raise RuntimeError(
                 f"{', '.join(self._names)}: lookups of these tables were made in a reentrant checkpoint, whose "
@@ -262,20 +262,20 @@ class DenseGradients:
                 "them at the same time: let one thread do it"
             )
 
-    def arrived(self, i: int) -> None:
-        """Table i has a dense gradient.
+    def add_dense(self, i: int) -> None:
+        """Takes the dense gradient of table i.
 
         Raises:
-            RuntimeError: it cannot be part of an update; it is dropped.
+            RuntimeError: it cannot be part of an update; it is discarded.
         """
         weight, reason = self.weights[i], self._refusal
         if weight.grad is None:
-            return  # torch calls hooks of undefined gradients, too
+            return  # torch also calls hooks for undefined gradients
         if reason is None and self.is_compiled:
             reason = "its lookups are compiled, and update before it is there"
         if reason is None and not self.is_put_off and _is_compiled_backward():
             reason = f"it would be added behind the backward, and {_COMPILED}, outside of accumulate()"
-        if reason is None and not self.is_put_off and self._is_apart():
+        if reason is None and not self.is_put_off and self._is_in_reentrant_checkpoint():
             reason = (
                 "it comes from a reentrant checkpoint, whose backward is one of its own: use use_reentrant=False, or "
                 "make the lookups and the backward inside accumulate() of the collection"
@@ -291,57 +291,57 @@ class DenseGradients:
             )
         self._refuse_nested(_current_task())
         if not self.is_put_off and self._task != _current_task():
-            self._begin()
-        # Taken at once: what a failed backward leaves in ``grad`` would be part of a later update.
+            self._begin_update()
+        # Taken now: a gradient that a failed backward leaves in ``grad`` would join a later update.
         known = self._dense.get(i)
         self._dense[i], weight.grad = weight.grad if known is None else _sum(known, weight.grad), None
 
     def take(self) -> dict[int, Tensor]:
-        """Dense gradients by table, in their order; none are kept."""
+        """Removes and returns the dense gradients, by table index in order."""
         found, self._dense = self._dense, {}
         return {i: found[i] for i in sorted(found)}
 
 
 def runs(node: Any) -> bool:
-    """True in a backward that runs a node, or has run it."""
+    """True if the current backward runs a node, or has run it."""
     try:
         return _will_run(node)
-    except RuntimeError:  # of torch.autograd.grad with respect to what the node is of: it does not run then
+    except RuntimeError:  # torch.autograd.grad with respect to the node's tensor: it does not run
         return False
 
 
 def _is_compiled_backward() -> bool:
-    """True in a backward that torch's compiled autograd runs, which drops what is queued to run behind it."""
+    """True in a backward run by torch's compiled autograd, which drops callbacks queued for its end."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and compiled.in_compiled_autograd_region
 
 
 def _is_functionalized() -> bool:
-    """True inside torch.func.functionalize, by which torch traces, and no transform within."""
+    """True inside torch.func.functionalize, which torch uses to trace, and inside no other transform."""
     return _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Functionalize
 
 
-class _Arrival:
-    """A hook of a parameter, which would keep a ``DenseGradients``, and with it the collection's rows, alive."""
+class _GradientHook:
+    """Parameter hook with a weak reference: a strong one would keep the collection's rows alive."""
 
-    def __init__(self, told: weakref.ref[DenseGradients], i: int) -> None:
-        self._told, self._i = told, i
+    def __init__(self, owner: weakref.ref[DenseGradients], i: int) -> None:
+        self._owner, self._i = owner, i
 
     def __call__(self, _: Tensor) -> None:
-        told = self._told()
-        if told is not None:
-            told.arrived(self._i)
+        owner = self._owner()
+        if owner is not None:
+            owner.add_dense(self._i)
 
 
 def join_dense(lookups: Sequence[Lookup], dense: dict[int, Tensor], features: FeatureMap) -> Lookup:
-    """One batch of lookups and of dense gradients.
+    """Joins lookups and dense gradients into one batch.
 
     Args:
-        lookups: of the features. dense: gradients [E, D] by the number of a stored table, dense or sparse.
+        lookups: lookups of the features. dense: gradients [E, D] by index of the stored table, dense or sparse.
 
     Returns:
-        A batch with ``bag_starts`` of the features and, behind them, one feature for each table of ``dense``, in their
-        order, whose bags are one row each: a gradient of a row is a lookup of it.
+        A batch with ``bag_starts`` of the features, followed by one feature per table of ``dense``, in order, with one
+        bag per row: the gradient of a row is that of a lookup of the row.
     """
     widest = max(features.widths + [features.stored[i].embedding_dim for i in dense])
     own = [_with_own_rows(lookup, features.features, widest) for lookup in lookups]
@@ -369,7 +369,7 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows_of(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that a gradient [E, D] names, and their gradients."""
+    """The row ids of a gradient [E, D], and their gradients."""
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce()
         return grad.indices()[0], grad.values()
@@ -384,7 +384,7 @@ def _no_lookup(features: int, widest: int, device: torch.device) -> Lookup:
 
 
 def _with_own_rows(lookup: Lookup, features: list[FeatureLookup], widest: int) -> Lookup:
-    """The lookup with a row of ``grad``, ``widest`` columns, for each bag, and no values in no bag. Waits for a GPU."""
+    """The lookup with one row of ``grad``, ``widest`` columns, per bag, and only values in bags. Waits for a GPU."""
     count, offsets = len(features), lookup.offsets.long()
     bags = offsets.shape[0] - 1
     starts = lookup.bag_starts
