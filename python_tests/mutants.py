@@ -186,7 +186,10 @@ MUTANTS = [
         "version_counters",
     ),
     Mutant(
-        "rec_kernels/nn/deduplicated.py", "        _check_rows(x.offsets().shape[0] - 1, rows)\n", "", "deduplicated"
+        "rec_kernels/nn/deduplicated.py",
+        "        _check_row_count(x.offsets().shape[0] - 1, rows)\n",
+        "",
+        "deduplicated",
     ),
     Mutant(
         "rec_kernels/dlrm/config.py",
