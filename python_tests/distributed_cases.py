@@ -285,20 +285,20 @@ def run_compiled(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
 
 def run_reduced(case: Case) -> tuple[list[Tensor], dict[str, Any], list[list[int]]]:
     """Outputs and blocks of this rank, and the shape of what it got of each collective that adds parts."""
-    from rec_kernels.distributed import exchange
+    from rec_kernels.distributed import pooled_output_dist
 
-    shapes, reduce_scatter = [], exchange.reduce_scatter
+    shapes, reduce_scatter = [], pooled_output_dist.reduce_scatter
 
     def noted(*arguments: Any) -> Any:
-        under_way = reduce_scatter(*arguments)
-        shapes.append(list(under_way.wait().shape))
-        return under_way
+        awaitable = reduce_scatter(*arguments)
+        shapes.append(list(awaitable.wait().shape))
+        return awaitable
 
-    exchange.reduce_scatter = noted
+    pooled_output_dist.reduce_scatter = noted
     try:
         return *run(case), shapes
     finally:
-        exchange.reduce_scatter = reduce_scatter
+        pooled_output_dist.reduce_scatter = reduce_scatter
 
 
 def one_process(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:

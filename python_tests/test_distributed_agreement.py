@@ -184,10 +184,10 @@ def test_evaluations_of_one_rank_leave_replicas_alike(format: str) -> None:
 
 def test_messages_of_other_collectives() -> None:
     """A lookup's numbers are not taken for a backward's."""
-    from rec_kernels.distributed.backwards import FACTS, Backwards
+    from rec_kernels.distributed.backward_sync import HEADER_SIZE, BackwardSync
 
     with pytest.raises(RuntimeError, match="rank 0 is in another collective, as a lookup, while this rank runs"):
-        Backwards.check(torch.zeros(2, FACTS))
+        BackwardSync.check(torch.zeros(2, HEADER_SIZE))
 
 
 def test_refusals_of_all_ranks() -> None:

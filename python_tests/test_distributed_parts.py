@@ -106,7 +106,7 @@ def test_training_of_products(optimizer: str, tmp_path: Path) -> None:
 
 def asked_for(given: Distinct, rank: int, *, distinct: bool) -> int:
     """Rows of parts that a rank asks the other for."""
-    from rec_kernels.distributed.parts import part_block
+    from rec_kernels.distributed.table_parts import part_block
 
     batch, found = own_batch(given, 0, rank), 0
     for num_ids, key in zip((*ROWS, ROWS[-1]), KEYS, strict=True):
@@ -242,7 +242,7 @@ def test_first_numbers(kind: str) -> None:
 
 def test_blocks_of_parts() -> None:
     """A part is cut where the table is, in proportion: all of it, each row once."""
-    from rec_kernels.distributed.parts import part_block
+    from rec_kernels.distributed.table_parts import part_block
 
     for ids, part in ((10**9, 1000), (100, 3), (7, 7), (1030, 1)):
         for world in (1, 2, 3, 8):
@@ -257,23 +257,24 @@ def test_blocks_of_parts() -> None:
 
 def test_other_groups() -> None:
     """A state of other tables is refused, and TorchRec's optimizer saves no rates."""
-    from rec_kernels.distributed.optimizer_face import ShardedRates, TorchRecFace
+    from rec_kernels.distributed.sharded_optimizer import ShardedFusedOptimizer, TorchRecFusedOptimizer
     from rec_kernels.nn.training.fused_update import rate_groups
 
     ebc = collection(Case(rates=(None, 0.3, None)))
     groups = rate_groups(ebc._features)
-    face = ShardedRates([], groups, [], ebc.lr, ebc.step)
+    face = ShardedFusedOptimizer([], groups, [], ebc.lr, ebc.step)
     assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
     face.load_state_dict(ebc.fused_optimizer.state_dict())
     with pytest.raises(ValueError, match=r"the state has groups of \[3\] tables, and .* are of \[2, 1\]"):
         face.load_state_dict(collection(Case()).fused_optimizer.state_dict())
     one = collection(Case(rates=(0.1, 0.2, 0.3)))
-    face, state = ShardedRates([], rate_groups(one._features), [], one.lr, one.step), one.fused_optimizer.state_dict()
+    face = ShardedFusedOptimizer([], rate_groups(one._features), [], one.lr, one.step)
+    state = one.fused_optimizer.state_dict()
     face.load_state_dict({**state, "param_groups": state["param_groups"][::-1], "tables": state["tables"][::-1]})
     assert [group["lr"] for group in face.param_groups] == pytest.approx([0.1, 0.2, 0.3])
-    TorchRecFace(face).save_param_groups(False)
+    TorchRecFusedOptimizer(face).save_param_groups(False)
     with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
-        TorchRecFace(face).save_param_groups(True)
+        TorchRecFusedOptimizer(face).save_param_groups(True)
 
 
 def test_what_it_says_of_itself() -> None:

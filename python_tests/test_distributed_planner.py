@@ -83,21 +83,21 @@ def test_bytes_of_split_parts(compression: object, policy: str) -> None:
 
 def check_bytes(case: Case) -> None:
     """Compares the bytes of shards with the reports of ranks' collections."""
-    from rec_kernels.distributed.local_shards import make_collection, pieces_of
-    from rec_kernels.distributed.parts import PartMap
-    from rec_kernels.distributed.plan import reason_against, shards_of
+    from rec_kernels.distributed.local_shards import make_local_collection, stored_blocks
+    from rec_kernels.distributed.parameter_sharding import sharding_refusal, shards_from_plan
     from rec_kernels.distributed.planning import shard_bytes
     from rec_kernels.distributed.routes import Routes
+    from rec_kernels.distributed.table_parts import LookupMap
 
     whole, kinds = collection(case, device="meta"), plan_of(case, 2)
-    if any(reason_against(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
+    if any(sharding_refusal(t, whole.optimizer, kinds[t.name].sharding_type) for t in whole.tables):
         pytest.skip("no such plan")
-    shards = shards_of(whole.tables, whole.optimizer, kinds, 2)
-    parts = PartMap(whole.tables, shards, pooled=True, row_wise="ordered")
+    shards = shards_from_plan(whole.tables, whole.optimizer, kinds, 2)
+    parts = LookupMap(whole.tables, shards, pooled=True, row_wise="ordered")
     for rank in range(2):
         routes = Routes(parts, rank, 2)
-        own = [piece for piece in pieces_of(parts) if piece.shard.rank == rank]
-        made = make_collection(whole, parts, routes.own, own, torch.device("cpu"), "")
+        own = [piece for piece in stored_blocks(parts) if piece.shard.rank == rank]
+        made = make_local_collection(whole, parts, routes.own, own, torch.device("cpu"), "")
         report = [(int(t["name"][1]), t) for t in made.memory_report()]
         for table in {parts.owners[piece.shard.table] for piece in own}:
             blocks = [s for s in shards if s.table == table and s.rank == rank]
@@ -239,7 +239,7 @@ def test_wrong_arguments(given: dict, text: str) -> None:
 
 def test_wrong_sharders() -> None:
     """Sharding types are a list, and a plan has blocks of each table but replicas."""
-    from rec_kernels.distributed.plan import shards_of
+    from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     for types in ("row_wise", None, []):
         with pytest.raises(ValueError, match="sharding_types must be a list of one or more of"):
@@ -247,11 +247,11 @@ def test_wrong_sharders() -> None:
     ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 2)
     plan["t1"].sharding_spec = None
     with pytest.raises(ValueError, match="table 't1': the plan has no sharding_spec, whose blocks table_wise needs"):
-        shards_of(ebc.tables, ebc.optimizer, plan, 2)
+        shards_from_plan(ebc.tables, ebc.optimizer, plan, 2)
     plan = plan_of(Case(), 2)
     plan["t2"].sharding_spec.shards[0].placement = None
     with pytest.raises(ValueError, match="table 't2': the plan has a shard without a placement, such as rank:0/cpu"):
-        shards_of(ebc.tables, ebc.optimizer, plan, 2)
+        shards_from_plan(ebc.tables, ebc.optimizer, plan, 2)
     for other in (nn.Linear(2, 1), rk.EmbeddingCollection([rk.EmbeddingConfig(3, 4, name="t", feature_names=["f"])])):
         with pytest.raises(TypeError, match=rf"must be an rk\.EmbeddingBagCollection, got {type(other).__name__}"):
             rk.distributed.EmbeddingBagCollectionSharder().constraints(other)

@@ -278,12 +278,12 @@ def test_page() -> None:
     text = (EXAMPLES.parent / "docs" / "distributed.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     pool(2).run(HERE, "page", block)
-    from rec_kernels.distributed.plan import shards_of
+    from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     case = REFUSED[0][0]
     ebc = collection(case, device="meta")
     with pytest.raises(ValueError, match="column_wise") as told:
-        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
+        shards_from_plan(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
     assert str(told.value) in " ".join(text.split())
 
 
@@ -306,30 +306,30 @@ REFUSED = [
 @pytest.mark.parametrize(("case", "text"), REFUSED)
 def test_refused_plans(case: Case, text: str) -> None:
     """The message has the table, the reason, and the ways in which it can be sharded."""
-    from rec_kernels.distributed.plan import shards_of
+    from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     ebc = collection(case, device="meta")
     with pytest.raises(ValueError, match=text):
-        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
+        shards_from_plan(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
 
 
 def test_wrong_plans() -> None:
     """Tables that are missing, ranks that are not there, blocks that are not all of a table."""
-    from rec_kernels.distributed.plan import shards_of
+    from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 3)
     with pytest.raises(ValueError, match=r"the plan must have each of the tables .* got \['t0'\]"):
-        shards_of(ebc.tables, ebc.optimizer, {"t0": plan["t0"]}, 3)
+        shards_from_plan(ebc.tables, ebc.optimizer, {"t0": plan["t0"]}, 3)
     with pytest.raises(ValueError, match="table 't1': the plan has rank 2, and there are 2 ranks"):
-        shards_of(ebc.tables, ebc.optimizer, plan, 2)
+        shards_from_plan(ebc.tables, ebc.optimizer, plan, 2)
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
     with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
-        shards_of(ebc.tables, ebc.optimizer, plan, 3)
+        shards_from_plan(ebc.tables, ebc.optimizer, plan, 3)
     twice = plan_of(Case("grid_shard"), 2)
     blocks = twice["t1"].sharding_spec.shards  # by rows, then columns; 57 rows are 29 and 28
     blocks[2].shard_offsets[0], blocks[2].shard_sizes[0] = 28, 28
     with pytest.raises(ValueError, match="table 't1': the plan's shards must be all of its 57 rows"):
-        shards_of(ebc.tables, ebc.optimizer, twice, 2)
+        shards_from_plan(ebc.tables, ebc.optimizer, twice, 2)
 
 
 IDS = torch.tensor([1, 2, 3])
@@ -349,7 +349,7 @@ WRONG_BATCHES = [
 @pytest.mark.parametrize(("tensors", "text"), WRONG_BATCHES)
 def test_wrong_tensors(tensors: tuple, text: str) -> None:
     """Batches of containers that check nothing: what would fail on another rank is refused on the one that feeds it."""
-    from rec_kernels.distributed.batches import checked_batch
+    from rec_kernels.distributed.batch_checks import checked_batch
 
     values, offsets, weights = tensors
     parts = {"keys": lambda: ["a", "b"], "values": lambda: values, "offsets": lambda: offsets}
@@ -361,7 +361,7 @@ def test_plans_of_torchrec() -> None:
     """Its functions that make plans by hand, for two ranks of one host: blocks by rows, by columns, and replicas."""
     from torchrec.distributed import sharding_plan as by_hand
 
-    from rec_kernels.distributed.plan import shards_of
+    from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     ebc, sharder = collection(Case(), device="meta"), rk.distributed.EmbeddingBagCollectionSharder()
 
@@ -369,7 +369,7 @@ def test_plans_of_torchrec() -> None:
         ways = {f"t{i}": kind for i, kind in enumerate(kinds)}
         sizes = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
         plan = by_hand.construct_module_sharding_plan(ebc, ways, sharder=sharder, **sizes)
-        return [dataclasses.astuple(s) for s in shards_of(ebc.tables, ebc.optimizer, plan, 2)]
+        return [dataclasses.astuple(s) for s in shards_from_plan(ebc.tables, ebc.optimizer, plan, 2)]
 
     table, rows = by_hand.table_wise(rank=1), by_hand.row_wise()
     assert shards(table, rows, by_hand.data_parallel()) == [

@@ -31,7 +31,7 @@ def test_numbers_of_the_format(plan: str, rounding: str) -> None:
     """Numbers that the format holds are not rounded: one process's bits."""
     wire = Wire("bf16", "bf16", rounding)
     if rounding == "stochastic" and "data_parallel" in PLANS[plan]:
-        with pytest.raises(WorkerError, match="replicas of data_parallel tables would not stay alike"):
+        with pytest.raises(WorkerError, match="replicas of data_parallel tables would not stay equal"):
             pool(2).run(HERE, "in_bf16", Case(plan, "bf16", "sgd", wire=wire))
         return
     # Rows of SGD with steps that bfloat16 rounds: they are bfloat16.
@@ -212,7 +212,7 @@ def test_collectives(row_wise: str) -> None:
 
 def test_arriving_containers() -> None:
     """They are what one process returns: copies, pickles and moves have the numbers, which are waited for once."""
-    from rec_kernels.distributed.trips import ArrivingColumns, ArrivingRows
+    from rec_kernels.distributed.output_dist import LazyJaggedTensor, LazyKeyedTensor
 
     calls: list[int] = []
 
@@ -220,8 +220,8 @@ def test_arriving_containers() -> None:
         calls.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    columns = ArrivingColumns(["a", "b"], [1, 2], arrived)
-    rows = ArrivingRows(arrived, torch.tensor([0, 0, 2]))
+    columns = LazyKeyedTensor(["a", "b"], [1, 2], arrived)
+    rows = LazyJaggedTensor(arrived, torch.tensor([0, 0, 2]))
     assert (columns.keys(), rows.lengths().tolist(), calls) == (["a", "b"], [0, 2], [])
     assert isinstance(columns, rk.KeyedTensor)
     assert isinstance(rows, rk.JaggedTensor)

@@ -294,7 +294,7 @@ def test_configurations() -> None:
 def test_advice_of_sharded_lookups() -> None:
     """A batch is refused before its ids are sent, with what to write instead of a bounded table."""
     pytest.importorskip("torchrec.distributed")
-    from rec_kernels.distributed.batches import checked_batch
+    from rec_kernels.distributed.batch_checks import checked_batch
 
     ids = {"a": torch.tensor([[-1]]), "b": torch.tensor([[-1]])}
     with pytest.raises(IndexError, match=r"'b', bag 0: id -1 must be in \[0, 5\); nothing was .*=rk\.Hash\(buckets\)$"):

@@ -15,8 +15,8 @@ except ImportError as error:
 from rec_kernels.distributed.agreement import until_all_end
 from rec_kernels.distributed.clip import clip_grad_norm_
 from rec_kernels.distributed.planning import planner
-from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
-from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
+from rec_kernels.distributed.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.sharded_embedding_collection import ShardedEmbeddingCollection
 from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from rec_kernels.distributed.torchrec_state import TorchRecState, torchrec_state
 from rec_kernels.distributed.wire import Wire

@@ -1,44 +1,43 @@
-"""Facts that all ranks must agree upon before anything is sent: options, first rows, batch sizes, refused batches."""
+"""Agreement of all ranks: equal options and states, errors that all ranks raise, equal numbers of batches."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rec_kernels.distributed.batches import CheckedBatch
-from rec_kernels.distributed.collectives import gathered
+from rec_kernels.distributed.collectives import gather_objects
 
 Batch = TypeVar("Batch")
 Made = TypeVar("Made")
 
 
 class OtherRankError(RuntimeError):
-    """Another rank has an error, and this one stops with it.
+    """An error of another rank.
 
     Args:
-        message: which rank, and its error's. cause: the type of the first such error.
+        message: the rank and its error's message. cause: name of the type of the first rank's error.
     """
 
-    def __init__(self, message: str, cause: str = "RuntimeError") -> None:  # pickle makes it of its message
+    def __init__(self, message: str, cause: str = "RuntimeError") -> None:  # unpickling passes only the message
         super().__init__(message)
         self.cause = cause
 
 
-def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """A collective that compares a text for each of several names with the first rank's.
+def check_same_on_all_ranks(texts: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Compares the text of each name with the first rank's; a collective.
 
     Raises:
         ValueError: on all ranks, if a rank has another text.
     """
-    found = gathered({name: _short(text) for name, text in facts.items()}, group)
+    found = gather_objects({name: _short(text) for name, text in texts.items()}, group)
     for rank, theirs in enumerate(found):
-        for name in facts:
+        for name in texts:
             if theirs[name] != found[0][name]:
                 raise ValueError(
                     f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, and rank {rank} has "
@@ -47,47 +46,47 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
 
 
 def _short(text: str) -> str:
-    """The text, or what identifies a long one: a plan of thousands of shards is not sent."""
+    """Replaces a long text, as a plan of thousands of shards, by its beginning and hash."""
     return text if len(text) < 2000 else f"{text[:200]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
-def raise_together(error: Exception | None, group: dist.ProcessGroup, what: str) -> None:
-    """A collective that raises any rank's error on all of them.
+def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup, what: str) -> None:
+    """Raises any rank's error on all ranks; a collective.
 
     Args:
-        error: this rank's, or None. what: "refused its batch", which another rank did that has one.
+        error: this rank's, or None. what: what a rank with an error did, as "refused its batch", for the message.
 
     Raises:
-        ``error``; OtherRankError: other ranks have one, with their messages.
+        ``error``; OtherRankError: only other ranks have errors, with their messages.
     """
-    texts = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
+    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-    if told:
+    message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+    if message:
         cause = next(text for text in texts if text is not None).partition(":")[0]
-        raise OtherRankError(f"another rank {what}: {told}", cause)
+        raise OtherRankError(f"another rank {what}: {message}", cause)
 
 
-def together(call: Callable[[], Made], group: dist.ProcessGroup, what: str) -> Made:
-    """Returns what a call has returned; a collective that raises any rank's error on all, as ``raise_together``."""
+def run_on_all_ranks(call: Callable[[], Made], group: dist.ProcessGroup, what: str) -> Made:
+    """Returns the result of a function, or raises as ``raise_on_all_ranks``; a collective."""
     made, error = None, None
     try:
         made = call()
-    except Exception as raised:  # whatever it is: other ranks wait for what this one tells
+    except Exception as raised:  # of any type: other ranks wait in the collective
         error = raised
-    raise_together(error, group, what)
+    raise_on_all_ranks(error, group, what)
     return made
 
 
-def check_equal(names: Sequence[str], state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """A collective that compares tensors of a state, which every rank is to have alike, by their checksums.
+def check_equal_tensors(names: Sequence[str], state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Compares the tensors of a state that must be equal on all ranks, by checksums; a collective.
 
     Raises:
-        RuntimeError: on all ranks, if a rank has other numbers, or other names.
+        RuntimeError: on all ranks, if a rank has other values or names.
     """
     own = {name: _checksum(state[name]) for name in names}
-    found = gathered(own, group)
+    found = gather_objects(own, group)
     for rank, theirs in enumerate(found):
         for name in sorted(theirs.keys() | found[0].keys()):
             if theirs.get(name) != found[0].get(name):
@@ -98,8 +97,8 @@ def check_equal(names: Sequence[str], state: Mapping[str, Tensor], group: dist.P
 
 
 def _checksum(t: Tensor) -> int:
-    numbers: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(numbers)
+    data: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
 
 
 @torch.no_grad()
@@ -107,82 +106,24 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrites tensors with the first rank's; a collective."""
     source = dist.get_global_rank(group, 0)
     for tensor in tensors:
-        flat = tensor.contiguous().view(-1).view(torch.uint8)  # gloo does not know every dtype
+        flat = tensor.contiguous().view(-1).view(torch.uint8)  # gloo lacks some dtypes
         dist.broadcast(flat, source, group=group)
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-
-
-#: Numbers that a rank tells of its batch: see ``facts_of``.
-FACTS = 5
-_WANTS, _TRAINS = 1, 2
-_RULES = ("error", "ignore", "none")  # of bounds_check, whose number is in the bits above those two
-
-
-class Agreed(NamedTuple):
-    """A batch of all ranks.
-
-    Args:
-        batch_sizes: of all ranks. weighted: whether any has weights.
-        wants: for each rank, whether its weights want a gradient.
-        own_sizes: whether features of any have batch sizes of their own.
-        trains: whether any trains, which lets rows into caches: replicas keep theirs alike.
-    """
-
-    batch_sizes: list[int]
-    weighted: bool
-    wants: list[bool]
-    own_sizes: bool
-    trains: bool
-
-    @classmethod
-    def of(cls, told: list[list[int]]) -> Agreed | None:
-        """The batch by the ``facts_of`` all ranks; None: a rank's was refused.
-
-        Raises:
-            ValueError: on all ranks, if a rank has another ``bounds_check`` than the first.
-        """
-        sizes, weighted, modes, own_sizes, failed = zip(*told, strict=True)
-        if any(failed):
-            return None
-        rules = [_RULES[mode // (2 * _TRAINS)] for mode in modes]
-        if other := next((rank for rank, rule in enumerate(rules) if rule != rules[0]), 0):
-            raise ValueError(
-                f"bounds_check must be the same on all ranks: rank 0 has {rules[0]!r}, and rank {other} has "
-                f"{rules[other]!r}; nothing was looked up"
-            )
-        wants, trains = [bool(mode & _WANTS) for mode in modes], any(mode & _TRAINS for mode in modes)
-        return cls(list(sizes), any(weighted), wants, any(own_sizes), trains)
-
-
-def facts_of(given: CheckedBatch, error: Exception | None, *, training: bool, bounds_check: str) -> list[int]:
-    """[FACTS] numbers that a rank tells all others of its batch.
-
-    Args:
-        given: the batch. error: what refused it, or None. training: whether the collection is in training mode.
-        bounds_check: the rank's, as ids that one rank lets pass are looked up by others.
-    """
-    bags = given.bags
-    wants = bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled()
-    mode = _WANTS * wants + _TRAINS * (training and torch.is_grad_enabled())
-    mode += 2 * _TRAINS * _RULES.index(bounds_check)
-    told = given.samples, bags.weights is not None, mode, bags.strides is not None, error is not None
-    return list(map(int, told))
 
 
 def until_all_end(
     batches: Iterable[Batch], empty: Batch, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
-    """Yields this rank's batches, then ``empty`` until every rank's have ended: all ranks get as many.
+    """Yields this rank's batches, then ``empty`` until every rank's batches have ended: all ranks get the same number.
 
-    Each step is a collective, so every rank has to take all of them. For ``TrainPipelineSparseDist``, too.
+    Each step is a collective, so every rank must consume all of them. It also serves ``TrainPipelineSparseDist``.
 
     Args:
         batches: of this rank. empty: a batch of no samples, with the features of the others.
         group: the ranks; None: all. device: of the group's collectives.
 
     Raises:
-        Any exception of ``batches``, on this rank. RuntimeError: another rank's batches have raised one, with its
-        message.
+        Any exception of ``batches``, on this rank. RuntimeError: another rank's batches raised one, with its message.
     """
     source: Iterator[Batch] | None = None
     ended = False
@@ -200,7 +141,7 @@ def until_all_end(
         dist.all_reduce(left, group=group)
         more, failed = left.tolist()
         if failed:
-            raise_together(error, dist.group.WORLD if group is None else group, "could not read its batches")
+            raise_on_all_ranks(error, dist.group.WORLD if group is None else group, "could not read its batches")
         if not more:
             return
         yield batch

@@ -20,24 +20,24 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for a model with sharded collections; a collective, after the backward.
 
-    A rank has its own shards and matrices among its parameters, so torch's function finds another norm on every rank,
-    and scales by it what DistributedDataParallel keeps alike. This one has the norm of one process with the whole
-    model: blocks of all ranks, and replicas once. Tables that a fused optimizer trains have no gradients to count:
-    their own ``clip_grad_norm`` and ``clip_grad_value`` are of each row.
+    Each rank has different shards and projections among its parameters, so torch's function computes a different norm
+    on every rank, and replicas that DistributedDataParallel keeps equal would diverge. This function computes the norm
+    of one process with the whole model: blocks of all ranks, and replicas once. Tables with a fused optimizer have no
+    gradients to include; the optimizer's ``clip_grad_norm`` and ``clip_grad_value`` clip each row.
 
     Args:
-        model: with gradients; those of parameters outside of sharded collections are the same on all ranks, as
-            DistributedDataParallel leaves them, or sharded by FSDP2.
-        max_norm: of the norm, at most. norm_type: p of the p-norm, above 0; infinity: of the largest element.
+        model: with gradients; outside of sharded collections, these are equal on all ranks, as with
+            DistributedDataParallel, or sharded by FSDP2.
+        max_norm: the largest norm after clipping. norm_type: p of the p-norm, above 0; infinity: largest element.
         error_if_nonfinite: whether a norm that is NaN or Inf raises.
 
     Returns:
-        The norm before, float32 with no dimension.
+        The norm before clipping, float32, 0-dim.
 
     Raises:
-        TypeError: ``model`` is no module, as a list of parameters, which does not say who has the others. ValueError:
-        ``norm_type`` is not above 0, or ``max_norm`` is below. RuntimeError: the norm is not finite, and that was to
-        raise; on all ranks.
+        TypeError: ``model`` is not a module; a list of parameters would not show which are sharded. ValueError:
+        ``norm_type`` is not above 0, or ``max_norm`` is below 0. RuntimeError: the norm is not finite and
+        ``error_if_nonfinite`` is True; on all ranks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -64,21 +64,21 @@ def clip_grad_norm_(
 
 
 def _blocks(collection: ShardedCollection) -> Iterator[Tensor]:
-    """The gradients that this rank alone has: of its blocks of tables, and of matrices of tables that no other has."""
-    shown = {id(p) for p in collection.parameters()}
-    for piece in collection._pieces:
-        for parameter in [] if piece.shard.replica else collection.shards._held[piece.name]._parameters.values():
-            if parameter is not None and id(parameter) in shown and parameter.grad is not None:
+    """The gradients that only this rank has: of its blocks of tables and of their projections."""
+    own = {id(p) for p in collection.parameters()}
+    for block in collection._stored_blocks:
+        for parameter in [] if block.shard.replica else collection.shards._held[block.name]._parameters.values():
+            if parameter is not None and id(parameter) in own and parameter.grad is not None:
                 yield parameter.grad
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """The norm of all ranks' parts of a gradient that FSDP2 has sharded: a collective then."""
+    """The norm of the whole gradient; a collective if FSDP2 has sharded it."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _power(gradients: Iterator[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of the elements' powers, or their largest, float32 without dimensions."""
+    """Sum of the elements' p-th powers, or the largest element, float32, 0-dim."""
     norms = [_whole(torch.linalg.vector_norm(g.float(), norm_type)).to(device) for g in gradients]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)

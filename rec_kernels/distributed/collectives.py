@@ -1,4 +1,4 @@
-"""Objects and tensors of all ranks; tensors and their sums are under way while the caller does something else."""
+"""Collectives on objects and tensors; those on tensors are asynchronous."""
 
 from __future__ import annotations
 
@@ -7,47 +7,51 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-Told = TypeVar("Told")
+T = TypeVar("T")
 
 
-def gathered(value: Told, group: dist.ProcessGroup) -> list[Told]:
-    """The values of all ranks, objects that are pickled, by rank; nothing else goes on meanwhile."""
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Returns the picklable values of all ranks, by rank; blocks."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
 
-class UnderWay:
-    """A tensor that a collective has begun to write.
+class TensorAwaitable:
+    """The output of an asynchronous collective.
 
     Args:
-        out: the tensor. work: the collective, or None if ``out`` is there.
+        out: the tensor. work: the collective, or None if ``out`` is complete.
     """
 
     def __init__(self, out: Tensor, work: dist.Work | None) -> None:
         self._out, self._work = out, work
 
     def wait(self) -> Tensor:
-        """The tensor, once it has been written; on a GPU, once the stream gets there."""
+        """Waits for the collective, on a GPU on the current stream, and returns the tensor."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._out
 
 
-def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
-    """Flat blocks from all ranks, in their order; ``sent`` and ``received`` are elements to and from each."""
+def all_to_all(
+    x: Tensor, input_splits: list[int], output_splits: list[int], group: dist.ProcessGroup
+) -> TensorAwaitable:
+    """Exchanges flat blocks: ``input_splits`` and ``output_splits`` are elements to and from each rank."""
     flat = x.reshape(-1)
     if dist.get_world_size(group) == 1:
-        return UnderWay(flat, None)
-    out = flat.new_empty(sum(received))
-    return UnderWay(out, dist.all_to_all_single(out, flat, received, sent, group=group, async_op=True))
+        return TensorAwaitable(flat, None)
+    out = flat.new_empty(sum(output_splits))
+    return TensorAwaitable(
+        out, dist.all_to_all_single(out, flat, output_splits, input_splits, group=group, async_op=True)
+    )
 
 
-def reduce_scatter(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> UnderWay:
-    """Rows of this rank in the sum of all ranks' ``x``, whose rows are ``sizes`` of each rank, one after the other."""
+def reduce_scatter(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> TensorAwaitable:
+    """Sums ``x`` over ranks and returns this rank's rows; ``sizes`` are the rows of each rank, in order."""
     if dist.get_world_size(group) == 1:
-        return UnderWay(x, None)
+        return TensorAwaitable(x, None)
     out = x.new_empty(sizes[dist.get_rank(group)], x.shape[1])
     blocks = [block.contiguous() for block in x.split(sizes)]
-    return UnderWay(out, dist.reduce_scatter(out, blocks, group=group, async_op=True))
+    return TensorAwaitable(out, dist.reduce_scatter(out, blocks, group=group, async_op=True))

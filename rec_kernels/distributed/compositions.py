@@ -1,4 +1,4 @@
-"""Tables of parts that are combined once pooled, and of narrow rows: their columns are made on the rank that pools."""
+"""Compressed tables whose parts are combined after pooling, or projected: computed on the rank that pools."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from rec_kernels.nn.pooled_lookups import finish, finish_each
 
 
 class Composition:
-    """The columns of a rank's tables, made of what it has looked up for all ranks, and the way back.
+    """Columns of a rank's tables, computed from what it has looked up for all ranks, and their backward.
 
     Args:
-        shards: this rank's. pooled: what its op has returned. counts: of bags of each feature, if each has a row of its
-            own, or None. keeps: whether a backward may come.
+        shards: this rank's. pooled: output of the lookup. counts: bags of each feature, if bags have rows, or None.
+        saves_for_backward: whether a backward may run.
 
     Attributes:
-        columns: what the tables have for each sample, or each bag: those that are sent to their ranks.
+        columns: of the tables, for each sample or bag, to be sent to the samples' ranks.
     """
 
-    def __init__(self, shards: TableCollection, pooled: Tensor, counts: list[int] | None, *, keeps: bool) -> None:
-        self._pooled = pooled.detach().requires_grad_(keeps)
-        with torch.set_grad_enabled(keeps):
-            self._made = _columns(shards, self._pooled, counts)
-        self.columns = self._made.detach()
+    def __init__(
+        self, shards: TableCollection, pooled: Tensor, counts: list[int] | None, *, saves_for_backward: bool
+    ) -> None:
+        self._pooled = pooled.detach().requires_grad_(saves_for_backward)
+        with torch.set_grad_enabled(saves_for_backward):
+            self._output = _columns(shards, self._pooled, counts)
+        self.columns = self._output.detach()
         projected = [shards._projection(table) for table in shards.tables if table.projection]
         self._projections = [matrix for matrix in projected if matrix.requires_grad]
-        self._found: list[Tensor] = []
+        self._projection_grads: list[Tensor] = []
 
     def backward(self, grad: Tensor, *, trains: bool) -> Tensor:
-        """The gradients of what was looked up, of those of the columns.
+        """Returns the gradients of what was looked up, from those of the columns.
 
         Args:
-            trains: whether the projections get theirs, too, once autograd comes to the ``token``.
+            trains: whether to compute those of the projections, too, for the backward of ``token``.
         """
         inputs = [self._pooled, *(self._projections if trains else [])]
-        pooled, *found = torch.autograd.grad(self._made, inputs, grad, retain_graph=True)
-        self._found = found if trains else self._found
+        pooled, *found = torch.autograd.grad(self._output, inputs, grad, retain_graph=True)
+        self._projection_grads = found if trains else self._projection_grads
         return pooled.contiguous()
 
     def token(self, token: Tensor) -> Tensor:
-        """A token behind which autograd finds the projections: their gradients are those of all ranks' samples."""
+        """Returns a token whose backward gives the projections their gradients, of all ranks' samples."""
         return _Projections.apply(token, self, *self._projections) if self._projections else token
 
 
@@ -57,11 +59,11 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, *ctx.composition._found
+        return grad, None, *ctx.composition._projection_grads
 
 
 def _columns(shards: TableCollection, pooled: Tensor, counts: list[int] | None) -> Tensor:
-    """[samples, columns of this rank's features], or with ``counts`` [bags, the most columns of any]."""
+    """[samples, columns of this rank's features], or with ``counts`` [bags, largest D], padded with zeros."""
     if counts is None:
         return finish(shards, pooled)
     width = max(shards._features.output_dims)

@@ -20,11 +20,11 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from rec_kernels.distributed.agreement import together
-from rec_kernels.distributed.collectives import gathered
-from rec_kernels.distributed.parts import is_by_id, part_block
+from rec_kernels.distributed.agreement import run_on_all_ranks
+from rec_kernels.distributed.collectives import gather_objects
+from rec_kernels.distributed.qcomm_codec import wire_row_bytes
 from rec_kernels.distributed.sharder import CollectionSharder
-from rec_kernels.distributed.wire import travelling_bytes
+from rec_kernels.distributed.table_parts import combines_by_id, part_block
 from rec_kernels.nn.arguments import check_rate, is_list, positive_integer
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.config import EmbeddingConfig
@@ -89,7 +89,7 @@ def _slots(cache: RowCache, fraction: float, rows: int, columns: int) -> int:
     return sets * cache.ways * slot_bytes(columns, cache.policy) + counts
 
 
-class ShardCosts(ShardEstimator):
+class ByteCostEstimator(ShardEstimator):
     """Memory and time of shards, by the bytes that lookups and updates read, write and send.
 
     Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step; of rows in a file
@@ -155,7 +155,7 @@ class ShardCosts(ShardEstimator):
         asked, travels = ids, [(columns, sent)]  # for each part that travels by itself, its columns and rows
         if parts > 1 and len(stored) > 1:
             asked, travels = ids * len(stored), [(d, sent) for _, d in stored]
-            if not by_id and is_by_id(table):  # a rank asks for a row once
+            if not by_id and combines_by_id(table):  # a rank asks for a row once
                 travels = [(d, min(ids, world * n)) for n, d in stored]
                 asked = sum(n for _, n in travels)
         held, cache = shard_bytes(module, table, rows, columns, shard.offset[0]), module.row_cache
@@ -168,9 +168,9 @@ class ShardCosts(ShardEstimator):
         wire, away = sharder.wire, (world - 1) / world / self._network
         shard.perf = Perf(
             fwd_compute=reading,
-            fwd_comms=0.0 if replica else sum(travelling_bytes(wire.forward, d) * n for d, n in travels) * away,
+            fwd_comms=0.0 if replica else sum(wire_row_bytes(wire.forward, d) * n for d, n in travels) * away,
             bwd_compute=2 * (reading + ids * state / self._memory),
-            bwd_comms=sum(travelling_bytes(wire.backward, d) * n for d, n in travels) * away,
+            bwd_comms=sum(wire_row_bytes(wire.backward, d) * n for d, n in travels) * away,
             input_dist_comms=8 * asked * away,
         )
         step = math.ceil(8 * asked + 2 * 4 * sum(d * n for d, n in travels))
@@ -226,7 +226,7 @@ def planner(
         raise ValueError("model must have a collection of a kind that one of the sharders shards, got none")
     if unknown := sorted(given.keys() - features):
         raise ValueError(f"lengths name {unknown}, which are no features of the model's tables: {sorted(features)}")
-    costs = ShardCosts(topology, sharders=sharders)
+    costs = ByteCostEstimator(topology, sharders=sharders)
     enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator=costs)
     return CollectivePlanner(
         topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=constraints, **options
@@ -246,8 +246,8 @@ class CollectivePlanner(EmbeddingShardingPlanner):
         """
         group = dist.group.WORLD if pg is None else pg
         is_first = dist.get_rank(group) == 0
-        plan = together(lambda: self.plan(module, sharders) if is_first else None, group, "has found no plan")
-        return gathered(plan, group)[0]
+        plan = run_on_all_ranks(lambda: self.plan(module, sharders) if is_first else None, group, "has found no plan")
+        return gather_objects(plan, group)[0]
 
 
 def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any) -> None:

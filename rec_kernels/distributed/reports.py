@@ -1,4 +1,4 @@
-"""Reports of a sharded collection's tables: of all ranks' shards together, by the names of the whole tables."""
+"""Reports of a sharded collection: sums over all ranks' shards, by table of the whole collection."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rec_kernels.distributed.collectives import gathered
-from rec_kernels.distributed.local_shards import Piece
+from rec_kernels.distributed.collectives import gather_objects
+from rec_kernels.distributed.local_shards import StoredBlock
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.row_cache import COUNTERS
 
@@ -18,21 +18,21 @@ _SLOTS = ("cached_rows", "dirty_rows", "cache_bytes")
 
 
 def memory_report(
-    features: FeatureMap, pieces: Sequence[Piece], report: Sequence[Mapping[str, Any]], group: dist.ProcessGroup
+    features: FeatureMap, blocks: Sequence[StoredBlock], report: Sequence[Mapping[str, Any]], group: dist.ProcessGroup
 ) -> list[dict[str, Any]]:
-    """The sums of all ranks' ``memory_report()``, for each stored table of the whole collection; a collective.
+    """Sums ``memory_report()`` over ranks, for each stored table of the whole collection; a collective.
 
     Args:
-        features: of the whole collection. pieces: those of this rank. report: of its own collection.
+        features: of the whole collection. blocks: those of this rank. report: of its own collection.
     """
-    numbers, own = {piece.name: piece.stored for piece in pieces}, dict[int, Counter[str]]()
+    numbers, own = {block.name: block.stored for block in blocks}, dict[int, Counter[str]]()
     for table in report:
         found = own.setdefault(numbers[table["name"]], Counter())
         found.update({key: table[key] for key in (*_BYTES, *_SLOTS) if key in table})
-        for key in COUNTERS:  # shards of one table have its sums
+        for key in COUNTERS:  # a table's shards on a rank share its counters
             if key in table:
                 found[key] = table[key]
-    ranks = gathered({number: dict(found) for number, found in own.items()}, group)
+    ranks = gather_objects({number: dict(found) for number, found in own.items()}, group)
     tables = []
     for number, stored in enumerate(features.stored):
         sums: Counter[str] = Counter()
@@ -47,6 +47,6 @@ def memory_report(
 
 
 def tier_report(report: Mapping[str, int], group: dist.ProcessGroup) -> dict[str, int]:
-    """The sums of all ranks' ``tier_report()``; a collective. ``report``: of this rank's own collection."""
-    ranks = gathered(dict(report), group)
+    """Sums ``tier_report()`` over ranks; a collective. ``report``: of this rank's own collection."""
+    ranks = gather_objects(dict(report), group)
     return {key: sum(found[key] for found in ranks) for key in report}

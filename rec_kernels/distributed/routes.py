@@ -1,4 +1,4 @@
-"""Routes between samples and shards: which rank looks up which feature, and where its columns come back to."""
+"""Routes between samples and shards: what each rank looks up, and where its columns are in outputs."""
 
 from __future__ import annotations
 
@@ -12,64 +12,67 @@ import torch
 from torch import Tensor
 
 from rec_kernels.distributed.messages import Message
-from rec_kernels.distributed.parts import PartMap
-from rec_kernels.distributed.plan import Shard
+from rec_kernels.distributed.parameter_sharding import Shard
+from rec_kernels.distributed.table_parts import LookupMap
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A feature looked up in a shard.
+    """A feature that is looked up in a shard.
 
     Args:
-        feature: number of the feature in the collection. shard: where its ids go.
-        bounds: where the row shards of these columns begin, and the last one ends: with more than one, this shard pools
-            a part of each bag.
-        coefficient: whether the gradients of ids are divided by the number of ids of the whole bag, which only its
-            sample knows: "mean" pooling of several row shards, and of parts of a table that is split by rows.
-        is_part: whether the table is a part of one, of which ids that do not count have no row.
+        feature: index of the lookup. shard: where its ids are sent.
+        bounds: first rows of the row shards of these columns, and the end of the last. If there are several, each
+            shard computes a partial sum of each bag.
+        divides_by_count: whether gradients of ids are divided by the ids of the whole bag, which only the sample's rank
+            knows: "mean" pooling over several row shards, or over parts of a table that is split by rows.
+        is_part: whether the table is a part of a compressed one, in which invalid ids have no row.
     """
 
     feature: int
     shard: Shard
     bounds: tuple[int, ...]
-    coefficient: bool
+    divides_by_count: bool
     is_part: bool = False
 
     @property
     def is_split(self) -> bool:
-        """True if the table's rows are on several shards."""
+        """True if several shards have rows of these columns."""
         return len(self.bounds) > 2
 
     @property
-    def takes_some(self) -> bool:
-        """True if only ids are sent that have a row there."""
+    def filters_ids(self) -> bool:
+        """True if only the ids that have a row in the shard are sent."""
         return self.is_split or self.is_part
 
 
 class Routes:
-    """Lists what every rank looks up, in which order, and how columns are put together again; alike on every rank.
+    """Lists what every rank looks up, in order, and assembles outputs from it; the same on every rank.
 
     Args:
-        parts: the lookups, which are its features, their tables and shards. rank: this process's.
-        world_size: the number of ranks. pooled: whether a lookup has a row of each bag, and not of each id.
+        parts: the lookups, their tables and shards. rank: this process's.
+        world_size: the number of ranks. pooled: whether a lookup has a row per bag instead of per id.
         row_wise: ``EmbeddingBagCollectionSharder``'s, of pooled lookups.
 
     Attributes:
-        entries: for each rank, what it looks up, in this order; parts that are reduced and then replicas come last.
-        num_features: F, as many as lookups; pooled: as above; dims: their columns; dim: of all; limits: F numbers of
-            ids, None: every integer is one; padding: F ids that are left out, -1: none.
-        sent: for each rank, columns that it sends back of each sample: those of its entries that are neither reduced
-            nor replicas. reduced: columns of the output whose parts are reduced. replicated: columns of replicas.
-        columns: for each rank, those of its entries. coefficients: for each rank, its entries that need a coefficient.
-        means: the features that do. by_id: those whose rows are sent one by one and pooled where their samples are.
-        composed: those whose rows are combined there, id by id. unweighted: those whose weights their samples use.
-        sent_blocks, blocks: for each rank, what it sends of a sample, and the gradients that it gets: columns that lie
-            side by side of entries of one width, and this width.
+        entries: for each rank, what it looks up, in order; reduced entries and then replicas come last.
+        num_features: F, the number of lookups. dims: their columns. dim: the sum of these.
+        pooled: as given.
+        limits: F numbers of ids, None: any integer. padding: F ids that are left out, -1: none.
+        sent_columns: for each rank, the columns that it sends per sample: all but reduced ones and replicas.
+        reduced_columns: output columns that a reduce-scatter adds. replica_columns: the number of those of replicas.
+        entry_columns: for each rank, the columns of its entries.
+        mean_entries: for each rank, its entries that divide gradients by the ids of a bag. mean_features: theirs.
+        unpooled_features: those that receive a row per id, which this rank pools.
+        combined_features: those whose rows of parts are combined id by id on this rank.
+        unweighted_features: those whose per-sample weights are applied on this rank.
+        sent_blocks, gradient_blocks: for each rank, the blocks that it sends per sample, and receives as gradients:
+            columns of adjacent entries of one width, and this width.
     """
 
     def __init__(
         self,
-        parts: PartMap,
+        parts: LookupMap,
         rank: int,
         world_size: int,
         *,
@@ -91,31 +94,31 @@ class Routes:
         ends = {place: (*sorted(rows), tables[place[0]].planned_rows) for place, rows in firsts.items()}
 
         split = {table for (table, _), bounds in ends.items() if len(bounds) > 2}
-        by_id = parts.composed | (split if row_wise == "exact" else set()) if pooled else set()
-        self.by_id = [f for f, owner in enumerate(owners) if owner in by_id]
-        self.composed = [f for f, owner in enumerate(owners) if owner in parts.composed]
-        self.unweighted = {*self.by_id, *self.composed}
+        by_id = parts.combined_tables | (split if row_wise == "exact" else set()) if pooled else set()
+        self.unpooled_features = [f for f, owner in enumerate(owners) if owner in by_id]
+        self.combined_features = [f for f, owner in enumerate(owners) if owner in parts.combined_tables]
+        self.unweighted_features = {*self.unpooled_features, *self.combined_features}
 
-        def place_of(shard: Shard) -> int:
+        def order(shard: Shard) -> int:
             return 2 if shard.replica else int(self._reduces and len(ends[shard.table, shard.first_column]) > 2)
 
-        for shard in sorted(shards, key=place_of):  # stable
+        for shard in sorted(shards, key=order):  # stable
             table, bounds = tables[shard.table], ends[shard.table, shard.first_column]
-            is_part = pooled and (len(bounds) > 2 or shard.table in parts.mapped)
+            is_part = pooled and (len(bounds) > 2 or shard.table in parts.part_tables)
             mean = is_part and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
-                self.entries[shard.rank].append(Entry(feature, shard, bounds, mean, shard.table in parts.mapped))
-        self.blocks = [_blocks(own) for own in self.entries]
-        self.sent_blocks = [_blocks([e for e in own if not self._stays(e)]) for own in self.entries]
-        self.columns = [sum(columns for columns, _ in own) for own in self.blocks]
-        self.sent = [sum(columns for columns, _ in own) for own in self.sent_blocks]
-        self.replicated = sum(e.shard.columns for e in self.own if e.shard.replica)
+                self.entries[shard.rank].append(Entry(feature, shard, bounds, mean, shard.table in parts.part_tables))
+        self.gradient_blocks = [_blocks(own) for own in self.entries]
+        self.sent_blocks = [_blocks([e for e in own if not self._is_not_sent(e)]) for own in self.entries]
+        self.entry_columns = [sum(columns for columns, _ in own) for own in self.gradient_blocks]
+        self.sent_columns = [sum(columns for columns, _ in own) for own in self.sent_blocks]
+        self.replica_columns = sum(e.shard.columns for e in self.own if e.shard.replica)
         every = [e for own in self.entries for e in own if self._is_reduced(e)]
-        self.reduced = sorted({column for e in every for column in self._columns(e)})
-        self.coefficients = [[i for i, e in enumerate(own) if e.coefficient] for own in self.entries]
-        self.means = sorted({e.feature for own in self.entries for e in own if e.coefficient})
-        self._gather, self._partial = self._gathers()
-        self._scatter = [
+        self.reduced_columns = sorted({column for e in every for column in self._columns(e)})
+        self.mean_entries = [[i for i, e in enumerate(own) if e.divides_by_count] for own in self.entries]
+        self.mean_features = sorted({e.feature for own in self.entries for e in own if e.divides_by_count})
+        self._first_sources, self._partial_sums = self._find_sources()
+        self._gradient_slices = [
             [(_runs([c for e in members for c in self._columns(e)]), width) for width, members in _by_width(own)]
             for own in self.entries
         ]
@@ -126,120 +129,123 @@ class Routes:
         return self.entries[self.rank]
 
     def _is_reduced(self, entry: Entry) -> bool:
-        """True if a collective adds its parts."""
+        """True if a reduce-scatter adds its partial sums."""
         return self._reduces and entry.is_split
 
-    def _stays(self, entry: Entry) -> bool:
-        """True if its columns are not sent to their sample one by one."""
+    def _is_not_sent(self, entry: Entry) -> bool:
+        """True if its columns are reduced or those of a replica."""
         return entry.shard.replica or self._is_reduced(entry)
 
     def _columns(self, entry: Entry) -> range:
-        """An entry's columns of the collection's output."""
+        """The columns of an entry in the output of all lookups."""
         first = self._starts[entry.feature] + entry.shard.first_column
         return range(first, first + entry.shard.columns)
 
-    def _gathers(self) -> tuple[list[_Source], list[tuple[slice, _Source]]]:
-        """Where output columns are in the blocks that arrive: the first part of each, then those added to it.
+    def _find_sources(self) -> tuple[list[_Source], list[tuple[slice, _Source]]]:
+        """Finds output columns in the received blocks: the first partial sum of each, and those added to it.
 
-        Parts of a column are listed by the shard's rows.
+        Partial sums of a column are in the order of the shards' rows.
         """
-        arrived = [e for own in self.entries for e in own if not self._stays(e)]
-        arrived += [e for e in self.own if e.shard.replica]
-        parts: list[list[tuple[int, int]]] = [[] for _ in range(self.dim)]
+        received = [e for own in self.entries for e in own if not self._is_not_sent(e)]
+        received += [e for e in self.own if e.shard.replica]
+        partial: list[list[tuple[int, int]]] = [[] for _ in range(self.dim)]
         place = 0
-        for entry in arrived:
+        for entry in received:
             for column in self._columns(entry):
-                parts[column].append((entry.shard.first_row, place))
+                partial[column].append((entry.shard.first_row, place))
                 place += 1
-        for k, column in enumerate(self.reduced):
-            parts[column].append((0, place + k))
-        sizes = [columns for own in self.sent_blocks for columns, _ in own] + [self.replicated, len(self.reduced)]
+        for k, column in enumerate(self.reduced_columns):
+            partial[column].append((0, place + k))
+        sizes = [columns for own in self.sent_blocks for columns, _ in own] + [
+            self.replica_columns,
+            len(self.reduced_columns),
+        ]
         firsts = list(itertools.accumulate(sizes, initial=0))
         block = [k for k, size in enumerate(sizes) for _ in range(size)]
-        ordered = [[p for _, p in sorted(part)] for part in parts]
+        ordered = [[p for _, p in sorted(sums)] for sums in partial]
         found: list[list[tuple[slice, _Source]]] = []
         for k in range(max(map(len, ordered), default=0)):
-            pairs = [(c, part[k]) for c, part in enumerate(ordered) if len(part) > k]
-            # Runs of columns that are consecutive both in the output and in a block.
+            pairs = [(c, sums[k]) for c, sums in enumerate(ordered) if len(sums) > k]
+            # Runs of columns that are consecutive in the output and in a block.
             cuts = [c - i for i, (c, _) in enumerate(pairs)], [p - i for i, (_, p) in enumerate(pairs)]
             found.append([])
             for first, last in _bounds(*cuts, [block[p] for _, p in pairs]):
                 (to, at), count = pairs[first], last - first
                 start = at - firsts[block[at]]
                 found[-1].append((slice(to, to + count), _Source(block[at], slice(start, start + count))))
-        first_parts = [source for _, source in found[0]] if found else []
-        return first_parts, [pair for others in found[1:] for pair in others]
+        first_sources = [source for _, source in found[0]] if found else []
+        return first_sources, [pair for others in found[1:] for pair in others]
 
-    def parts(self, pooled: Tensor) -> Tensor:
-        """[samples of all ranks, columns that are reduced]: this rank's part of them, zeros of rows that it lacks.
+    def reduce_scatter_input(self, pooled: Tensor) -> Tensor:
+        """[samples of all ranks, reduced columns]: this rank's partial sums, zeros in columns that it lacks.
 
         Args:
             pooled: [samples of all ranks, columns of this rank's entries].
         """
         own = [e for e in self.own if self._is_reduced(e)]
-        out, place = pooled.new_zeros(len(pooled), len(self.reduced)), self.sent[self.rank]
+        out, place = pooled.new_zeros(len(pooled), len(self.reduced_columns)), self.sent_columns[self.rank]
         for entry in own:
-            first = bisect.bisect_left(self.reduced, self._columns(entry).start)
+            first = bisect.bisect_left(self.reduced_columns, self._columns(entry).start)
             out[:, first : first + entry.shard.columns] += pooled[:, place : place + entry.shard.columns]
             place += entry.shard.columns
         return out
 
-    def assemble(self, arrived: Sequence[Tensor], counts: Tensor | None) -> Tensor:
-        """[B, dim]: the collection's output, partial sums added in the order of their rows and means divided.
+    def assemble_output(self, received: Sequence[Tensor], counts: Tensor | None) -> Tensor:
+        """[B, dim]: the output of all lookups; adds partial sums in the order of their rows, and divides means.
 
         Args:
-            arrived: [B, columns] of each of the ``sent_blocks``, rank by rank, then of this rank's replicas, and what
-                was reduced. counts: [F, B] ids of each bag that count, where some feature needs them.
+            received: [B, columns] of each of the ``sent_blocks``, rank by rank, then of this rank's replicas, then the
+                output of the reduce-scatter. counts: [F, B] valid ids of each bag, if a feature needs them.
         """
-        first = [arrived[source.block][:, source.columns] for source in self._gather]
-        out = torch.cat(first, dim=1) if first else arrived[-1][:, :0]
-        for columns, source in self._partial:
-            out[:, columns] += arrived[source.block][:, source.columns]
-        for f in self.means:
+        first = [received[source.block][:, source.columns] for source in self._first_sources]
+        out = torch.cat(first, dim=1) if first else received[-1][:, :0]
+        for columns, source in self._partial_sums:
+            out[:, columns] += received[source.block][:, source.columns]
+        for f in self.mean_features:
             block = out[:, self._starts[f] : self._starts[f + 1]]
             block.div_(counts[f].clamp(min=1).to(block.dtype)[:, None])
         return out
 
-    def disperse(self, grad: Tensor, counts: Tensor | None) -> list[Message]:
-        """Gathers the gradients of this rank's samples that each rank's update needs.
+    def gradient_messages(self, grad: Tensor, counts: Tensor | None) -> list[Message]:
+        """Gathers the gradients of this rank's samples that each rank needs for its update.
 
         Returns:
-            For each rank, coefficients, float32 [B, number of its coefficients], and its ``blocks``.
+            For each rank, 1 / ids of bags, float32 [B, its ``mean_entries``], and its ``gradient_blocks``.
         """
         messages = []
-        for own, blocks in zip(self.entries, self._scatter, strict=True):
-            numbers = []
-            if counted := [e.feature for e in own if e.coefficient]:
-                numbers.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
-            messages.append(Message(numbers, [([grad[:, run] for run in slices], width) for slices, width in blocks]))
+        for own, blocks in zip(self.entries, self._gradient_slices, strict=True):
+            floats = []
+            if counted := [e.feature for e in own if e.divides_by_count]:
+                floats.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
+            messages.append(Message(floats, [([grad[:, run] for run in slices], width) for slices, width in blocks]))
         return messages
 
 
 class _Source(NamedTuple):
-    """Columns of an arrived block."""
+    """Columns of a received block."""
 
     block: int
     columns: slice
 
 
 def _by_width(entries: Sequence[Entry]) -> list[tuple[int, list[Entry]]]:
-    """Entries that lie side by side and have as many columns, and this number."""
+    """Groups adjacent entries of one width."""
     return [(width, list(own)) for width, own in itertools.groupby(entries, lambda e: e.shard.columns)]
 
 
 def _blocks(entries: Sequence[Entry]) -> list[tuple[int, int]]:
-    """The columns of each group of ``_by_width``, and their width."""
+    """The columns of each group of ``_by_width``, and its width."""
     return [(width * len(own), width) for width, own in _by_width(entries)]
 
 
 def _bounds(*differences: list[int]) -> list[tuple[int, int]]:
-    """Where runs of positions begin and end in which none of ``differences`` changes."""
+    """Bounds of the runs in which no list of ``differences`` changes."""
     size = len(differences[0])
     cuts = [i for i in range(1, size) if any(d[i] != d[i - 1] for d in differences)]
     return list(itertools.pairwise([0, *cuts, size])) if size else []
 
 
 def _runs(columns: list[int]) -> list[slice]:
-    """Slices of consecutive columns, which are ``columns`` one after the other."""
+    """Merges consecutive columns into slices."""
     bounds = _bounds([c - i for i, c in enumerate(columns)])
     return [slice(columns[first], columns[last - 1] + 1) for first, last in bounds]

@@ -1,4 +1,4 @@
-"""Shared parts of the modules that take the place of collections on every rank: shards, updates, state."""
+"""Base class of the sharded modules: shards, lookups, updates, state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
-from rec_kernels.distributed import agreement, batches, reports, shard_files
-from rec_kernels.distributed.backwards import Backwards
+from rec_kernels.distributed import agreement, reports, shard_files
+from rec_kernels.distributed.backward_sync import BackwardSync
+from rec_kernels.distributed.batch_checks import CheckedBatch, checked_batch
 from rec_kernels.distributed.compositions import Composition
-from rec_kernels.distributed.id_splits import IdSplits
-from rec_kernels.distributed.local_shards import Piece, frozen_entries, make_collection, pieces_of
-from rec_kernels.distributed.messages import Post
-from rec_kernels.distributed.optimizer_face import TorchRecFace
-from rec_kernels.distributed.parts import PartMap
-from rec_kernels.distributed.plan import Shard
+from rec_kernels.distributed.input_dist import BucketizedBatch, GlobalBatchInfo, SplitsAwaitable
+from rec_kernels.distributed.local_shards import (
+    StoredBlock,
+    local_frozen_features,
+    make_local_collection,
+    stored_blocks,
+)
+from rec_kernels.distributed.lookup_context import LookupContext
+from rec_kernels.distributed.messages import MessageAllToAll
+from rec_kernels.distributed.output_dist import OutputDist, start_output_dist
+from rec_kernels.distributed.parameter_sharding import Shard
 from rec_kernels.distributed.routes import Routes
-from rec_kernels.distributed.row_exchange import RowContext, runs_of
-from rec_kernels.distributed.state import ShardedState, is_of_rank
-from rec_kernels.distributed.torch_tables import AllTables, ShownTables
-from rec_kernels.distributed.trips import Trip, leave
+from rec_kernels.distributed.row_packing import group_entries
+from rec_kernels.distributed.sharded_optimizer import TorchRecFusedOptimizer
+from rec_kernels.distributed.sharded_state import ShardedState, is_of_rank
+from rec_kernels.distributed.table_parameters import AllTablesParameter, TableViews
+from rec_kernels.distributed.table_parts import LookupMap
 from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
@@ -42,23 +49,24 @@ from rec_kernels.nn.training.fused_update import rate_groups
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_FLOATS = Wire()
+_FLOAT32 = Wire()
 
 
 class ShardedCollection(ShardedModule, FusedOptimizerModule):
-    """A collection whose tables are shared out among ranks. What travels is the subclasses' business.
+    """A collection whose tables are sharded over ranks; subclasses define what is sent.
 
     The arguments are ``ShardedEmbeddingBagCollection``'s.
 
     Attributes:
-        parts: the lookups that stand for its features. routes: which rank looks up what. group: the ranks.
+        lookup_map: the lookups of its features. routes: what each rank looks up. group: the ranks.
         output_dtype, output_dims: of the outputs.
-        backwards: when its lookups are updates. forward_post, backward_post: how rows and gradients travel.
+        backward_sync: decides when lookups update the tables.
+        forward_all_to_all, backward_all_to_all: send rows and gradients.
     """
 
     _holder = "embedding_bags"
-    _is_strict = True  # whether a state is to have all names
-    _are_alike = True  # whether ranks have the same numbers in what each of them has, as they do but at the beginning
+    _is_strict = True  # whether a loaded state must have all names
+    _checks_replicas = True  # whether a loaded state must have equal replicas on all ranks
 
     def __init__(
         self,
@@ -69,56 +77,57 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         *,
         gradient: str = "global_mean",
         row_wise: str = "ordered",
-        wire: Wire = _FLOATS,
+        wire: Wire = _FLOAT32,
         name: str = "",
     ) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         choices = {"gradient": gradient, "row_wise": row_wise, "wire": str(wire)}
-        agreement.check_same(_described(module, shards) | choices, group)
+        agreement.check_same_on_all_ranks(_described(module, shards) | choices, group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.tables, self._features, self.output_dims = module.tables, module._features, module._features.output_dims
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
         if wire.backward is not None and wire.rounding == "stochastic" and any(shard.replica for shard in shards):
             raise ValueError(
-                f"wire.backward = {wire.backward!r} is rounded stochastically, otherwise on the way to each rank: "
-                "replicas of data_parallel tables would not stay alike; round to the nearest, or shard these tables"
+                f"wire.backward = {wire.backward!r} is rounded stochastically, differently for each rank: "
+                "replicas of data_parallel tables would not stay equal; round to the nearest, or shard these tables"
             )
-        self.parts = PartMap(self.tables, shards, pooled=module._pools, row_wise=row_wise)
-        if not module._pools:  # shards of the same columns side by side: their rows travel as one block
-            self.parts.shards.sort(key=lambda s: (s.first_column, s.columns))
-        self.routes = Routes(self.parts, rank, world, pooled=module._pools, row_wise=row_wise)
-        by_id = self.routes.by_id if module._pools else None
-        self._runs = [runs_of(entries, by_id) for entries in self.routes.entries]
-        pieces = pieces_of(self.parts)
-        self._pieces = own = [p for p in pieces if p.shard.rank == rank]
-        collection = self._made(module, own, device, f"{name}/{module.seed}")
-        self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
+        self.lookup_map = LookupMap(self.tables, shards, pooled=module._pools, row_wise=row_wise)
+        if not module._pools:  # adjacent shards of the same columns are sent as one block
+            self.lookup_map.shards.sort(key=lambda s: (s.first_column, s.columns))
+        self.routes = Routes(self.lookup_map, rank, world, pooled=module._pools, row_wise=row_wise)
+        by_id = self.routes.unpooled_features if module._pools else None
+        self._runs = [group_entries(entries, by_id) for entries in self.routes.entries]
+        blocks = stored_blocks(self.lookup_map)
+        self._stored_blocks = own = [block for block in blocks if block.shard.rank == rank]
+        collection = self._make_local_collection(module, own, device, f"{name}/{module.seed}")
+        self._local_collection = [collection]  # a list hides its parameters from torch.nn.Module
         self.bounds_check = module.bounds_check
-        self._state = ShardedState(self._features, pieces, rank, group, device, holder=module._holder)
+        self._state = ShardedState(self._features, blocks, rank, group, device, holder=module._holder)
         fused = module.optimizer is not None
-        self._face = TorchRecFace(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
-        self.forward_post = Post(group, device, wire.forward, 2 * module.seed)
-        self.backward_post = Post(group, device, wire.backward, 2 * module.seed + 1)
-        replicas = [p.name for p in own if p.shard.replica]
-        self.backwards = Backwards(collection, wire, trained_by_torch=module._trained_by_torch, replicas=replicas)
-        self.backwards.frozen.update(module._layout.frozen)
+        self._torchrec_optim = TorchRecFusedOptimizer(collection.fused_optimizer) if fused else EmptyFusedOptimizer()
+        self.forward_all_to_all = MessageAllToAll(group, device, wire.forward, 2 * module.seed)
+        self.backward_all_to_all = MessageAllToAll(group, device, wire.backward, 2 * module.seed + 1)
+        replicas = [block.name for block in own if block.shard.replica]
+        trained_by_torch = module._trained_by_torch
+        self.backward_sync = BackwardSync(collection, wire, trained_by_torch=trained_by_torch, replicas=replicas)
+        self.backward_sync.frozen.update(module._layout.frozen)
         self._untrained = module._untrained
-        self._shown = [ShownTables(self._blocks(own))]
-        if module._trained_by_torch:
+        self._table_views = [TableViews(self._table_modules(own))]
+        if trained_by_torch:
             self._modules[module._holder] = self.embedding_bags
         else:
             trains = any(RequiresGrad.of(weight).requires_grad for weight in module._held.weights())
-            self.all_tables = AllTables.of(self.backwards.train_all, device, requires_grad=trains)
+            self.all_tables = AllTablesParameter.of(self.backward_sync.train_all, device, requires_grad=trains)
             if projected := [table.name for table in collection._features.tables if table.projection]:
-                self._modules[module._holder] = ShownTables({n: collection._held[n] for n in projected}, "projection")
+                self._modules[module._holder] = TableViews({n: collection._held[n] for n in projected}, "projection")
         if not module._weights.is_meta:
-            self._are_alike = False
+            self._checks_replicas = False
             self.load_state_dict(module.state_dict())
-            self._are_alike = True
+            self._checks_replicas = True
             state = collection.state_dict()
             agreement.broadcast([state[name] for name in self._state.replicated_names(state)], group)
-            self.backwards.refuse_whole(module._held.weights())
+            self.backward_sync.forbid_unsharded_weights(module._held.weights())
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value, self._holder)
@@ -130,12 +139,12 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would take the place of the tables."""
+        """Adds a module as ``torch.nn.Module`` does; RuntimeError if it would replace the tables."""
         refuse_replacing(self, name, module, self._holder)
         super().add_module(name, module)
 
     def reset_parameters(self) -> NoReturn:
-        """Raises RuntimeError, as that of the whole collection."""
+        """Raises RuntimeError, as the unsharded collection does."""
         refuse_reset(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -144,135 +153,139 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             "state_dict() by torch.distributed.checkpoint, and load it into another model that is sharded"
         )
 
-    def _made(self, module: TableCollection, pieces: list[Piece], device: torch.device, salt: str) -> TableCollection:
-        """The collection of this rank's shards; if a rank cannot make its own, all of them raise an error."""
+    def _make_local_collection(
+        self, module: TableCollection, blocks: list[StoredBlock], device: torch.device, salt: str
+    ) -> TableCollection:
+        """Makes the collection of this rank's shards; raises any rank's error on all."""
         made = None
 
         def make() -> TableCollection:
             nonlocal made
             entries, world = self.routes.own, self.routes.world_size
-            made = make_collection(module, self.parts, entries, pieces, device, salt, world=world)
+            made = make_local_collection(module, self.lookup_map, entries, blocks, device, salt, world=world)
             return made
 
         try:
-            made = agreement.together(make, self.group, "could not make its shards")
+            made = agreement.run_on_all_ranks(make, self.group, "could not make its shards")
         except BaseException:
             shard_files.discard(made)
             raise
         if self._on_disk:
             shard_files.check_files(made, self.group)
-            made._store.agree = self._agreed
+            made._store.agree = self._on_all_ranks
         return made
 
-    def _agreed(self, call: Callable[[], Any]) -> Any:
-        """Returns what a call returned that reads or writes this rank's file; if any rank's raised, all raise.
+    def _on_all_ranks(self, call: Callable[[], Any]) -> Any:
+        """Calls a function that may use this rank's file of tables; raises any rank's error on all.
 
-        With tables in files a collective, else the call alone.
+        A collective if tables are in files.
         """
-        return agreement.together(call, self.group, "could not use its file of tables") if self._on_disk else call()
+        return (
+            agreement.run_on_all_ranks(call, self.group, "could not use its file of tables")
+            if self._on_disk
+            else call()
+        )
 
-    def _blocks(self, pieces: list[Piece]) -> dict[str, nn.Module]:
-        """This rank's blocks of tables, by their names: another block of a table has one of its own."""
+    def _table_modules(self, blocks: list[StoredBlock]) -> dict[str, nn.Module]:
+        """This rank's blocks by table name; further blocks of a table by their own names."""
         found: dict[str, nn.Module] = {}
-        for piece in pieces:
-            name = self._features.stored[piece.stored].name
-            found[piece.name if name in found else name] = self.shards._held[piece.name]
+        for block in blocks:
+            name = self._features.stored[block.stored].name
+            found[block.name if name in found else name] = self.shards._held[block.name]
         return found
 
     @property
     def shards(self) -> TableCollection:
-        """This rank's shards, as a collection of their own."""
-        return self._held[0]
+        """The collection of this rank's shards."""
+        return self._local_collection[0]
 
     @property
-    def embedding_bags(self) -> ShownTables:
-        """This rank's blocks of tables, name -> module with a ``weight``: of tables that it has none of, no name.
+    def embedding_bags(self) -> TableViews:
+        """This rank's blocks, table name -> module with a ``weight``; tables without a block here are missing.
 
-        A second block of a table has "#" and a number behind the name. ``requires_grad_(False)`` of a weight freezes
-        the block; of a replica it is to be called on every rank. A loss may use a block if every rank's loss uses one
-        of its own, that no other rank has; else the backward raises RuntimeError.
+        Names of further blocks of a table end in "#" and a number. ``requires_grad_(False)`` of a weight freezes the
+        block; call it for a replica on every rank. A loss may use a block that no other rank has, if the loss of every
+        rank uses one; otherwise the backward raises RuntimeError.
         """
-        return self._shown[0]
+        return self._table_views[0]
 
     @property
     def feature_names(self) -> list[str]:
-        """The features that it looks up, table by table."""
+        """The features of the collection, table by table."""
         return list(self._features.feature_names)
 
     @property
     def bounds_check(self) -> str:
-        """The rule for ids outside their table, as ``rk.EmbeddingBagCollection``'s; to be set on every rank alike."""
+        """The rule for ids out of range, as ``rk.EmbeddingBagCollection``'s; set the same on every rank."""
         return self._bounds_check
 
     @bounds_check.setter
     def bounds_check(self, value: str) -> None:
         self.shards.bounds_check = value
-        if value == "error":  # the rank that feeds an id has checked it
+        if value == "error":  # the rank that feeds a batch has checked its ids
             self.shards.bounds_check = "ignore"
         self._bounds_check = value
 
-    @torch.compiler.disable(reason="shards are looked up by collectives, which are begun and awaited in Python")
+    @torch.compiler.disable(reason="lookups in shards are collectives, which start and wait in Python")
     def forward(self, *input: Any, **kwargs: Any) -> Any:
-        """Looks up a batch of this rank's samples, as the whole collection's ``forward``; a collective."""
+        """Looks up this rank's samples, as the unsharded collection's ``forward``; a collective."""
         return super().forward(*input, **kwargs)
 
     # The steps of a lookup, as TorchRec and its pipelines call them.
 
-    def create_context(self) -> RowContext:
-        """The context of one batch."""
-        return RowContext()
+    def create_context(self) -> LookupContext:
+        """Creates the context of one lookup."""
+        return LookupContext()
 
-    def input_dist(self, ctx: RowContext, features: Any) -> KJTListSplitsAwaitable:
+    def input_dist(self, ctx: LookupContext, features: Any) -> KJTListSplitsAwaitable:
         """Sends the ids of a batch to the ranks that have their rows.
 
         Args:
-            features: as of the whole collection's ``forward``, of this rank's samples.
+            features: this rank's samples, as for the unsharded collection's ``forward``.
 
         Raises:
-            IndexError, KeyError, TypeError, ValueError: in the first wait: the batch is refused, on the rank that fed
-            it, before any rank looks anything up. RuntimeError: another rank's was, which is named.
+            IndexError, KeyError, TypeError, ValueError: in the first wait, the batch is refused on the rank that fed
+            it, before any rank looks anything up. RuntimeError: the batch of another rank, which it names, is refused.
         """
-        given, error, device = batches.CheckedBatch(), None, self.shards.device
-        names, limits = self.feature_names, [feature.num_ids for feature in self.parts.features]
+        batch, error, device = CheckedBatch(), None, self.shards.device
+        names, limits = self.feature_names, [feature.num_ids for feature in self.lookup_map.features]
         try:
             kind = {"pooled": self.routes.pooled, "by_feature": ctx.by_feature}
             kind["is_weighted"] = self._features.is_weighted
-            given = batches.checked_batch(features, names, limits, self.bounds_check, **kind)
-            if given.bags.values.device.type != device.type:
-                raise ValueError(f"the batch must be on the shards' device, {device}, got {given.bags.values.device}")
-            ctx.features = given.bags
-            bags, ctx.inverse = self.parts.lookups_of(given.bags)
-            given = given._replace(bags=bags)
-        except Exception as refused:  # whatever it is: other ranks wait for what this one tells
+            batch = checked_batch(features, names, limits, self.bounds_check, **kind)
+            if batch.bags.values.device.type != device.type:
+                raise ValueError(f"the batch must be on the shards' device, {device}, got {batch.bags.values.device}")
+            ctx.feature_bags = batch.bags
+            bags, ctx.unique_inverse = self.lookup_map.expand_features(batch.bags)
+            batch = batch._replace(bags=bags)
+        except Exception as refused:  # of any type: other ranks wait for this rank's message
             error = refused
-        ctx.splits = IdSplits(self, ctx, given, error)
-        return KJTListSplitsAwaitable([ctx.splits], ctx)
+        ctx.splits_awaitable = SplitsAwaitable(self, ctx, batch, error)
+        return KJTListSplitsAwaitable([ctx.splits_awaitable], ctx)
 
-    def compute_and_output_dist(self, ctx: RowContext, input: KJTList) -> Any:
-        """Looks up what all ranks have sent, and sends it to its samples.
+    def compute_and_output_dist(self, ctx: LookupContext, input: KJTList) -> Any:
+        """Looks up the ids that all ranks have sent, and starts the output dist.
 
         Args:
-            ctx: of the batch. input: the ids of all ranks that this rank looks up.
+            ctx: of the lookup. input: the ids of all ranks that this rank looks up.
         """
-        ctx.splits.agree()  # a pipeline that goes on after detach() makes a context whose ids it does not wait for
-        del ctx.splits  # and the ids that were sent
+        ctx.splits_awaitable.wait_for_info()  # a pipeline resumed after detach() has a context that has not waited
+        del ctx.splits_awaitable  # frees the ids that were sent
         return super().compute_and_output_dist(ctx, input)
 
     @abstractmethod
-    def _sorted(self, ctx: Any, given: batches.CheckedBatch) -> batches.SortedIds:
-        """The ids of this rank's batch as they are sent."""
+    def _bucketize(self, ctx: Any, batch: CheckedBatch) -> BucketizedBatch:
+        """Groups the ids of this rank's batch by the entries that look them up."""
 
     @abstractmethod
-    def _take_agreed(
-        self, ctx: Any, given: batches.CheckedBatch, sent: batches.SortedIds, agreed: agreement.Agreed
-    ) -> bool:
-        """Takes note of what all ranks have told; whether keys have batch sizes of their own."""
+    def _prepare_output_dist(self, ctx: Any, batch: CheckedBatch, sent: BucketizedBatch, info: GlobalBatchInfo) -> bool:
+        """Sets the rows that this rank will receive; returns whether keys have batch sizes of their own."""
 
-    def _looked_up(self, ctx: RowContext, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
-        """Looks up bags of all ranks in this rank's shards.
+    def _lookup_local(self, ctx: LookupContext, bags: SelectedKeys, rows: int, starts: Tensor | None = None) -> Tensor:
+        """Looks up bags of all ranks' samples in this rank's shards.
 
         Args:
-            rows: of the result, should this rank have no shards. starts: where features begin, for a row of each bag.
+            rows: of the result if this rank has no shards. starts: first bag of each feature, for a row per bag.
         """
 
         def look_up() -> Tensor:
@@ -280,76 +293,79 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             if not self.routes.own:
                 return nothing
             shards, ids = self.shards, (bags.values, bags.offsets, starts)
-            if ctx.is_ahead:
+            if ctx.is_prefetch:
                 shards._store.prefetch(shards._call(*ids), training=self.training)
                 return nothing
             with shards._store.held():
-                if ctx.trains and shards.row_cache is not None:  # the lookup finds them, and by itself lets none in
+                if ctx.training and shards.row_cache is not None:  # the lookup itself inserts no rows
                     shards._store.lookup_arguments(shards._call(*ids), inserts=True)
                 return shards._lookup(bags, starts)
 
         with torch.no_grad():
-            return self._agreed(look_up)
+            return self._on_all_ranks(look_up)
 
     def prefetch(self, features: Any) -> None:
-        """Begins to read what the next batch needs of tables in files, while this one is computed; a collective.
+        """Starts to read the rows of the next batch from tables in files, during this one; a collective.
 
-        It is a hint, as ``prefetch()`` of the whole collection, and sends the ids, which the lookup sends again. With
-        tables in memory it does nothing.
+        It is a hint, as ``prefetch()`` of the unsharded collection, and sends the ids, which the lookup sends again.
+        With tables in memory it does nothing.
 
         Args:
-            features: of this rank's samples, as of ``forward``.
+            features: this rank's samples, as for ``forward``.
 
         Raises:
-            As ``input_dist``. OSError: blocks that make room find no space; RuntimeError: on another rank.
+            As ``input_dist``. OSError: evicted blocks find no space on disk; RuntimeError: those of another rank.
         """
         if self._on_disk:
             ctx = self.create_context()
-            ctx.is_ahead = True
+            ctx.is_prefetch = True
             self.compute(ctx, self.input_dist(ctx, features).wait().wait())
 
-    def _rows_looked_up(self, ctx: RowContext, counts: Tensor) -> Tensor:
-        """Rows that ranks have asked for: [rows of all ranks, columns of this rank's shards].
+    def _lookup_rows(self, ctx: LookupContext, counts: Tensor) -> Tensor:
+        """Looks up the rows that ranks receive: [rows of all ranks, columns of this rank's shards].
 
         Args:
-            counts: [entries of this rank, ranks] int64, how many rows each rank gets.
+            counts: [entries of this rank, ranks] int64, rows for each rank.
         """
-        ctx.hold(self.routes.rank, counts, self._runs[self.routes.rank])
-        bags = ctx.bags
-        unweighted = self.routes.unweighted
-        if unweighted and bags.weights is not None:  # their samples multiply rows by weights
+        ctx.set_rows_to_send(self.routes.rank, counts, self._runs[self.routes.rank])
+        bags = ctx.local_bags
+        unweighted = self.routes.unweighted_features
+        if unweighted and bags.weights is not None:  # the samples' ranks apply the weights
             flags = [e.feature in unweighted for e in self.routes.own]
-            plain = torch.tensor(flags, dtype=torch.bool, device=counts.device)  # a rank may have no entries
-            ids = bags.offsets[ctx.starts].diff()
+            plain = torch.tensor(flags, dtype=torch.bool, device=counts.device)  # dtype: a rank may have no entries
+            ids = bags.offsets[ctx.row_starts].diff()
             bags = bags._replace(weights=torch.where(plain.repeat_interleave(ids), 1, bags.weights))
-        return self._composed(ctx, self._looked_up(ctx, bags, 0, ctx.starts), counts)
+        return self._compose(ctx, self._lookup_local(ctx, bags, 0, ctx.row_starts), counts)
 
-    def _composed(self, ctx: RowContext, pooled: Tensor, counts: Tensor | None = None) -> Tensor:
-        """The columns of this rank's tables: what it has looked up, or where they are made of that.
+    def _compose(self, ctx: LookupContext, pooled: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Returns the columns of this rank's tables, which compressed tables compute from what was looked up.
 
         Args:
-            counts: as of ``_rows_looked_up``, where bags have rows.
+            counts: as for ``_lookup_rows``, if bags have rows.
         """
-        if ctx.is_ahead or not self.shards._features.finishes_later:
+        if ctx.is_prefetch or not self.shards._features.finishes_later:
             return pooled
         each = None if counts is None else counts.sum(1).tolist()
-        ctx.composition = Composition(self.shards, pooled, each, keeps=torch.is_grad_enabled())
+        ctx.composition = Composition(self.shards, pooled, each, saves_for_backward=torch.is_grad_enabled())
         return ctx.composition.columns
 
-    def _leave(self, trip: Trip, rows: Tensor) -> Callable[[], Tensor]:
-        """Sends what this rank has looked up; the function that is returned waits for its output."""
-        ctx = trip.batch
-        self._untrained.before_lookup(training=ctx.trains and self.backwards.trains)
-        ctx.begun = self.backwards.begin(needs_rows=any(ctx.wants))
-        # All ranks run the backward that trains a projection of one.
-        token = self.backwards.token(ctx.begun, wanted=any(ctx.wants) or bool(self._features.projected))
+    def _start_output_dist(self, output_dist: OutputDist, rows: Tensor) -> Callable[[], Tensor]:
+        """Starts to send what this rank has looked up; the returned function waits for the output."""
+        ctx = output_dist.ctx
+        self._untrained.before_lookup(training=ctx.training and self.backward_sync.trains)
+        needs_weight_grad = any(ctx.needs_weight_grad)
+        ctx.pending_backward = self.backward_sync.start_lookup(needs_rows=needs_weight_grad)
+        # All ranks run the backward if one of them has a projection to train.
+        needs_backward = needs_weight_grad or bool(self._features.projected)
+        token = self.backward_sync.token(ctx.pending_backward, needs_backward=needs_backward)
         token = token if ctx.composition is None else ctx.composition.token(token)
-        return leave(trip, token, rows, None if ctx.fed is None else ctx.features.weights)
+        weights = None if ctx.weight_grad_bags is None else ctx.feature_bags.weights
+        return start_output_dist(output_dist, token, rows, weights)
 
     # Updates.
 
     def gradient_scales(self, batch_sizes: list[int]) -> list[float]:
-        """Factors of the gradients of the outputs of each rank, by the batch sizes of all."""
+        """Returns the factor of each rank's gradients, from the batch sizes of all."""
         if self._gradient == "sum":
             return [1.0] * len(batch_sizes)
         if self._gradient == "torchrec":
@@ -358,47 +374,48 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike.
+        """Updates once for several micro-batches, as ``rk.EmbeddingBagCollection.accumulate``; on every rank.
 
-        Where an exception ends the block on some ranks only, the next backward raises RuntimeError on all of them.
+        If an exception ends the block on some ranks only, the next backward raises RuntimeError on all of them.
         """
         with self.shards.accumulate():
             yield
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
-        """Tells it that losses are scaled, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank alike.
+        """Sets the scaler of losses, as ``rk.EmbeddingBagCollection.set_grad_scaler``; on every rank.
 
-        An overflow on any rank skips the update on all ranks, and ``scaler.step(optimizer)`` tells each rank's scaler.
+        An overflow on any rank skips the update on all ranks, and ``scaler.step(optimizer)`` reports it to each rank's
+        scaler.
 
         Args:
-            scaler: this rank's, or None. All ranks' have one scale.
+            scaler: this rank's, or None. The scales of all ranks must be equal.
         """
         self.shards.set_grad_scaler(scaler)
 
     def freeze(self, *features: str) -> None:
-        """Stops training the tables by ids of these features, as ``rk.EmbeddingBagCollection.freeze``."""
-        self.shards.freeze(*self._own_names(features))
-        self.backwards.frozen.update(features)
+        """Excludes ids of these features from updates, as ``rk.EmbeddingBagCollection.freeze``."""
+        self.shards.freeze(*self._local_names(features))
+        self.backward_sync.frozen.update(features)
 
     def unfreeze(self, *features: str) -> None:
-        """The reverse of ``freeze``."""
-        self.shards.unfreeze(*self._own_names(features))
-        self.backwards.frozen.difference_update(features)
+        """Reverses ``freeze``."""
+        self.shards.unfreeze(*self._local_names(features))
+        self.backward_sync.frozen.difference_update(features)
 
-    def _own_names(self, features: tuple[str, ...]) -> list[str]:
+    def _local_names(self, features: tuple[str, ...]) -> list[str]:
         names = self.feature_names
         if unknown := [f for f in features if f not in names]:
             raise KeyError(f"features {unknown} are not among the collection's, {names}")
-        return frozen_entries(self.routes.own, self.parts, features)
+        return local_frozen_features(self.routes.own, self.lookup_map, features)
 
     @property
-    def fused_optimizer(self) -> TorchRecFace | EmptyFusedOptimizer:
-        """TorchRec's face of the fused optimizer, which ``DistributedModelParallel.fused_optimizer`` collects."""
-        return self._face
+    def fused_optimizer(self) -> TorchRecFusedOptimizer | EmptyFusedOptimizer:
+        """The fused optimizer as TorchRec's class, which ``DistributedModelParallel.fused_optimizer`` collects."""
+        return self._torchrec_optim
 
     @property
     def optimizer(self) -> FusedOptimizer:
-        """The fused optimizer's ``torch.optim.Optimizer`` face, for schedulers: on every rank alike.
+        """The fused optimizer as ``torch.optim.Optimizer``, for schedulers; change it the same on every rank.
 
         Raises:
             ValueError: the collection has none (``optimizer=None``).
@@ -407,7 +424,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def lr(self) -> Tensor:
-        """The learning rates as ``rk.EmbeddingBagCollection.lr`` has them, of the tables of all ranks; a copy."""
+        """A copy of the learning rates of the tables of all ranks, as ``rk.EmbeddingBagCollection.lr``."""
         groups = zip(rate_groups(self._features), self.optimizer.param_groups, strict=True)
         rates = {number: group["lr"] for own, group in groups for number in own.table_ids}
         lr = torch.tensor([rates[number] for number in sorted(rates)], dtype=torch.float32, device=self.device)
@@ -417,52 +434,52 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's lookups are made."""
+        """The device of this rank's lookups."""
         return self.shards.device
 
     @property
     def step(self) -> Tensor:
-        """The updates so far, 0-dim int64, of a fused optimizer: on every rank alike."""
+        """Number of updates of a fused optimizer, 0-dim int64, equal on all ranks."""
         return self.shards.step
 
     def is_weighted(self) -> bool | None:
-        """The option of the collection that it was made of."""
+        """The option of the unsharded collection."""
         return self._features.is_weighted
 
     def check(self) -> None:
-        """Raises what this rank's shards have found in earlier lookups, as ``check()`` of the whole collection."""
+        """Raises errors of earlier lookups in this rank's shards, as ``check()`` of the unsharded collection."""
         self.shards.check()
 
     def __repr__(self) -> str:
-        """A line for each table, the optimizer, and how many shards this rank has."""
-        held = f"{len(self._pieces)} shards on rank {self.routes.rank} of {self.routes.world_size}"
-        return shown(self, self.tables, f"optimizer={self.shards.optimizer}", held)
+        """A line for each table, the optimizer, and the number of this rank's shards."""
+        shards = f"{len(self._stored_blocks)} shards on rank {self.routes.rank} of {self.routes.world_size}"
+        return shown(self, self.tables, f"optimizer={self.shards.optimizer}", shards)
 
     def memory_report(self) -> list[dict[str, Any]]:
-        """As ``memory_report()`` of the whole collection, with the sums of all ranks' shards; a collective.
+        """Sums ``memory_report()`` over the shards of all ranks, by table; a collective.
 
-        Replicas count on every rank. A rank's own part is ``shards.memory_report()``.
+        Replicas count on every rank. ``shards.memory_report()`` has this rank's shards only.
         """
-        return reports.memory_report(self._features, self._pieces, self.shards.memory_report(), self.group)
+        return reports.memory_report(self._features, self._stored_blocks, self.shards.memory_report(), self.group)
 
     def tier_report(self) -> dict[str, int]:
-        """As ``tier_report()`` of the whole collection, with the sums of all ranks' shards; a collective."""
+        """Sums ``tier_report()`` over the shards of all ranks; a collective."""
         return reports.tier_report(self.shards.tier_report(), self.group)
 
     # State.
 
     def flush(self) -> None:
-        """Encodes cached rows into this rank's shards, as ``flush()`` of the whole collection.
+        """Writes cached rows back to this rank's shards, as ``flush()`` of the unsharded collection.
 
-        Of tables in files a collective, after which they are durable: an error on one rank is raised on all.
+        With tables in files it is a collective that makes them durable, and raises any rank's error on all.
         """
         if self._on_disk:
-            shard_files.flush(self.shards, self.group, self._agreed)
+            shard_files.flush(self.shards, self.group, self._on_all_ranks)
         else:
             self.shards.flush()
 
     def close(self, *, apply: bool = False) -> None:
-        """Closes this rank's file of tables on disk, as ``close()`` of the whole collection; no collective."""
+        """Closes this rank's file of tables, as ``close()`` of the unsharded collection; not a collective."""
         self.shards.close(apply=apply)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -470,15 +487,15 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """One process's names, dtypes and shapes; see ``ShardedState.whole``. A collective only of tables in files.
+        """The state by one process's names; see ``ShardedState.whole``. A collective if tables are in files.
 
         Args:
             args, destination, prefix, keep_vars: ``torch.nn.Module``'s; tensors are never parameters.
         """
         out = {} if destination is None else destination
         if self._on_disk:
-            self.flush()  # of all ranks, before the first applies its own
-        local = self._agreed(lambda: self.shards.state_dict() | shard_files.rows_of_state(self.shards))
+            self.flush()  # on all ranks, before any rank applies its log
+        local = self._on_all_ranks(lambda: self.shards.state_dict() | shard_files.rows_of_state(self.shards))
         for name, tensor in self._state.whole(local).items():
             out[prefix + name] = tensor
         return out
@@ -487,11 +504,11 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         """Loads a state as ``torch.nn.Module`` does; a collective.
 
         Args:
-            strict: False: tables that the state lacks stay as they are. A model that ``torch.nn.Module`` loads, and
-                that has the collection, does not pass it on, ``DistributedModelParallel`` does. assign: also copies.
+            strict: False: tables that the state lacks stay unchanged. A parent ``torch.nn.Module`` does not pass it on,
+                ``DistributedModelParallel`` does. assign: copies, too.
 
         Raises:
-            RuntimeError: on all ranks, what one of them cannot load; none has loaded any table.
+            RuntimeError: on all ranks, if one of them cannot load its state; none has loaded any table.
         """
         self._is_strict = strict
         try:
@@ -509,22 +526,22 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled.
+        """Loads a state of one process, or a ``state_dict()`` that torch.distributed.checkpoint has filled.
 
-        A collective: what is wrong on one rank, all ranks raise before any of them has loaded anything.
+        A collective: all ranks raise any rank's error before one of them has loaded anything.
         """
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         given = {name: t for name, t in given.items() if not is_of_rank(name)}
-        # Without a flush: cached rows would be written over those that were loaded in place.
+        # No flush: it would overwrite rows that were loaded in place with cached ones.
         own = nn.Module.state_dict(self.shards)
         names = self._state.names(own)
         missing = [prefix + name for name in names if name not in given]
-        if missing == [f"{prefix}step"]:  # other packages' states have none
+        if missing == [f"{prefix}step"]:  # states of other packages have no step
             given["step"], missing = torch.zeros_like(own["step"]), []
         formats = self._state.format_names
         unexpected = [prefix + name for name in given if name not in formats and name not in names]
 
-        def fitting() -> dict[str, Tensor]:
+        def select() -> dict[str, Tensor]:
             if strict and self._is_strict:
                 refuse_names(missing, unexpected)
             local = self._state.local(given, own)
@@ -533,19 +550,19 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             return local
 
         refused = "cannot load its state, and no rank has loaded any of its tables"
-        local = agreement.together(fitting, self.group, refused)
-        if self._are_alike:
-            agreement.check_equal(self._state.replicated_names(local), local, self.group)
+        local = agreement.run_on_all_ranks(select, self.group, refused)
+        if self._checks_replicas:
+            agreement.check_equal_tensors(self._state.replicated_names(local), local, self.group)
         missing_keys += missing
         unexpected_keys += unexpected
-        self._agreed(lambda: shard_files.write_rows(self.shards, local))
+        self._on_all_ranks(lambda: shard_files.write_rows(self.shards, local))
         self.shards.load_state_dict(local, strict=False)
         if not missing:
-            self.backwards.taken = 0  # ranks are alike again
+            self.backward_sync.num_backwards = 0  # the ranks' states are equal again
 
 
 def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
-    """The choices that all ranks must have made alike, by their names."""
+    """The options that must be equal on all ranks, by name."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check, module.is_weighted()
     cache = None if module.row_cache is None else module.row_cache.cache

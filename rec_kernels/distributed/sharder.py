@@ -10,11 +10,11 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
-from rec_kernels.distributed.agreement import together
-from rec_kernels.distributed.plan import SHARDING_TYPES, Shard, possible_types, shards_of
+from rec_kernels.distributed.agreement import run_on_all_ranks
+from rec_kernels.distributed.parameter_sharding import SHARDING_TYPES, Shard, possible_types, shards_from_plan
 from rec_kernels.distributed.sharded_collection import ShardedCollection
-from rec_kernels.distributed.sharded_pooled import ShardedEmbeddingBagCollection
-from rec_kernels.distributed.sharded_sequences import ShardedEmbeddingCollection
+from rec_kernels.distributed.sharded_embedding_bag_collection import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.sharded_embedding_collection import ShardedEmbeddingCollection
 from rec_kernels.distributed.wire import Wire
 from rec_kernels.nn.arguments import check_choice, is_list
 from rec_kernels.nn.collection import TableCollection
@@ -88,9 +88,9 @@ class CollectionSharder(ModuleSharder):
 
         def planned() -> list[Shard]:
             _check(module, self._kind)
-            return shards_of(module.tables, module.optimizer, params, env.world_size)
+            return shards_from_plan(module.tables, module.optimizer, params, env.world_size)
 
-        shards = together(planned, env.process_group, "cannot shard as it was told, and none has")
+        shards = run_on_all_ranks(planned, env.process_group, "cannot shard as it was told, and none has")
         device = torch.device("cpu") if device is None else device
         return self._sharded_kind(module, shards, env.process_group, device, **self._options, name=module_fqn or "")
 

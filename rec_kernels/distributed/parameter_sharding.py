@@ -1,4 +1,4 @@
-"""Shards of a collection's tables, read from a plan of TorchRec, and the plans that are refused."""
+"""Shards of a collection's tables from the ParameterShardings of a TorchRec plan, and checks of the plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.optimizers import LAMB, Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
-#: TorchRec's names of the ways in which a table can be sharded, in the order in which messages propose them.
+#: TorchRec's sharding types, in the order in which error messages list them.
 SHARDING_TYPES = (
     "table_wise",
     "row_wise",
@@ -26,12 +26,12 @@ _BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of a table, and the rank that has it.
+    """A block of a table, and its rank.
 
     Args:
-        table: number of the table in its collection, or in ``PartMap.tables``. rank: of the process.
-        first_row, rows, first_column, columns: the block. Plans count the rows of a compressed table by its ids.
-        replica: whether every rank has one of the same whole table (data-parallel).
+        table: index of the table in its collection, or in ``LookupMap.tables``. rank: of the process.
+        first_row, rows, first_column, columns: the block. Plans count the rows of a compressed table in ids.
+        replica: whether every rank has the whole table (data-parallel).
     """
 
     table: int
@@ -43,12 +43,12 @@ class Shard:
     replica: bool = False
 
     def is_whole(self, table: EmbeddingConfig) -> bool:
-        """True if it is all of its table."""
+        """True if the block is the whole table."""
         return self.rows == table.planned_rows and self.columns == table.embedding_dim
 
 
 def needs_whole_rows(optimizer: Optimizer | None) -> str:
-    """The reason why an update needs all columns of a row at once; "": it does not."""
+    """Why an update needs all columns of a row at once; "": it does not."""
     if optimizer is None:
         return ""
     if not all(optimizer.state.values()):
@@ -60,8 +60,8 @@ def needs_whole_rows(optimizer: Optimizer | None) -> str:
     return ""
 
 
-def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding_type: str) -> str:
-    """The reason why a table, with its own optimizer or this one, cannot be sharded in this way; "": it can."""
+def sharding_refusal(table: EmbeddingConfig, optimizer: Optimizer | None, sharding_type: str) -> str:
+    """Why a table, with its own optimizer or this one, cannot have this sharding type; "": it can."""
     if sharding_type not in SHARDING_TYPES:
         return "it is no sharding type that rk.distributed has"
     if table.projection and sharding_type in _BY_COLUMNS + _BY_ROWS:
@@ -77,10 +77,10 @@ def reason_against(table: EmbeddingConfig, optimizer: Optimizer | None, sharding
 
 def possible_types(table: EmbeddingConfig, optimizer: Optimizer | None) -> list[str]:
     """The sharding types that a table can have."""
-    return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
+    return [kind for kind in SHARDING_TYPES if not sharding_refusal(table, optimizer, kind)]
 
 
-def shards_of(
+def shards_from_plan(
     tables: Sequence[EmbeddingConfig], optimizer: Optimizer | None, plan: Mapping[str, Any], world_size: int
 ) -> list[Shard]:
     """The shards of all tables, table by table, each table's by rows and columns.
@@ -90,8 +90,8 @@ def shards_of(
         plan: table name -> TorchRec's ``ParameterSharding``. world_size: the number of ranks.
 
     Raises:
-        ValueError: the plan lacks a table or has one that is not there, names a rank that is not there, shards a table
-            in a way that it cannot be sharded, or its blocks are not all of a table, each once.
+        ValueError: the plan lacks a table, has an unknown table or rank, or a sharding type that the table cannot have;
+            or its blocks do not cover a table exactly once.
     """
     names = [table.name for table in tables]
     if sorted(plan) != sorted(names):
@@ -103,7 +103,7 @@ def _shards_of(
     number: int, table: EmbeddingConfig, optimizer: Optimizer | None, sharding: Any, world_size: int
 ) -> list[Shard]:
     kind, rows, columns = sharding.sharding_type, table.planned_rows, table.embedding_dim
-    if reason := reason_against(table, optimizer, kind):
+    if reason := sharding_refusal(table, optimizer, kind):
         near = ", ".join(possible_types(table, optimizer))
         raise ValueError(f"table {table.name!r} cannot be sharded {kind}: {reason}; it can be sharded {near}")
     if kind == "data_parallel":
@@ -115,7 +115,7 @@ def _shards_of(
         (first_row, first_column), (n, d) = block.shard_offsets, block.shard_sizes
         if block.placement is None:
             raise ValueError(f"table {table.name!r}: the plan has a shard without a placement, such as rank:0/cpu")
-        if n and d:  # a table has fewer rows than there are ranks
+        if n and d:  # empty if a table has fewer rows than ranks
             shards.append(Shard(number, block.placement.rank(), first_row, n, first_column, d))
     _check_blocks(table, shards, world_size)
     return sorted(shards, key=lambda s: (s.first_column, s.first_row))
@@ -144,6 +144,6 @@ def _check_blocks(table: EmbeddingConfig, shards: list[Shard], world_size: int) 
 
 
 def _is_whole(spans: list[tuple[int, int]], size: int) -> bool:
-    """True if spans, sorted, follow one another from 0 to ``size``."""
+    """True if sorted spans cover [0, size) without gaps or overlaps."""
     ends = [0, *(last for _, last in spans)]
     return ends[-1] == size and all(first == end for (first, _), end in zip(spans, ends, strict=False))

@@ -1,4 +1,4 @@
-"""State of a sharded collection under one process's names, for torch.distributed.checkpoint and TorchRec."""
+"""State of a sharded collection by one process's names, for torch.distributed.checkpoint and TorchRec."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from rec_kernels.distributed.local_shards import Piece
+from rec_kernels.distributed.local_shards import StoredBlock
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.load_state import format_of_state
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
 class ShardedState:
-    """The names, shapes and dtypes of one process's state, and the blocks of it that ranks have.
+    """Names, shapes and dtypes of one process's state, and each rank's blocks of it.
 
     Args:
-        features: of the whole collection. pieces: of all ranks. rank: this process's. group: the ranks.
-        device: of the blocks. holder: the module that has the tables, in names of the state.
+        features: of the whole collection. blocks: of all ranks. rank: this process's. group: the ranks.
+        device: of the blocks. holder: name of the module that has the tables.
     """
 
     def __init__(
         self,
         features: FeatureMap,
-        pieces: Sequence[Piece],
+        blocks: Sequence[StoredBlock],
         rank: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -40,12 +40,12 @@ class ShardedState:
         self._features, self._rank, self._group, self._device = features, rank, group, device
         self._holder = f"{holder}."
         self._projections = {table.name: [*table.projection] for table in features.tables if table.projection}
-        self._pieces: list[list[Piece]] = [[] for _ in features.stored]
-        for piece in pieces:
-            self._pieces[piece.stored].append(piece)
+        self._blocks_of: list[list[StoredBlock]] = [[] for _ in features.stored]
+        for block in blocks:
+            self._blocks_of[block.stored].append(block)
 
     def _kinds(self) -> Iterator[tuple[int, str, list[int], torch.dtype]]:
-        """Number of the stored table, name of a kind of numbers, and their whole shape and dtype."""
+        """Yields each tensor of the whole state: index of the stored table, kind, shape and dtype."""
         for i, table in enumerate(self._features.stored):
             dtype = FLOAT_DTYPES.get(table.format, torch.uint8)
             width = table.embedding_dim if dtype != torch.uint8 else table.row_bytes
@@ -58,99 +58,103 @@ class ShardedState:
                 yield i, "projection", shape, torch.float32
 
     def whole(self, local: Mapping[str, Tensor]) -> dict[str, Any]:
-        """One process's names, with what this rank has of each.
+        """Returns the state by one process's names, with this rank's blocks.
 
         Args:
             local: the state of the rank's own collection, whose memory the result shares.
 
         Returns:
-            ``ShardedTensor`` for tables and their state, ordinary tensors for replicas and numbers.
+            ``ShardedTensor`` for tables and their optimizer state, tensors for replicas and scalars.
         """
         out: dict[str, Any] = {}
         for i, kind, shape, dtype in self._kinds():
             name = f"{self._holder}{self._features.stored[i].name}"
-            pieces = self._pieces[i]
-            mine = [p for p in pieces if p.shard.rank == self._rank]
-            if pieces[0].shard.replica:
+            blocks = self._blocks_of[i]
+            mine = [p for p in blocks if p.shard.rank == self._rank]
+            if blocks[0].shard.replica:
                 out[f"{name}.{kind}"] = local[f"{self._holder}{mine[0].name}.{kind}"]
             else:
-                blocks = [(p, local[f"{self._holder}{p.name}.{kind}"]) for p in mine]
-                out[f"{name}.{kind}"] = self._sharded(pieces, blocks, shape, dtype)
+                local_blocks = [(p, local[f"{self._holder}{p.name}.{kind}"]) for p in mine]
+                out[f"{name}.{kind}"] = self._sharded(blocks, local_blocks, shape, dtype)
             if kind == "weight" and dtype == torch.uint8:
                 text = self._features.stored[i].format.encode()
                 out[f"{name}.format"] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
-        return out | {n: local[n] for n in self._numbers(local)}
+        return out | {n: local[n] for n in self._global_names(local)}
 
-    def _numbers(self, local: Mapping[str, Tensor]) -> list[str]:
-        """Names of a state that are of no table and no cache: numbers that every rank has."""
+    def _global_names(self, local: Mapping[str, Tensor]) -> list[str]:
+        """Names that belong to no table and no cache, as the step, which every rank has."""
         return [name for name in local if not name.startswith(self._holder) and not is_of_rank(name)]
 
     def replicated_names(self, local: Mapping[str, Tensor]) -> list[str]:
-        """Names of what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
-        kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
+        """Names of what every rank has, replicas with their state and scalars, in the same order on all ranks."""
+        kinds = [(self._blocks_of[i], kind) for i, kind, _, _ in self._kinds()]
         names = [f"{self._holder}{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
-        return [name for name in [*names, *self._numbers(local)] if name in local]
+        return [name for name in [*names, *self._global_names(local)] if name in local]
 
     def _sharded(
-        self, pieces: list[Piece], blocks: list[tuple[Piece, Tensor]], shape: list[int], dtype: torch.dtype
+        self,
+        blocks: list[StoredBlock],
+        local_blocks: list[tuple[StoredBlock, Tensor]],
+        shape: list[int],
+        dtype: torch.dtype,
     ) -> ShardedTensor:
         metadata = ShardedTensorMetadata(
-            shards_metadata=[self._metadata(piece, shape) for piece in pieces],
+            shards_metadata=[self._metadata(block, shape) for block in blocks],
             size=torch.Size(shape),
             tensor_properties=TensorProperties(dtype=dtype, requires_grad=False),
         )
-        local = [LocalShard(rows, self._metadata(piece, shape)) for piece, rows in blocks]
+        local = [LocalShard(rows, self._metadata(block, shape)) for block, rows in local_blocks]
         return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=self._group)
 
-    def _metadata(self, piece: Piece, shape: list[int]) -> ShardMetadata:
-        place = self._place(piece, shape)
+    def _metadata(self, block: StoredBlock, shape: list[int]) -> ShardMetadata:
+        place = self._place(block, shape)
         offsets, sizes = [part.start for part in place], [part.stop - part.start for part in place]
-        rank = dist.get_global_rank(self._group, piece.shard.rank)  # ranks of the group are others than all there are
+        rank = dist.get_global_rank(self._group, block.shard.rank)  # placements have global ranks
         return ShardMetadata(offsets, sizes, f"rank:{rank}/{self._device}")
 
-    def _place(self, piece: Piece, shape: list[int]) -> list[slice]:
-        """A piece's rows of a whole tensor and, if it has any, columns; all of a matrix that is no rows."""
-        table = self._features.stored[piece.stored]
+    def _place(self, block: StoredBlock, shape: list[int]) -> list[slice]:
+        """A block's rows and columns in a whole tensor; all of a projection."""
+        table = self._features.stored[block.stored]
         rows, columns = slice(0, shape[0]), slice(0, shape[-1])
-        if piece.rows != table.num_embeddings:
-            rows = slice(piece.first_row, piece.first_row + piece.rows)
-        if piece.columns != table.embedding_dim:
-            columns = slice(piece.first_column, piece.first_column + piece.columns)
+        if block.rows != table.num_embeddings:
+            rows = slice(block.first_row, block.first_row + block.rows)
+        if block.columns != table.embedding_dim:
+            columns = slice(block.first_column, block.first_column + block.columns)
         return [rows, columns][: len(shape)]
 
     @property
     def format_names(self) -> set[str]:
-        """The names of the formats of tables, which a state may have."""
+        """The optional names of tables' formats in a state."""
         return {f"{self._holder}{table.name}.format" for table in self._features.stored}
 
     def names(self, local: Mapping[str, Tensor]) -> list[str]:
-        """The names of a state, without those of formats."""
+        """The names of a state, without ``format_names``."""
         stored = self._features.stored
         names = [f"{self._holder}{stored[i].name}.{kind}" for i, kind, _, _ in self._kinds()]
-        return names + self._numbers(local)
+        return names + self._global_names(local)
 
     def local(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Picks out of a state what the rank's own collection has, by the names there.
+        """Selects the blocks of this rank's own collection from a state, by its own names.
 
         Args:
             state: one process's, of whole tensors or of ``ShardedTensor``s of this plan. own: the collection's.
 
         Raises:
-            RuntimeError: a tensor has other rows or columns, or is sharded in another way.
+            RuntimeError: a tensor has other rows or columns, or is sharded differently.
         """
-        out = {name: state[name] for name in self._numbers(own) if name in state}
+        out = {name: state[name] for name in self._global_names(own) if name in state}
         for i, kind, shape, _ in self._kinds():
             name = f"{self._holder}{self._features.stored[i].name}"
             if f"{name}.{kind}" not in state:
                 continue
-            for piece in self._pieces[i]:
-                if piece.shard.rank != self._rank:
+            for block in self._blocks_of[i]:
+                if block.shard.rank != self._rank:
                     continue
-                found = f"{self._holder}{piece.name}"
-                block = self._block(state[f"{name}.{kind}"], f"{name}.{kind}", piece, shape)
-                out[f"{found}.{kind}"] = block
+                found = f"{self._holder}{block.name}"
+                rows = self._rows(state[f"{name}.{kind}"], f"{name}.{kind}", block, shape)
+                out[f"{found}.{kind}"] = rows
                 if kind == "weight":
-                    self._check_format(name, block, named := state.get(f"{name}.format"), i)
+                    self._check_format(name, rows, named := state.get(f"{name}.format"), i)
                     out |= {} if named is None else {f"{found}.format": named}
         return out
 
@@ -164,8 +168,8 @@ class ShardedState:
                 "collection of one process, and its state here; nothing was changed"
             )
 
-    def _block(self, given: Any, name: str, piece: Piece, shape: list[int]) -> Tensor:
-        place = self._place(piece, shape)
+    def _rows(self, given: Any, name: str, block: StoredBlock, shape: list[int]) -> Tensor:
+        place = self._place(block, shape)
         if isinstance(given, ShardedTensor):
             at, rows = [part.start for part in place], place[0].stop - place[0].start
             for shard in given.local_shards():
@@ -176,16 +180,16 @@ class ShardedState:
                 "way: load it with torch.distributed.checkpoint into state_dict() first; nothing was changed"
             )
         found = list(given.shape) if isinstance(given, Tensor) else None
-        split = place[-1] != slice(0, shape[-1])  # other columns of a row may be those of another format
+        split = place[-1] != slice(0, shape[-1])  # else the format, which sets the number of columns, is checked later
         if found is None or found[:1] != shape[:1] or len(found) != len(shape) or (split and found != shape):
-            told = type(given).__name__ if found is None else found
+            got = type(given).__name__ if found is None else found
             raise RuntimeError(
-                f"size mismatch for {name}: the state has {told}, this collection has {shape}; none of its tables was "
+                f"size mismatch for {name}: the state has {got}, this collection has {shape}; none of its tables was "
                 "changed"
             )
         return given[(place[0], place[-1]) if split and len(shape) > 1 else place[0]]
 
 
 def is_of_rank(name: str) -> bool:
-    """True for what a collection's state has of slots and files: of rows that the tables have, too, and of one rank."""
+    """True for names of cache slots and files, which belong to one rank and repeat rows of tables."""
     return name.startswith("row_cache.") or name in ("file_identity", "file_generation")

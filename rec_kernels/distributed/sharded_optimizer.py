@@ -1,4 +1,4 @@
-"""Faces of a sharded collection's fused optimizer: torch's, with the groups of the whole model, and TorchRec's."""
+"""A sharded collection's fused optimizer as torch's, with the groups of the whole collection, and as TorchRec's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchrec.optim.fused import FusedOptimizer as TorchRecFused
 from rec_kernels.nn.training.fused_optimizer import OPTIONS, FusedOptimizer, RateGroup
 
 
-class ShardedRates(FusedOptimizer):
-    """The learning rates of a rank's shards, in the groups of the whole collection, as every rank has them.
+class ShardedFusedOptimizer(FusedOptimizer):
+    """The fused optimizer of a rank's shards, with the parameter groups of the whole collection.
 
-    A group has the rank's shards of its tables, which may be none. States are those of one process's collection.
+    A group has the rank's shards of its tables, possibly none. States are those of one process's collection.
 
     Args:
         tables: weights of the shards. rate_groups: of the whole collection's stored tables.
-        stored: of each shard, the number of the stored table that it is of. lr, step: ``FusedOptimizer``'s.
+        stored: for each shard, the index of its stored table. lr, step: ``FusedOptimizer``'s.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ShardedRates(FusedOptimizer):
         super().__init__(tables, own, lr, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The learning rates, and what schedulers have added, by the tables of the whole collection."""
+        """The learning rates, and what schedulers have added, by tables of the whole collection."""
         state, tables = super().state_dict(), 0
         for group, size in zip(state["param_groups"], self._sizes, strict=True):
             group["params"] = list(range(tables, tables + size))
@@ -63,7 +63,7 @@ class ShardedRates(FusedOptimizer):
 
 
 class _Group(dict):
-    """A parameter group without parameters, whose ``lr`` is that of another group, which also refuses other options."""
+    """A parameter group without parameters that forwards ``lr`` and other options to another group."""
 
     def __init__(self, group: dict) -> None:
         super().__init__(params=[], lr=group["lr"])
@@ -87,24 +87,24 @@ class _Group(dict):
             self[key] = value
 
 
-class TorchRecFace(TorchRecFused):
-    """The learning rates of a sharded collection; its state is in the collection's ``state_dict()``.
+class TorchRecFusedOptimizer(TorchRecFused):
+    """The learning rates of a sharded collection; the optimizer state is in the collection's ``state_dict()``.
 
     Args:
-        face: the optimizer of this rank's shards, whose learning rates this one shows and sets.
+        optimizer: of this rank's shards, whose learning rates this one reads and sets.
     """
 
-    def __init__(self, face: FusedOptimizer) -> None:
-        super().__init__({}, {}, [_Group(group) for group in face.param_groups])
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        super().__init__({}, {}, [_Group(group) for group in optimizer.param_groups])
 
     def step(self, closure: Any = None) -> None:
-        """Nothing to do: updates are made in the backward."""
+        """Does nothing: the backward updates the tables."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: tables keep no gradient."""
+        """Does nothing: tables have no gradients."""
 
     def save_param_groups(self, save: bool) -> None:
-        """Refuses to have states with learning rates: TorchRec finds a group by its parameters, of which it has none.
+        """Refuses states with learning rates: TorchRec finds groups by their parameters, and these have none.
 
         Raises:
             NotImplementedError: ``save`` is True.
