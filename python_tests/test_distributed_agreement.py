@@ -65,8 +65,8 @@ def test_what_ranks_do_apart() -> None:
     first, second = pool(2).run(HERE, "apart", Case("mixed"))
     assert first == second
     loaded, frozen = first
-    assert loaded.startswith("step has other numbers in the state of rank 1 than in that of rank 0")
-    assert "whose learning rates, frozen features or requires_grad of replicas differ" in frozen
+    assert loaded.startswith("step in the state of rank 1 differs from that of rank 0")
+    assert "; learning rates, frozen features or requires_grad of replicas differ" in frozen
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", *full("adam")])
@@ -85,7 +85,7 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
         assert flags.startswith("RuntimeError: ranks must run the backwards")
         assert "requires_grad of replicas differ" in flags
         for told in (after, after_failing):
-            assert "have made other numbers of updates, as an exception has ended a backward, or an accu" in told
+            assert "have made different numbers of updates, as an exception has ended a backward, or an accu" in told
         assert loaded == "none"
 
 
@@ -106,7 +106,7 @@ def test_replicas_that_a_loss_uses(case: Case) -> None:
     assert first == second
     *alike, told = first
     assert alike == ["none", "none"]
-    assert "whose replicas of data_parallel tables have other numbers, as a loss of one of them has used" in told
+    assert "; replicas of data_parallel tables differ, as a loss of one rank has used" in told
 
 
 def test_data_that_one_rank_cannot_begin_to_read() -> None:

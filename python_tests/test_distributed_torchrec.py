@@ -165,7 +165,7 @@ def test_plan_of_one_rank_is_refused() -> None:
     """All ranks are told, before they wait for one another."""
     other, own = pool(2).run(HERE, "refused_plan", Case())
     assert own.startswith("ValueError: the plan must have each of the tables")
-    assert other == f"OtherRankError: another rank cannot shard as it was told, and none has: rank 1: {own}"
+    assert other == f"OtherRankError: another rank cannot shard by its plan, and no rank has: rank 1: {own}"
 
 
 def test_replicas_begin_alike() -> None:

@@ -91,8 +91,8 @@ def check_equal_tensors(names: Sequence[str], state: Mapping[str, Tensor], group
         for name in sorted(theirs.keys() | found[0].keys()):
             if theirs.get(name) != found[0].get(name):
                 raise RuntimeError(
-                    f"{name} has other numbers in the state of rank {rank} than in that of rank 0, and ranks keep it "
-                    "alike: load one state on all of them; no rank has loaded any of its tables"
+                    f"{name} in the state of rank {rank} differs from that of rank 0, and must be the same on all: "
+                    "load the same state on all of them; no rank has loaded any of its tables"
                 )
 
 

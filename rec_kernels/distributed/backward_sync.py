@@ -280,18 +280,18 @@ class BackwardSync:
         On a GPU a device-side assertion ends the process instead: the host does not wait for backwards.
         """
         compared, text = headers[:, :-1], ""
-        alike = (
-            "ranks must run the backwards of a sharded collection's lookups in the same order, in as many backward() "
+        rule = (
+            "ranks must run the backwards of a sharded collection's lookups in the same order, in the same backward() "
             "calls and accumulate() blocks, and with the same loss scale, learning rates, frozen features and replicas"
         )
         if headers.device.type != "cpu":
-            torch._assert_async(((compared == compared[0]) & (compared[:, 1:2] < _CHANGED)).all(), alike)
+            torch._assert_async(((compared == compared[0]) & (compared[:, 1:2] < _CHANGED)).all(), rule)
             return
         by_rank = compared.tolist()
         if others := [rank for rank, (_, timing, *_) in enumerate(by_rank) if timing < _NOW]:
             raise RuntimeError(
                 f"rank {others[0]} is in another collective, as a lookup, while this rank runs a lookup's backward: "
-                "every rank must make as many lookups and backwards of a sharded collection, in the same order; no "
+                "every rank must make the same lookups and backwards of a sharded collection, in the same order; no "
                 "rank has updated its tables"
             )
         refused = [(rank, int(timing)) for rank, (_, timing, *_) in enumerate(by_rank) if timing in _REFUSED]
@@ -305,21 +305,18 @@ class BackwardSync:
                 f"{by_rank[rank][2]:g}"
                 for rank in (0, other)
             ]
-            text = f"{alike}: {', and '.join(described)} (0: no GradScaler)"
+            text = f"{rule}: {', and '.join(described)} (0: no GradScaler)"
             if by_rank[0][3] != by_rank[other][3]:
-                text += (
-                    ", whose learning rates, frozen features or requires_grad of replicas differ: set them on every "
-                    "rank"
-                )
+                text += "; learning rates, frozen features or requires_grad of replicas differ: set them on every rank"
             if by_rank[0][4] != by_rank[other][4]:
                 text += (
-                    ", which have made other numbers of updates, as an exception has ended a backward, or an "
-                    "accumulate() block, of one of them: load a checkpoint on all"
+                    "; the ranks have made different numbers of updates, as an exception has ended a backward, or an "
+                    "accumulate() block, on one of them: load a checkpoint on all"
                 )
             if by_rank[0][5] != by_rank[other][5]:
                 text += (
-                    ", whose replicas of data_parallel tables have other numbers, as a loss of one of them has used a "
-                    "replica, or its gradients were clipped by another norm: load a checkpoint on all"
+                    "; replicas of data_parallel tables differ, as a loss of one rank has used a replica, or its "
+                    "gradients were clipped by another norm: load a checkpoint on all"
                 )
         if text:
             raise RuntimeError(f"{text}; no rank has updated its tables")

@@ -1,4 +1,4 @@
-"""A planner of TorchRec that counts this package's bytes: of rows, of their state, and of what ranks send."""
+"""TorchRec's planner with this package's byte counts: of rows, optimizer state and messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rec_kernels.nn.tables.optimizer_state import StatePlaces
 from rec_kernels.nn.tables.row_cache import RowCache, slot_bytes
 from rec_kernels.ops.row_formats import row_bytes
 
-#: Bytes that are read at once of tables in a file.
+#: Bytes of a block of tables in files.
 _BLOCK = 4096
 
 
@@ -40,7 +40,7 @@ class ShardBytes(NamedTuple):
     """Bytes of a shard.
 
     Args:
-        rows: encoded. state: of the optimizer. slots: of a row cache, with tags and counts.
+        rows: encoded. state: of the optimizer. slots: of the row cache, with tags and counts.
     """
 
     rows: int
@@ -51,12 +51,12 @@ class ShardBytes(NamedTuple):
 def shard_bytes(
     module: TableCollection, table: EmbeddingConfig, rows: int, columns: int, first_row: int = 0
 ) -> ShardBytes:
-    """Bytes of a block of a table: of rows and state what ``memory_report()`` of its rank has.
+    """Returns the bytes of a block of a table; rows and state as in ``memory_report()`` of its rank.
 
-    Slots are those of a table by itself; tables of one width that share sets have up to a set less.
+    Slots are those of the table alone; tables of one width that share sets have up to a set less.
 
     Args:
-        module: the collection that has the table. rows, columns, first_row: of the block, in ids of a compressed table.
+        module: the collection of the table. rows, columns, first_row: the block, rows in ids of a compressed table.
     """
     stored = _stored(table, rows, columns, first_row)
     cache = None if module.row_cache is None else module.row_cache.cache
@@ -90,15 +90,15 @@ def _slots(cache: RowCache, fraction: float, rows: int, columns: int) -> int:
 
 
 class ByteCostEstimator(ShardEstimator):
-    """Memory and time of shards, by the bytes that lookups and updates read, write and send.
+    """Estimates memory and time of shards from the bytes that lookups and updates read, write and send.
 
-    Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step; of rows in a file
-    their share of the ranks' budgets. Time is bytes over the topology's bandwidths. A rank that has a table looks up
-    all ranks' samples, sends a row for each bag, or id, and gets as many gradients: of row shards, each does so.
+    Memory is that of rows, optimizer state and slots, and of the ids, rows and gradients of a step; for rows in a file,
+    their share of the ranks' budgets. Time is bytes over the topology's bandwidths. A rank looks up all ranks' samples
+    in its tables, sends a row per bag, or id, and receives the same number of gradients; so does each row shard.
 
     Args:
         topology: of the ranks. constraints: not used.
-        sharders: one for each kind of collection, for what travels and in which formats.
+        sharders: one for each kind of collection, for what is sent and in which formats.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ByteCostEstimator(ShardEstimator):
         self._memory = topology.hbm_mem_bw if self._on_gpu else topology.ddr_mem_bw
         sizes = topology.local_world_size, topology.world_size
         network = topology.comms_bandwidths.get_bw(*sizes, CollectiveType.ALL_TO_ALL)
-        self._network = min(network, self._memory)  # what is sent is read first
+        self._network = min(network, self._memory)  # messages are read from memory first
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any = None) -> None:
         """Writes ``storage`` and ``perf``, in milliseconds, of every shard.
@@ -121,66 +121,72 @@ class ByteCostEstimator(ShardEstimator):
         Args:
             sharding_options: of tables of collections of this package. sharder_data_map: not used.
         """
-        kept: dict[int, float] = {}
+        in_memory: dict[int, float] = {}
         for option in sharding_options:
             module: Any = option.module[1]
-            if id(module) not in kept:
-                kept[id(module)] = self._kept(module)
+            if id(module) not in in_memory:
+                in_memory[id(module)] = self._fraction_in_memory(module)
             table = next(t for t in module.tables if t.name == option.name)
             for shard in option.shards:
                 rows, columns = shard.size
-                parts = sum(other.offset[1] == shard.offset[1] and other.size[0] > 0 for other in option.shards)
-                if not rows or not columns:  # a table has fewer rows than there are ranks
-                    parts = 0
+                row_shards = sum(other.offset[1] == shard.offset[1] and other.size[0] > 0 for other in option.shards)
+                if not rows or not columns:  # a table has fewer rows than ranks
+                    row_shards = 0
                 elif option.sharding_type == "data_parallel":
-                    parts = 1
-                self._estimate(option, shard, table, parts, kept[id(module)])
+                    row_shards = 1
+                self._estimate(option, shard, table, row_shards, in_memory[id(module)])
 
-    def _kept(self, module: TableCollection) -> float:
-        """The part of the rows of a collection that ranks have in memory: with backing "disk", by their budgets."""
+    def _fraction_in_memory(self, module: TableCollection) -> float:
+        """The fraction of a collection's rows that is in memory: below 1 only with backing "disk", by the budgets."""
         if module.row_cache is None or module.row_cache.cache.memory_budget is None:
             return 1.0
         rows = sum(t.num_embeddings * row_bytes(t.format, t.embedding_dim) for t in module._features.stored)
         return min(1.0, module.row_cache.cache.memory_budget * self._topology.world_size / max(rows, 1))
 
-    def _estimate(self, option: ShardingOption, shard: Any, table: EmbeddingConfig, parts: int, kept: float) -> None:
-        """One shard's; ``parts``: of how many row shards of its columns, 0: it is empty; ``kept``: ``_kept``."""
+    def _estimate(
+        self, option: ShardingOption, shard: Any, table: EmbeddingConfig, row_shards: int, in_memory: float
+    ) -> None:
+        """Writes the estimate of a shard.
+
+        Args:
+            row_shards: the number of row shards of its columns; 0: it is empty. in_memory: ``_fraction_in_memory``.
+        """
         module: Any = option.module[1]
         world, (rows, columns) = self._topology.world_size, shard.size
-        bags = option.batch_size * len(option.input_lengths) * world if parts else 0
-        ids = option.batch_size * sum(option.input_lengths) * world / parts if parts else 0
+        bags = option.batch_size * len(option.input_lengths) * world if row_shards else 0
+        ids = option.batch_size * sum(option.input_lengths) * world / row_shards if row_shards else 0
         sharder, stored = self._sharders[type(module)], _stored(table, rows, columns, shard.offset[0])
-        by_id = not module._pools or (parts > 1 and sharder.row_wise == "exact")
+        by_id = not module._pools or (row_shards > 1 and sharder.row_wise == "exact")
         sent = ids if by_id else bags
-        asked, travels = ids, [(columns, sent)]  # for each part that travels by itself, its columns and rows
-        if parts > 1 and len(stored) > 1:
-            asked, travels = ids * len(stored), [(d, sent) for _, d in stored]
-            if not by_id and combines_by_id(table):  # a rank asks for a row once
-                travels = [(d, min(ids, world * n)) for n, d in stored]
-                asked = sum(n for _, n in travels)
-        held, cache = shard_bytes(module, table, rows, columns, shard.offset[0]), module.row_cache
+        requested, messages = ids, [(columns, sent)]  # columns and rows of each part that is sent separately
+        if row_shards > 1 and len(stored) > 1:
+            requested, messages = ids * len(stored), [(d, sent) for _, d in stored]
+            if not by_id and combines_by_id(table):  # a rank receives a row once
+                messages = [(d, min(ids, world * n)) for n, d in stored]
+                requested = sum(n for _, n in messages)
+        own, cache = shard_bytes(module, table, rows, columns, shard.offset[0]), module.row_cache
         replica = option.sharding_type == "data_parallel"
         on_host = self._on_gpu and cache is not None and cache.cache.backing == "host"
-        row, state = (sum(own) for own in zip(*(_row(module, table, d) for _, d in stored), strict=True))
+        row, state = (sum(part) for part in zip(*(_row(module, table, d) for _, d in stored), strict=True))
         reading = ids * row / (self._topology.hbm_to_ddr_mem_bw if on_host else self._memory)
-        if kept < 1:
-            reading += (1 - kept) * ids * max(row, _BLOCK) / self._topology.ssd_mem_bw
-        wire, away = sharder.wire, (world - 1) / world / self._network
+        if in_memory < 1:
+            reading += (1 - in_memory) * ids * max(row, _BLOCK) / self._topology.ssd_mem_bw
+        wire, per_byte = sharder.wire, (world - 1) / world / self._network
         shard.perf = Perf(
             fwd_compute=reading,
-            fwd_comms=0.0 if replica else sum(wire_row_bytes(wire.forward, d) * n for d, n in travels) * away,
+            fwd_comms=0.0 if replica else sum(wire_row_bytes(wire.forward, d) * n for d, n in messages) * per_byte,
             bwd_compute=2 * (reading + ids * state / self._memory),
-            bwd_comms=sum(wire_row_bytes(wire.backward, d) * n for d, n in travels) * away,
-            input_dist_comms=8 * asked * away,
+            bwd_comms=sum(wire_row_bytes(wire.backward, d) * n for d, n in messages) * per_byte,
+            input_dist_comms=8 * requested * per_byte,
         )
-        step = math.ceil(8 * asked + 2 * 4 * sum(d * n for d, n in travels))
-        near, far = held.state + held.slots + step, held.rows
-        if kept < 1:  # a budget of rows in a file has the slots, too
-            far = max(0, int(kept * held.rows) - held.slots)
+        step = math.ceil(8 * requested + 2 * 4 * sum(d * n for d, n in messages))
+        hot, tables = own.state + own.slots + step, own.rows
+        if in_memory < 1:  # the budget of a file includes the slots
+            tables = max(0, int(in_memory * own.rows) - own.slots)
         if not self._on_gpu:
-            shard.storage = Storage(hbm=0, ddr=near + far)
+            shard.storage = Storage(hbm=0, ddr=hot + tables)
         else:
-            shard.storage = Storage(hbm=near if on_host else near + far, ddr=far if on_host else 0)
+            shard.storage = Storage(hbm=hot if on_host else hot + tables, ddr=tables if on_host else 0)
 
 
 def planner(
@@ -192,21 +198,21 @@ def planner(
     lengths: Mapping[str, float] | None = None,
     **options: Any,
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner for a model whose tables are all of collections of this package.
+    """Returns TorchRec's planner for a model whose tables are all in collections of this package.
 
-    ``planner(...).collective_plan(model, sharders, group)`` makes the plan, of the ways that each table can be sharded
-    and the sharder offers. Memory and times of shards are those of ``docs/distributed.md``, not TorchRec's.
+    ``planner(...).collective_plan(model, sharders, group)`` returns the plan, among the sharding types that the table
+    supports and the sharder offers. Memory and times of shards are those of ``docs/distributed.md``, not TorchRec's.
 
     Args:
         model: with collections, on any device. sharders: one for each kind of collection.
         topology: TorchRec's, of ranks, their memory and bandwidths.
-        batch_size: samples of one rank. lengths: feature -> ids of a sample in the mean; 1 of features without one.
-        options: further arguments of ``EmbeddingShardingPlanner``, as ``storage_reservation``, ``proposer``, ``debug``.
+        batch_size: samples of one rank. lengths: feature -> mean ids per sample; 1 if it is missing.
+        options: other arguments of ``EmbeddingShardingPlanner``: ``storage_reservation``, ``proposer``, ``debug``, ...
 
     Raises:
-        ValueError: the model has no collection that a sharder shards, or tables of one name in two; ``lengths`` name a
-            feature that no table has, or a number below 0; a collection cannot be sharded. TypeError: an argument is of
-            another type.
+        ValueError: the model has no collection that a sharder shards, or two with tables of one name; ``lengths`` has
+            an unknown feature or a value below 0; a collection cannot be sharded. TypeError: an argument has another
+            type.
     """
     _check_arguments(model, sharders, topology, batch_size, lengths)
     constraints: dict[str, ParameterConstraints] = {}
@@ -234,15 +240,15 @@ def planner(
 
 
 class CollectivePlanner(EmbeddingShardingPlanner):
-    """TorchRec's planner, but all ranks are told if ``collective_plan`` finds no plan, and none waits for it."""
+    """TorchRec's planner, with errors of ``collective_plan`` raised on all ranks: none waits for a plan."""
 
     def collective_plan(
         self, module: nn.Module, sharders: Any = None, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlan:
-        """The first rank's ``plan(module, sharders)``, on all ranks of a group; None: of all there are.
+        """Returns the first rank's ``plan(module, sharders)`` on all ranks of a group; None: the default group.
 
         Raises:
-            PlannerError: on the first rank, there is no plan. RuntimeError: on the others, with its message.
+            PlannerError: on the first rank, if there is no plan. RuntimeError: on the others, with its message.
         """
         group = dist.group.WORLD if pg is None else pg
         is_first = dist.get_rank(group) == 0
@@ -251,7 +257,7 @@ class CollectivePlanner(EmbeddingShardingPlanner):
 
 
 def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any) -> None:
-    for name, good, told, given in (
+    for name, good, expected, given in (
         ("model", isinstance(model, nn.Module), "a torch.nn.Module", model),
         (
             "sharders",
@@ -263,7 +269,7 @@ def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, 
         ("lengths", isinstance(lengths, Mapping | None), "a dict of features' numbers of ids", lengths),
     ):
         if not good:
-            raise TypeError(f"{name} must be {told}, got {given!r}")
+            raise TypeError(f"{name} must be {expected}, got {given!r}")
     positive_integer("batch_size", batch_size)
     for feature, number in (lengths or {}).items():
         check_rate(f"lengths[{feature!r}]", number)

@@ -1,4 +1,4 @@
-"""Sharders: what TorchRec asks to shard collections."""
+"""Sharders, by which TorchRec shards collections of this package."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
 class CollectionSharder(ModuleSharder):
-    """Has TorchRec's ``DistributedModelParallel`` shard collections of one kind.
+    """The ``ModuleSharder`` of collections of one kind.
 
     Args:
         gradient, wire, sharding_types: ``EmbeddingBagCollectionSharder``'s.
 
     Attributes:
-        wire: as given; without formats, if None was. row_wise: ``EmbeddingBagCollectionSharder``'s.
+        wire: as given; ``Wire()`` if None. row_wise: ``EmbeddingBagCollectionSharder``'s.
     """
 
     row_wise = "ordered"
@@ -68,29 +68,26 @@ class CollectionSharder(ModuleSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedCollection:
-        """The module of this rank; ``DistributedModelParallel`` calls it on all ranks.
+        """Creates the sharded module of this rank; ``DistributedModelParallel`` calls it on all ranks.
 
         Args:
-            module: the whole collection. params: table name -> TorchRec's ``ParameterSharding``.
+            module: the unsharded collection. params: table name -> TorchRec's ``ParameterSharding``.
             env: has the ranks' process group. device: of the shards; None: the CPU. module_fqn: the module's name.
 
         Raises:
-            TypeError: ``module`` is of another kind. ValueError: the plan, or the collection, is one that cannot be
-            sharded; the message names the table, the reason and what it can be. RuntimeError: another rank's is, or it
-            could not make its shards.
+            TypeError: ``module`` is of another kind. ValueError: the plan or the collection cannot be sharded; the
+            message names the table, the reason and the possible types. RuntimeError: another rank raised an error here.
         """
         if env.process_group is None:
             raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
         if isinstance(env, ShardingEnv2D):
-            raise ValueError(
-                "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
-            )
+            raise ValueError("env must not be a ShardingEnv2D: two-dimensional parallelism is not built yet")
 
         def planned() -> list[Shard]:
             _check(module, self._kind)
             return shards_from_plan(module.tables, module.optimizer, params, env.world_size)
 
-        shards = run_on_all_ranks(planned, env.process_group, "cannot shard as it was told, and none has")
+        shards = run_on_all_ranks(planned, env.process_group, "cannot shard by its plan, and no rank has")
         device = torch.device("cpu") if device is None else device
         return self._sharded_kind(module, shards, env.process_group, device, **self._options, name=module_fqn or "")
 
@@ -100,7 +97,7 @@ class CollectionSharder(ModuleSharder):
         return self._kind
 
     def shardable_parameters(self, module: TableCollection) -> dict[str, nn.Parameter]:
-        """A meta parameter [E, D] for each table, for planners: its dtype has the size of a number of its format."""
+        """A meta parameter [E, D] for each table, for planners; its dtype has the size of the format's values."""
         dtypes = {table.name: FLOAT_DTYPES.get(table.format, torch.uint8) for table in module.tables}
         return {
             t.name: nn.Parameter(
@@ -110,19 +107,19 @@ class CollectionSharder(ModuleSharder):
         }
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The ways that a planner may choose from."""
+        """The sharding types that a planner may choose."""
         return self._types
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's name of a kernel by which planners estimate; lookups are this package's."""
+        """TorchRec's name of the kernel that its planner assumes; lookups use this package's kernels."""
         return ["dense" if sharding_type == "data_parallel" else "fused"]
 
     def constraints(self, module: TableCollection) -> dict[str, ParameterConstraints]:
-        """For ``EmbeddingShardingPlanner(constraints=...)``: the ways in which each table can be sharded.
+        """Sharding types of each table, for ``EmbeddingShardingPlanner(constraints=...)``.
 
         Raises:
-            TypeError: ``module`` is of another kind. ValueError: the collection cannot be sharded, or a table in none
-            of the ways that a planner may choose from.
+            TypeError: ``module`` is of another kind. ValueError: the collection cannot be sharded, or a table supports
+            none of the types that a planner may choose.
         """
         _check(module, self._kind)
         found = {}
@@ -154,31 +151,31 @@ def _check(module: TableCollection, kind: type[TableCollection]) -> None:
 
 
 class EmbeddingBagCollectionSharder(CollectionSharder):
-    """Has TorchRec's ``DistributedModelParallel`` shard every ``rk.EmbeddingBagCollection`` of a model.
+    """Shards every ``rk.EmbeddingBagCollection`` of a model in TorchRec's ``DistributedModelParallel``.
 
-    ``DistributedModelParallel(model, sharders=[EmbeddingBagCollectionSharder()], plan=...)`` puts a
-    ``ShardedEmbeddingBagCollection`` in the place of each. Plans are TorchRec's: of its planner, or of
-    ``construct_module_sharding_plan``. The collection may be on the meta device; then each rank draws the rows of its
-    shards, the same for every plan, from the collection's ``seed``, its name in the model, table and row.
+    ``DistributedModelParallel(model, sharders=[EmbeddingBagCollectionSharder()], plan=...)`` replaces each by a
+    ``ShardedEmbeddingBagCollection``. Plans are TorchRec's: of its planner, or of ``construct_module_sharding_plan``.
+    If the collection is on the meta device, each rank draws the first rows of its shards. They are the same for every
+    plan, and depend on the collection's ``seed``, its name in the model, table and row.
 
     Args:
-        gradient: what the loss of each rank is, whose gradients update tables. "global_mean": the mean over the rank's
-            samples; tables are trained by the mean over those of all ranks, however uneven. "sum": a sum over samples;
-            tables are trained by the sum over all ranks. "torchrec": gradients are added up and divided by the number
-            of ranks, as by TorchRec's default. DistributedDataParallel averages gradients of the other parameters over
-            ranks, which is "torchrec", and "global_mean" where batches are even.
-        row_wise: how the parts of a bag in several row shards become one. "ordered": its sample gets them all and adds
-            them in the order of the rows. "reduce_scatter": a collective of the process group adds them, in an order of
-            its own, as TorchRec has it; a rank gets one row of each of its samples. Ranks send as many bytes. "exact":
-            there are no parts: its sample gets the row of each of its ids, and sums them as one process does, whose
-            bits outputs and updates have; ranks send a row, and a gradient, for each id. Rows that are products of a
-            compressed table's parts are made where the sample is in each case, of rows that a rank gets once, or with
-            "exact" for each id.
-        wire: the row formats in which pooled columns and gradients travel; None: float32.
-        sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
+        gradient: the meaning of each rank's loss. "global_mean": the mean over the rank's samples; tables are trained
+            by the mean over the samples of all ranks, however uneven. "sum": a sum over samples; tables are trained by
+            the sum over all ranks. "torchrec": gradients are summed and divided by the number of ranks, TorchRec's
+            default. DistributedDataParallel averages gradients of the other parameters over ranks, which is "torchrec",
+            and "global_mean" if batches are even.
+        row_wise: how the partial sums of a bag in several row shards are added. "ordered": the sample's rank receives
+            all of them and adds them in the order of the rows. "reduce_scatter": a collective of the process group adds
+            them in its own order, as in TorchRec; a rank receives one row for each of its samples. These two send the
+            same number of bytes. "exact": the sample's rank receives the row of each of its ids, and sums them as one
+            process does, so that outputs and updates have its bits; ranks send a row, and a gradient, per id. Products
+            of a compressed table's parts are always computed on the sample's rank, from rows that it receives once, or
+            with "exact" per id.
+        wire: the row formats in which pooled columns and gradients are sent; None: float32.
+        sharding_types: those that a planner may choose; a plan by hand may have any that its tables support.
 
     Raises:
-        ValueError: an unknown ``gradient``, ``row_wise`` or sharding type; a format for what a collective adds.
+        ValueError: an unknown ``gradient``, ``row_wise`` or sharding type; or a forward format with "reduce_scatter".
     """
 
     _kind = EmbeddingBagCollection
@@ -203,17 +200,17 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
 
 
 class EmbeddingCollectionSharder(CollectionSharder):
-    """Has TorchRec's ``DistributedModelParallel`` shard every ``rk.EmbeddingCollection`` of a model.
+    """Shards every ``rk.EmbeddingCollection`` of a model in TorchRec's ``DistributedModelParallel``.
 
-    It is ``EmbeddingBagCollectionSharder`` for rows of ids that are not pooled, and puts a
-    ``ShardedEmbeddingCollection`` in the place of each collection.
+    As ``EmbeddingBagCollectionSharder``, for a row per id without pooling; it replaces each collection by a
+    ``ShardedEmbeddingCollection``.
 
     Args:
-        gradient: what the loss of each rank is, as of ``EmbeddingBagCollectionSharder``. A sample has as many rows as
-            ids, and counts once: "global_mean" is the mean over the samples of all ranks. Where features have batch
-            sizes of their own, a batch has as many samples as its ``stride()`` says.
-        wire: the row formats in which rows of ids and gradients travel; None: float32.
-        sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
+        gradient: the meaning of each rank's loss, as for ``EmbeddingBagCollectionSharder``. A sample has one row per
+            id, and counts once: "global_mean" is the mean over the samples of all ranks. If features have batch sizes
+            of their own, ``stride()`` is the number of samples.
+        wire: the row formats in which rows of ids and gradients are sent; None: float32.
+        sharding_types: those that a planner may choose; a plan by hand may have any that its tables support.
 
     Raises:
         ValueError: an unknown ``gradient`` or sharding type.

@@ -1,4 +1,4 @@
-"""Names of TorchRec's own checkpoints, for tables and optimizer state of this package."""
+"""States of this package's models by the names of TorchRec's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
-#: TorchRec's names of the kinds of state, which are FBGEMM's. Adam's kin need the step, which its checkpoints lack.
+#: TorchRec's names of optimizer state, which are FBGEMM's. Adam and its variants need the step, which is missing there.
 _NAMES: dict[type[Optimizer], dict[str, str]] = {
     FAMILIES[family]: {kind: f"momentum{i}" for i, kind in enumerate(kinds, 1)}
     for family, kinds in OPTIMIZERS.values()
@@ -25,11 +25,11 @@ _NAMES: dict[type[Optimizer], dict[str, str]] = {
 
 
 class TorchRecState(NamedTuple):
-    """State of a model by the names of TorchRec.
+    """State of a model by TorchRec's names.
 
     Args:
-        model: as of ``DistributedModelParallel.state_dict()`` with TorchRec's own sharders. optimizer: as of its
-            ``fused_optimizer.state_dict()``, without parameter groups; of SGD, which has no state, it names no table.
+        model: as ``DistributedModelParallel.state_dict()`` with TorchRec's own sharders. optimizer: as its
+            ``fused_optimizer.state_dict()``, without parameter groups; it has no tables with SGD, which has no state.
     """
 
     model: dict[str, Any]
@@ -37,18 +37,18 @@ class TorchRecState(NamedTuple):
 
 
 def torchrec_state(model: nn.Module) -> TorchRecState:
-    """The state of a model as TorchRec's fused kernels would have it, whose tensors share the model's memory.
+    """Returns the state of a model by the names of TorchRec's fused kernels; tensors share the model's memory.
 
     ``torch.distributed.checkpoint.load`` into it loads a checkpoint that TorchRec has written, of any plan, and
-    ``save`` writes one that TorchRec loads. The collections' ``step`` is not part of it.
+    ``save`` writes one that TorchRec loads. It lacks the collections' ``step``.
 
     Args:
-        model: with sharded collections in ``DistributedModelParallel``, or with whole ones.
+        model: with sharded collections in ``DistributedModelParallel``, or with unsharded ones.
 
     Raises:
-        ValueError: a collection's optimizer is another than SGD, RowwiseAdagrad and Adagrad with state in float32; the
-            rows of a table are not fp32, fp16 or bf16, or have a compression; a collection has a row cache. TypeError:
-            ``model`` is no module.
+        ValueError: a collection's optimizer is not SGD, RowwiseAdagrad or Adagrad with float32 state; a table's rows
+            are not fp32, fp16 or bf16, or it has a compression; a collection has a row cache. TypeError: ``model`` is
+            not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -71,7 +71,7 @@ def torchrec_state(model: nn.Module) -> TorchRecState:
 
 
 def _checked(name: str, collection: TableCollection, table: EmbeddingConfig) -> dict[str, str]:
-    """TorchRec's name for each kind of a table's optimizer's state; ValueError if it has none for what is kept."""
+    """TorchRec's name for each kind of optimizer state of a table; ValueError if there is none."""
     optimizer = table.optimizer or collection.optimizer
     names = {} if optimizer is None else _NAMES.get(type(optimizer))
     if names is None or getattr(optimizer, "state_dtype", torch.float32) != torch.float32:
