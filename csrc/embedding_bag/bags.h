@@ -1,41 +1,41 @@
-// Input and output of embedding_bag's kernels: plain structs, filled by the drivers.
+// Plain structs that the drivers fill and the kernels of embedding_bag read.
 #pragma once
 
 #include "embedding_bag/table_layout.h"
 
 namespace rec_kernels {
 
-// The first element of a `status`, and BadPosition::position, when nothing is wrong.
+// First element of `status`, and BadPosition::position, when no input is bad.
 constexpr int64_t kNoBadPosition = INT64_MAX;
 
-// Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
+// Chunk size for summing the occurrences of a row. It defines the numerics and must not be tuned.
 constexpr int64_t kChunk = 64;
 
-// A table as a feature reads it. A feature of several parts has one of these for each, one after the other.
+// A table as one feature reads it. The parts of a composed feature are consecutive.
 struct Part {
   int64_t weight_offset;  // in bytes
   int64_t row_offset;
   int64_t num_embeddings;
   int64_t embedding_dim;
   int64_t output_offset;
-  TableShard shard;   // of stochastic rounding's noise; its table is that of statistics, too
-  int64_t row_bytes;  // on the CPU; CUDA kernels know their format
+  TableShard shard;   // selects the stochastic rounding noise; its table also indexes the statistics
+  int64_t row_bytes;  // CPU only: CUDA kernels are compiled per format
   RowFormat format;
   bool mean;
-  bool frozen;          // its ids give the table no gradient
+  bool frozen;          // the table gets no gradient from this feature
   int64_t id_limit;     // ids are in [0, id_limit)
-  int64_t padding_idx;  // on the CPU, the id that is left out, where some feature has one
-  int64_t number;       // of the feature, whose bags these are
+  int64_t padding_idx;  // CPU only, with Bags::pads: the id to skip
+  int64_t feature;      // index of the feature whose bags are looked up
   bool partitioned;
-  Partition partition;  // unless !partitioned: an id is its row
+  Partition partition;  // unused if !partitioned, where an id is its own row
   Combine combine;      // with the feature's other parts
 
-  // A linear row's number in the whole table.
+  // Converts a linear row to the row index in the unsharded table.
   RK_HOST_DEVICE int64_t whole_row(int64_t linear) const { return linear - row_offset + shard.first_row; }
   RK_HOST_DEVICE int64_t row(int64_t id) const { return partitioned ? partition.row(id) : id; }
 
-  // Makes a part from a record that fault_of() has passed; `alone`: the only part of its feature.
-  RK_HOST_DEVICE static Part of(const TablePart& p, bool alone) {
+  // Builds a part from a record that passed fault_of(). `single_part`: the feature has no other part.
+  RK_HOST_DEVICE static Part of(const TablePart& p, bool single_part) {
     Part f{};
     f.weight_offset = p.weight_offset;
     f.row_offset = p.row_offset;
@@ -49,14 +49,14 @@ struct Part {
     f.frozen = p.frozen != 0;
     f.id_limit = p.id_limit;
     f.padding_idx = p.padding_idx;
-    if (p.takes_every_id()) {  // its ids are rows by then, and padding is the number behind them
+    if (p.takes_every_id()) {  // ids have already been replaced by rows, and padding by `modulus`
       f.padding_idx = p.modulus;
       f.id_limit = p.modulus + (p.id_limit == kEveryOtherId);
     }
-    f.number = p.feature;
+    f.feature = p.feature;
     f.partitioned = p.divisor != 1 || p.id_limit > p.modulus;
     if (f.partitioned) f.partition = Partition::of(p.divisor, p.modulus, p.id_limit);
-    f.combine = alone ? Combine::kConcat : static_cast<Combine>(p.combine);
+    f.combine = single_part ? Combine::kConcat : static_cast<Combine>(p.combine);
     return f;
   }
 };
@@ -67,26 +67,25 @@ struct Bags {
   const void* offsets;
   const float* per_sample_weights;  // or null
   int64_t num_ids;
-  int64_t num_offsets;  // stored; the offset after the last stored one is num_ids, as torch has it
-  int64_t num_bags;     // F * B, or the last of `starts`
+  int64_t num_offsets;  // feature stored; the offset after the last one is num_ids, as in torch
+  int64_t num_bags;     // F * B, or the last element of `starts`
   int64_t num_features;
-  int64_t batch;          // B; unused with `starts` and no `groups`
-  const int64_t* starts;  // [F + 1]: feature f has bags [starts[f], starts[f + 1]), each with a row of the output of
-                          // its own; or null: every feature has B, and a row of the output is all features' b-th bags
-  const int64_t* groups;  // [F], with `starts`: the group of a feature whose bags samples share, and -1: b-th bags are
-                          // row b, as without `starts`; or null
-  void* shared_rows;  // with `groups`: SharedRows, which has the rows of bags of features in groups; as wide as those
-                      // of the output
-  const TablePart* parts;  // the records; null: every feature has one part
+  int64_t batch;          // B; unused with `starts` but no `groups`
+  const int64_t* starts;  // [F + 1]: feature f has bags [starts[f], starts[f + 1]), one output row per bag. Null: every
+                          // feature has B bags, and output row b holds the b-th bag of every feature
+  const int64_t* groups;  // [F], with `starts`: the deduplication group of each feature, or -1 for a feature that is
+                          // not deduplicated and whose b-th bag is in row b. Null: no feature is deduplicated
+  void* shared_rows;  // with `groups`: the rows of SharedRows, as wide as the output, for bags of features in groups
+  const TablePart* parts;  // the layout's records; null: every feature has one part
   int64_t num_parts;
-  bool pads;            // on the CPU: each feature leaves out its padding_idx
-  int64_t padding_idx;  // without `pads`, the id that every feature leaves out; -1: none
-  bool own_rows;        // every bag has a row of the output to itself: there are `starts`, and no `groups`
+  bool pads;            // CPU only: every part has its own padding_idx
+  int64_t padding_idx;  // without `pads`, the id that every feature skips; -1: none
+  bool own_rows;        // every bag has an output row of its own: `starts` without `groups`
   bool ids64;
   bool offsets64;
   bool check_ids;
 
-  // Always inlined: an out-of-line copy would be shared by every instruction set (core/host_device.h).
+  // Always inlined: the linker would share an out-of-line copy among instruction sets (core/host_device.h).
   RK_HOST_DEVICE int64_t offset(int64_t i) const {
     if (__builtin_expect(i >= num_offsets, 0)) return num_ids;
     return offsets64 ? static_cast<const int64_t*>(offsets)[i] : static_cast<const int32_t*>(offsets)[i];
@@ -94,20 +93,20 @@ struct Bags {
   RK_HOST_DEVICE int64_t id(int64_t i) const {
     return ids64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
   }
-  // Compared unsigned, so that a negative id is out of range too.
+  // The unsigned comparison also rejects negative ids.
   RK_HOST_DEVICE bool in_range(int64_t id, const Part& f) const {
     return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.id_limit);
   }
-  // Feature f has the parts from first_part(f) up to first_part(f + 1).
+  // Feature f has parts [first_part(f), first_part(f + 1)).
   RK_HOST_DEVICE int64_t first_part(int64_t feature) const {
     if (!parts) return feature;
     return feature < num_features ? parts[feature].part_start : num_parts;
   }
-  // The id that a part's feature leaves out; padding_idx itself in CUDA kernels, for which ids are masked.
+  // The padding id of a part. CUDA kernels read masked ids and use the common padding_idx.
   RK_HOST_DEVICE int64_t padding_of(const Part& f) const {
     return __builtin_expect(pads, 0) ? f.padding_idx : padding_idx;
   }
-  // True if the id is looked up, and has a gradient; `padding` is left out.
+  // True if the id contributes to its bag: it is in range and is not `padding`.
   RK_HOST_DEVICE bool counts(int64_t id, const Part& f, int64_t padding) const {
     return in_range(id, f) && id != padding;
   }
@@ -121,40 +120,40 @@ struct Bags {
     }
     return low;
   }
-  // Rows of the output.
+  // Number of output rows.
   RK_HOST_DEVICE int64_t output_rows() const { return own_rows ? num_bags : batch; }
-  // Row of a feature's bag in the output.
+  // Output row of a feature's bag.
   RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const {
     if (!starts) return bag - feature * batch;
     return groups ? bag - starts[feature] : bag;
   }
-  // Rows that hold it: `own`, of the output or its gradient, or the shared rows in place of them.
+  // Buffer with a feature's rows: `own` (the output or its gradient), or the shared rows for a feature in a group.
   template <class T>
   RK_HOST_DEVICE T* rows_of(int64_t feature, T* own) const {
     return groups && groups[feature] >= 0 ? static_cast<T*>(shared_rows) : own;
   }
-  // This row, of `width` elements.
+  // The row of a bag, in rows of `width` elements.
   template <class T>
   RK_HOST_DEVICE T* row_of(int64_t bag, int64_t feature, T* own, int64_t width) const {
     return rows_of(feature, own) + output_row(bag, feature) * width;
   }
-  // True if every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
+  // True if the offsets of bags [begin, end) increase by exactly 1 (kByOne), or never decrease.
   template <bool kByOne>
   RK_HOST_DEVICE bool offsets_rise(int64_t begin, int64_t end) const {
     if (begin == end) return true;
-    const int64_t stored = end < num_offsets ? end : num_offsets - 1;  // the last one of them that is in memory
+    const int64_t stored = end < num_offsets ? end : num_offsets - 1;  // the last stored offset of these bags
     const bool rise = offsets64 ? rises<kByOne>(static_cast<const int64_t*>(offsets), begin, stored)
                                 : rises<kByOne>(static_cast<const int32_t*>(offsets), begin, stored);
     if (stored == end || !rise) return rise;
     return kByOne ? num_ids - offset(stored) == 1 : num_ids >= offset(stored);
   }
-  // True if each of bags [begin, end) has one id, which is among the ids.
+  // True if each of bags [begin, end) has exactly one id and all offsets are in range.
   RK_HOST_DEVICE bool have_one_id(int64_t begin, int64_t end) const {
     const int64_t first = offset(begin), last = offset(end);
     const bool inside = 0 <= first && first <= last && last <= num_ids;
     return inside && last - first == end - begin && offsets_rise<true>(begin, end);
   }
-  // Checks the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
+  // Returns -1 - i for the first bad offsets[i] of bags [begin, end), or kNoBadPosition.
   RK_HOST_DEVICE int64_t bad_offset(int64_t begin, int64_t end) const {
     int64_t previous = offset(begin);
     if (previous < 0 || previous > num_ids) return -1 - begin;
@@ -168,7 +167,7 @@ struct Bags {
   }
 
  private:
-  // Branch-free, so that compilers look at several at once; unsigned, because bad offsets may be anything.
+  // Branch-free for vectorization; unsigned, since the difference of bad offsets may overflow.
   template <bool kByOne, class Offset>
   RK_HOST_DEVICE static bool rises(const Offset* offsets, int64_t begin, int64_t end) {
     uint64_t bad = 0;
@@ -180,19 +179,19 @@ struct Bags {
   }
 };
 
-// Rows that are read from a cache: that of id i starts at rows[cache_row_offset of its part + slots[i] * D].
+// Row cache of a lookup: the row of ids[i] starts at rows[cache_row_offset of its part + slots[i] * D].
 struct CachedPool {
   const float* rows;
-  const int64_t* slots;  // -1: the row is in none of them; null: there is no cache
-  int64_t num_elements;  // of rows
+  const int64_t* slots;  // slot per id, -1 for a row that is not cached; null: no cache
+  int64_t num_elements;  // size of `rows`
 };
 
-// A lookup as the kernels of every backend read it. Each adds the parts as it keeps them.
+// Arguments of a lookup that the CPU and CUDA kernels share. Each backend adds its own representation of parts.
 struct Lookup {
   const uint8_t* weights;
   Bags bags;
   uint8_t* output;
-  RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
+  RowFormat output_format;  // element type: kFp32, kFp16 or kBf16
   int64_t output_dim;
   CachedPool cache;
 

@@ -56,9 +56,9 @@ void check_jagged(const Tensor& values, const Tensor& offsets, const OptionalTen
       .on_device_of(values, "values");
 }
 
-// Checked tensors of either kind of bags.
+// Checks the arguments that both kinds of bags share, and makes tensors contiguous.
 template <class Arguments>
-BagTensors take_tensors(const Arguments& bags, int64_t num_bags) {
+BagTensors check_tensors(const Arguments& bags, int64_t num_bags) {
   check_value(num_bags < INT64_C(0xffffffff), "offsets describe ", num_bags, " bags; at most 2^32 - 2 fit in a call");
   const bool raises = bags.bounds_check == "error", ignores = bags.bounds_check == "ignore";
   check_value(raises || ignores || bags.bounds_check == "none",
@@ -78,7 +78,7 @@ BagTensors take_tensors(const Arguments& bags, int64_t num_bags) {
   return out;
 }
 
-Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
+Part make_table_part(RowFormat format, int64_t rows, int64_t D, bool mean) {
   Part f{};
   f.num_embeddings = f.id_limit = rows;
   f.embedding_dim = D;
@@ -96,8 +96,7 @@ void check_table_shape(const std::vector<int64_t>& shape) {
               "]");
 }
 
-// Kernels read four bytes of a float at once. Bytes from the second on, or memory of another library, may start
-// anywhere.
+// Kernels read aligned floats, but a slice of bytes, or memory of another library, may start at any address.
 void check_floats_aligned(const Tensor& weights) {
   const auto past = reinterpret_cast<uintptr_t>(weights.const_data_ptr()) % alignof(float);
   check_value(past == 0, "weights must start at a multiple of ", alignof(float),
@@ -154,7 +153,7 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
                          "; rec_kernels.table_layout makes layout and layout_sizes"));
 }
 
-BagTensors take_bags(const BagArguments& bags, const Layout& layout) {
+BagTensors check_bags(const BagArguments& bags, const Layout& layout) {
   check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
   check_value(bags.offsets.numel() >= 1, "offsets must have num_features * batch + 1 elements, got none");
   const LayoutSizes& sizes = layout.sizes;
@@ -169,7 +168,7 @@ BagTensors take_bags(const BagArguments& bags, const Layout& layout) {
   else
     check_value(features == 0 ? count == 0 : count % features == 0,
                 "offsets must have num_features * batch + 1 elements, got ", count + 1, " for ", features, " features");
-  BagTensors out = take_tensors(bags, count);
+  BagTensors out = check_tensors(bags, count);
   out.inverse = as_contiguous(bags.inverse);
   out.num_rows = sizes.num_rows;
   out.max_dim = sizes.max_embedding_dim;
@@ -188,12 +187,12 @@ BagTensors take_bags(const BagArguments& bags, const Layout& layout) {
   return out;
 }
 
-BagTensors take_bags(const OneTableBags& bags, const Part& table) {
+BagTensors check_bags(const OneTableBags& bags, const Part& table) {
   check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
-  const int64_t behind = bags.include_last_offset ? 1 : 0;
-  check_value(bags.offsets.numel() >= behind, "offsets must have batch + 1 elements, got none");
+  const int64_t extra = bags.include_last_offset ? 1 : 0;
+  check_value(bags.offsets.numel() >= extra, "offsets must have batch + 1 elements, got none");
   check_value(bags.padding_idx >= -1, "padding_idx = ", bags.padding_idx, " must be an id of the table, or -1: none");
-  BagTensors out = take_tensors(bags, bags.offsets.numel() - behind);
+  BagTensors out = check_tensors(bags, bags.offsets.numel() - extra);
   out.num_rows = table.num_embeddings;
   out.output_dim = out.max_dim = table.embedding_dim;
   out.any_mean = table.mean;
@@ -212,7 +211,7 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
     check_float_dtype(weights.scalar_type(), "weights");
     if (weights.scalar_type() == ScalarType::Float) check_floats_aligned(weights);
     check_table_shape({rows, columns});
-    return one_table(float_format(weights.scalar_type()), rows, columns, mean);
+    return make_table_part(float_format(weights.scalar_type()), rows, columns, mean);
   }
   check(weights, "weights").dtype(ScalarType::Byte);
   const RowFormat known = parse_row_format(*format, "format");
@@ -221,7 +220,7 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
   if (known == RowFormat::kFp32) check_floats_aligned(weights);
-  const Part f = one_table(known, rows, embedding_dim, mean);
+  const Part f = make_table_part(known, rows, embedding_dim, mean);
   check_value(columns == f.row_bytes, "weights must have rows of ", f.row_bytes, " bytes for format \"", *format,
               "\" and embedding_dim = ", embedding_dim, ", got ", columns);
   return f;
@@ -229,13 +228,12 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
 
 Part read_one_table(const std::vector<int64_t>& shape, bool mean) {
   check_table_shape(shape);
-  return one_table(RowFormat::kFp32, shape[0], shape[1], mean);
+  return make_table_part(RowFormat::kFp32, shape[0], shape[1], mean);
 }
 
 void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout) {
   check(weights, "weights").dtype(layout.sizes.flags & kBytes ? ScalarType::Byte : ScalarType::Float).contiguous();
-  // Host memory beside a GPU's tensors: whether the GPU reaches it is for on_gpu() of embedding_bag/cuda/input.cuh to
-  // say.
+  // Host weights with values on a GPU: on_gpu() of embedding_bag/cuda/input.cuh checks that the GPU can read them.
   if (!weights.is_cpu() || !values.is_cuda()) check(weights, "weights").on_device_of(values, "values");
   check(weights, "weights").rank(1);
   if (layout.sizes.formats >> static_cast<int>(RowFormat::kFp32) & 1) check_floats_aligned(weights);
@@ -298,7 +296,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
       ", Tensor? cache_rows=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None";
   const std::string output = ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)";
   const std::string sparse = ") -> (Tensor rows, Tensor row_grads, Tensor row_counts)";
-  // Optimizer arguments of the update, which changes the state, and of the forward, which only hands it on.
+  // Optimizer arguments of the update, which mutates the state, and of the forward, which passes it to autograd.
   const auto optimizer = [](const char* d, const char* e, const char* f) {
     return join(
         ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, float beta1=0.9, float beta2=0.999, float "

@@ -8,10 +8,10 @@ namespace {
 
 const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
 
-// `per_element`: state that may be bfloat16.
-void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimizer optimizer, const Tensor& values,
+// Checks that a state tensor is given exactly if required; `per_element` state may be bfloat16.
+void check_state(const OptionalTensor& t, bool required, bool per_element, Optimizer optimizer, const Tensor& values,
                  const char* name) {
-  check_value(t.has_value() == wanted, name, wanted ? " must" : " must not", " be given for optimizer \"",
+  check_value(t.has_value() == required, name, required ? " must" : " must not", " be given for optimizer \"",
               kOptimizerNames[static_cast<int>(optimizer)], "\"");
   if (!t) return;
   check(*t, name).rank(1);
@@ -20,11 +20,11 @@ void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimiz
 }
 
 Optimizer parse_optimizer(const std::string& name) {
-  int number = 0;
+  int index = 0;
   std::string known;
   for (const char* each : kOptimizerNames) {
-    if (name == each) return static_cast<Optimizer>(number);
-    known += join(number++ ? ", " : "", each);
+    if (name == each) return static_cast<Optimizer>(index);
+    known += join(index++ ? ", " : "", each);
   }
   throw_value_error(join("optimizer must be one of ", known, ", got \"", name, "\""));
 }
@@ -68,12 +68,12 @@ void check_step_and_lr(const Tensor& values, const Tensor& step, const Tensor& l
 void check_constants(const UpdateArguments& fused) {
   check_value(fused.eps >= 0 && std::isfinite(static_cast<float>(fused.eps)), "eps = ", fused.eps,
               " must be at least 0, and finite as float32");
-  for (const double beta : {fused.beta1, fused.beta2})  // as float32, which 0.99999999 is too close to 1 for
+  for (const double beta : {fused.beta1, fused.beta2})  // 0.99999999 is 1 as float32
     check_value(beta >= 0 && static_cast<float>(beta) < 1.0f, "beta1 and beta2 must be in [0, 1) as float32, got ",
                 fused.beta1, " and ", fused.beta2);
 }
 
-// State that is checked.
+// Sets the pointers and sizes of checked state.
 void read_state(const OptionalTensor& sum, const UpdateArguments& fused, Update* u) {
   const auto pointer = [](const OptionalTensor& t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; };
   u->state = {pointer(sum), pointer(fused.exp_avg), pointer(fused.exp_avg_sq), false};

@@ -1,8 +1,8 @@
-// Fused updates: their arguments, and the checks that every backend shares.
+// Arguments of fused updates, and the checks that all backends share.
 //
-// State. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg per element; exp_avg_sq per element, for
-// row-wise Adam per row; beta_powers [2]: beta1^t and beta2^t after t updates. State for every element of a table
-// starts at the state_offset of its parts. It may be bfloat16.
+// Optimizer state. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg: per element; exp_avg_sq: per
+// element, or per row for row-wise Adam; beta_powers [2]: beta1^t and beta2^t after t updates. Per-element state of a
+// table starts at the state_offset of its parts and may be bfloat16.
 #pragma once
 
 #include "embedding_bag/embedding_bag.h"
@@ -10,7 +10,7 @@
 
 namespace rec_kernels {
 
-// Arguments of a fused update, as they arrive.
+// Unchecked arguments of a fused update.
 struct UpdateArguments {
   const std::string& optimizer;
   double eps, beta1, beta2, weight_decay;
@@ -27,15 +27,15 @@ struct ArgumentsOf<const UpdateArguments&> {
                       const std::string&, const OptionalTensor&>;
 };
 
-// Rounding of updated rows. The seed stays in its memory.
+// Rounding of updated rows. `seed` points into its tensor, which may be on a GPU.
 struct UpdateRounding {
   bool stochastic;
   const int64_t* seed;
 };
 RK_EXPORT UpdateRounding read_rounding(const Tensor& values, const std::string& rounding, const OptionalTensor& seed);
 
-// Checks everything but what needs the tables: check_row_state(), and state_offset of the layout, whose records the
-// caller sets.
+// Checks all that does not depend on the tables. The caller sets Update::records and calls check_row_state();
+// fault_of() checks each state_offset.
 RK_EXPORT Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                              const UpdateArguments& fused, const OptionalTensor& grad_scale);
 // Checks that row-wise state has an element for each of `rows` rows.

@@ -1,5 +1,5 @@
-// Places of rows in a row cache, and counts of their uses (docs/numerics.md, "Row cache"): plain structs that every
-// backend's kernels read.
+// Mapping of rows to cache sets, tag search and use counts of a row cache (docs/numerics.md, "Row cache"), for the
+// kernels of every backend.
 #pragma once
 
 #include "core/bits.h"
@@ -8,17 +8,17 @@
 
 namespace rec_kernels {
 
-// The slots that the rows of a part's table may lie in.
+// The sets that may hold rows of a part's table.
 struct CachePlace {
-  int64_t sets;    // how many; 0: the table is not cached
-  int64_t first;   // of the sets
-  int64_t offset;  // of the cache's rows: where slot 0 would lie, were all slots of the table's width
-  bool in_turn;    // there is room for all rows of the table, which are dealt out in their order
+  int64_t sets;    // number of sets; 0: the table is not cached
+  int64_t first;   // first set
+  int64_t offset;  // position of slot 0 in cache_rows if all slots had the table's width
+  bool in_turn;    // all rows of the table fit: sets are assigned round-robin, not by hash
 
   RK_HOST_DEVICE static CachePlace of(int64_t sets, int64_t first, int64_t offset, int64_t ways, int64_t rows) {
     return {sets, first, offset, sets * ways >= rows};
   }
-  // True if a slot is in one of the sets. The unsigned comparison excludes slots before the first.
+  // True if a slot is in one of the sets. The unsigned comparison excludes slots before the first one.
   RK_HOST_DEVICE bool has(int64_t slot, int64_t ways) const {
     return static_cast<uint64_t>(slot) - static_cast<uint64_t>(first * ways) < static_cast<uint64_t>(sets * ways);
   }
@@ -31,7 +31,7 @@ struct CachePlace {
   }
 };
 
-// A set is searched by these bytes, an eighth of what its tags are.
+// Mark of a row: one byte of its hash. Searching marks reads an eighth of the bytes of the tags.
 RK_HOST_DEVICE uint8_t mark_of(int64_t row) { return static_cast<uint8_t>(fmix64(static_cast<uint64_t>(row))); }
 
 // Packs at most eight marks into a word, the first one lowest.
@@ -49,28 +49,28 @@ RK_HOST_DEVICE uint64_t eight_marks(const uint8_t* marks, int64_t n) {
   return word;
 }
 
-// Ways that are searched at once.
+// Ways that one search step compares.
 constexpr int64_t kWaysAtOnce = 32;
 
-// Bit w is set where mark w of the at most kWaysAtOnce is `mark`; at times also where it is not, as the tag then says.
-// There is no branch: where in its set a row lies cannot be guessed.
+// Bit mask of the ways, at most kWaysAtOnce, whose mark equals `mark`. It may have false positives, which the tags
+// exclude. Branch-free, since the position of a row in its set is unpredictable.
 RK_HOST_DEVICE uint32_t marked_of(const uint8_t* marks, int64_t n, uint8_t mark) {
   constexpr uint64_t kOnes = UINT64_C(0x0101010101010101), kGather = UINT64_C(0x0102040810204080);
   uint64_t found = 0;
   for (int64_t first = 0; first < n; first += 8) {
-    // Bytes that are equal become 0, which sets their highest bits; the subtraction may do so to a 1 above a 0, too.
+    // Equal bytes become 0, which sets their highest bits; the borrow may also set that of a byte 1 above a 0.
     const uint64_t differ = eight_marks(marks + first, n - first) ^ kOnes * mark;
     const uint64_t zero = (differ - kOnes) & ~differ & (kOnes << 7);
     found |= ((zero >> 7) * kGather >> 56) << first;
   }
   return static_cast<uint32_t>(n < kWaysAtOnce ? found & ((UINT64_C(1) << n) - 1) : found);
 }
-// marked_of() for n ways; the compiler gets the usual number as a constant.
+// marked_of() for n ways, with the default number as a compile-time constant.
 RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
   return n == kWaysAtOnce ? marked_of(marks, kWaysAtOnce, mark) : marked_of(marks, n, mark);
 }
 
-// The way of a set that is a row's, or -1.
+// The way of a set that holds a row, or -1.
 RK_HOST_DEVICE int64_t way_of(const int64_t* tags, const uint8_t* marks, int64_t ways, int64_t row) {
   const uint8_t mark = mark_of(row);
   for (int64_t first = 0; first < ways; first += kWaysAtOnce) {
@@ -82,16 +82,16 @@ RK_HOST_DEVICE int64_t way_of(const int64_t* tags, const uint8_t* marks, int64_t
   return -1;
 }
 
-// A row cache as those see it who look rows up or update them.
+// View of a row cache for lookups and updates.
 struct CacheView {
-  const int64_t* tags;  // of the slots; null: there is no cache
+  const int64_t* tags;  // per slot; null: no cache
   const uint8_t* marks;
-  const CachePlace* places;  // of the parts
+  const CachePlace* places;  // per part
   float* rows;
   uint8_t* dirty;
   int64_t ways;
 
-  // The slot of a linear row of a part; -1: in none.
+  // The slot of a linear row of a part, or -1.
   RK_HOST_DEVICE int64_t slot_of(const CachePlace& place, int64_t row) const {
     const int64_t first = place.set(row) * ways;
     const int64_t way = way_of(tags + first, marks + first, ways, row);
@@ -99,15 +99,15 @@ struct CacheView {
   }
 };
 
-// The stream of noise of rows that leave (docs/numerics.md, "Random numbers").
+// Noise stream of evicted rows (docs/numerics.md, "Random numbers").
 constexpr uint32_t kEvictionStream = 3;
 
-// Logarithmic counters of uses: count 16 k + m stands for 2^k (16 + m) - 16 of them.
+// Logarithmic use counters: count 16 k + m stands for 2^k (16 + m) - 16 uses.
 RK_HOST_DEVICE int64_t uses_of(int count) { return ((INT64_C(16) + (count & 15)) << (count >> 4)) - 16; }
 
 RK_HOST_DEVICE uint8_t halved_count(uint8_t count) {
   const int64_t uses = uses_of(count) / 2;
-  int low = 0, high = count;  // the largest that stands for at most so many
+  int low = 0, high = count;  // binary search for the largest count of at most `uses`
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (uses_of(middle) <= uses) low = middle;
@@ -116,7 +116,7 @@ RK_HOST_DEVICE uint8_t halved_count(uint8_t count) {
   return static_cast<uint8_t>(low);
 }
 
-// Salt of an insertion, which all counts' chances share.
+// Salt of an insertion, shared by the random increments of all counts.
 RK_HOST_DEVICE uint64_t salt_of(int64_t seed, int64_t clock) {
   return fmix64(static_cast<uint64_t>(seed) + static_cast<uint64_t>(clock));
 }

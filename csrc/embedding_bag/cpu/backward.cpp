@@ -17,11 +17,11 @@ namespace {
 // Floats of gradient read per piece of work.
 constexpr int64_t kPieceFloats = 16384;
 
-// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each: the memory
-// for them and what is to be summed, then sum().
+// Chunk sums of runs longer than kChunk, level by level until each has at most kChunk partial sums. The constructor
+// plans the levels and allocates; sum() computes.
 class LongRuns {
  public:
-  // `begin` to `end`: the tables, which stay where they are. No gradient is read.
+  // Plans the runs of tables [begin, end), which must outlive it. Reads no gradient.
   LongRuns(const TableRuns* begin, const TableRuns* end, int64_t max_dim) : max_dim_(max_dim) {
     for (const TableRuns* table = begin; table < end; ++table)
       for (int64_t r = 0; r < table->num_runs; ++r) {
@@ -34,9 +34,9 @@ class LongRuns {
   }
 
   const std::vector<LongRun>& runs() const { return runs_; }
-  int64_t workers() const { return levels_.empty() ? 1 : levels_.front().workers; }  // no level has more
+  int64_t workers() const { return levels_.empty() ? 1 : levels_.front().workers; }  // maximum over levels
 
-  // `scratch`: `floats` for each worker.
+  // `scratch` has `floats` floats per worker.
   void sum(const RunArgs& args, float* scratch, int64_t floats) const {
     const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
     for (const Level& level : levels_) {
@@ -50,7 +50,7 @@ class LongRuns {
  private:
   struct Origin {
     const TableRuns* table;
-    int64_t first;  // sorted occurrence
+    int64_t first;  // index of the run's first sorted occurrence
   };
   struct Level {
     std::vector<ChunkSum> chunks;
@@ -60,7 +60,7 @@ class LongRuns {
 
   int64_t piece() const { return 1 + kPieceFloats / (kChunk * max_dim_); }
 
-  // Puts their chunk sums in the place of the terms of every run that has more than kChunk; false when there was none.
+  // Replaces the terms of every run of more than kChunk by their chunk sums; returns false if no run is that long.
   bool plan_level() {
     std::vector<ChunkSum> chunks;
     int64_t floats = 0;
@@ -90,7 +90,7 @@ class LongRuns {
 
   int64_t max_dim_;
   std::vector<LongRun> runs_;
-  std::vector<Origin> origins_;  // of each run
+  std::vector<Origin> origins_;  // per run
   std::vector<Level> levels_;
 };
 
@@ -104,10 +104,10 @@ int64_t cost_of(const TableRuns& t, int64_t begin, int64_t end) {
   return (t.starts[end] - t.starts[begin]) * t.part->embedding_dim + (end - begin) * 16;
 }
 
-// Tables, and all their runs in pieces of about equal cost (in floats).
-class Work {
+// All runs of some tables, split into pieces of about equal cost (in floats).
+class RunPieces {
  public:
-  explicit Work(std::vector<TableRuns> tables) : tables_(std::move(tables)) {
+  explicit RunPieces(std::vector<TableRuns> tables) : tables_(std::move(tables)) {
     int64_t total = 0;
     for (const TableRuns& t : tables_) total += cost_of(t, 0, t.num_runs);
     workers_ = workers_for(1 + total / kPieceFloats, 1);
@@ -117,11 +117,11 @@ class Work {
       for (int64_t i = 0; i < n; ++i) pieces_.push_back({&t, t.num_runs * i / n, t.num_runs * (i + 1) / n});
     }
   }
-  Work(Work&&) = default;  // not copied: the pieces point to the tables
+  RunPieces(RunPieces&&) = default;  // not copyable: pieces point to tables_
 
   int64_t workers() const { return workers_; }
 
-  // body(piece, worker) for every piece.
+  // Calls body(piece, worker) for every piece.
   template <class Body>
   void run(const Body& body) const {
     parallel_pieces(static_cast<int64_t>(pieces_.size()), 1, workers_,
@@ -138,34 +138,34 @@ int64_t product_floats_of(const TableRuns& table) {
   return table.multiplied ? table.num_runs * table.part->embedding_dim : 0;
 }
 
-// True for each table that is finished at once: the largest first, each unless it is multiplied with one that is
-// already among them. `tables` are those of the occurrences from number `first` on.
-std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o, size_t first,
-                                   const std::vector<TableRuns>& tables) {
+// Selects the tables whose updates need no precomputed sums: greedily by size, each table that is not multiplied with
+// one selected before. `tables` are the tables of the occurrences starting at index `first`.
+std::vector<bool> select_direct_tables(const BagInput& in, const Occurrences& o, size_t first,
+                                       const std::vector<TableRuns>& tables) {
   std::vector<size_t> order(tables.size());
   for (size_t t = 0; t < order.size(); ++t) order[t] = t;
   const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].part->embedding_dim; };
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
-  std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.bags.num_features), false);
+  std::vector<bool> direct(tables.size(), true), selected(static_cast<size_t>(in.bags.num_features), false);
   for (const size_t t : order) {
     if (!tables[t].multiplied) continue;
     for (const bool sets : {false, true})
-      for (int64_t p = 0; p < in.bags.num_parts && at_once[t]; ++p) {
+      for (int64_t p = 0; p < in.bags.num_parts && direct[t]; ++p) {
         if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(first + t)) continue;
         if (in.parts[p].combine != Combine::kMult) continue;
-        const auto feature = static_cast<size_t>(in.parts[p].number);
-        if (sets) taken[feature] = true;
-        else at_once[t] = !taken[feature];
+        const auto feature = static_cast<size_t>(in.parts[p].feature);
+        if (sets) selected[feature] = true;
+        else direct[t] = !selected[feature];
       }
   }
-  return at_once;
+  return direct;
 }
 
-// Tables that are multiplied with each other are read twice, and so are the gradients of their bags. Tables of about so
-// many floats of gradients a thread take turns, so that a core's cache has them the second time.
-constexpr int64_t kFloatsInTurn = 1 << 17;
+// Tables that are multiplied with each other, and the gradients of their bags, are read twice. Tables are processed in
+// ranges of about this many floats of gradients per thread, so that the second read hits the core's cache.
+constexpr int64_t kRangeFloats = 1 << 17;
 
-// Tables [begin, end) of a call's.
+// Tables [begin, end) of a call.
 struct TableRange {
   size_t begin, end;
 
@@ -176,25 +176,25 @@ struct TableRange {
   }
 };
 
-// The tables in ranges that take turns: none has a table that is multiplied with one of another range.
-std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o) {
+// Splits the tables into ranges to process one after the other. Tables that are multiplied are in the same range.
+std::vector<TableRange> split_tables(const BagInput& in, const Occurrences& o) {
   const size_t tables = o.tables.size();
-  const int64_t enough = kFloatsInTurn * torch::stable::get_num_threads();
-  // The first and the last table of each feature; of a first table, the last one that it has to take its turn with.
+  const int64_t enough = kRangeFloats * torch::stable::get_num_threads();
+  // `first` and `last` table of each feature; `reach`: last table that must be in the same range as a first table.
   std::vector<size_t> first(static_cast<size_t>(in.bags.num_features), tables), last(first.size(), 0), reach(tables, 0);
   for (size_t p = 0; p < o.part_tables.size(); ++p) {
-    const auto feature = static_cast<size_t>(in.parts[p].number), table = static_cast<size_t>(o.part_tables[p]);
+    const auto feature = static_cast<size_t>(in.parts[p].feature), table = static_cast<size_t>(o.part_tables[p]);
     first[feature] = std::min(first[feature], table);
     last[feature] = std::max(last[feature], table);
   }
   for (size_t f = 0; f < first.size(); ++f) reach[first[f]] = std::max(reach[first[f]], last[f]);
   std::vector<TableRange> ranges;
-  size_t begin = 0, together = 0;
+  size_t begin = 0, range_last = 0;
   int64_t floats = 0;
   for (size_t t = 0; t < tables; ++t) {
-    together = std::max(together, reach[t]);
+    range_last = std::max(range_last, reach[t]);
     floats += cost_of(o.tables[t], 0, o.tables[t].num_runs);
-    if (t + 1 < tables && (together > t || floats < enough)) continue;
+    if (t + 1 < tables && (range_last > t || floats < enough)) continue;
     ranges.push_back({begin, t + 1});
     begin = t + 1;
     floats = 0;
@@ -202,52 +202,52 @@ std::vector<TableRange> ranges_in_turn(const BagInput& in, const Occurrences& o)
   return ranges;
 }
 
-// The work on the runs of some tables, of which none is multiplied with others, and all memory for it. Gradients
-// of products are of rows as they were: of the tables that are multiplied with each other, all but one are summed
-// before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
+// The work on one range of tables, with all memory for it. Gradients of products need the rows before the update: of
+// tables that are multiplied with each other, the sums of all but the largest are computed before any row is updated
+// (`presummed`). The largest is then summed and updated directly, and the others are updated last.
 struct RangePlan {
   LongRuns long_runs;
-  Work at_once, summed;
+  RunPieces direct, presummed;
 
-  // `memory` has room for product_floats().
+  // `memory` has TableRange::product_floats() floats.
   static RangePlan of(const BagInput& in, const Occurrences& o, const TableRange& range, bool products, float* memory) {
     const TableRuns *begin = o.tables.data() + range.begin, *end = o.tables.data() + range.end;
-    std::vector<TableRuns> at_once(begin, end), summed;
+    std::vector<TableRuns> direct(begin, end), presummed;
     if (products) {
-      const std::vector<bool> stays = finished_at_once(in, o, range.begin, at_once);
+      const std::vector<bool> is_direct = select_direct_tables(in, o, range.begin, direct);
       size_t kept = 0;
-      for (size_t t = 0; t < stays.size(); ++t) {
-        if (stays[t]) {
-          at_once[kept++] = at_once[t];
+      for (size_t t = 0; t < is_direct.size(); ++t) {
+        if (is_direct[t]) {
+          direct[kept++] = direct[t];
           continue;
         }
-        summed.push_back(at_once[t]);
-        summed.back().sums = memory;
-        memory += product_floats_of(at_once[t]);
+        presummed.push_back(direct[t]);
+        presummed.back().sums = memory;
+        memory += product_floats_of(direct[t]);
       }
-      at_once.resize(kept);
+      direct.resize(kept);
     }
-    return {LongRuns(begin, end, in.max_dim), Work(std::move(at_once)), Work(std::move(summed))};
+    return {LongRuns(begin, end, in.max_dim), RunPieces(std::move(direct)), RunPieces(std::move(presummed))};
   }
 
-  int64_t workers() const { return std::max({long_runs.workers(), at_once.workers(), summed.workers()}); }
+  int64_t workers() const { return std::max({long_runs.workers(), direct.workers(), presummed.workers()}); }
 
-  // `scratch`: `floats` for each worker.
+  // `scratch` has `floats` floats per worker.
   void run(RunArgs args, float* scratch, int64_t floats, const RowTarget& target, FinishRuns finish) const {
     long_runs.sum(args, scratch, floats);
     args.long_runs = long_runs.runs().data();
     args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
     const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
-    summed.run(
+    presummed.run(
         [&](const Piece& p, int64_t worker) { sum_runs(args, *p.table, scratch + worker * floats, p.begin, p.end); });
-    for (const Work* work : {&at_once, &summed})
-      work->run([&](const Piece& p, int64_t worker) {
+    for (const RunPieces* pieces : {&direct, &presummed})
+      pieces->run([&](const Piece& p, int64_t worker) {
         finish(args, target, *p.table, scratch + worker * floats, p.begin, p.end);
       });
   }
 };
 
-// Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
+// Sums every run and passes it to `target` with `finish`, a kernel of EmbeddingBagBackwardKernels.
 void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
                 float inverse_scale, const RowTarget& target, FinishRuns finish) {
   RunArgs args{in.bags,
@@ -267,11 +267,10 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
   for (const TableRuns& t : o.tables)
     if (t.multiplied) args.product_dim = std::max(args.product_dim, t.part->embedding_dim);
   const bool products = args.product_dim > 0;
-  const std::vector<TableRange> ranges =
-      products ? ranges_in_turn(in, o) : std::vector<TableRange>{{0, o.tables.size()}};
+  const std::vector<TableRange> ranges = products ? split_tables(in, o) : std::vector<TableRange>{{0, o.tables.size()}};
   int64_t most = 0, workers = 1;
   for (const TableRange& range : ranges) most = std::max(most, range.product_floats(o));
-  // All memory before any row is updated: it may be missing, and a failed call changes nothing.
+  // Allocate everything before any row is updated: a call that runs out of memory must change nothing.
   const Scratch<float> memory = products ? Scratch<float>(most) : Scratch<float>();
   std::vector<RangePlan> plans;
   plans.reserve(ranges.size());
@@ -284,7 +283,7 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
   for (const RangePlan& plan : plans) plan.run(args, scratch.get(), floats, target, finish);
 }
 
-// The gradients of the bags that samples share, where the input then says that they are.
+// Sums the gradients of deduplicated bags and points the input to them.
 SharedRows sum_shared(const Tensor& grad, BagInput* in) {
   SharedRows shared(*in, sizeof(float));
   shared.sum(grad.const_data_ptr<float>());
@@ -292,7 +291,7 @@ SharedRows sum_shared(const Tensor& grad, BagInput* in) {
   return shared;
 }
 
-// The gradients of float32 tables: of those in `weights`, which products are read from, or of one table of this shape.
+// Input of a gradient of float32 tables: those in `weights`, which products read, or one table of a given shape.
 BagInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_trainable(layout);
@@ -347,7 +346,7 @@ FinishRuns kernel_of(Optimizer optimizer) {
   return is_elementwise(optimizer) ? k.elementwise : k.scaled;
 }
 
-// The numbers in an update's tensors, which nobody can look at on a GPU.
+// Checks the values of an update's tensors, which a GPU call cannot read.
 void check_step_and_lr(const Tensor& step, const Tensor& lr) {
   const float* rates = lr.const_data_ptr<float>();
   for (int64_t i = 0; i < lr.numel(); ++i) {
@@ -364,7 +363,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                     const CachedRows& cached, const OptionalTensor& cache_dirty) {
   const Tensor& values = bags.values;
-  const KeepDenormals guard;  // also of what is computed once: eps as float32, 1 / scale
+  const KeepDenormals guard;  // also needed here, for eps as float32 and 1 / scale
   Update update = read_update(values, sum, step, lr, fused, grad_scale);
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
   update.records = layout.parts;

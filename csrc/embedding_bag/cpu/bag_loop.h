@@ -1,4 +1,4 @@
-// Blocks of bags, for lookups and the gradient of per_sample_weights.
+// Loops over bags that lookups and the gradient of per_sample_weights share.
 #pragma once
 
 #include "embedding_bag/cpu/forward.h"
@@ -6,11 +6,11 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// The row of an id that is out of range or padding: as a padding_idx, it is left out.
-constexpr int64_t kLeftOut = -2;
+// Row index that stands for an id that is out of range or padding. Passed as padding_idx, so that it is skipped.
+constexpr int64_t kSkippedRow = -2;
 
-// Ids between a row's prefetch and its use: about 8 KiB of rows in flight covers DRAM latency at D = 128; more evicts
-// them again from the first-level cache before they are used.
+// Prefetch distance in ids: about 8 KiB of rows in flight covers DRAM latency at D = 128; more would be evicted from
+// the L1 cache before use.
 RK_HOST_DEVICE int64_t prefetch_distance(int64_t row_bytes) {
   const int64_t rows = 8192 / row_bytes;
   return rows < 8 ? 8 : (rows > 64 ? 64 : rows);
@@ -22,7 +22,7 @@ inline bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* b
   return bad == kNoBadPosition;
 }
 
-// body(parts of a feature, how many, its bags [from, to))
+// Calls body(parts of a feature, their count, from, to) for the bags [from, to) of each feature.
 template <class Body>
 void by_feature(const Bags& bags, const Part* parts, int64_t begin, int64_t end, const Body& body) {
   while (begin < end) {

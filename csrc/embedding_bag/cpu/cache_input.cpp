@@ -34,7 +34,7 @@ CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse 
 
 CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const Tensor& values) {
   if (!check_cached_rows(cache, values)) return {};
-  // Kernels follow slots before they have seen all offsets.
+  // Kernels dereference slots before all offsets are checked.
   Bounds bounds;
   bounds.position = in.bags.bad_offset(0, in.bags.num_bags);
   in.raise(bounds);
@@ -42,19 +42,19 @@ CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const T
   const CachedPool out{cache.rows->const_data_ptr<float>(), cache.slots->const_data_ptr<int64_t>(), size};
   for (int64_t f = 0; f < in.bags.num_features; ++f) {
     const int64_t p = in.bags.first_part(f), D = in.parts[p].embedding_dim, offset = in.records[p].cache_row_offset;
-    if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache
+    if (in.bags.first_part(f + 1) - p > 1) continue;  // features of several parts bypass the cache
     const int64_t begin = in.bags.offset(in.bags.first_bag(f)), end = in.bags.offset(in.bags.first_bag(f + 1));
     const auto inside = [&](int64_t slot) {
       const __int128 element = static_cast<__int128>(slot) * D + offset;
       return slot >= 0 && element >= 0 && element + D <= size;
     };
-    int64_t lowest = INT64_MAX, highest = -1;  // of the slots; all between are inside if these are
+    int64_t lowest = INT64_MAX, highest = -1;  // if both extremes are inside, so are all slots between them
     for (int64_t i = begin; i < end; ++i) {
       const int64_t slot = out.slots[i];
       highest = std::max(highest, slot);
       lowest = std::min(lowest, slot == -1 ? INT64_MAX : slot);
     }
-    if (highest < 0 && lowest == INT64_MAX) continue;  // every one is -1
+    if (highest < 0 && lowest == INT64_MAX) continue;  // no row is cached
     if (inside(lowest) && inside(highest)) continue;
     for (int64_t i = begin; i < end; ++i)
       check_value(out.slots[i] == -1 || inside(out.slots[i]), "cache_slots[", i, "] = ", out.slots[i],

@@ -1,4 +1,4 @@
-// Reads the tensors of a row cache into the plain structs of its kernels.
+// Converts the tensors of a row cache into the plain structs of its kernels.
 #pragma once
 
 #include <vector>
@@ -8,20 +8,20 @@
 
 namespace rec_kernels {
 
-// The checked places of a call's parts, and the memory of its cache.
+// The checked cache locations of a call's parts, and views of the cache's tensors.
 struct CacheInput {
-  std::vector<CachePlace> places;  // of the parts; empty: there is no cache
+  std::vector<CachePlace> places;  // per part; empty: no cache
   CacheView view{};                // points into `places`
 };
 
-// The bags of one of the cache's own ops, whose layout is checked against the cache. `weights`: null where no row of a
-// table is read.
+// Checks the bags of an op of the cache itself, and the layout against the cache. `weights` is null if no table row is
+// read.
 BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArguments& cache, CacheUse use);
 
-// The cache of a call whose layout has been checked against it. For CacheUse::kFind there are no cache_rows.
+// Reads the cache of a call whose layout has been checked against it. CacheUse::kFind needs no cache_rows.
 CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse use = CacheUse::kUpdate);
 
-// The rows that a lookup reads from slots: checked, so that kernels may follow them.
+// Checks the slots that a lookup reads from, so that kernels may dereference them.
 CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const Tensor& values);
 
 }  // namespace rec_kernels

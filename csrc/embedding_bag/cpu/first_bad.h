@@ -1,4 +1,4 @@
-// Searches for the first item of an input that is bad, with several workers.
+// Parallel search for the first invalid item of an input.
 #pragma once
 
 #include <vector>
@@ -8,13 +8,13 @@
 
 namespace rec_kernels {
 
-// The smallest position that a worker has found bad.
+// Minimum over workers of the invalid positions that they found.
 class FirstBad {
  public:
   explicit FirstBad(int64_t workers) : found_(static_cast<size_t>(workers), kNoBadPosition) {}
   void note(int64_t worker, int64_t position) {
-    int64_t& mine = found_[static_cast<size_t>(worker)];
-    if (position < mine) mine = position;
+    int64_t& first = found_[static_cast<size_t>(worker)];
+    if (position < first) first = position;
   }
   int64_t position() const {
     int64_t first = kNoBadPosition;
@@ -26,23 +26,23 @@ class FirstBad {
   std::vector<int64_t> found_;
 };
 
-// The first of items [begin, end) that is_bad(i) is true of, or kNoBadPosition. Without branches while all is well.
+// First item of [begin, end) for which is_bad(i) is true, or kNoBadPosition. Branch-free as long as none is.
 template <class IsBad>
 int64_t first_bad_of(int64_t begin, int64_t end, const IsBad& is_bad) {
-  constexpr int64_t kAtOnce = 1024;
-  const IsBad mine = is_bad;  // owned: compilers then keep what it reads in registers
-  for (; begin < end; begin += kAtOnce) {
-    const int64_t stop = begin + kAtOnce < end ? begin + kAtOnce : end;
+  constexpr int64_t kBlock = 1024;
+  const IsBad copy = is_bad;  // a local copy, whose captures compilers keep in registers
+  for (; begin < end; begin += kBlock) {
+    const int64_t stop = begin + kBlock < end ? begin + kBlock : end;
     bool bad = false;
-    for (int64_t i = begin; i < stop; ++i) bad |= mine(i);
+    for (int64_t i = begin; i < stop; ++i) bad |= copy(i);
     if (!bad) continue;
     for (int64_t i = begin; i < stop; ++i)
-      if (mine(i)) return i;
+      if (copy(i)) return i;
   }
   return kNoBadPosition;
 }
 
-// Searches all items, with several workers.
+// First invalid item of all, found by several workers.
 template <class IsBad>
 int64_t first_bad(int64_t items, const IsBad& is_bad) {
   const int64_t workers = workers_for(items, 4 * kFewItems), piece = ceil_div(items, workers);
@@ -54,9 +54,9 @@ int64_t first_bad(int64_t items, const IsBad& is_bad) {
   return bad.position();
 }
 
-// True if a number is outside of [0, limit).
-inline bool is_outside(int64_t number, int64_t limit) {
-  return static_cast<uint64_t>(number) >= static_cast<uint64_t>(limit);
+// True if an index is outside of [0, limit).
+inline bool is_outside(int64_t index, int64_t limit) {
+  return static_cast<uint64_t>(index) >= static_cast<uint64_t>(limit);
 }
 
 }  // namespace rec_kernels

@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   args.bags.shared_rows = shared.rows();
   args.cache = cache;
   const auto pool = kernels<EmbeddingBagKernels>().pool;
-  const bool wide = type != ScalarType::Float && in.max_dim > kWaiting;
+  const bool wide = type != ScalarType::Float && in.max_dim > kSumBuffer;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) {
     const Scratch<float> sum = wide ? Scratch<float>(in.max_dim) : Scratch<float>();
     PoolArgs own = args;
@@ -60,8 +60,8 @@ std::tuple<Tensor, Tensor> one_table_cpu(const Tensor& weights, const OneTableBa
   return forward(weights, in, output_dtype);
 }
 
-// The backward hands out gradients by the tables' places in `weights`, so every part must name one of these places.
-void check_places(const std::vector<Tensor>& tables, const BagInput& in) {
+// The backward assigns gradients to tables by their location in `weights`, so every part must have the location of one.
+void check_locations(const std::vector<Tensor>& tables, const BagInput& in) {
   std::vector<TablePart> places;
   int64_t start = 0, row = 0;
   for (const Tensor& t : tables) {
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const
   check_weights(weights, bags.values, layout);
   const BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights));
   check_tables_of(weights, tables);
-  check_places(tables, in);
+  check_locations(tables, in);
   return forward(weights, in, output_dtype);
 }
 
@@ -138,7 +138,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, co
                                    const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
                                    const OptionalTensor& cache_rows, const OptionalTensor& cache_slots) {
   const OptionalTensor none;
-  // The forward has raised what it was to raise: an id out of range has no gradient.
+  // The forward has already raised any error: an id out of range has gradient 0.
   const BagArguments bags{values, offsets, layout_records, layout_sizes, none, bag_starts, inverse, groups, "ignore"};
   const Layout layout = read_layout(layout_records, layout_sizes, values);
   check_weights(weights, values, layout);

@@ -1,5 +1,5 @@
-// Plain-pointer forward kernels of embedding_bag, one table of them per instruction set (core/cpu/isa.h), and the
-// structs that the driver (forward.cpp) fills for them.
+// Interface between the driver of embedding_bag's forward (forward.cpp) and its plain-pointer kernels, one function
+// table per instruction set (core/cpu/isa.h).
 #pragma once
 
 #include "core/cpu/isa.h"
@@ -7,23 +7,24 @@
 
 namespace rec_kernels {
 
-// Out-of-range ids that one worker found. `position` as in BadPosition (embedding_bag/embedding_bag.h), the smallest.
+// Result of one worker's bounds checks. `position` is the smallest bad one, as in BadPosition
+// (embedding_bag/embedding_bag.h).
 struct Bounds {
   int64_t position = kNoBadPosition;
   int64_t skipped = 0;
 };
 
-// Sums of so many floats wait in a kernel's own memory to be rounded to the elements of the output.
-constexpr int64_t kWaiting = 2048;
+// Size in floats of the stack buffer for FP32 sums that are rounded to a half-precision output.
+constexpr int64_t kSumBuffer = 2048;
 
 struct PoolArgs : Lookup {
   const Part* parts;
-  const TablePart* records;   // of the parts; null: one table without a layout
-  float* wide_sum = nullptr;  // a worker's memory for the sum of one bag that has more than kWaiting columns
+  const TablePart* records;   // layout records of the parts; null: one table without a layout
+  float* wide_sum = nullptr;  // per-worker buffer for the sum of a bag of more than kSumBuffer columns
 };
 
 struct EmbeddingBagKernels {
-  // Pools bags [begin, end) of all F * B.
+  // Pools bags [begin, end), counted over all features.
   void (*pool)(const PoolArgs&, int64_t begin, int64_t end, Bounds*);
   // out[i] = gradient of per_sample_weights[i] for the ids of bags [begin, end).
   void (*weight_gradient)(const PoolArgs&, const float* grad, float* out, int64_t begin, int64_t end, Bounds*);

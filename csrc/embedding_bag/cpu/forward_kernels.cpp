@@ -11,23 +11,23 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// Pools bags of a feature's parts [0, parts), which share their columns.
+// Pools bags of `parts` parts of a feature that share their columns.
 void pool_feature(const PoolArgs& a, const Part* f, int64_t parts, const PooledBags& k) {
   if (parts > 1) return pool_composed(a, f, parts, k);
   if (a.cache.slots && pool_cached(a, *f, k)) return;
   if (f->partitioned) return pool_partitioned(a, *f, k);
-  pool_table(k, *f, a.weights + f->weight_offset, RowNumbers::of_ids(a.bags, *f));
+  pool_table(k, *f, a.weights + f->weight_offset, RowIndices::of_ids(a.bags, *f));
 }
 
-// pool_feature where the output, from `out` on with `stride` bytes a bag, is of half precision: sums of a few bags at a
-// time, then rounded.
+// pool_feature() for a half-precision output at `out`, `stride` bytes per bag: sums batches of bags in FP32, then
+// rounds them.
 void pool_rounded(const PoolArgs& a, const Part* f, int64_t parts, PooledBags k, uint8_t* out, int64_t stride) {
-  const int64_t D = f->embedding_dim, bags_at_once = D < kWaiting ? kWaiting / D : 1, end = k.end;
+  const int64_t D = f->embedding_dim, bags_per_batch = D < kSumBuffer ? kSumBuffer / D : 1, end = k.end;
   const auto encode = RowFormatKernels::table<CpuIsa::RK_ISA>.nearest[static_cast<int>(a.output_format)];
-  float waiting[kWaiting];
-  k.sums = {D <= kWaiting ? waiting : a.wide_sum, D};
+  float buffer[kSumBuffer];
+  k.sums = {D <= kSumBuffer ? buffer : a.wide_sum, D};
   for (; k.begin < end; k.begin = k.end) {
-    k.end = k.begin + bags_at_once < end ? k.begin + bags_at_once : end;
+    k.end = k.begin + bags_per_batch < end ? k.begin + bags_per_batch : end;
     pool_feature(a, f, parts, k);
     for (int64_t i = 0; i < k.end - k.begin; ++i, out += stride)
       encode(k.sums.first + i * D, 1, D, {}, {out, 0, nullptr});
@@ -36,27 +36,27 @@ void pool_rounded(const PoolArgs& a, const Part* f, int64_t parts, PooledBags k,
 
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   const int64_t element = a.output_bytes(), stride = a.output_dim * element;
-  PoolArgs uncached = a;  // of features of several parts, whose slots nobody has checked
+  PoolArgs uncached = a;  // for features of several parts, whose slots are not checked
   uncached.cache.slots = nullptr;
   by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
     const bool one_id = a.bags.have_one_id(from, to);
     if (!one_id && !offsets_good(a.bags, from, to, bounds)) return;
-    const PoolArgs& its = count == 1 ? a : uncached;
-    auto* rows = a.bags.row_of(from, parts->number, a.output, stride);
-    const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
-    Bounds repeated;                                                          // of ids that the first part has noted
+    const PoolArgs& args = count == 1 ? a : uncached;
+    auto* rows = a.bags.row_of(from, parts->feature, a.output, stride);
+    const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // parts per set of columns
+    Bounds ignored;                                                           // bad ids are reported by the first part
     for (int64_t p = 0; p < count; p += combined) {
       auto* out = rows + parts[p].output_offset * element;
       const Sums sums{reinterpret_cast<float*>(out), a.output_dim};
-      const PooledBags k{&a.bags, from, to, parts->mean, one_id, sums, p == 0 ? bounds : &repeated};
-      if (element == 4) pool_feature(its, parts + p, combined, k);
-      else pool_rounded(its, parts + p, combined, k, out, stride);
+      const PooledBags k{&a.bags, from, to, parts->mean, one_id, sums, p == 0 ? bounds : &ignored};
+      if (element == 4) pool_feature(args, parts + p, combined, k);
+      else pool_rounded(args, parts + p, combined, k, out, stride);
     }
     const Part& last = parts[count - 1];
     const int64_t used = last.output_offset + last.embedding_dim;
-    const int64_t behind = a.bags.own_rows ? (a.output_dim - used) * element : 0;
-    for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
-      memset(rows + used * element, 0, static_cast<size_t>(behind));
+    const int64_t unused = a.bags.own_rows ? (a.output_dim - used) * element : 0;
+    for (int64_t bag = from; unused && bag < to; ++bag, rows += stride)
+      memset(rows + used * element, 0, static_cast<size_t>(unused));
   });
 }
 
@@ -65,7 +65,7 @@ float dot_with_row(const float* g, const uint8_t* row, const Part& f) {
   return row_dot(g, reinterpret_cast<const float*>(row), f.embedding_dim);
 }
 
-// Dot product of one sample's gradient and the row that an id's parts make.
+// Dot product of a bag's gradient and the combined row of an id.
 float dot_with_parts(const PoolArgs& a, const Part* parts, int64_t count, const float* grad, int64_t id,
                      const ComposedRow& composed) {
   if (composed.scratch) return row_dot(grad + parts->output_offset, composed.read(a.weights, id), parts->embedding_dim);
@@ -78,7 +78,7 @@ float dot_with_parts(const PoolArgs& a, const Part* parts, int64_t count, const 
   return sum;
 }
 
-// Asks for the rows of an id's parts.
+// Prefetches an id's row in each part.
 void prefetch_parts(const PoolArgs& a, const Part* parts, int64_t count, int64_t id) {
   if (!a.bags.in_range(id, *parts)) return;
   for (const Part* f = parts; f < parts + count; ++f)
@@ -116,7 +116,7 @@ void weight_gradient_feature(const PoolArgs& a, const Part* parts, int64_t count
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
-    const float* rows = a.bags.row_of(from, parts->number, grad, a.output_dim);
+    const float* rows = a.bags.row_of(from, parts->feature, grad, a.output_dim);
     weight_gradient_feature(a, parts, count, from, to, rows, out, bounds);
   });
 }

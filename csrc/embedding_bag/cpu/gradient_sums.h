@@ -1,4 +1,4 @@
-// The terms of row gradients: where the gradients of a table's sorted occurrences lie, and their sums.
+// Sums of row gradients over the sorted occurrences of a table.
 #pragma once
 
 #include "embedding_bag/cpu/backward.h"
@@ -7,11 +7,10 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Terms are numbered; load(i, column, tail, x) gives columns of term i, coefficient(i) what they are multiplied by if
-// kWeighted, and prefetch(i, column) asks for columns of a term that comes later.
+// Terms of a sum are indexed: load(i, column, tail, x) reads columns of term i, coefficient(i) is its weight if
+// kWeighted, and prefetch(i, column) prefetches a later term.
 
-// sum[] = columns [column, column + NV * W) of terms [first, first + count), added up in ascending order from the
-// first.
+// sum[] = columns [column, column + NV * W) of terms [first, first + count), added in ascending order.
 template <int NV, bool kTail, class Terms>
 RK_HOST_DEVICE void sum_columns(const Terms& terms, int64_t first, int64_t count, int64_t column, int tail, Vec* sum) {
   constexpr bool kWeighted = Terms::kWeighted;
@@ -28,7 +27,7 @@ RK_HOST_DEVICE void sum_columns(const Terms& terms, int64_t first, int64_t count
   }
 }
 
-// for_blocks: sums terms [first, first + count) into out[0..D).
+// Body of for_blocks: sums one block of columns of terms [first, first + count) into out [D].
 template <class Terms>
 struct SumInto {
   Terms terms;
@@ -51,7 +50,7 @@ inline uint32_t bag_of(const RunArgs& a, int64_t payload) {
   return a.bag_of ? a.bag_of[payload] : static_cast<uint32_t>(payload);
 }
 
-// The part of the bag's feature that reads the table, and the gradient of its columns of the bag.
+// The part of a bag's feature that reads the table, and the bag's gradient in that part's columns.
 struct BagPlace {
   const Part* part;
   const float* gradient;
@@ -61,7 +60,7 @@ __attribute__((noinline)) inline BagPlace place_in_shared_table(const RunArgs& a
                                                                 uint32_t bag) {
   const Part* f = a.parts + a.bags.first_part(a.bags.feature_of(bag));
   for (; f->row_offset != table.part->row_offset || f->num_embeddings == 0; ++f) continue;
-  return {f, a.bags.row_of(bag, f->number, a.grad, a.output_dim) + f->output_offset};
+  return {f, a.bags.row_of(bag, f->feature, a.grad, a.output_dim) + f->output_offset};
 }
 
 RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
@@ -71,13 +70,13 @@ RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint3
   return place_in_shared_table(a, table, bag);
 }
 
-// Terms between the prefetch of a gradient and its use: sorted by row, bags come in no order.
+// Prefetch distance in terms. Occurrences are sorted by row, so their bags are in random order.
 constexpr int64_t kTermsAhead = 24;
 
-// The gradients of a table's sorted occurrences up to `end`: copies of what finds them, which no store can change.
+// Gradients of a table's sorted occurrences up to `end`. Members are copies, which stores to the sums cannot alias.
 template <bool kIsWeighted>
 struct SortedTerms {
-  static constexpr bool kWeighted = kIsWeighted;  // whether payloads are ids, which may have coefficients
+  static constexpr bool kWeighted = kIsWeighted;  // payloads are positions of ids, which may have coefficients
   const uint64_t* sorted;
   uint64_t payload_mask;
   const uint32_t* bags;
@@ -120,11 +119,11 @@ struct SortedTerms {
   }
 };
 
-// The gradients of a table that has an `other` part, times that part's rows of the occurrences' ids.
+// Gradients of a table's occurrences, times the rows of the ids in TableRuns::other.
 struct SortedProducts {
   static constexpr bool kWeighted = true;
   SortedTerms<true> gradients;
-  const void* ids;  // of payload 0 and after
+  const void* ids;  // indexed by payload
   bool ids64, partitioned, far;
   Partition partition;
   const float* factors;
@@ -135,7 +134,7 @@ struct SortedProducts {
         ids(static_cast<const uint8_t*>(a.bags.ids) + a.first_id * (a.bags.ids64 ? 8 : 4)),
         ids64(a.bags.ids64),
         partitioned(runs.other->partitioned),
-        far(is_far(*runs.other)),
+        far(exceeds_cache(*runs.other)),
         partition(runs.other->partition),
         factors(reinterpret_cast<const float*>(a.weights + runs.other->weight_offset)),
         D(runs.other->embedding_dim) {}
@@ -161,7 +160,7 @@ struct SortedProducts {
   }
 };
 
-// Rows of D floats that lie one after the other.
+// Consecutive rows of D floats.
 struct RowsInMemory {
   static constexpr bool kWeighted = false;
   const float* rows;

@@ -6,13 +6,13 @@
 namespace rec_kernels {
 namespace {
 
-// True if part i is the only one of its feature.
-bool is_alone(const Layout& layout, int64_t i) {
+// True if part i is the only part of its feature.
+bool is_only_part(const Layout& layout, int64_t i) {
   const int64_t f = layout.parts[i].feature;
   return part_start(layout.parts, f + 1, layout.sizes, layout.num_parts) - layout.parts[f].part_start == 1;
 }
 
-// `own_rows`: every bag has a row of the output, whose columns start with the feature's.
+// Checks all records and converts them. `own_rows`: every bag has an output row, in which columns start at 0.
 std::unique_ptr<Part[]> read_parts(const Layout& layout, const LayoutLimits& limits, bool own_rows) {
   std::unique_ptr<Part[]> parts(new Part[static_cast<size_t>(layout.num_parts)]);
   for (int64_t i = 0; i < layout.num_parts; ++i) {
@@ -20,7 +20,7 @@ std::unique_ptr<Part[]> read_parts(const Layout& layout, const LayoutLimits& lim
     if (fault != LayoutFault::kNone) throw_layout_fault(layout, limits, i, fault);
   }
   for (int64_t i = 0; i < layout.num_parts; ++i) {
-    parts[i] = Part::of(layout.parts[i], is_alone(layout, i));
+    parts[i] = Part::of(layout.parts[i], is_only_part(layout, i));
     if (own_rows) parts[i].output_offset = layout.parts[i].part_column;
   }
   return parts;
@@ -36,7 +36,7 @@ void check_bag_starts(const Bags& b) {
               " must be ", b.num_bags, ", the number of bags that offsets describe");
 }
 
-// Checks features in groups, whose bags samples share, and the other features.
+// Checks bag counts of all features, and the inverse of those in groups.
 void check_shared_bags(const BagInput& in) {
   const Bags& b = in.bags;
   std::vector<int64_t> first_of(static_cast<size_t>(in.inverse->size(0)), -1);
@@ -58,16 +58,16 @@ void check_shared_bags(const BagInput& in) {
   const auto* inverse = in.inverse->const_data_ptr<int64_t>();
   for (size_t g = 0; g < first_of.size(); ++g) {
     if (first_of[g] < 0) continue;
-    const int64_t* numbers = inverse + static_cast<int64_t>(g) * b.batch;
+    const int64_t* indices = inverse + static_cast<int64_t>(g) * b.batch;
     const int64_t limit = count(first_of[g]);
-    const int64_t i = first_bad(b.batch, [numbers, limit](int64_t at) { return is_outside(numbers[at], limit); });
+    const int64_t i = first_bad(b.batch, [indices, limit](int64_t at) { return is_outside(indices[at], limit); });
     if (i != kNoBadPosition)
-      throw std::out_of_range(join("inverse[", g, ", ", i, "] = ", numbers[i], " is out of range: it must be in [0, ",
+      throw std::out_of_range(join("inverse[", g, ", ", i, "] = ", indices[i], " is out of range: it must be in [0, ",
                                    limit, "), the bags of feature ", first_of[g], ", which is in group ", g));
   }
 }
 
-// Raises what is wrong with the one offset of a call without bags, which no kernel reads.
+// Checks the only offset of a call without bags, which no kernel reads.
 void check_only_offset(const BagInput& in) {
   if (in.bags.num_bags > 0) return;
   Bounds bounds;
@@ -75,11 +75,11 @@ void check_only_offset(const BagInput& in) {
   in.raise(bounds);
 }
 
-// The ids of all features; where every integer is one, TablePart::number_of is in its place.
-Scratch<int64_t> number_ids(const BagInput& in) {
+// Copies all ids, with those of hashed features replaced by TablePart::hashed_row().
+Scratch<int64_t> map_hashed_ids(const BagInput& in) {
   const Bags& bags = in.bags;
-  Scratch<int64_t> numbers(bags.num_ids);
-  int64_t* out = numbers.get();
+  Scratch<int64_t> mapped(bags.num_ids);
+  int64_t* out = mapped.get();
   const auto for_ids = [](int64_t count, const auto& body) {
     parallel_pieces(count, kFewItems, workers_for(count, kFewItems), [&](int64_t begin, int64_t end, int64_t) {
       for (int64_t i = begin; i < end; ++i) body(i);
@@ -89,21 +89,22 @@ Scratch<int64_t> number_ids(const BagInput& in) {
   for (int64_t f = 0; f < in.bags.num_features; ++f) {
     const TablePart table = in.records[bags.first_part(f)];
     if (!table.takes_every_id()) continue;
-    // Bad offsets would lead kernels to ids that have no number.
+    // Bad offsets would make kernels read ids that were not mapped.
     Bounds bounds;
     bounds.position = bags.bad_offset(bags.first_bag(f), bags.first_bag(f + 1));
     in.raise(bounds);
     const int64_t first = bags.offset(bags.first_bag(f)), last = bags.offset(bags.first_bag(f + 1));
     const Divisor modulus = Divisor::of(table.modulus);
-    for_ids(last - first, [&](int64_t i) { out[first + i] = table.number_of(out[first + i], modulus, table.modulus); });
+    for_ids(last - first,
+            [&](int64_t i) { out[first + i] = table.hashed_row(out[first + i], modulus, table.modulus); });
   }
-  return numbers;
+  return mapped;
 }
 
 }  // namespace
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits) {
-  BagInput in{take_bags(bags, layout), nullptr, layout.parts, layout.sizes.cache_ways, {}};
+  BagInput in{check_bags(bags, layout), nullptr, layout.parts, layout.sizes.cache_ways, {}};
   in.parts = read_parts(layout, limits, in.bags.own_rows);
   if (in.bags.starts) check_bag_starts(in.bags);
   if (bags.groups) {
@@ -112,15 +113,15 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutL
   }
   check_only_offset(in);
   if (layout.sizes.flags & kHashes) {
-    in.numbers = number_ids(in);
-    in.bags.ids = in.numbers.get();
+    in.mapped_ids = map_hashed_ids(in);
+    in.bags.ids = in.mapped_ids.get();
     in.bags.ids64 = true;
   }
   return in;
 }
 
 BagInput read_bags(const OneTableBags& bags, const Part& table) {
-  BagInput in{take_bags(bags, table), std::make_unique<Part[]>(1), nullptr, 0, {}};
+  BagInput in{check_bags(bags, table), std::make_unique<Part[]>(1), nullptr, 0, {}};
   in.parts[0] = table;
   check_only_offset(in);
   return in;
@@ -130,7 +131,7 @@ void BagInput::raise(const Bounds& bounds) const {
   const int64_t position = bounds.position;
   if (position == kNoBadPosition) return;
   if (position < 0) {
-    // Every worker stops at a bad offset of its own: name the first of all.
+    // Every worker stops at its own first bad offset; report the globally first one.
     const int64_t first = bags.bad_offset(0, bags.num_bags), i = -1 - first, bag = i > 0 ? i - 1 : 0;
     const int64_t feature = bags.num_bags ? bags.feature_of(bag) : 0;
     throw_bad_position(

@@ -6,7 +6,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// Copies bits, whatever they mean: of numbers of fewer than four bytes, the last ones one by one.
+// Copies raw bytes in words of four; the remainder of 2-byte elements is copied byte by byte.
 RK_HOST_DEVICE void copy_row(const char* from, char* to, int64_t bytes) {
   const auto* x = reinterpret_cast<const float*>(from);
   auto* out = reinterpret_cast<float*>(to);
@@ -20,19 +20,19 @@ RK_HOST_DEVICE void copy_row(const char* from, char* to, int64_t bytes) {
   for (int64_t i = 4 * words; i < bytes; ++i) to[i] = from[i];
 }
 
-template <class Number>
-void copy_numbered(const char* rows, const Number* numbers, int64_t bytes, int64_t stride, char* out, int64_t begin,
-                   int64_t end) {
-  for (int64_t i = begin; i < end; ++i) copy_row(rows + numbers[i] * stride, out + i * stride, bytes);
+template <class Index>
+void gather_rows(const char* rows, const Index* indices, int64_t bytes, int64_t stride, char* out, int64_t begin,
+                 int64_t end) {
+  for (int64_t i = begin; i < end; ++i) copy_row(rows + indices[i] * stride, out + i * stride, bytes);
 }
 
-void copy_rows(const char* rows, const void* numbers, bool wide, int64_t bytes, int64_t stride, char* out,
+void copy_rows(const char* rows, const void* indices, bool wide, int64_t bytes, int64_t stride, char* out,
                int64_t begin, int64_t end) {
-  if (wide) copy_numbered(rows, static_cast<const int64_t*>(numbers), bytes, stride, out, begin, end);
-  else copy_numbered(rows, static_cast<const int32_t*>(numbers), bytes, stride, out, begin, end);
+  if (wide) gather_rows(rows, static_cast<const int64_t*>(indices), bytes, stride, out, begin, end);
+  else gather_rows(rows, static_cast<const int32_t*>(indices), bytes, stride, out, begin, end);
 }
 
-// Registers that a sum is kept in, and rows that are asked for ahead of time.
+// Registers per block of columns, and prefetch distance in rows.
 constexpr int kRegisters = 4;
 constexpr int64_t kAhead = 8;
 
@@ -40,7 +40,7 @@ RK_HOST_DEVICE const float* row_of(const float* rows, const int64_t* order, int6
   return rows + (order ? order[i] : i) * stride;
 }
 
-// kVecs registers' columns of all rows.
+// Sums a block of kVecs * W columns of all rows.
 template <int kVecs>
 RK_HOST_DEVICE void sum_columns(const float* rows, const int64_t* order, int64_t count, int64_t stride, float* out) {
   Vec sum[kVecs];

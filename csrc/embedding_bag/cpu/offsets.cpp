@@ -1,11 +1,11 @@
-// A look at offsets, for a batch that is checked when it is made.
+// _offsets_rise: validates the offsets of a batch when it is constructed.
 #include "core/boxing.h"
 #include "embedding_bag/bags.h"
 
 namespace rec_kernels {
 namespace {
 
-// True if offsets [bags + 1] rise, in [0, values].
+// True if offsets [bags + 1] are non-decreasing and in [0, values].
 bool offsets_rise(const Tensor& offsets_in, int64_t values) {
   check(offsets_in, "offsets").rank(1).integer();
   check_value(offsets_in.size(0) >= 1, "offsets must have one element more than there are bags, got none");

@@ -1,7 +1,7 @@
-// Pools bags for one instruction set, from any source of rows.
+// Pooling loop of one instruction set, generic over the source of rows.
 //
-// A bag's columns are pooled in blocks of registers: sums stay in registers over the whole bag, rows are prefetched a
-// fixed number of ids ahead (also across bags), and a row is read exactly once.
+// Columns are pooled in blocks: the sums of a block stay in registers over the whole bag, rows are prefetched a fixed
+// number of ids ahead (also across bags), and each row is read exactly once.
 #pragma once
 
 #include "embedding_bag/cpu/bag_loop.h"
@@ -10,18 +10,18 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Destination of bags' sums: D floats each, `stride` floats apart.
+// Destination of pooled bags: D floats each, `stride` floats apart.
 struct Sums {
   float* first;
   int64_t stride;
 };
 
-// Bags [begin, end) of one feature, whose offsets are known to be good.
+// Bags [begin, end) of one feature, with validated offsets.
 struct PooledBags {
   const Bags* bags;
-  int64_t begin, end;  // of all F * B
+  int64_t begin, end;  // counted over all features
   bool mean;
-  bool one_id;  // each has one
+  bool one_id;  // every bag has exactly one id
   Sums sums;
   Bounds* bounds;
 
@@ -32,32 +32,32 @@ struct PooledBags {
   }
 };
 
-// Rows that are found at once, of all parts of some ids; a longer bag has memory of its own.
-constexpr int64_t kMapped = 4096;
+// Capacity of the stack buffer of a batch, in rows of all parts; a longer bag allocates.
+constexpr int64_t kBatchRows = 4096;
 
-// A few bags at a time, of `most` ids unless one alone has more: body(these bags, room for `parts` Items of each id).
-// `most` times `parts` is at most kMapped.
+// Calls body(bags, items) for batches of bags of at most `most` ids, or a single longer bag; `items` has room for
+// `parts` Items per id. most * parts <= kBatchRows.
 template <class Item, class Body>
-void for_few_bags(const PooledBags& k, int64_t most, int64_t parts, const Body& body) {
-  Item reserved[kMapped];
+void for_bag_batches(const PooledBags& k, int64_t most, int64_t parts, const Body& body) {
+  Item reserved[kBatchRows];
   for (int64_t begin = k.begin; begin < k.end;) {
     int64_t end = k.end - begin < most ? k.end : begin + most;
     while (end > begin + 1 && k.some(begin, end).num_ids() > most) end = begin + (end - begin) / 2;
-    const PooledBags few = k.some(begin, end);
-    const int64_t count = few.num_ids();
+    const PooledBags batch = k.some(begin, end);
+    const int64_t count = batch.num_ids();
     Item* items = count <= most ? reserved : new Item[static_cast<uint64_t>(count * parts)];
-    body(few, items);
+    body(batch, items);
     if (items != reserved) delete[] items;
     begin = end;
   }
 }
 
-// Kinds of bags that kernels are compiled for.
+// Kinds of bags that have their own kernel.
 enum class BagKind {
-  kOneId,     // each has one id, without a weight
-  kPlain,     // ids have no weights
-  kWeighted,  // ids have weights
-  kAny        // nothing
+  kOneId,     // exactly one id per bag, no weights
+  kPlain,     // no weights
+  kWeighted,  // weights
+  kAny        // all of the above, decided at run time
 };
 
 inline BagKind kind_of(const PooledBags& k) {
@@ -65,9 +65,9 @@ inline BagKind kind_of(const PooledBags& k) {
   return k.one_id ? BagKind::kOneId : BagKind::kPlain;
 }
 
-// Pools a block of columns. A source (embedding_bag/cpu/sources.h) knows whether id i counts, its row, and the columns
-// of a row, in `kSteps` steps of one or more registers. Arguments are copies: a store through a pointer could change
-// the originals as far as a compiler knows. Not inlined: callers take registers that the loops need.
+// Pools a block of columns. A source (embedding_bag/cpu/sources.h) tells whether ids[i] contributes, finds its row and
+// reads the row's columns in kSteps steps of one or more registers. Arguments are passed by value, since stores to the
+// output might alias the originals. Not inlined, which leaves all registers to the loops.
 template <BagKind kKind, class Source>
 __attribute__((noinline)) void pool_block(const PooledBags k, const Source source) {
   using Step = typename Source::Step;
@@ -76,8 +76,8 @@ __attribute__((noinline)) void pool_block(const PooledBags k, const Source sourc
   const Bags bags = *k.bags;
   const float* factors = bags.per_sample_weights;
   const int64_t last = bags.offset(k.end), ahead = source.ahead();
-  Bounds repeated;  // of ids that the first block of columns has noted
-  Bounds* bounds = source.column() == 0 ? k.bounds : &repeated;
+  Bounds ignored;  // bad ids are already reported by the first block of columns
+  Bounds* bounds = source.column() == 0 ? k.bounds : &ignored;
   float* out = k.sums.first + source.column();
   int64_t i = bags.offset(k.begin);
   for (int64_t first = i; first < last && first < i + ahead; ++first) source.prefetch(first);
@@ -95,7 +95,7 @@ __attribute__((noinline)) void pool_block(const PooledBags k, const Source sourc
         continue;
       }
       const auto row = source.row(i);
-      // A factor of 1 changes no bit of a sum. A sum of one row is one, too: -0 becomes +0.
+      // A factor of 1 changes no bit of a sum. A single row is also added to 0, which turns -0 into +0.
       const Step factor = Step::broadcast(kWeighted && (kKind == BagKind::kWeighted || factors) ? factors[i] : 1.0f);
 #pragma GCC unroll 8
       for (int s = 0; s < kSteps; ++s) {

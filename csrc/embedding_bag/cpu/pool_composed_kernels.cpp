@@ -1,7 +1,7 @@
 // Lookups of partitioned features. Compiled once per instruction set: no torch header and no std template here.
 //
-// Ids are mapped to rows a thousand or so at a time, so that the divisions are not in the way of the rows' loads. One
-// part alone is then looked up as any table. Rows of several parts meet in registers: an id's row is never in memory.
+// Ids are mapped to rows in batches of about a thousand, so that divisions do not delay the loads of rows. One part
+// alone is then looked up like any table. Rows of several parts are combined in registers and never stored.
 #include "embedding_bag/cpu/pool_composed.h"
 #include "embedding_bag/cpu/pool_table.h"
 #include "rows/cpu/row_formats.h"
@@ -10,7 +10,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// True if every id counts.
+// True if every id contributes.
 template <class Id>
 bool all_count(const Id* ids, int64_t count, uint64_t limit, int64_t padding) {
   uint64_t bad = 0;
@@ -21,7 +21,7 @@ bool all_count(const Id* ids, int64_t count, uint64_t limit, int64_t padding) {
   return bad == 0;
 }
 
-// Branch-free, so that compilers map several ids at once.
+// Branch-free for vectorization.
 template <bool kDivides, bool kWraps, class Id>
 void map_narrow(const Id* ids, int64_t count, const Partition p, int64_t* rows) {
   for (int64_t i = 0; i < count; ++i) {
@@ -54,25 +54,25 @@ void map_ids(const Bags& bags, const Part& f, const Id* all, int64_t start, int6
   for (int64_t i = 0; i < stop - start; ++i) {
     const auto id = static_cast<int64_t>(ids[i]);
     const bool in_range = bags.in_range(id, f);
-    rows[i] = in_range && id != padding ? f.row(id) : kLeftOut;
+    rows[i] = in_range && id != padding ? f.row(id) : kSkippedRow;
     if (!in_range) note_bad(bounds, start + i);
   }
 }
 
-// rows[i - start]: where id i is found in the part's table.
+// rows[i - start] = the row of ids[i] in the part's table.
 void map_to_part(const Bags& bags, const Part& f, int64_t start, int64_t stop, int64_t* rows, Bounds* bounds) {
   if (bags.ids64) map_ids(bags, f, static_cast<const int64_t*>(bags.ids), start, stop, rows, bounds);
   else map_ids(bags, f, static_cast<const int32_t*>(bags.ids), start, stop, rows, bounds);
 }
 
-// The rows of all ids of some bags in a part's table.
+// Maps all ids of some bags to rows of a part's table.
 PartRows rows_of_part(const PooledBags& k, const Part& f, const uint8_t* weights, int64_t* rows, Bounds* bounds) {
   const int64_t start = k.first_id();
   map_to_part(*k.bags, f, start, start + k.num_ids(), rows, bounds);
-  return {weights + f.weight_offset, rows, is_far(f)};
+  return {weights + f.weight_offset, rows, exceeds_cache(f)};
 }
 
-// for_blocks: pools the bags of floats block by block of columns.
+// Body of for_blocks: pools one block of columns of float rows.
 struct ComposeFloats {
   const PooledBags& k;
   const Composition& parts;
@@ -94,7 +94,7 @@ struct ComposeFloats {
   }
 };
 
-// Fewer than kMostSteps: the code of seven formats grows with it.
+// Fewer than kMostSteps, to limit the code size of seven formats.
 constexpr int kComposedSteps = kMostSteps < 4 ? kMostSteps : 4;
 
 template <class Format>
@@ -118,23 +118,24 @@ void combine_rows(Combine how, const float* y, int64_t D, const float* x, float*
 }  // namespace
 
 void pool_partitioned(const PoolArgs& a, const Part& f, const PooledBags& k) {
-  for_few_bags<int64_t>(k, kMapped, 1, [&](const PooledBags& few, int64_t* rows) {
-    const PartRows part = rows_of_part(few, f, a.weights, rows, k.bounds);
-    pool_table(few, f, part.rows, RowNumbers::found(few, part.numbers));
+  for_bag_batches<int64_t>(k, kBatchRows, 1, [&](const PooledBags& batch, int64_t* rows) {
+    const PartRows part = rows_of_part(batch, f, a.weights, rows, k.bounds);
+    pool_table(batch, f, part.rows, RowIndices::computed(batch, part.indices));
   });
 }
 
 void pool_composed(const PoolArgs& a, const Part* parts, int64_t count, const PooledBags& k) {
   const bool multiplies = parts->combine == Combine::kMult;
-  for_few_bags<int64_t>(k, kMapped / count, count, [&](const PooledBags& few, int64_t* rows) {
-    Composition c{{}, count, few.first_id(), parts->row_bytes};
-    Bounds repeated;  // of ids that the first part has noted
+  for_bag_batches<int64_t>(k, kBatchRows / count, count, [&](const PooledBags& batch, int64_t* rows) {
+    Composition c{{}, count, batch.first_id(), parts->row_bytes};
+    Bounds ignored;  // bad ids are already reported by the first part
     for (int64_t p = 0; p < count; ++p)
-      c.parts[p] = rows_of_part(few, parts[p], a.weights, rows + p * few.num_ids(), p == 0 ? k.bounds : &repeated);
+      c.parts[p] = rows_of_part(batch, parts[p], a.weights, rows + p * batch.num_ids(), p == 0 ? k.bounds : &ignored);
     const int64_t D = parts->embedding_dim;
     if (parts->format == RowFormat::kFp32)
-      for_blocks(D, ComposeFloats{few, c, multiplies, kind_of(few) == BagKind::kOneId});
-    else with_bag_format(parts->format, [&](auto format) { compose_encoded<decltype(format)>(few, c, D, multiplies); });
+      for_blocks(D, ComposeFloats{batch, c, multiplies, kind_of(batch) == BagKind::kOneId});
+    else
+      with_bag_format(parts->format, [&](auto format) { compose_encoded<decltype(format)>(batch, c, D, multiplies); });
   });
 }
 

@@ -1,4 +1,4 @@
-// Lookups of rows that are not plain floats, for the kernels of one instruction set.
+// Lookups of encoded rows, for the kernels of one instruction set.
 #pragma once
 
 #include "embedding_bag/cpu/sources.h"
@@ -7,7 +7,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 
 // Pools bags of encoded rows of the table that starts at `rows`.
-void pool_encoded(const PooledBags& k, const Part& f, const uint8_t* rows, const RowNumbers& numbers);
+void pool_encoded(const PooledBags& k, const Part& f, const uint8_t* rows, const RowIndices& indices);
 // The dot product of g [D] and an encoded row, in the order of rows/cpu/statistics.h.
 float dot_with_encoded(const float* g, const uint8_t* row, const Part& f);
 

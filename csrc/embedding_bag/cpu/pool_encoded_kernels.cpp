@@ -6,23 +6,23 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// The bags of a call.
+// Arguments of a lookup in an encoded table.
 struct Encoded {
   const PooledBags& k;
   int64_t D;
   const uint8_t* rows;
   int64_t row_bytes;
-  const RowNumbers& numbers;
+  const RowIndices& indices;
 };
 
 template <class Block>
 void pool_columns(const Encoded& e, const Block& block) {
-  const TableRows<Block, 0> source(block, e.rows, e.row_bytes, e.numbers);
+  const TableRows<Block, 0> source(block, e.rows, e.row_bytes, e.indices);
   if (e.k.bags->per_sample_weights) pool_block<BagKind::kWeighted>(e.k, source);
   else pool_block<BagKind::kPlain>(e.k, source);
 }
 
-// Pools in as few blocks as possible; the last one has the smallest width that covers the remaining columns.
+// Uses as few blocks as possible; the last one has the smallest width that covers the remaining columns.
 template <class Format, int kSteps = kMostSteps>
 void pool_steps(const Encoded& e, int64_t column) {
   for (; e.D - column > kSteps / 2 * kStep; column += kSteps * kStep) {
@@ -60,8 +60,8 @@ float dot(const float* g, const uint8_t* row, int64_t D) {
 
 }  // namespace
 
-void pool_encoded(const PooledBags& k, const Part& f, const uint8_t* rows, const RowNumbers& numbers) {
-  const Encoded e{k, f.embedding_dim, rows, f.row_bytes, numbers};
+void pool_encoded(const PooledBags& k, const Part& f, const uint8_t* rows, const RowIndices& indices) {
+  const Encoded e{k, f.embedding_dim, rows, f.row_bytes, indices};
   with_bag_format(f.format, [&](auto format) { pool_steps<decltype(format)>(e, 0); });
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 int64_t bags_of(const Bags& bags, int64_t feature) { return bags.first_bag(feature + 1) - bags.first_bag(feature); }
 
-// The bags of each group's features; 0 of a group without any.
+// Number of bags of each group; 0 for a group without features.
 std::vector<int64_t> group_sizes(const BagInput& in) {
   std::vector<int64_t> sizes(static_cast<size_t>(in.inverse->size(0)));
   for (int64_t f = 0; f < in.bags.num_features; ++f)
@@ -33,11 +33,11 @@ std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
   std::vector<Columns> out;
   for (int64_t p = 0; p < in_.bags.num_parts; ++p) {
     const Part& f = in_.parts[p];
-    const int64_t group = in_.bags.groups[f.number];
+    const int64_t group = in_.bags.groups[f.feature];
     if (group < 0) continue;
     const int64_t end = f.output_offset + f.embedding_dim;
     if (!out.empty() && out.back().group == group && out.back().begin + out.back().count >= f.output_offset)
-      out.back().count = end - out.back().begin;  // parts that are added up have the columns of the one before
+      out.back().count = end - out.back().begin;  // added or multiplied parts share the columns of the previous one
     else out.push_back({group, f.output_offset, f.embedding_dim});
   }
   return out;
@@ -65,13 +65,13 @@ void SharedRows::sum(const float* grad) const {
   const int64_t batch = in_.bags.batch, groups = in_.inverse->size(0);
   const auto* inverse = in_.inverse->const_data_ptr<int64_t>();
   std::vector<RowOrder> orders(sizes.size());
-  // Workers share out groups; of one group, its numbers.
-  const int64_t workers = workers_for(groups * batch, kFewItems), of_each = groups > 1 ? 1 : workers;
+  // Parallel over groups; a single group is sorted in parallel instead.
+  const int64_t workers = workers_for(groups * batch, kFewItems), workers_per_group = groups > 1 ? 1 : workers;
   parallel_pieces(groups, 1, groups > 1 ? workers : 1, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t g = begin; g < end; ++g) {
       const auto group = static_cast<size_t>(g);
       if (sizes[group] == 0) continue;
-      orders[group] = order_by_row(Integers(inverse + g * batch), batch, sizes[group], of_each);
+      orders[group] = order_by_row(Integers(inverse + g * batch), batch, sizes[group], workers_per_group);
     }
   });
   for (const Columns& c : columns) {

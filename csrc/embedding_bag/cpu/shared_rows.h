@@ -1,4 +1,4 @@
-// Rows that samples share: of the bags of features in groups, or of their gradients (Bags::groups of
+// Rows that several samples share: pooled bags of deduplicated features, or their gradients (Bags::groups of
 // embedding_bag/bags.h).
 #pragma once
 
@@ -9,22 +9,22 @@
 
 namespace rec_kernels {
 
-// Memory for shared rows beside the rows [B, output_dim] of an output or its gradient, with the same columns; the
-// columns of a group are its own, so that all groups have the same rows. None, where the input has no groups.
+// Buffer of shared rows with the columns of the output [B, output_dim] or its gradient. Groups have disjoint columns,
+// so they share the rows of one buffer. Empty if the input has no groups.
 class SharedRows {
  public:
-  // Takes the bytes of an element. Points to the input, which must outlive it.
+  // element_bytes: size of an output element. Keeps a reference to the input.
   SharedRows(const BagInput& in, int64_t element_bytes);
 
-  // Bags::shared_rows. Null where no group has a bag.
+  // The value of Bags::shared_rows; null if no group has a bag.
   void* rows() const { return memory_.get(); }
-  // Writes pooled bags to `output`, in the rows of the samples that have them.
+  // Copies each pooled bag to the rows of `output` whose samples use it.
   void expand(void* output) const;
-  // The sums of the samples' gradients `grad`.
+  // Sums the gradients `grad` of the samples that use each bag.
   void sum(const float* grad) const;
 
  private:
-  // Columns that lie side by side, of features of one group.
+  // Adjacent columns of features of one group.
   struct Columns {
     int64_t group, begin, count;
   };

@@ -1,4 +1,4 @@
-// Finds rows of a table in a row cache, many at a time, for the kernels of one instruction set.
+// Batched search for the slots of rows in a row cache, for the kernels of one instruction set.
 #pragma once
 
 #include "core/cpu/simd.h"
@@ -7,7 +7,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// marked_ways() of places.h, with registers of bytes for the usual number of ways.
+// marked_ways() of places.h, vectorized for the default number of ways.
 RK_HOST_DEVICE uint32_t ways_marked(const uint8_t* marks, int64_t n, uint8_t mark) {
 #if defined(__AVX2__)
   if (n == 32) {
@@ -19,15 +19,15 @@ RK_HOST_DEVICE uint32_t ways_marked(const uint8_t* marks, int64_t n, uint8_t mar
   return marked_ways(marks, n, mark);
 }
 
-// Rows go through three steps, a group at a time: marks are asked for, marks are compared and tags asked for, tags are
-// compared. A group takes a step while the memory of those behind it is on its way.
+// A software pipeline of three stages over groups of rows: prefetch marks; compare marks and prefetch tags; compare
+// tags. While one group is in a stage, the memory of the following groups is being fetched.
 class SlotFinder {
  public:
-  // The place is of a table that is cached.
+  // `place` belongs to a cached table.
   RK_HOST_DEVICE SlotFinder(const CacheView& cache, const CachePlace& place)
-      : cache_(cache), place_(place), at_once_(cache.ways < kWaysAtOnce ? cache.ways : kWaysAtOnce) {}
+      : cache_(cache), place_(place), marked_ways_(cache.ways < kWaysAtOnce ? cache.ways : kWaysAtOnce) {}
 
-  // slots[i] = the slot of linear row i of `count`, or -1. read(first, how many, rows) writes some of these rows.
+  // slots[i] = the slot of the i-th of `count` linear rows, or -1. read(first, n, rows) writes rows [first, first + n).
   template <class Read>
   RK_HOST_DEVICE void find(int64_t count, const Read& read, int64_t* slots) const {
     Group groups[3];
@@ -38,9 +38,9 @@ class SlotFinder {
         g.begin = i * kGroup;
         g.count = count - g.begin < kGroup ? count - g.begin : kGroup;
         read(g.begin, g.count, g.rows);
-        ask_for_marks(&g);
+        prefetch_marks(&g);
       }
-      if (i >= 1 && i <= last) ask_for_tags(&groups[(i - 1) % 3]);
+      if (i >= 1 && i <= last) prefetch_tags(&groups[(i - 1) % 3]);
       if (i >= 2) compare_tags(groups[(i - 2) % 3], slots);
     }
   }
@@ -50,24 +50,24 @@ class SlotFinder {
 
   struct Group {
     int64_t begin, count;
-    int64_t rows[kGroup], firsts[kGroup];  // the first slot of the row's set
+    int64_t rows[kGroup], set_starts[kGroup];  // set_starts: first slot of the row's set
     uint64_t hashes[kGroup];
-    uint32_t marked[kGroup];  // the ways that may be the row's
+    uint32_t marked[kGroup];  // bit mask of ways whose mark matches
   };
 
-  // A loop of hashes alone is one of registers of several.
-  RK_HOST_DEVICE void ask_for_marks(Group* g) const {
+  // Hashes have a loop of their own, which compilers vectorize.
+  RK_HOST_DEVICE void prefetch_marks(Group* g) const {
     for (int64_t j = 0; j < g->count; ++j) g->hashes[j] = fmix64(static_cast<uint64_t>(g->rows[j]));
     for (int64_t j = 0; j < g->count; ++j) {
-      g->firsts[j] = place_.set(g->rows[j], g->hashes[j]) * cache_.ways;
-      prefetch_bytes(cache_.marks + g->firsts[j], at_once_);
+      g->set_starts[j] = place_.set(g->rows[j], g->hashes[j]) * cache_.ways;
+      prefetch_bytes(cache_.marks + g->set_starts[j], marked_ways_);
     }
   }
-  // Asks for two tags: where more marks than one are equal, the row is mostly one of the first two.
-  RK_HOST_DEVICE void ask_for_tags(Group* g) const {
+  // Prefetches two tags: if several marks match, the row is usually in one of the first two ways.
+  RK_HOST_DEVICE void prefetch_tags(Group* g) const {
     for (int64_t j = 0; j < g->count; ++j) {
-      const int64_t first = g->firsts[j];
-      const uint32_t found = ways_marked(cache_.marks + first, at_once_, static_cast<uint8_t>(g->hashes[j]));
+      const int64_t first = g->set_starts[j];
+      const uint32_t found = ways_marked(cache_.marks + first, marked_ways_, static_cast<uint8_t>(g->hashes[j]));
       g->marked[j] = found;
       if (!found) continue;
       const uint32_t others = found & (found - 1);
@@ -76,7 +76,7 @@ class SlotFinder {
     }
   }
   RK_HOST_DEVICE void compare_tags(const Group& g, int64_t* slots) const {
-    for (int64_t j = 0; j < g.count; ++j) slots[g.begin + j] = slot_of(g.rows[j], g.firsts[j], g.marked[j]);
+    for (int64_t j = 0; j < g.count; ++j) slots[g.begin + j] = slot_of(g.rows[j], g.set_starts[j], g.marked[j]);
   }
   RK_HOST_DEVICE int64_t slot_of(int64_t row, int64_t first, uint32_t marked) const {
     for (; marked; marked &= marked - 1)
@@ -84,9 +84,9 @@ class SlotFinder {
     return cache_.ways <= kWaysAtOnce ? -1 : cache_.slot_of(place_, row);
   }
 
-  const CacheView cache_;  // copies, which no store of slots changes
+  const CacheView cache_;  // copies, which stores to slots cannot alias
   const CachePlace place_;
-  const int64_t at_once_;
+  const int64_t marked_ways_;
 };
 
 }  // namespace RK_ISA

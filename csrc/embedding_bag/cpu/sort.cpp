@@ -8,21 +8,21 @@
 namespace rec_kernels {
 namespace {
 
-// A table with fewer occurrences is sorted by one thread: meeting others several times costs more.
-constexpr int64_t kAlone = 32768;
+// Minimum occurrences of a table that several threads sort: the barriers cost more for a smaller one.
+constexpr int64_t kMinParallelEntries = 32768;
 
 bool same_table(const Part& a, const Part& b) {
   return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
          a.embedding_dim == b.embedding_dim && a.format == b.format && a.shard == b.shard;
 }
 
-// The parts that read a table, and its slice of the entries.
+// The parts that read a table, and its range of sort entries.
 struct Table {
-  int64_t first, last;  // of Plan::parts
+  int64_t first, last;  // range of Plan::parts
   int64_t begin, count;
 };
 
-// The parts in the order of their tables' rows, and the tables.
+// Parts ordered by the linear rows of their tables, and the tables.
 struct Plan {
   std::vector<int64_t> parts;
   std::vector<Table> tables;
@@ -32,7 +32,7 @@ Plan plan_tables(const BagInput& in) {
   Plan plan;
   int64_t entry = 0;
   for (int64_t i = 0; i < in.bags.num_parts; ++i) {
-    const int64_t p = in.records ? in.records[i].by_row : i, f = in.parts[p].number;
+    const int64_t p = in.records ? in.records[i].by_row : i, f = in.parts[p].feature;
     plan.parts.push_back(p);
     if (i == 0 || !same_table(in.parts[p], in.parts[plan.parts[static_cast<size_t>(i - 1)]]))
       plan.tables.push_back({i, i, entry, 0});
@@ -46,7 +46,7 @@ Plan plan_tables(const BagInput& in) {
   return plan;
 }
 
-// Writes, sorts and cuts into runs the occurrences of one table at a time.
+// Writes the entries of one table at a time, sorts them and finds their runs.
 class TableSorter {
  public:
   TableSorter(const BagInput& in, const Plan& plan, Occurrences* out) : in_(in), plan_(plan), out_(*out) {
@@ -63,14 +63,14 @@ class TableSorter {
     uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
     Bounds bounds;
     write(table, sort.first_buffer(sorted, other), workers, &bounds);
-    if (bounds.position < 0) return bounds.position;  // of an offset: the entries make no sense
+    if (bounds.position < 0) return bounds.position;  // bad offset: the entries are invalid
     sort.sort(sorted, other, workers);
     TableRuns& runs = out_.tables[static_cast<size_t>(number)];
-    auto* starts = reinterpret_cast<int64_t*>(other);  // one more than there are entries
+    auto* starts = reinterpret_cast<int64_t*>(other);  // one element more than entries
     runs.part = &first;
     runs.starts = starts;
-    runs.first_bag = in_.bags.first_bag(first.number);
-    runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
+    runs.first_bag = in_.bags.first_bag(first.feature);
+    runs.num_bags = in_.bags.first_bag(first.feature + 1) - runs.first_bag;
     for (int64_t place = table.first; place < table.last; ++place)
       runs.multiplied = runs.multiplied || part(place).combine == Combine::kMult;
     if (runs.multiplied && table.last - table.first == 1) runs.other = only_other(first);
@@ -79,10 +79,10 @@ class TableSorter {
   }
 
  private:
-  // The other part of a feature of two, whose rows are floats; else null.
+  // The other part of a feature of two parts if it is float32, else null.
   const Part* only_other(const Part& f) const {
-    const Part* parts = in_.parts.get() + in_.bags.first_part(f.number);
-    if (in_.bags.first_part(f.number + 1) - in_.bags.first_part(f.number) != 2) return nullptr;
+    const Part* parts = in_.parts.get() + in_.bags.first_part(f.feature);
+    if (in_.bags.first_part(f.feature + 1) - in_.bags.first_part(f.feature) != 2) return nullptr;
     const Part& other = parts[parts == &f ? 1 : 0];
     return other.format == RowFormat::kFp32 ? &other : nullptr;
   }
@@ -90,7 +90,7 @@ class TableSorter {
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
     for (int64_t place = table.first; place < table.last; ++place) {
-      const int64_t f = part(place).number, first_bag = in_.bags.first_bag(f);
+      const int64_t f = part(place).feature, first_bag = in_.bags.first_bag(f);
       const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
       if (part(place).frozen) {
         all->position = std::min(all->position, in_.bags.bad_offset(first_bag, first_bag + B));
@@ -110,22 +110,22 @@ class TableSorter {
     }
   }
 
-  // Destination of a feature's entries: that of position i of [first, last) goes to at[i - first].
+  // Destination of a feature's entries: the entry of position i in [first, last) is at[i - first].
   struct Destination {
     uint64_t* at;
     int64_t first, last;
   };
 
   void write_bags(int64_t begin, int64_t end, const Part& f, Destination entries, Bounds* bounds) const {
-    // Entries are written where the offsets say: none may lead out of the feature's own.
+    // Offsets determine where entries are written, so they must stay within the feature's range.
     const bool inside = in_.bags.offset(begin) >= entries.first && in_.bags.offset(end) <= entries.last;
     const int64_t bad_offset = inside ? in_.bags.bad_offset(begin, end) : -1 - begin;
     if (bad_offset != kNoBadPosition) {
       bounds->position = std::min(bounds->position, bad_offset);
       return;
     }
-    // Once for a feature: another part may be another thread's.
-    if (out_.bag_of && &f == in_.parts.get() + in_.bags.first_part(f.number)) {
+    // Only for the first part: another thread may process another part of the feature.
+    if (out_.bag_of && &f == in_.parts.get() + in_.bags.first_part(f.feature)) {
       write_bags_of_ids(begin, end);
       if (out_.coefficients) write_coefficients(begin, end, f);
     }
@@ -141,11 +141,11 @@ class TableSorter {
     write_rows(ids, begin, end, part, entries, bounds, [f](int64_t id) { return f.row(id); });
   }
 
-  // row(id) is below num_embeddings, with which what is left out sorts behind every row.
+  // row(id) is less than num_embeddings, the row of skipped ids, which therefore sort last.
   template <class Id, class Row>
   void write_rows(const Id* ids, int64_t begin, int64_t end, const Part& f, Destination entries, Bounds* bounds,
                   const Row& row) const {
-    const Bags bags = in_.bags;  // copies, which the stores below cannot change
+    const Bags bags = in_.bags;  // copies, which the stores below cannot alias
     const int64_t limit = f.id_limit, padding = bags.padding_of(f), rows = f.num_embeddings;
     const int64_t base = base_;
     const int bits = out_.payload_bits;
@@ -156,15 +156,15 @@ class TableSorter {
       for (int64_t i = start; i < stop; ++i) {
         const int64_t id = static_cast<int64_t>(ids[i]);
         const bool in_range = !check || static_cast<uint64_t>(id) < static_cast<uint64_t>(limit);
-        int64_t own = rows;
+        int64_t key = rows;
         if (__builtin_expect(in_range && id != padding, 1)) {
-          own = row(id);
+          key = row(id);
         } else {
           if (!in_range) found.position = std::min(found.position, i);
           ++found.skipped;
         }
         entries.at[i - entries.first] =
-            static_cast<uint64_t>(own) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
+            static_cast<uint64_t>(key) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
       }
       start = stop;
     }
@@ -199,7 +199,8 @@ class TableSorter {
   int64_t base_;
 };
 
-// Decides how an entry gives its occurrence's bag and coefficient; `ids` counts those of all bags.
+// Chooses the payload of entries: the bag, or the id's position where coefficients or products need it. `ids`: their
+// number in all bags.
 void choose_payload(const BagInput& in, int64_t ids, Occurrences* out) {
   bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;
@@ -217,19 +218,19 @@ void choose_payload(const BagInput& in, int64_t ids, Occurrences* out) {
   if (weighted) out->coefficients = Scratch<float>(ids);
 }
 
-// Tables that would keep one thread busy while the others wait are sorted by all threads together, the rest one to a
-// thread, the longest first.
+// Tables with more than a thread's share of the occurrences are sorted by all threads, one after the other. The rest is
+// sorted by one thread per table, largest first.
 int64_t sort_tables(const Plan& plan, int64_t count, const TableSorter& sorter) {
   std::vector<int64_t> order(plan.tables.size());
   for (size_t t = 0; t < order.size(); ++t) order[t] = static_cast<int64_t>(t);
   const auto size = [&](int64_t t) { return plan.tables[static_cast<size_t>(t)].count; };
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return size(a) > size(b); });
 
-  const int64_t workers = workers_for(count, kAlone / 4), tables = static_cast<int64_t>(order.size());
+  const int64_t workers = workers_for(count, kMinParallelEntries / 4), tables = static_cast<int64_t>(order.size());
   int64_t bad = kNoBadPosition, together = 0;
   for (; workers > 1 && together < tables; ++together) {
     const int64_t t = order[static_cast<size_t>(together)];
-    if (size(t) < kAlone || size(t) * workers <= count) break;
+    if (size(t) < kMinParallelEntries || size(t) * workers <= count) break;
     bad = std::min(bad, sorter.sort(t, workers));
   }
   std::vector<int64_t> found(static_cast<size_t>(workers), kNoBadPosition);
@@ -241,8 +242,8 @@ int64_t sort_tables(const Plan& plan, int64_t count, const TableSorter& sorter) 
   return std::min(bad, *std::min_element(found.begin(), found.end()));
 }
 
-// kNoBadPosition, or -1 - i when feature f does not start and end (offsets[i]) among the ids, in this order. What lies
-// between is checked where it is read.
+// Returns -1 - i if the first or last offset of feature f, offsets[i], is out of range or they are not in order, else
+// kNoBadPosition. Offsets in between are checked where they are read.
 int64_t bad_boundary(const Bags& bags, int64_t f) {
   const int64_t first = bags.first_bag(f), last = bags.first_bag(f + 1);
   const int64_t start = bags.offset(first), stop = bags.offset(last);
@@ -270,7 +271,7 @@ Occurrences sort_occurrences(const BagInput& in, const Tensor& grad) {
     const Part& f = *table.part;
     if (table.num_bags > 0)
       table.gradients =
-          in.bags.row_of(table.first_bag, f.number, grad.const_data_ptr<float>(), in.output_dim) + f.output_offset;
+          in.bags.row_of(table.first_bag, f.feature, grad.const_data_ptr<float>(), in.output_dim) + f.output_offset;
     table.first_run = out.num_runs;
     table.first_float = out.num_floats;
     out.num_runs += table.num_runs;

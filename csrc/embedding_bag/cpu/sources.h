@@ -1,6 +1,6 @@
-// Sources of pooled rows (embedding_bag/cpu/pool.h): a table, several parts of one, or a row cache and its table. A
-// source extends a block of columns, which reads rows of floats or of a format: in_row(address of a row) is where the
-// block reads, row() opens it there, and read() gives a step of its columns.
+// Sources of pooled rows (embedding_bag/cpu/pool.h): a table, several parts of a feature, or a row cache and its table.
+// A source derives from a block of columns of float or encoded rows: in_row(row) is the address where the block reads,
+// row() opens the row there, and read() returns one step of its columns.
 #pragma once
 
 #include "embedding_bag/cpu/pool.h"
@@ -9,7 +9,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Columns [first, first + NV * W) of rows of floats, a register to a step; the last one holds `tail` columns if kTail.
+// Columns [first, first + NV * W) of float rows, one register per step; the last one holds `tail` columns if kTail.
 template <int NV, bool kTail>
 struct FloatBlock {
   using Step = Vec;
@@ -29,11 +29,11 @@ struct FloatBlock {
   }
 };
 
-// Steps of 16 columns of a block: its sums take half of the registers, decoding needs the others.
+// Maximum steps of 16 columns per block: the sums take half of the registers and leave the others to decoding.
 constexpr int kMostSteps = kLanes == 16 ? 8 : (kLanes == 8 ? 4 : 2);
 
-// Columns [first, first + kSteps * 16) of encoded rows, which are decoded in registers, of which `columns` exist: fewer
-// than these when kPartial.
+// Columns [first, first + kSteps * 16) of encoded rows, decoded in registers. Only `columns` of them exist, fewer if
+// kPartial.
 template <class Format, int kBlockSteps, bool kPartial>
 struct EncodedBlock {
   using Step = Columns;
@@ -61,57 +61,57 @@ struct EncodedBlock {
   }
 };
 
-// The rows of a table that ids name: the ids themselves, or numbers that were found for some of them.
-struct RowNumbers {
-  const void* numbers;
-  bool wide;         // int64, or int32
-  int64_t first;     // the id that the first number is of
-  uint64_t limit;    // a number from it on is out of range; compared unsigned, so that a negative one is, too
-  int64_t left_out;  // the number that does not count
+// Row index per id: the ids themselves, or indices that were computed for a range of ids.
+struct RowIndices {
+  const void* indices;
+  bool wide;        // int64, else int32
+  int64_t first;    // position of the id that indices[0] belongs to
+  uint64_t limit;   // indices are out of range from here on; compared unsigned, which includes negative ones
+  int64_t skipped;  // index of ids that do not contribute
 
-  static RowNumbers of_ids(const Bags& bags, const Part& f) {
+  static RowIndices of_ids(const Bags& bags, const Part& f) {
     const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
     return {bags.ids, bags.ids64, 0, limit, bags.padding_of(f)};
   }
-  static RowNumbers found(const PooledBags& k, const int64_t* numbers) {
-    return {numbers, true, k.first_id(), UINT64_MAX, kLeftOut};
+  static RowIndices computed(const PooledBags& k, const int64_t* indices) {
+    return {indices, true, k.first_id(), UINT64_MAX, kSkippedRow};
   }
 };
 
-// Numbered rows of one table. kNumberBytes: 8, 4, or 0 where the width is known at run time only.
-template <class Block, int kNumberBytes>
+// Rows of one table by index. kIndexBytes: 8, 4, or 0 if the width is only known at run time.
+template <class Block, int kIndexBytes>
 struct TableRows : Block {
   const uint8_t* rows;
   int64_t row_bytes;
-  RowNumbers numbers;
+  RowIndices indices;
 
-  RK_HOST_DEVICE TableRows(const Block& block, const uint8_t* rows, int64_t row_bytes, const RowNumbers& numbers)
-      : Block(block), rows(block.in_row(rows)), row_bytes(row_bytes), numbers(numbers) {}
-  RK_HOST_DEVICE int64_t number(int64_t i) const {
-    if (kNumberBytes == 8 || (kNumberBytes == 0 && __builtin_expect(numbers.wide, 1)))
-      return static_cast<const int64_t*>(numbers.numbers)[i - numbers.first];
-    return static_cast<const int32_t*>(numbers.numbers)[i - numbers.first];
+  RK_HOST_DEVICE TableRows(const Block& block, const uint8_t* rows, int64_t row_bytes, const RowIndices& indices)
+      : Block(block), rows(block.in_row(rows)), row_bytes(row_bytes), indices(indices) {}
+  RK_HOST_DEVICE int64_t index(int64_t i) const {
+    if (kIndexBytes == 8 || (kIndexBytes == 0 && __builtin_expect(indices.wide, 1)))
+      return static_cast<const int64_t*>(indices.indices)[i - indices.first];
+    return static_cast<const int32_t*>(indices.indices)[i - indices.first];
   }
   RK_HOST_DEVICE int64_t ahead() const { return prefetch_distance(row_bytes); }
-  // Prefetches any id's row: the address is computed, not checked.
+  // Prefetching is harmless for a bad id, so the index is not checked.
   RK_HOST_DEVICE void prefetch(int64_t i) const {
     const auto row =
-        reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(number(i)) * static_cast<uintptr_t>(row_bytes);
+        reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(index(i)) * static_cast<uintptr_t>(row_bytes);
     Block::prefetch(row, row_bytes);
   }
-  RK_HOST_DEVICE bool out_of_range(int64_t i) const { return static_cast<uint64_t>(number(i)) >= numbers.limit; }
-  RK_HOST_DEVICE bool counts(int64_t i) const { return !out_of_range(i) && number(i) != numbers.left_out; }
-  RK_HOST_DEVICE auto row(int64_t i) const { return Block::row(rows + number(i) * row_bytes); }
+  RK_HOST_DEVICE bool out_of_range(int64_t i) const { return static_cast<uint64_t>(index(i)) >= indices.limit; }
+  RK_HOST_DEVICE bool counts(int64_t i) const { return !out_of_range(i) && index(i) != indices.skipped; }
+  RK_HOST_DEVICE auto row(int64_t i) const { return Block::row(rows + index(i) * row_bytes); }
 };
 
 // The rows of ids in the table of one part of a feature.
 struct PartRows {
   const uint8_t* rows;
-  const int64_t* numbers;  // of ids from Composition::first on; kLeftOut for an id that does not count
-  bool far;                // no cache holds the table
+  const int64_t* indices;  // row per id, starting at Composition::first; kSkippedRow for an id that does not contribute
+  bool far;                // the table exceeds the cache
 };
 
-// The parts of a feature that are added up or multiplied.
+// The added or multiplied parts of a feature.
 struct Composition {
   PartRows parts[kMaxParts];
   int64_t count;
@@ -119,7 +119,7 @@ struct Composition {
   int64_t row_bytes;
 };
 
-// Rows that are the sums or products of those of several parts, made in registers. kParts: how many there are, or 0.
+// Sums or products of the rows of several parts, computed in registers. kParts: their index, or 0 if not constant.
 template <class Block, int kParts, bool kMultiply>
 struct ComposedRows : Block {
   Composition c;
@@ -137,8 +137,8 @@ struct ComposedRows : Block {
     for (int64_t p = 0; p < num_parts(); ++p)
       if (c.parts[p].far) Block::prefetch(address(p, i), c.row_bytes);
   }
-  RK_HOST_DEVICE static bool out_of_range(int64_t) { return false; }  // noted when the numbers were found
-  RK_HOST_DEVICE bool counts(int64_t i) const { return c.parts[0].numbers[i - c.first] != kLeftOut; }
+  RK_HOST_DEVICE static bool out_of_range(int64_t) { return false; }  // reported when ids were mapped
+  RK_HOST_DEVICE bool counts(int64_t i) const { return c.parts[0].indices[i - c.first] != kSkippedRow; }
   RK_HOST_DEVICE Row row(int64_t i) const {
     Row row;
     for_steps(0, i, [&](int s, const Step& x) { row.x[s] = x; });
@@ -151,33 +151,33 @@ struct ComposedRows : Block {
  private:
   RK_HOST_DEVICE uintptr_t address(int64_t p, int64_t i) const {
     return reinterpret_cast<uintptr_t>(c.parts[p].rows) +
-           static_cast<uintptr_t>(c.parts[p].numbers[i - c.first]) * static_cast<uintptr_t>(c.row_bytes);
+           static_cast<uintptr_t>(c.parts[p].indices[i - c.first]) * static_cast<uintptr_t>(c.row_bytes);
   }
   template <class Each>
   RK_HOST_DEVICE void for_steps(int64_t p, int64_t i, const Each& each) const {
-    const auto part = Block::row(c.parts[p].rows + c.parts[p].numbers[i - c.first] * c.row_bytes);
+    const auto part = Block::row(c.parts[p].rows + c.parts[p].indices[i - c.first] * c.row_bytes);
 #pragma GCC unroll 8
     for (int s = 0; s < Block::kSteps; ++s) each(s, Block::read(part, s));
   }
 };
 
-// Rows of floats wherever they are: in a row cache, in their table, decoded from it.
+// Float rows by pointer: in a row cache, in a float32 table, or in a buffer of decoded rows.
 template <class Block>
 struct CachedRows : Block {
-  const uint8_t* const* places;  // of the rows of ids from `first_id` on; null for an id that does not count
+  const uint8_t* const* pointers;  // row per id, starting at `first_id`; null for an id that does not contribute
   int64_t first_id;
   int64_t row_bytes;
 
-  RK_HOST_DEVICE CachedRows(const Block& block, const uint8_t* const* places, int64_t first_id, int64_t row_bytes)
-      : Block(block), places(places), first_id(first_id), row_bytes(row_bytes) {}
-  RK_HOST_DEVICE const uint8_t* place(int64_t i) const { return places[i - first_id]; }
+  RK_HOST_DEVICE CachedRows(const Block& block, const uint8_t* const* pointers, int64_t first_id, int64_t row_bytes)
+      : Block(block), pointers(pointers), first_id(first_id), row_bytes(row_bytes) {}
+  RK_HOST_DEVICE const uint8_t* pointer(int64_t i) const { return pointers[i - first_id]; }
   RK_HOST_DEVICE int64_t ahead() const { return prefetch_distance(row_bytes); }
   RK_HOST_DEVICE void prefetch(int64_t i) const {
-    if (counts(i)) Block::prefetch(reinterpret_cast<uintptr_t>(Block::in_row(place(i))), row_bytes);
+    if (counts(i)) Block::prefetch(reinterpret_cast<uintptr_t>(Block::in_row(pointer(i))), row_bytes);
   }
-  RK_HOST_DEVICE static bool out_of_range(int64_t) { return false; }  // noted when the places were found
-  RK_HOST_DEVICE bool counts(int64_t i) const { return place(i) != nullptr; }
-  RK_HOST_DEVICE auto row(int64_t i) const { return Block::row(Block::in_row(place(i))); }
+  RK_HOST_DEVICE static bool out_of_range(int64_t) { return false; }  // reported when pointers were set
+  RK_HOST_DEVICE bool counts(int64_t i) const { return pointer(i) != nullptr; }
+  RK_HOST_DEVICE auto row(int64_t i) const { return Block::row(Block::in_row(pointer(i))); }
 };
 
 }  // namespace RK_ISA

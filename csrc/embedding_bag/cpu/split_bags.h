@@ -1,4 +1,4 @@
-// Work on the bags of a call, in pieces for all threads.
+// Splits the bags of a call into pieces for all threads.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace rec_kernels {
 
-// Floats read per piece of work, at the least: large beside the cost of fetching a piece (one atomic add).
+// Minimum floats read per piece of work, which amortizes the cost of fetching a piece (one atomic add).
 constexpr int64_t kForwardFloats = 32768;
 
 struct BagSplit {
@@ -22,7 +22,7 @@ inline BagSplit split_bags(const BagInput& in) {
   return {ceil_div(in.bags.num_bags, pieces_for(floats, kForwardFloats, workers)), workers};
 }
 
-// Runs body(begin, end, &bounds) over all bags and returns the bounds of all workers.
+// Runs body(begin, end, &bounds) over all bags and returns the combined bounds of all workers.
 template <class Body>
 Bounds for_bags(const BagInput& in, const Body& body) {
   const BagSplit split = split_bags(in);

@@ -1,4 +1,4 @@
-// Targets of the rows' gradients: storage, or an update of the rows.
+// Targets of row gradients: a gradient tensor, or an update of the rows.
 #pragma once
 
 #include "embedding_bag/cpu/backward.h"
@@ -10,39 +10,39 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// A target is what becomes of a row's gradient, for the rows of one table. prefetch(row, run, columns) comes ahead()
-// runs before its turn, and select(run) just before. `columns` is D, or as many registers as D needs where the compiler
-// knows them: it then asks for a row's cache lines without a loop, whose end the processor would have to guess. The
-// gradient is summed at place(row, run, scratch memory), and finish(row, run, g) takes it there or elsewhere, and may
-// overwrite it; flush() ends the last one. kInRegisters: rows of up to kBlock columns are taken by finish_registers(),
-// unless the target has_step() that needs them in memory: of these, sums of products only with kProductsInRegisters.
+// A target consumes the row gradients of one table. For each run, in order: prefetch(row, run, columns) is called
+// ahead() runs earlier; select(run) follows; the gradient is summed into buffer(row, run, scratch); finish(row, run, g)
+// consumes it from there or from other memory, and may overwrite it. flush() is called at the end. `columns` is D, or D
+// rounded up to whole registers as a compile-time constant, which unrolls the prefetch loop and avoids a branch
+// misprediction. kInRegisters: finish_registers() consumes rows of up to kBlock columns, unless has_step(), which needs
+// them in memory; sums of products only with kProductsInRegisters.
 struct StoredGradients {
   static constexpr bool kInRegisters = true, kProductsInRegisters = false;
   int64_t D;
-  float* gradients;  // of the table: dense ones by row, sparse ones by run
-  int64_t* rows;     // of the table's runs; null for dense gradients
+  float* gradients;  // of the table, indexed by row if dense, by run if sparse
+  int64_t* rows;     // row index per run; null for dense gradients
 
   static int64_t ahead() { return 0; }
   void prefetch(int64_t, int64_t, int64_t) const {}
   static void select(int64_t) {}
-  RK_HOST_DEVICE float* place(int64_t row, int64_t run, float*) const { return gradients + (rows ? run : row) * D; }
+  RK_HOST_DEVICE float* buffer(int64_t row, int64_t run, float*) const { return gradients + (rows ? run : row) * D; }
   void finish(int64_t row, int64_t run, const float* g) const {
-    float* const out = place(row, run, nullptr);
+    float* const out = buffer(row, run, nullptr);
     if (g != out) memcpy(out, g, static_cast<size_t>(D) * sizeof(float));
     if (rows) rows[run] = row;
   }
   static bool has_step() { return false; }
   template <int NV, bool kTail>
   RK_HOST_DEVICE void finish_registers(int64_t row, int64_t run, const Vec* g, int tail) const {
-    store_columns<NV, kTail>(g, place(row, run, nullptr), tail);
+    store_columns<NV, kTail>(g, buffer(row, run, nullptr), tail);
     if (rows) rows[run] = row;
   }
   void flush() {}
 };
 
-// Clips the gradient g of a row w, and adds the decay that goes through it.
-inline void take_step(const GradientStep& step, const float* w, int64_t D, float* g) {
-  const GradientStep own = step;  // no store to g changes it
+// Clips the gradient g of a row w, and adds L2 weight decay to it.
+inline void apply_gradient_step(const GradientStep& step, const float* w, int64_t D, float* g) {
+  const GradientStep own = step;  // a copy, which stores to g cannot alias
   RowStep row(own);
   const auto clip = [&] {
     for (int64_t c = 0; c < D; ++c) g[c] = row.clipped(g[c]);
@@ -55,8 +55,8 @@ inline void take_step(const GradientStep& step, const float* w, int64_t D, float
   if (row.adds_decay()) add_scaled(own.weight_decay, w, D, g);
 }
 
-// Rows to be updated, of a table whose rows are floats and in no cache. open(row) gives the row as floats, which
-// close(row) takes back; flush() when all are done.
+// Rows of an uncached float32 table. open(row) returns the row as floats to update, close(row) writes it back, and
+// flush() writes what is still buffered.
 struct FloatRows {
   static constexpr bool kAreFloats = true;
   int64_t D;
@@ -71,7 +71,7 @@ struct FloatRows {
   void flush() {}
 };
 
-// Rows of a format: decoded into scratch memory and encoded from there, several at a time.
+// Encoded rows: decoded into a buffer, and encoded from there in batches.
 struct EncodedRows {
   int64_t D;
   int64_t row_bytes;
@@ -79,16 +79,16 @@ struct EncodedRows {
   RowFormatKernels::EncodeRows encode;
   RowRounding rounding;
   uint8_t* rows;  // of the table
-  float* held;    // rows that wait to be encoded
-  int64_t numbers[kRowsHeld];
+  float* buffer;  // updated rows to be encoded
+  int64_t indices[kBufferedRows];
   int64_t count = 0;
 
-  EncodedRows(const Part& f, const RowTarget& t, float* held)
+  EncodedRows(const Part& f, const RowTarget& t, float* buffer)
       : D(f.embedding_dim),
         row_bytes(f.row_bytes),
         rounding(t.rounding),
         rows(t.weights + f.weight_offset),
-        held(held) {
+        buffer(buffer) {
     const RowFormatKernels& k = RowFormatKernels::table<CpuIsa::RK_ISA>;
     const auto format = static_cast<int>(f.format);
     decode = k.decode[format];
@@ -97,28 +97,28 @@ struct EncodedRows {
   }
   void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
   RK_HOST_DEVICE float* open(int64_t row) const {
-    float* own = held + count * D;
+    float* own = buffer + count * D;
     decode(rows + row * row_bytes, 1, D, own);
     return own;
   }
   void close(int64_t row) {
-    numbers[count++] = row;
-    if (count == rows_held(D)) flush();
+    indices[count++] = row;
+    if (count == buffered_rows(D)) flush();
   }
   void flush() {
     if (count == 0) return;
-    encode(held, count, D, rounding, {rows, 0, numbers});
+    encode(buffer, count, D, rounding, {rows, 0, indices});
     count = 0;
   }
 };
 
-// Rows of a table that has a format, or of which some are in a row cache, and are updated there.
-class KeptRows {
+// Rows of an encoded or cached table. Cached rows are updated in the cache.
+class StoredRows {
  public:
   static constexpr bool kAreFloats = false;
-  // `slots`: of the rows of the table's runs; null where the table is not cached.
-  KeptRows(const Part& f, const RowTarget& t, int64_t part, const int64_t* slots, float* held)
-      : rows_(f, t, held), slots_(slots), D_(f.embedding_dim) {
+  // `slots`: slot per run of the table; null if the table is not cached.
+  StoredRows(const Part& f, const RowTarget& t, int64_t part, const int64_t* slots, float* buffer)
+      : rows_(f, t, buffer), slots_(slots), D_(f.embedding_dim) {
     if (!slots) return;
     cached_ = t.cache.rows;
     offset_ = t.cache.places[part].offset;
@@ -148,20 +148,20 @@ class KeptRows {
   int64_t D_, offset_ = 0;
   float* cached_ = nullptr;
   uint8_t* dirty_ = nullptr;
-  int64_t slot_ = -1;  // of the row at hand
+  int64_t slot_ = -1;  // slot of the current row
 };
 
-// SGD, or row-wise Adagrad.
+// SGD or row-wise Adagrad: w += factor * g.
 template <class Rows>
 struct ScaledTarget {
   static constexpr bool kInRegisters = true, kProductsInRegisters = Rows::kAreFloats;
   int64_t D;
   Update how;
-  float lr, shrinkage;  // of the table's weights
-  float* sum;           // row-wise Adagrad's state of the table; null: SGD
+  float lr, shrinkage;  // of the table
+  float* sum;           // the table's row-wise Adagrad state; null: SGD
   Rows rows;
 
-  // As many rows as hide the memory's latency, fewer of those that would fill the first-level cache.
+  // Enough rows to hide memory latency, but fewer wide rows, which would fill the L1 cache.
   int64_t ahead() const {
     constexpr int64_t kMost = 24, kFewest = 4, kFloats = 3072;
     const int64_t fit = kFloats / D;
@@ -172,16 +172,16 @@ struct ScaledTarget {
     if (sum) prefetch_line(sum + row);
   }
   void select(int64_t run) { rows.select(run); }
-  RK_HOST_DEVICE static float* place(int64_t, int64_t, float* scratch) { return scratch; }
+  RK_HOST_DEVICE static float* buffer(int64_t, int64_t, float* scratch) { return scratch; }
   bool has_step() const { return how.gradient_step.is_active(); }
-  // The row's factor of its gradient. Advances its state.
+  // Updates the row's state and returns the factor of its gradient.
   RK_HOST_DEVICE float adagrad_factor(int64_t row, float square_sum) const {
     sum[row] += square_sum / static_cast<float>(D);
     return rowwise_adagrad_factor(lr, how.eps, sum[row]);
   }
   void finish(int64_t row, int64_t, float* g) {
     float* w = rows.open(row);
-    if (has_step()) take_step(how.gradient_step, w, D, g);
+    if (has_step()) apply_gradient_step(how.gradient_step, w, D, g);
     const float factor = sum ? adagrad_factor(row, row_dot(g, g, D)) : sgd_factor(lr);
     if (how.shrinks_weights) add_scaled(shrinkage, w, D, w);
     add_scaled(factor, g, D, w);
@@ -189,7 +189,7 @@ struct ScaledTarget {
   }
   template <int NV, bool kTail>
   RK_HOST_DEVICE void finish_registers(int64_t row, int64_t, Vec* g, int tail) {
-    // Zero times an infinite coefficient has made the absent lanes NaN.
+    // Lanes beyond D may be NaN: 0 times an infinite coefficient.
     if (kTail) g[NV - 1] = g[NV - 1].first(tail);
     const Vec factor = Vec::broadcast(sum ? adagrad_factor(row, square_sum<NV>(g, D)) : sgd_factor(lr));
     float* weights = rows.open(row);
@@ -202,32 +202,32 @@ struct ScaledTarget {
   void flush() { rows.flush(); }
 };
 
-// State for every element of a table's rows. open() gives a row's as floats, which close() takes back.
+// Per-element optimizer state of a table. open() returns a row's moments as floats, and close() writes them back.
 struct MomentRows {
   int64_t D;
   OptimizerState state;  // of the table
   bool stochastic;
   RowRounding rounding;
-  float* held;  // [2, D] for rows that are not floats
+  float* buffer;  // [2, D], for bfloat16 state
 
-  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard, float* held)
-      : D(D), state(state), stochastic(t.update.stochastic), rounding(t.rounding), held(held) {
+  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard, float* buffer)
+      : D(D), state(state), stochastic(t.update.stochastic), rounding(t.rounding), buffer(buffer) {
     rounding.noise.shard = shard;
   }
   void prefetch(int64_t row, bool second_by_row) const {
-    const auto ask = [&](float* moments) {
+    const auto prefetch_row = [&](float* moments) {
       if (moments) prefetch_bytes(state.moment(moments, row * D), D * state.moment_bytes());
     };
-    ask(state.sum);
-    ask(state.exp_avg);
+    prefetch_row(state.sum);
+    prefetch_row(state.exp_avg);
     if (second_by_row) prefetch_line(state.exp_avg_sq + row);
-    else ask(state.exp_avg_sq);
+    else prefetch_row(state.exp_avg_sq);
   }
-  // `stream` is that of the moments' noise.
+  // `stream` selects the noise of these moments.
   float* open(float* moments, uint32_t stream, int64_t row) const {
     if (!moments || !state.bf16) return moments ? moments + row * D : nullptr;
-    float* own = held + (stream - kFirstMomentStream) * D;
-    kernels().decode[static_cast<int>(RowFormat::kBf16)](place(moments, row), 1, D, own);
+    float* own = buffer + (stream - kFirstMomentStream) * D;
+    kernels().decode[static_cast<int>(RowFormat::kBf16)](address(moments, row), 1, D, own);
     return own;
   }
   void close(float* moments, uint32_t stream, int64_t row) const {
@@ -235,17 +235,17 @@ struct MomentRows {
     RowRounding how = rounding;
     how.noise.stream = stream;
     const auto encode = (stochastic ? kernels().stochastic : kernels().nearest)[static_cast<int>(RowFormat::kBf16)];
-    encode(held + (stream - kFirstMomentStream) * D, 1, D, how, {place(moments, row), row, nullptr});
+    encode(buffer + (stream - kFirstMomentStream) * D, 1, D, how, {address(moments, row), row, nullptr});
   }
 
  private:
   static const RowFormatKernels& kernels() { return RowFormatKernels::table<CpuIsa::RK_ISA>; }
-  uint8_t* place(float* moments, int64_t row) const {
+  uint8_t* address(float* moments, int64_t row) const {
     return reinterpret_cast<uint8_t*>(state.moment(moments, row * D));
   }
 };
 
-// An optimizer with state for every element: from the row's gradient in memory.
+// An optimizer with per-element state, from the row's gradient in memory.
 template <class Rows>
 struct ElementwiseTarget {
   static constexpr bool kInRegisters = false;
@@ -256,17 +256,17 @@ struct ElementwiseTarget {
   MomentRows moments;
   Rows rows;
 
-  int64_t ahead() const { return D <= 32 ? 16 : 8; }  // rows, and as many of moments
+  int64_t ahead() const { return D <= 32 ? 16 : 8; }  // each row with its moments
   void prefetch(int64_t row, int64_t run, int64_t columns) const {
     rows.prefetch(row, run, columns);
     moments.prefetch(row, optimizer.needs_mean_square());
   }
   void select(int64_t run) { rows.select(run); }
 
-  RK_HOST_DEVICE static float* place(int64_t, int64_t, float* scratch) { return scratch; }
+  RK_HOST_DEVICE static float* buffer(int64_t, int64_t, float* scratch) { return scratch; }
   void finish(int64_t row, int64_t, float* g) {
     float* w = rows.open(row);
-    if (step.is_active()) take_step(step, w, D, g);
+    if (step.is_active()) apply_gradient_step(step, w, D, g);
     const ElementwiseRegisters<Vec> in_registers(optimizer, row_divisor(row, g),
                                                  [](float x) { return Vec::broadcast(x); });
     const OptimizerState& state = moments.state;
@@ -274,7 +274,7 @@ struct ElementwiseTarget {
     float* const all_second = optimizer.has_second() ? (state.sum ? state.sum : state.exp_avg_sq) : nullptr;
     float* const first = moments.open(all_first, kFirstMomentStream, row);
     float* const second = moments.open(all_second, kSecondMomentStream, row);
-    const bool at_once = !optimizer.needs_norms(), decays = step.decays_weights();
+    const bool single_pass = !optimizer.needs_norms(), decays = step.decays_weights();
     const Vec factor = Vec::broadcast(-lr), decay = Vec::broadcast(step.weight_decay);
     for_vectors(D, [&](int64_t c, int n) {
       Vec m = first ? load_vector(first + c, n) : Vec{}, v = second ? load_vector(second + c, n) : Vec{};
@@ -283,10 +283,10 @@ struct ElementwiseTarget {
       if (second) store_vector(v, second + c, n);
       const Vec weights = load_vector(w + c, n);
       if (decays) r = fused_multiply_add(decay, weights, r);
-      if (at_once) store_vector(fused_multiply_add(factor, r, weights), w + c, n);
+      if (single_pass) store_vector(fused_multiply_add(factor, r, weights), w + c, n);
       else store_vector(r, g + c, n);
     });
-    if (!at_once) add_scaled(optimizer.trusted(lr, row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
+    if (!single_pass) add_scaled(optimizer.trusted(lr, row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
     moments.close(all_first, kFirstMomentStream, row);
     moments.close(all_second, kSecondMomentStream, row);
     rows.close(row);

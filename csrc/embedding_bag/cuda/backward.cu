@@ -1,5 +1,5 @@
-// Backward of embedding_bag: each row's gradient summed once, in the order of docs/numerics.md, then stored (dense,
-// sparse) or used at once to update the row (fused optimizers). No float atomics, no row is written twice.
+// Backward of embedding_bag: sums each row's gradient in the order of docs/numerics.md, then stores it (dense, sparse)
+// or updates the row (fused optimizers). No float atomics; no row is written twice.
 #include "core/boxing.h"
 #include "core/cuda/device_algorithms.h"
 #include "embedding_bag/cuda/cache_input.cuh"
@@ -9,12 +9,12 @@
 namespace rec_kernels {
 namespace {
 
-// Gradients that are returned: dense ones by row, or sparse ones by run, where `rows` are theirs.
+// Gradients to be returned: dense, indexed by row, or sparse, indexed by run.
 struct StoredTarget {
   static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
   float* gradients;
-  int64_t* rows;               // of each run; null: dense
-  const int64_t* first_float;  // of each run
+  int64_t* rows;               // row index per run; null: dense
+  const int64_t* first_float;  // start in `gradients` per run
 
   __device__ static bool needs_mean_square() { return false; }
   __device__ static float state_before(int64_t) { return 0.0f; }
@@ -34,7 +34,7 @@ struct UpdateTarget {
   static constexpr bool kElementwise = false, kEncodes = false, kUpdates = true;
   RowUpdate u;
 
-  // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
+  // Prefetches the row and its state, which are needed after several dependent reads of terms.
   __device__ void expect(int64_t, const Part& f, int64_t row, PrefetchLanes lanes) const {
     lanes.bytes(place(f, row, 0), 4 * f.embedding_dim);
     if (u.is_adagrad()) lanes.one(u.state.sum + row);
@@ -70,7 +70,7 @@ SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& g
           in.output_dim, grad_scale, skip, nullptr, 0,       CachedRuns{}};
 }
 
-// Sums the chunks of runs that have them, and those sums, until at most kChunk of a run are left; owns their memory.
+// Sums the chunks of runs, hierarchically until at most kChunk sums per run are left. Returns the memory of the sums.
 Tensor sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
   const int64_t rows = args->runs.most_chunks;
   Tensor sums = new_tensor(like, {rows * in.max_dim}, ScalarType::Float);
@@ -83,7 +83,7 @@ Tensor sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStr
   for (args->format = 0; args->format < in.parts.num_formats && in.multiplies; ++args->format)
     launch_product_sums(*args, stream);
   args->format = 0;
-  if (args->runs.most_runs <= kMostOfGroup) return sums;  // too few occurrences for a longer run
+  if (args->runs.most_runs <= kMostOfGroup) return sums;  // no run can be longer
   with_few_widths(in.max_dim, [&](auto group, auto blocks) {
     launch(sum_chunk_sums_kernel<group, blocks>, at_most(kLongRunBlocks, rows, kThreads), dim3(kThreads), 0, stream,
            *args);
@@ -103,7 +103,7 @@ void store_all(const BagInput& in, SumArgs args, const StoredTarget& target, con
   finish_floats(args, target, stream);
 }
 
-// The rows of one format, or those in slots, which are floats.
+// Updates float32 rows, or rows in cache slots, which are floats.
 void update_floats(const SumArgs& args, const RowUpdate& update, cudaStream_t stream) {
   if (is_elementwise(update.optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget>{{update}}, stream);
   else finish_floats(args, UpdateTarget{update}, stream);
@@ -116,7 +116,7 @@ void update_encoded(const SumArgs& args, const RowUpdate& update, cudaStream_t s
   });
 }
 
-// Finds each run's slot in the cache, whose row is changed there.
+// Finds each run's slot in the cache and marks it dirty.
 __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
   if (a.skip.now()) return;
   for (int64_t run = Group<1>::first(); run < *a.runs.num_runs; run += Group<1>::stride()) {
@@ -146,7 +146,7 @@ void update_all(const BagInput& in, SumArgs args, RowUpdate update, const CacheT
   update_floats(args, update, stream);
 }
 
-// The gradients of the bags that samples share, where the input then says that they are.
+// Sums the gradients of deduplicated bags and points the input to them.
 SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cudaStream_t stream) {
   SharedRows shared(*in, ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
   shared.sum(grad.const_data_ptr<float>());
@@ -154,11 +154,11 @@ SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cu
   return shared;
 }
 
-// The gradients of float32 tables: of those in `weights`, which products are read from, or of one table of this shape.
+// Input of a gradient of float32 tables: those in `weights`, which products read, or one table of a given shape.
 struct GradientInput {
   BagInput in;
   LayoutLimits limits;
-  const uint8_t* rows;  // or null: nothing is multiplied
+  const uint8_t* rows;  // null: nothing is multiplied
 };
 
 GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags, cudaStream_t stream) {
@@ -193,24 +193,24 @@ Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Argum
   return out;
 }
 
-// Columns of each run, and behind the last run nothing; of bad bags nothing either.
+// Writes the width of each run, and 0 after the last run; all 0 for bad offsets.
 __global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, const int64_t* status, int64_t* dims) {
   const int64_t runs = *status < 0 ? 0 : *a.runs.num_runs;
   for (int64_t r = Group<1>::first(); r <= a.runs.most_runs; r += Group<1>::stride())
     dims[r] = r < runs ? a.parts[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
 }
 
-// Runs whose row is below `row`.
+// Number of runs with a row less than `row`.
 __device__ int64_t runs_below(const Runs& runs, int64_t row) {
   return first_behind(0, *runs.num_runs, [&](int64_t run) { return runs.row(run) >= row; });
 }
 
-// Numbers that the host needs for a sparse gradient.
+// Sizes of a sparse gradient, copied to the host.
 struct SparseSizes {
   int64_t status, runs, floats;
 };
 
-// counts: the runs of each part. `dims`: of all runs together.
+// Writes the number of runs of each part's table to `counts`. `dims`: total width of all runs.
 __global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const int64_t* status, const int64_t* dims,
                                                               int64_t parts, int64_t* counts, SparseSizes* sizes) {
   if (Group<1>::first() == 0) *sizes = {*status, *a.runs.num_runs, *dims};
@@ -236,13 +236,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const 
   launch_for(most + 1, 1, stream, run_dims_kernel, args, noted, dims.mutable_data_ptr<int64_t>());
   exclusive_sum(dims.const_data_ptr<int64_t>(), first.mutable_data_ptr<int64_t>(), most + 1, grad, stream);
   Tensor row_counts = new_tensor(grad, {in.bags.num_parts}, ScalarType::Long);
-  const Tensor told = new_tensor(grad, {sizeof(SparseSizes)}, ScalarType::Byte);
-  auto* on_device = static_cast<SparseSizes*>(told.mutable_data_ptr());
+  const Tensor sizes_memory = new_tensor(grad, {sizeof(SparseSizes)}, ScalarType::Byte);
+  auto* device_sizes = static_cast<SparseSizes*>(sizes_memory.mutable_data_ptr());
   launch_for(in.bags.num_parts, 1, stream, row_counts_kernel, args, noted, first.const_data_ptr<int64_t>() + most,
-             in.bags.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
-  // The shape of a sparse gradient is data: this waits for the GPU, once.
+             in.bags.num_parts, row_counts.mutable_data_ptr<int64_t>(), device_sizes);
+  // The shape of a sparse gradient depends on data, so this synchronizes with the GPU once.
   SparseSizes sizes{};
-  copy_to_host(&sizes, on_device, sizeof sizes, stream);
+  copy_to_host(&sizes, device_sizes, sizeof sizes, stream);
   check_value(sizes.status >= 0, "the layout, the offsets or inverse are not valid");
   Tensor rows = new_tensor(grad, {sizes.runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {sizes.floats}, ScalarType::Float);

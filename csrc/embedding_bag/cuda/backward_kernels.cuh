@@ -1,8 +1,8 @@
-// Kernels of embedding_bag's backward that sum a run's gradient and finish its row, for any target.
+// Kernels of embedding_bag's backward that sum a run's gradient and finish its row, generic over the target.
 //
-// A group of lanes takes a row (a run of sorted occurrences), a lane four neighbouring columns. Rows with more than
-// kChunk occurrences spread over the machine chunk by chunk first. Bytes moved: the gradient of every occurrence read,
-// every touched row and its state read and written once.
+// A group of lanes takes a row (a run of sorted occurrences), a lane four adjacent columns. The chunks of rows with
+// more than kChunk occurrences are summed in parallel first. Bytes moved: the gradient of every occurrence read, every
+// touched row and its state read and written once.
 #pragma once
 
 #include "core/cuda/warp_dot.cuh"
@@ -13,13 +13,14 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Threads of a block that finishes rows. Registers for 20 warps, say, are ten such blocks; of 256 threads, two.
+// Threads per block of finish_kernel. Small blocks use registers well: room for 20 warps fits ten blocks of 64 threads,
+// but only two of 256.
 constexpr int kFinishThreads = 64;
 
-// Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
+// Blocks that search the chunks for long runs: several per multiprocessor of a large GPU.
 constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 
-// Lanes that ask for the same memory ahead, each for its share of the sectors.
+// Lanes that prefetch the same memory, each a share of its sectors.
 struct PrefetchLanes {
   int lane, count;
 
@@ -33,12 +34,12 @@ struct PrefetchLanes {
   }
 };
 
-// Rows of floats whose weights are on their way while the optimizer's factor is found.
+// Float rows whose weights are loaded while the optimizer's factor is computed.
 template <int G, int kBlocks, class Target>
 constexpr bool kReadsAhead = Target::kUpdates && !Target::kEncodes && !Target::kElementwise && !kTakesWider<kBlocks, G>;
 
-// The columns of a row of floats; g holds their gradient, which gradient(column, last, read) makes block by block where
-// a row is wider, read(c) being columns c .. c+3 of its weights; w holds the weights, where they are read ahead.
+// Writes a float row. g is its gradient; for a wider row, gradient(column, last, read) computes it block by block,
+// where read(c) returns columns c .. c+3 of the weights. w is the weights if kReadsAhead.
 template <int G, int kBlocks, class Target, class Gradient>
 __device__ __forceinline__ void put_row(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
                                         const Group<G>& group, Vec4 (&g)[kBlocks], Vec4 (&w)[kBlocks],
@@ -49,7 +50,7 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
   const bool aligned = rows_aligned(out, D);
   for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kWidth) {
     if (is_wider<G, kBlocks>(D)) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
-    // All of them on their way before the first is written: behind a store no load is moved up.
+    // Issue all loads before the first store: the compiler does not move loads above stores.
     if constexpr (Target::kUpdates && !kReadsAhead<G, kBlocks, Target>) load_row(out, column, D, aligned, group, w);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) w[k] = target.updated(f, w[k], g[k], factor);
@@ -57,8 +58,8 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
   }
 }
 
-// The step between a row's gradient and the optimizer (rows/optimizers/clipping_and_decay.h): nothing for gradients
-// that are stored.
+// Clipping and weight decay between a row's gradient and the optimizer (rows/optimizers/clipping_and_decay.h): none for
+// gradients that are stored.
 template <class Target, bool = Target::kUpdates>
 struct StepOf {
   __device__ explicit StepOf(const Target&) {}
@@ -76,7 +77,7 @@ struct StepOf<Target, true> {
   __device__ __forceinline__ bool clips_norm() const { return row.step.clips_norm(); }
   __device__ __forceinline__ void clip(float square_sum) { row.clip_norm(square_sum); }
 
-  // Clips the gradient of the columns from `column` on and, once the norm is known, adds the decay through it.
+  // Clips the gradient of the columns starting at `column` and, once the norm is known, adds L2 decay.
   template <int G, int kBlocks, class Read>
   __device__ __forceinline__ void take(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
                                        const Read& read) const {
@@ -85,7 +86,7 @@ struct StepOf<Target, true> {
       for (int j = 0; j < 4; ++j) g[k].v[j] = row.clipped(g[k].v[j]);
     if (row.adds_decay()) add_weights(column, D, group, g, read);
   }
-  // The decay of an optimizer that turns gradients into directions.
+  // Adds the decay of an optimizer that turns gradients into directions.
   template <int G, int kBlocks, class Read>
   __device__ __forceinline__ void decay_direction(int64_t column, int64_t D, const Group<G>& group, Vec4 (&r)[kBlocks],
                                                   const Read& read) const {
@@ -105,10 +106,9 @@ struct StepOf<Target, true> {
   }
 };
 
-// Puts a row's gradient into g, and returns the sum of its squares, where something needs it; of a row that is wider
-// than a group keeps, g has some columns. sum_scaled(column, read) makes those from `column` on. A norm to be clipped
-// takes a pass of its own: of wider rows, another sum of all terms, in a loop, so that what both passes have in common
-// is compiled once.
+// Computes a row's gradient in g and returns its square sum if it is needed. For a row wider than a group holds, g has
+// some of its columns. sum_scaled(column, read) computes the columns starting at `column`. Clipping by norm takes
+// another pass, which sums all terms of a wider row again; a loop over both passes compiles their common code once.
 template <int G, int kBlocks, class Target, class SumScaled, class Read>
 __device__ __forceinline__ float sum_row(const Target& target, int64_t D, const Group<G>& group, StepOf<Target>* step,
                                          Vec4 (&g)[kBlocks], const SumScaled& sum_scaled, const Read& read) {
@@ -141,8 +141,8 @@ __device__ __forceinline__ float sum_row(const Target& target, int64_t D, const 
   }
 }
 
-// Sums a row's gradient and gives it to the target. Groups go in step: those without a row take part, with a part of no
-// columns, and read what row and run 0 have: no weights, as row 0 need not be one of part 0.
+// Sums a row's gradient and passes it to the target. Groups are in step: a group without a row takes part with no
+// columns, and reads the data of row 0 and run 0, except weights, since row 0 need not belong to part 0.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
                                            const Part& f, int64_t row, int64_t run, const Sum& sum) {
@@ -168,11 +168,11 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
     else put_row(target, f, row, run, factor, group, g, w, gradient);
   };
-  if constexpr (Target::kUpdates) __syncwarp(group.mask);  // all lanes have read the state that one of them advances
+  if constexpr (Target::kUpdates) __syncwarp(group.mask);  // all lanes have read the state that one updates
   const float scalar = target.open(f, row, run, before, square_sum / static_cast<float>(D), group.lane == 0 && D > 0);
   if constexpr (Target::kElementwise) {
     const auto state = target.state_of(part, f, row, scalar);
-    // Replaces gradients by directions: for a wider row on every request, and for good on the last.
+    // Replaces gradients by directions. Called for each block of a wider row; updates the state only if `last`.
     const auto direction = [&](int64_t column, bool last, const auto& read) {
       if (is_wider<G, kBlocks>(D)) sum_scaled(column, read);
       state.direct(column, D, group, g, last);
@@ -185,12 +185,12 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   }
 }
 
-// A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
-// once, then updated() for its columns or, when it encodes, put_row() for all. One with state for every
-// element (kElementwise) turns gradients into directions first.
+// A target consumes the gradients of the rows of one format: expect() prefetches before the sum is known, open() is
+// called once per row, then updated() for its columns or, if kEncodes, put_row() for the whole row. A target with
+// per-element state (kElementwise) first turns gradients into directions.
 
-// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for more.
-// kNarrow: rows of up to 128 columns keep four blocks that others with state for every element lose.
+// Minimum resident blocks per multiprocessor for __launch_bounds__; without it, nvcc spills to fit more. kNarrow: for
+// rows of up to 128 columns, keeps the four blocks that other targets with per-element state lose.
 template <class Target>
 constexpr bool kNarrow = false;
 template <int kBlocks, int G, class Target>
@@ -201,48 +201,49 @@ constexpr int kResident =
      : kBlocks == 2 ? (Target::kElementwise ? 8 : 10)
                     : 8) -
     (Target::kElementwise && !(kBlocks == 1 && kNarrow<Target>) && !(kBlocks > 1 && G < kWarpSize) ? 4 : 0);
-// Gradients on their way, besides the first: fewer where a row is encoded.
+// Gradients in flight after the first one: fewer if the row is encoded.
 template <int kBlocks, int G, class Target>
 constexpr int kGradientsOf = Target::kElementwise && kTakesWider<kBlocks, G> ? kInFlight
                              : Target::kEncodes                              ? kInFlight / 2
                                                                              : kGradientsInFlight<kBlocks>;
 
-// Rows whose memory is asked for ahead, with their state and first gradients: of an H200, updates of rows of floats of
-// more than 64 columns took less time without, of 64 columns more.
+// Prefetch rows with their state and first gradients. Measured on an H200: for float rows, prefetching helps with 64
+// columns and hurts with more.
 template <int G, int kBlocks, class Target>
 constexpr bool kAsksAhead = Target::kEncodes || Target::kElementwise || kBlocks * G <= 16;
 
-// Runs that a group looks up together: three reads, each of which needs the one before, tell what is to be known of a
-// run. What all groups of a GPU ask for with more of them would push rows out of the L2 before they are read.
+// Runs that a group looks up together, since a run takes three dependent reads. With more, prefetched rows would be
+// evicted from the L2 cache before they are read.
 template <int kBlocks, int G>
 constexpr int kRunsAhead = kBlocks == 1 || G < kWarpSize ? 4 : 2;
 
-// RunAhead is what a group has to know of a run before it sums its gradient.
+// Data of a run that a group looks up before it sums the gradient.
 struct alignas(16) RunAhead {
   int64_t row;
-  Terms terms;  // none: the row is not to be finished here
+  Terms terms;  // empty: this launch does not finish the row
   uint32_t part;
 };
 
-// Occurrences of a run whose sums of chunks a group can add up: at most kChunk of them.
+// Maximum occurrences of a run that has at most kChunk chunk sums, which one group adds up.
 constexpr int64_t kMostOfGroup = int64_t{kChunk} * kChunk;
 
-// Sums that are left of a run's occurrences for a group to add up: of chunks, and of kChunk sums while those are more.
+// Number of sums that hierarchical chunking leaves of a run's occurrences, at most kChunk.
 __device__ __forceinline__ uint32_t sums_left(uint32_t occurrences) {
   constexpr uint32_t kTerms = kChunk;
-  uint32_t last = (occurrences - 1) / kTerms;  // the number of the last one
+  uint32_t last = (occurrences - 1) / kTerms;  // index of the last sum
   while (last >= kTerms) last /= kTerms;
   return last + 1;
 }
 
-// Looks up the runs first, first + stride, ..., as many lanes each, and writes what is known of them to `ahead`.
+// Looks up runs first, first + stride, ..., with G / kRuns lanes each, writes them to `ahead` and prefetches their
+// memory.
 template <int G, int kBlocks, int kRuns, class Target>
 __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& target, const Group<G>& group,
                                            uint32_t first, uint32_t num_runs, RunAhead* ahead) {
   const PrefetchLanes lanes{group.lane % (G / kRuns), G / kRuns};
   const uint32_t run = first + group.lane / lanes.count * static_cast<uint32_t>(Group<G>::stride());
   RunAhead known{};
-  if (run >= first && run < num_runs) {  // not beyond 2^32
+  if (run >= first && run < num_runs) {  // first + ... may wrap around
     const uint32_t start = a.runs.starts[run], count = a.runs.starts[run + 1] - start, payload = a.runs.payloads[start];
     const int64_t row = a.runs.keys[start], part = part_of_entry(a.runs, a.bags, payload);
     if (a.finishes(run, part)) {
@@ -261,8 +262,8 @@ __device__ __forceinline__ void look_ahead(const SumArgs& a, const Target& targe
   if (lanes.lane == 0) ahead[group.lane / lanes.count] = known;
 }
 
-// Gives the sum of each run, of its occurrences or of what sum_chunks_kernel and sum_chunk_sums_kernel left, to the
-// target.
+// Sums each run, from its occurrences or from the sums of sum_chunks_kernel and sum_chunk_sums_kernel, and passes it to
+// the target.
 template <int G, int kBlocks, class Target>
 __global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>))
     finish_kernel(SumArgs a, Target target) {
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kFinishThreads, (kResident<kBlocks, G, Target>
   for (int64_t of_group = Group<G>::first(); of_group - group.in_warp() < num_runs;
        of_group += int64_t{kRuns} * stride) {
     const uint32_t first = of_group < num_runs ? static_cast<uint32_t>(of_group) : num_runs;
-    __syncwarp(group.mask);  // the runs before are read
+    __syncwarp(group.mask);  // the previous runs have been read
     look_ahead<G, kBlocks, kRuns>(a, target, group, first, num_runs, ahead);
     __syncwarp(group.mask);
 #pragma unroll 1
@@ -303,7 +304,7 @@ struct ChunkOfRun {
   }
 };
 
-// Writes the sum of a chunk, which sum(column, g) makes block by block.
+// Writes the sum of a chunk, computed block by block by sum(column, g).
 template <int G, int kBlocks, class Sum>
 __device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>& group, int64_t chunk, int64_t D,
                                                 const Sum& sum) {
@@ -315,7 +316,7 @@ __device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>
   }
 }
 
-// Sums the chunks of runs, a group to a chunk, but for those of multiplied tables.
+// Sums the chunks of runs, one group per chunk, except those of multiplied tables.
 template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
   if (a.skip.now()) return;
@@ -334,14 +335,14 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
       }
     }
     if (!group.any_group(D > 0)) continue;
-    // Rows of up to 16 columns, which have few bytes on their way, are asked for eight at a time.
+    // Rows of up to 16 columns have few bytes in flight, so eight are loaded at a time.
     constexpr int kRows = G == 4 ? 2 * kInFlight : kGradientsInFlight<kBlocks>;
     write_chunk_sum<G, kBlocks>(a, group, chunk, D, TermSum<G, kBlocks, kRows>{a, group, terms, D});
   }
 }
 
-// Adds up the sums of chunks of runs of more than kMostOfGroup occurrences, kChunk of them at a time, and the sums of
-// these, until a group can add up what is left. A block takes a run; sums replace its first terms.
+// Sums the chunk sums of runs of more than kMostOfGroup occurrences hierarchically, until one group can add the rest. A
+// block takes a run; sums overwrite the run's first terms.
 template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
   if (a.skip.now()) return;
@@ -350,7 +351,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
   const uint32_t chunks = *a.runs.num_chunks;
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int64_t run = a.runs.owners[chunk];
-    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kMostOfGroup) continue;  // the whole block
+    if (a.runs.first_chunks[run] != chunk || a.runs.count(run) <= kMostOfGroup) continue;  // uniform over the block
     const int64_t D = a.parts[part_of_run(a.runs, a.bags, run)].embedding_dim;
     float* rows = a.partials + int64_t{chunk} * a.max_dim;
     const bool aligned = rows_aligned(rows, D) && a.max_dim % 4 == 0;
@@ -364,7 +365,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
             const Terms terms = left > 0 ? Terms::of_sums(rows + first * a.max_dim, count) : Terms{};
             TermSum<G, kBlocks>{a, group, terms, left > 0 ? D : 0}(column, g);
           }
-          __syncthreads();  // the terms are read that the sums replace
+          __syncthreads();  // all terms have been read before sums overwrite them
           if (left > 0) store_row(rows + sum * a.max_dim, column, D, aligned, group, g);
         }
       }
@@ -375,8 +376,8 @@ __global__ void __launch_bounds__(kThreads) sum_chunk_sums_kernel(SumArgs a) {
 
 }  // namespace RK_ISA
 
-// No more blocks than the GPU holds: groups go through the runs side by side, in the order of rows, so that gradients
-// which rows of a table share are still in the L2 when the next row needs them.
+// Launches no more blocks than are resident: groups process the runs in the order of rows, so that gradients shared by
+// rows of a table are still in the L2 cache.
 template <int G, int kBlocks, class Target>
 void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
   constexpr size_t kAhead = kFinishThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
@@ -389,10 +390,10 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
 struct RowUpdate : Update {
   uint8_t* weights;
 
-  // Optimizers without state for every element: row-wise Adagrad, or SGD.
+  // Optimizers without per-element state: row-wise Adagrad or SGD.
   __device__ __forceinline__ bool is_adagrad() const { return optimizer == Optimizer::kRowwiseAdagrad; }
   __device__ __forceinline__ float state_before(int64_t row) const { return is_adagrad() ? state.sum[row] : 0.0f; }
-  // The factor of a row's gradient. Advances the row's state, which one lane `stores`.
+  // Factor of a row's gradient. The lane with `stores` also updates the row's state.
   __device__ __forceinline__ float factor(const Part& f, int64_t row, float before, float mean_square,
                                           bool stores) const {
     const float rate = lr_of(f.shard.table);
@@ -401,7 +402,7 @@ struct RowUpdate : Update {
     if (stores) state.sum[row] = sum;
     return rowwise_adagrad_factor(rate, eps, sum);
   }
-  // Weights that have shrunk by themselves.
+  // Applies decoupled weight decay.
   __device__ __forceinline__ Vec4 shrunk(Vec4 w, const Part& f) const {
     const float rate = shrinkage(f.shard.table);
     for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(rate, w.v[j], w.v[j]);
@@ -409,8 +410,8 @@ struct RowUpdate : Update {
   }
 };
 
-// Updates the rows of a.format, which is Format, any but fp32. targets_encoded.cu and targets_encoded_microexponents.cu
-// have the instances.
+// Updates the rows of a.format, which is Format, not fp32. targets_encoded.cu and targets_encoded_microexponents.cu
+// instantiate it.
 template <class Format>
 void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream);
 

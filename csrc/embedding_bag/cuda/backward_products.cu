@@ -11,10 +11,10 @@ namespace {
 
 constexpr int kMostOthers = kMaxParts - 1;
 
-// An entry's term: the gradient of its bag, times rows of other parts in their order, times a coefficient.
+// An entry's term: the gradient of its bag, times the rows of the other parts in order, times a coefficient.
 struct Term {
   const float* gradient;
-  int64_t others[kMostOthers];  // first bytes, of as many rows as there are; then -1
+  int64_t others[kMostOthers];  // byte offsets of the other parts' rows, then -1
   float coefficient;
 };
 
@@ -24,9 +24,9 @@ __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t
   const int64_t feature = a.bags.feature_of(bag), own = a.runs.part(a.bags, feature, payload);
   const int64_t first = a.bags.first_part(feature), count = a.bags.first_part(feature + 1) - first;
   Term term{a.runs.gradients[payload], {-1, -1, -1}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
-  if (a.parts.mapped[own].combine != Combine::kMult) return term;  // of another feature that reads the table
+  if (a.parts.mapped[own].combine != Combine::kMult) return term;  // of a feature that does not multiply
   const int64_t id = a.bags.id(position);
-  static_assert(kMostOthers == 3, "as many as there are initializers of others");
+  static_assert(kMostOthers == 3, "others has three initializers");
 #pragma unroll
   for (int o = 0; o < kMostOthers; ++o) {
     if (o + 1 >= count) continue;
@@ -36,7 +36,7 @@ __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t
   return term;
 }
 
-// Entries [first, first + count) of one row, count <= kChunk.
+// Sums the terms of entries [first, first + count) of one row, count <= kChunk.
 template <class Format, int G, int kBlocks>
 struct ProductSum {
   const SumArgs& a;
@@ -46,9 +46,9 @@ struct ProductSum {
   int64_t D;
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
-    constexpr int kTerms = kInFlight / kBlocks;  // on their way, of two rows each
+    constexpr int kTerms = kInFlight / kBlocks;  // terms in flight, of two rows each
     for (int k = 0; k < kBlocks; ++k)
-      for (int j = 0; j < 4; ++j) sum[k].v[j] = -0.0f;  // which changes nothing that is added to it
+      for (int j = 0; j < 4; ++j) sum[k].v[j] = -0.0f;  // the identity of addition, also for -0
     for (int begin = 0; begin < count; begin += G) {
       Term mine{};
       if (begin + group.lane < count) mine = term_of<Format>(a, first + begin + group.lane, D);

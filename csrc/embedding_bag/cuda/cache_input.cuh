@@ -1,4 +1,4 @@
-// The row cache as CUDA kernels see it: its tensors, and the places of parts in it.
+// Views of a row cache for CUDA kernels: its tensors, and the sets that each part uses.
 #pragma once
 
 #include "embedding_bag/cuda/input.cuh"
@@ -6,21 +6,21 @@
 
 namespace rec_kernels {
 
-// The cached parts in the order of their tables' first rows; of those that read one table, the first comes last.
+// Cached parts sorted by their tables' first rows; among parts of the same table, the first one is last.
 struct PartOrder {
   int64_t *first_rows, *parts;
   int64_t* count;
 };
 
-// The tensors of a cache; `tags` is null where there is none.
+// The tensors of a cache; `tags` is null without a cache.
 struct CacheTensors {
   int64_t* tags;
   uint8_t *marks, *dirty;
   float* rows;
   int64_t ways, num_slots;
-  PartOrder order;  // for those who ask whose a row is
+  PartOrder order;  // set by ops that look up the part of a row
 
-  // The fields by which rows are found.
+  // The fields that are needed to find rows.
   RK_HOST_DEVICE CacheView view() const { return {tags, marks, nullptr, nullptr, nullptr, ways}; }
 };
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const 
 
 }  // namespace RK_ISA
 
-// Reads the tensors of a cache, whose checks are row_cache.h's.
+// Checks the tensors of a cache (row_cache.h) and reads them.
 CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values,
                         CacheUse use = CacheUse::kUpdate);
 

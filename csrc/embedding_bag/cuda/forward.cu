@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
   args.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   args.output_format = float_format(type);
   args.cache = cache;
-  // Runs without bags, too: a bad layout may still have rows of output.
+  // Also launched without bags: a bad layout may still have output rows, which become NaN.
   for (args.format = 0; args.format < in.parts.num_formats && in.bags.output_rows() > 0; ++args.format) {
     if (cache.slots) launch_pool_cached(args, in.max_dim, stream);
     else launch_pool(args, in.max_dim, stream);
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, cons
                                                      std::optional<ScalarType> output_dtype) {
   check_tables_of(weights, tables);
   check_trainable(read_layout(bags.layout, bags.layout_sizes, bags.values));
-  // Gradients of tables are where the values are.
+  // The gradients of tables are on the device of the values.
   check(weights, "weights").on_device_of(bags.values, "values");
   const OptionalTensor none;
   return embedding_bag_cuda(weights, bags, false, {none, none, none, none}, output_dtype);
@@ -91,12 +91,12 @@ Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagIn
   PoolArgs args = pool_args(weights, in, status);
   args.bags.shared_rows = shared.rows();
   args.cache = cache;
-  const auto* of_bags = grad.const_data_ptr<float>();
-  auto* of_weights = out.mutable_data_ptr<float>();
+  const auto* grad_data = grad.const_data_ptr<float>();
+  auto* out_data = out.mutable_data_ptr<float>();
   for (args.format = 0; args.format < in.parts.num_formats && in.bags.num_bags > 0; ++args.format)
-    launch_weight_gradient(args, in.max_dim, of_bags, of_weights, stream);
+    launch_weight_gradient(args, in.max_dim, grad_data, out_data, stream);
   if (in.parts.most_parts > 1 && in.bags.num_bags > 0)
-    launch_composed_weight_gradient(args, in.max_dim, of_bags, of_weights, stream);
+    launch_composed_weight_gradient(args, in.max_dim, grad_data, out_data, stream);
   return out;
 }
 
@@ -106,7 +106,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, co
                                    const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
                                    const OptionalTensor& cache_rows, const OptionalTensor& cache_slots) {
   const OptionalTensor none;
-  // The forward has said what is out of range: such an id has no gradient.
+  // The forward has already reported ids out of range, whose gradient is 0.
   const BagArguments bags{values, offsets, records, layout_sizes, none, bag_starts, inverse, groups, "ignore"};
   const Layout layout = read_layout(records, layout_sizes, values);
   check_weights(weights, values, layout);

@@ -1,4 +1,4 @@
-// Reads the tensors of an embedding_bag call for its CUDA kernels. Nothing is read back from the GPU.
+// Prepares the tensors of an embedding_bag call for its CUDA kernels, without synchronization.
 #include <vector>
 
 #include "core/cuda/to_gpu.cuh"
@@ -17,13 +17,13 @@ struct StartArgs {
   int64_t* status;
 };
 
-// Unsigned: where bad starts are, which are noted elsewhere, they may be anything.
+// Unsigned, since the difference of bad starts, which check_starts() records, may overflow.
 __device__ uint64_t bags_of(const Bags& bags, int64_t feature) {
   return static_cast<uint64_t>(bags.starts[feature + 1]) - static_cast<uint64_t>(bags.starts[feature]);
 }
 
-// Checks the starts of every feature's bags. Features of a group have equally many, which samples may share; features
-// in no group have a bag per sample.
+// Checks bag_starts. All features of a group have the same number of bags, at most one per sample; a feature in no
+// group has exactly one per sample.
 __device__ void check_starts(const StartArgs& a) {
   const Bags& bags = a.bags;
   for (int64_t i = threadIdx.x; bags.starts && i <= bags.num_features; i += blockDim.x) {
@@ -34,7 +34,7 @@ __device__ void check_starts(const StartArgs& a) {
   }
   if (!bags.groups) return;
   const auto batch = static_cast<uint64_t>(bags.batch);
-  const int64_t* first_of = bags.groups + bags.num_features;  // of each feature: the first one of its group
+  const int64_t* first_of = bags.groups + bags.num_features;  // per feature: the first feature of its group
   for (int64_t f = threadIdx.x; f < bags.num_features; f += blockDim.x) {
     const uint64_t count = bags_of(bags, f);
     const bool good = bags.groups[f] < 0 ? count == batch : count <= batch && count == bags_of(bags, first_of[f]);
@@ -42,7 +42,7 @@ __device__ void check_starts(const StartArgs& a) {
   }
 }
 
-// Checks the records of a layout, and writes the parts of calls that map ids.
+// Checks the records of a layout, and writes Parts::mapped.
 __device__ void check_parts(const StartArgs& a) {
   const TablePart* records = a.parts.records;
   for (int64_t i = threadIdx.x; i < a.limits.num_parts; i += blockDim.x) {
@@ -51,15 +51,15 @@ __device__ void check_parts(const StartArgs& a) {
     if (!good || !a.parts.mapped) continue;
     const TablePart& r = records[i];
     const bool first = records[r.feature].part_start == i;
-    const bool alone = first && part_start(records, r.feature + 1, a.sizes, a.limits.num_parts) == i + 1;
-    const int64_t limit = r.takes_every_id() ? r.modulus : r.id_limit;  // masked ids are rows
+    const bool single_part = first && part_start(records, r.feature + 1, a.sizes, a.limits.num_parts) == i + 1;
+    const int64_t limit = r.takes_every_id() ? r.modulus : r.id_limit;  // hashed ids have been replaced by rows
     const Partition partition = Partition::of(r.divisor, r.modulus, limit);
-    a.parts.mapped[i] = {partition, alone ? Combine::kConcat : static_cast<Combine>(r.combine),
-                         !alone || partition.divides || partition.wraps};
+    a.parts.mapped[i] = {partition, single_part ? Combine::kConcat : static_cast<Combine>(r.combine),
+                         !single_part || partition.divides || partition.wraps};
   }
 }
 
-// One block. The other kernels trust what passes here, and do nothing where something does not.
+// Launched with one block. The other kernels rely on these checks, and do nothing if one fails.
 __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
   if (threadIdx.x == 0) {
     // Checks the single offset of a call without bags, which no other kernel reads.
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
   if (a.parts.records) check_parts(a);
 }
 
-// Ids on their way to bags.ids, and what says which of them are left out: those become padding_idx, which is no id.
-// Where every integer is one, they become rows.
+// Arguments of mask_ids_kernel, which copies ids to bags.ids: skipped ids become bags.padding_idx, which is no valid
+// id, and hashed ids become rows.
 struct MaskArgs {
   Bags bags;
   void* ids;
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) note_offsets_kernel(Bags bags, int64
   for (int64_t bag = Group<1>::first(); bag < bags.num_bags; bag += Group<1>::stride()) range_of(bags, bag, status);
 }
 
-// Writes the ids of bags, the only ones that other kernels read. Notes ids out of range, as those cannot tell them from
-// padding. Where offsets are bad, none counts: bags of two features may have one id.
+// Writes the ids that other kernels read. Records ids out of range, which those kernels cannot distinguish from
+// padding. With bad offsets all ids are masked, since bags of two features may overlap.
 __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
   if (*a.status == kBadLayout) return;
   if (*a.status < 0) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
     for (int64_t i = a.bags.offset(bag) + group.lane; i < stop; i += kWarpSize) {
       const int64_t id = a.bags.id(i);
       if (part.takes_every_id()) {
-        a.put(i, part.number_of(id, a.parts.mapped[p].partition.modulus, a.bags.padding_idx));
+        a.put(i, part.hashed_row(id, a.parts.mapped[p].partition.modulus, a.bags.padding_idx));
         continue;
       }
       const bool bad = a.checks_ids && static_cast<uint64_t>(id) >= static_cast<uint64_t>(part.id_limit);
@@ -132,7 +132,7 @@ void read_formats(const LayoutSizes& sizes, Parts* parts) {
     if (sizes.formats >> f & 1) parts->formats[parts->num_formats++] = static_cast<RowFormat>(f);
 }
 
-// [2, F]: the group of each feature, of `count` groups, and the first feature of that group.
+// Returns [2, F]: the group of each feature, of `count` groups, and the first feature of that group.
 Tensor read_groups(const std::vector<int64_t>& groups, int64_t count, const Tensor& like, cudaStream_t stream) {
   std::vector<int64_t> both(groups), first_of(static_cast<size_t>(count), -1);
   for (size_t f = 0; f < groups.size(); ++f) {
@@ -156,7 +156,7 @@ uint8_t* on_gpu(const Tensor& weights, const Tensor& values) {
 }
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream) {
-  BagInput in{take_bags(bags, layout)};
+  BagInput in{check_bags(bags, layout)};
   const LayoutSizes& sizes = in.sizes = layout.sizes;
   Parts& parts = in.parts;
   parts.records = layout.parts;
@@ -170,7 +170,7 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
     parts.mapped = static_cast<MappedPart*>(in.mapped->mutable_data_ptr());
   }
   if (sizes.flags & (kPads | kHashes)) {
-    in.bags.ids64 = in.bags.ids64 || sizes.flags & kHashes;  // the row of a negative int32 may be beyond those
+    in.bags.ids64 = in.bags.ids64 || sizes.flags & kHashes;  // the row of a hashed int32 id may need 64 bits
     in.masked = new_tensor(in.values, {in.values.numel()}, in.bags.ids64 ? ScalarType::Long : ScalarType::Int);
     in.bags.ids = in.masked->const_data_ptr();
     in.bags.pads = false;
@@ -186,7 +186,7 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
 }
 
 BagInput read_bags(const OneTableBags& bags, const Part& table) {
-  BagInput in{take_bags(bags, table)};
+  BagInput in{check_bags(bags, table)};
   in.parts.one = table;
   in.parts.most_parts = in.parts.num_formats = 1;
   in.parts.formats[0] = table.format;

@@ -1,5 +1,5 @@
-// Shared parts of the kernels that look rows up: the sum of a bag with several rows on their way, the output, the
-// gradient of per_sample_weights.
+// Building blocks of the lookup kernels: the sum of a bag with several rows in flight, output stores, and the gradient
+// of per_sample_weights.
 #pragma once
 
 #include "core/cuda/warp_dot.cuh"
@@ -9,15 +9,15 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Rows that a group has on their way at least. A multiprocessor holds 768 threads at the up to 85 registers that four
-// rows of up to 128 columns take: 768 x 4 x 16 bytes of floats. Eight rows of floats would take the registers of a
-// third of these threads; some formats have them (pool_table.cu).
+// Minimum rows in flight per group. Four rows of up to 128 columns take up to 85 registers, so a multiprocessor holds
+// 768 threads with 768 x 4 x 16 bytes of floats in flight. Eight float rows would cost a third of these threads; some
+// formats use eight (pool_table.cu).
 constexpr int kFewInFlight = 4;
-// Two wider rows are as many bytes as four, or twice as many.
+// Two rows of the widest kernels have at least as many bytes as four of the others.
 template <int kBlocks>
 constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kFewInFlight;
 
-// A bag and its feature. There are fewer than 2^32 bags in a call, and no memory for the records of as many features.
+// A bag and its feature. A call has fewer than 2^32 bags, and memory cannot hold the records of 2^32 features.
 struct BagOfFeature {
   uint32_t number, feature;
 
@@ -25,14 +25,14 @@ struct BagOfFeature {
       : number(static_cast<uint32_t>(bag)), feature(static_cast<uint32_t>(feature)) {}
 };
 
-// Columns c .. c+3 of D, of the output's elements from `row` on.
+// Stores columns c .. c+3 of D to the output row that starts at `row`.
 __device__ __forceinline__ void store_output(const PoolArgs& a, uint8_t* row, int64_t c, int64_t D, const Vec4& x) {
   if (a.output_format != RowFormat::kFp32) return store_halves(row, c, D, a.output_format == RowFormat::kFp16, x);
   auto* out = reinterpret_cast<float*>(row);
   store_columns(out, c, D, rows_aligned(out, D), x);
 }
 
-// The whole output, by all threads.
+// Fills the whole output with NaN, with all threads of the grid.
 __device__ __forceinline__ void store_nans(const PoolArgs& a) {
   const int64_t size = a.bags.output_rows() * a.output_dim;
   const Vec4 nan = {{__builtin_nanf("")}};
@@ -40,8 +40,8 @@ __device__ __forceinline__ void store_nans(const PoolArgs& a) {
     store_output(a, a.output + i * a.output_bytes(), 0, 1, nan);
 }
 
-// The sums of a bag of `counted` ids go to the output's row at `out`: four from column `first` on, and four from every
-// kStep columns behind that.
+// Stores the sums of a bag with `counted` contributing ids to the output row at `out`: block k has four columns
+// starting at first + k * kStep.
 template <int kStep, int kBlocks>
 __device__ __forceinline__ void store_sums(const PoolArgs& a, const Part& f, int64_t counted, uint8_t* out,
                                            int64_t first, Vec4 (&sum)[kBlocks]) {
@@ -53,8 +53,7 @@ __device__ __forceinline__ void store_sums(const PoolArgs& a, const Part& f, int
   }
 }
 
-// Neighbouring lanes have neighbouring positions, i in this one: the bad ones are counted, and the first of them noted,
-// by one lane for all.
+// Lanes have consecutive positions, i in this lane. One lane counts the bad ones of the group and records the first.
 template <int G>
 __device__ __forceinline__ void note_bad_ids(int64_t* status, const Group<G>& group, int64_t i, bool bad) {
   const unsigned found = group.ballot(bad);
@@ -63,14 +62,15 @@ __device__ __forceinline__ void note_bad_ids(int64_t* status, const Group<G>& gr
   add_count(status + 1, count_bits(found));
 }
 
-// Ids [begin, begin + G) of a bag, one to a lane: where its row is, and its factor. Of an id that does not count, the
-// row is another's of the bag or, in step, if none of these count, one of another group's, which has `columns`.
+// Ids [begin, begin + G) of a bag, one per lane: the place of its row, and its factor. An id that does not contribute
+// gets the row of another id of the bag, or, for groups in step and a bag without any, the row of another group, with
+// that group's `columns`, so that loads need no condition.
 template <class Source, int G>
 struct IdsOfLanes {
   typename Source::Place place{};
   float factor = 1.0f;
-  unsigned counting;  // a bit for each lane whose id counts
-  bool any;           // whether one counts, of those of all groups in step
+  unsigned counting;  // bit mask of lanes whose id contributes
+  bool any;           // some id of all groups in step contributes
   uint32_t columns;
 
   __device__ __forceinline__ IdsOfLanes(const PoolArgs& a, const Source& source, const Part& f, const Group<G>& group,
@@ -97,16 +97,16 @@ struct IdsOfLanes {
   }
 };
 
-// Adds rows [next, next + kRows) of those that the lanes of a group have found to the sum of their columns, and calls
-// behind(u) after that of number next + u. A row that does not count is left out by a condition on the sums alone: nvcc
-// moves a row's loads behind a branch that follows them.
-template <int kRows, bool kWeighted, class Source, int G, int kBlocks, class Behind>
+// Adds rows [next, next + kRows) of the lanes' ids to the sums, and calls after(u) after adding row next + u. A row
+// that does not contribute is skipped by predicating only the additions: around loads, nvcc would move them behind the
+// branch.
+template <int kRows, bool kWeighted, class Source, int G, int kBlocks, class After>
 __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& group, const IdsOfLanes<Source, G>& mine,
-                                         int next, int64_t first, Vec4 (&sum)[kBlocks], const Behind& behind) {
+                                         int next, int64_t first, Vec4 (&sum)[kBlocks], const After& after) {
   typename Source::Row row[kRows];
   typename Source::Passed place[kRows];
   float factor[kRows];
-  // Lanes past the last id have a row, too, and the number of the last lane is never passed.
+  // Lanes past the last id also have a row, and next + u is always less than G.
   const auto pass_place = [&](int u) { place[u] = source.pass(group, mine.place, next + u); };
   const auto pass_factor = [&](int u) { factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f; };
   if constexpr (Source::kPassFirst) {
@@ -134,26 +134,25 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
       for (int j = 0; j < 4; ++j)
         if (counts)
           sum[k].v[j] = kWeighted ? fused_multiply_add(factor[u], x[k].v[j], sum[k].v[j]) : sum[k].v[j] + x[k].v[j];
-    behind(u);
+    after(u);
   }
 }
 
-// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. In step, a group that is
-// not `there` has no ids, and stores nothing. Source is where rows come from: find() says where that of an id is,
-// pass() what another lane of the group has found, place_of_lane() what any lane that makes the exchange has, its Row
-// is what a lane holds of a row. load() asks memory for the row, decode() waits for it. kPassFirst: the places and
-// factors of all rows on their way are passed around before the first row is asked for. A shuffle among loads shares
-// scoreboards with them, of which a warp has six, and would wait for them. kEights: a lane's two blocks of four columns
-// are neighbours. Where the bag's output is, is found when it is stored: an address would take two registers, or more,
-// while rows are read.
+// Pools columns [column, column + kBlocks * 4 * G) of one bag. `report`: record bad ids, once per bag. `there` is false
+// for a group in step without a bag, which has no ids and stores no_op. Source provides rows: find() returns the place
+// of an id's row, pass() the place found by another lane of the group, place_of_lane() that of any lane in step; Row
+// holds a lane's columns of a row, where load() issues the loads and decode() waits for them. kPassFirst: shuffle the
+// places and factors of all rows in flight before the first load. A shuffle between loads shares one of a warp's six
+// scoreboards with them and would wait for them. kEights: a lane's two blocks of four columns are adjacent. The output
+// address is computed at the end, which saves two or more registers while rows are read.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                              bool report, bool there) {
-  // A round of eight rows shrinks to four where no more are left: a bag of few ids asks for few rows twice.
+  // A round of eight rows shrinks to four if no more are left, so that short bags issue few redundant loads.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
   const int64_t first = column + (Source::kEights ? 8 : 4) * group.lane;
-  const auto nothing = [](int) {};
+  const auto no_op = [](int) {};
   Vec4 sum[kBlocks] = {};
   int64_t counted = 0;
   for (int64_t begin = ids.start; group.any_group(begin < ids.stop); begin += G) {
@@ -165,15 +164,15 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
     int next = 0;
 #pragma unroll 1
     for (; next < here - (kRows - kLast); next += kRows)
-      add_rows<kRows, kWeighted>(source, group, mine, next, first, sum, nothing);
-    if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, nothing);
+      add_rows<kRows, kWeighted>(source, group, mine, next, first, sum, no_op);
+    if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, no_op);
   }
   constexpr int kStep = Source::kEights ? 4 : 4 * G;
   if (!there) return;
   store_sums<kStep>(a, f, counted, a.output_of(bag.number, bag.feature, f.output_offset), first, sum);
 }
 
-// Zeros for the columns from `used` on of the row of the output that is a bag's alone, if it has one.
+// Stores zeros to columns [used, output_dim) of a bag's output row, if every bag has a row of its own.
 template <int G>
 __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t bag, int64_t used,
                                                    const Group<G>& group) {
@@ -183,9 +182,9 @@ __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t ba
     store_output(a, row + c * a.output_bytes(), 0, 1, Vec4{});
 }
 
-// The dot products of g, the gradient of a bag, and the rows of ids [begin, begin + G), kRows of which are on their
-// way. A lane gets its id's, in the order of warp_row_dot(); 0 for one that does not count. kWide: rows may have more
-// columns than a group keeps at once.
+// Dot products of g, the gradient of a bag, and the rows of ids [begin, begin + G), with kRows rows in flight. Each
+// lane gets the result of its id, summed in the order of warp_row_dot(); 0 if the id does not contribute. kWide: rows
+// may have more columns than a group holds at once.
 template <int kRows, int kBlocks, bool kWide, class Source, int G>
 __device__ __forceinline__ float dot_of_lane(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, int64_t begin, int64_t stop, const float* g) {
@@ -230,7 +229,7 @@ __device__ __forceinline__ float dot_of_lane(const PoolArgs& a, const Source& so
   return mine.counting >> group.lane & 1u ? dot : 0.0f;
 }
 
-// out[i] for the ids of a bag: dot(begin) of the lane that has id i of those from `begin` on, times 1 / n for mean.
+// Writes out[i] for the ids of a bag: dot(begin) on the lane of ids[i], times 1 / n for mean pooling.
 template <int G, class Dot>
 __device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
                                            float* out, const Dot& dot) {

@@ -1,21 +1,20 @@
-// Lookups of features of one part whose rows may lie in a row cache, and the gradient of per_sample_weights of all
-// features of one part. As in pool_table.cu, a group of lanes takes a bag and has several rows on their way; each comes
-// from the cache, as floats, or from the table, decoded. Bytes moved: those of the rows as they lie there, the ids and
-// slots, the output or, in its place, the gradients of bags and weights once.
+// Lookups with a row cache for features of one part, and the gradient of per_sample_weights for all features of one
+// part. As in pool_table.cu, a group of lanes takes a bag and has several rows in flight; each is read from the cache
+// as floats, or from the table and decoded. Bytes moved: the rows as stored, the ids and slots, and once the output, or
+// the gradients of bags and weights.
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
 namespace {
 
-// The rows of a part, some of which are in the cache, if there is one (kCached); kAligned: both can be read four
-// columns at a time.
+// Rows of one part. kCached: some may be in the cache. kAligned: table and cache can be read four columns at a time.
 template <class Format, int G, int kBlocks, bool kAligned, bool kCached>
 struct OnePartRows {
   const PoolArgs& a;
   const Part& f;
   int64_t part;
 
-  // Twice the row's first byte among the table's, or, and 1, among the cache's.
+  // 2 * byte offset in the table, or 2 * byte offset in the cache + 1.
   using Place = int64_t;
   __device__ __forceinline__ Place find(int64_t id, int64_t i) const {
     const int64_t cached = kCached ? a.cached_place(part, f.embedding_dim, i) : -1;
@@ -32,8 +31,8 @@ struct OnePartRows {
   }
 
   [[maybe_unused]] static constexpr bool kPassFirst = true, kEights = false;
-  // Rows on their way. Where a row may be of either kind, registers hold the raw bytes of both: of two rows, and of no
-  // wide one.
+  // Rows in flight. kEither: registers hold the raw bytes of both kinds, so only two narrow rows fit, and wide rows are
+  // decoded at once.
   static constexpr bool kEither = kCached && !std::is_same<Format, Fp32>::value;
   static constexpr int kInFlight = !kAligned || kBlocks == kMaxBlocks ? 1 : (kEither ? kFewInFlight / 2 : kFewInFlight);
 
@@ -75,12 +74,12 @@ template <class Format, int G, int kBlocks, bool kAligned>
 __device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Part& f, const Group<G>& group,
                                           Range ids, BagOfFeature bag, int64_t column, bool there) {
   using Rows = OnePartRows<Format, G, kBlocks, kAligned, true>;
-  // A factor of 1 changes no bit of a sum: one kernel for both.
+  // A factor of 1 changes no bit of a sum, so one kernel serves bags with and without weights.
   pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, bag, column, column == 0,
                                                         there);
 }
 
-// True if rows of the part, in its table and in the cache, can be read four columns at a time.
+// True if rows of the part can be read four columns at a time, in its table and in the cache.
 template <class Format>
 __device__ __forceinline__ bool are_aligned(const PoolArgs& a, int64_t part, const Part& f) {
   const bool of_cache = !a.cache.slots || (rows_aligned(a.cache.rows, f.embedding_dim) &&

@@ -1,26 +1,26 @@
-// Forward of embedding_bag where an id is not one row of one table: ids are mapped to rows, and the rows of added or
-// multiplied parts become one in registers, never in memory.
+// Forward of embedding_bag for mapped ids and features of several parts. Rows of added or multiplied parts are combined
+// in registers, never in memory.
 //
-// A group of lanes takes a bag and one part of its feature, whose columns are its own, or all parts together. The lanes
-// map the group's ids, one each, to their rows and pass these around, as for plain features (pool_table.cu).
-// Bytes moved: every part's row read once per occurrence, the ids once per part, the output written once.
+// A group of lanes takes a bag and one concatenated part of its feature, or all added or multiplied parts. Each lane
+// maps one id to its rows and shares them with the group, as for plain features (pool_table.cu). Bytes moved: every
+// part's row read once per occurrence, the ids once per part, the output written once.
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
 namespace {
 
-// Parts that have the same columns, of one width and format: `count` from `first` on.
+// Parts [first, first + count), which share their columns, width and format.
 struct PartsOfColumns {
   int64_t first;
   int count;
-  bool multiply;  // or are added
+  bool multiply;  // else they are added
 };
 
 __device__ __forceinline__ void combine(bool multiply, const Vec4& y, Vec4* x) {
   for (int j = 0; j < 4; ++j) x->v[j] = multiply ? x->v[j] * y.v[j] : x->v[j] + y.v[j];
 }
 
-// The rows that an id's parts make one of; kAlone: it is the row of one part; `aligned`: all_aligned().
+// Combined rows of an id's parts. kAlone: exactly one part. `aligned`: all_aligned().
 template <class Format, int G, int kBlocks, bool kAlone>
 struct PartRows {
   const PoolArgs& a;
@@ -29,10 +29,10 @@ struct PartRows {
   bool aligned;
 
   static constexpr bool kPassFirst = false, kEights = false;
-  // Ids on their way: of one row each, the few that any plain feature has; else half of them, of two rows each or more.
+  // Ids in flight: kRowsInFlight with one row per id, else at most half, with two or more rows per id.
   static constexpr int kInFlight = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
 
-  // First bytes, of as many rows as there are parts; the others are those of the first part.
+  // Byte offset of the row in each part; unused elements repeat the first part's.
   struct Place {
     int64_t row[kMaxParts];
   };
@@ -48,7 +48,7 @@ struct PartRows {
     }
     return place;
   }
-  // Another lane's result, passed part by part where its row is asked for: all at once take too many registers.
+  // Another lane's place, shuffled part by part when its row is loaded: all at once would take too many registers.
   struct Passed {
     const Group<G>* group;
     const Place* place;
@@ -69,7 +69,7 @@ struct PartRows {
     return pass(group, place, lane % G);
   }
 
-  // The rows of two parts are on their way at once; those of more parts are asked for afterwards.
+  // The rows of two parts are in flight at once; those of further parts are loaded afterwards.
   struct Row {
     RawRow<Format, G, kBlocks> first_part, second_part;
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColum
                                            const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                            bool report) {
   using Rows = PartRows<Format, G, kBlocks, kAlone>;
-  // A factor of 1 changes no bit of a sum: one kernel for both.
+  // A factor of 1 changes no bit of a sum, so one kernel serves bags with and without weights.
   pool_columns<Rows, G, kBlocks, kAligned ? Rows::kInFlight : 1, true>(a, Rows{a, parts, f.embedding_dim, kAligned}, f,
                                                                        group, ids, bag, column, report, true);
 }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = all_aligned<Format>(a, parts, D);
     for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
-      const bool report = number == 0 && column == 0;  // once for an id
+      const bool report = number == 0 && column == 0;  // once per id
       if (!aligned) pool_parts<Format, G, kBlocks, false, false>(a, parts, f, group, ids, out, column, report);
       else if (count == 1) pool_parts<Format, G, kBlocks, true, true>(a, parts, f, group, ids, out, column, report);
       else pool_parts<Format, G, kBlocks, false, true>(a, parts, f, group, ids, out, column, report);
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
   }
 }
 
-// A group of lanes takes a bag of a feature of several parts. One launch for all formats: the dot products of parts
-// side by side are added in the parts' order, whatever their formats are.
+// A group of lanes takes a bag of a feature of several parts. One launch handles all formats, since the dot products of
+// concatenated parts are added in the order of parts, whose formats may differ.
 template <int G>
 __global__ void __launch_bounds__(kThreads, 2)
     composed_weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
     if (count == 1) continue;
     const Combine how = a.parts.mapped[part].combine;
-    const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
+    const int combined = how == Combine::kConcat ? 1 : count;  // parts per set of columns
     const float* g = a.bags.row_of(bag, feature, grad, a.output_dim);
     const Range ids = range_of(a.bags, bag, a.status);
     write_dots(a, a.parts[part], group, ids, out, [&](int64_t begin) {

@@ -1,9 +1,9 @@
 // Forward of embedding_bag.
 //
-// A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned floats), or,
-// of formats that take more instructions than bytes, four twice. The group loads its ids together, one to a lane, and
-// passes them around; it asks for kRowsOf rows before it decodes the first of them. Rows are added in ascending
-// position. Bytes moved: every row read once per occurrence, the ids, the output written once.
+// A group of lanes takes a bag, a lane four adjacent columns (one 16-byte load for aligned floats), or two blocks of
+// four for formats that are bound by instructions instead of bytes. The group loads its ids together, one per lane, and
+// shuffles them; it has kRowsOf rows in flight before it decodes the first. Rows are added in ascending position. Bytes
+// moved: every row read once per occurrence, the ids, the output written once.
 #include "embedding_bag/cuda/pool.cuh"
 
 namespace rec_kernels {
@@ -16,34 +16,33 @@ constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<For
 template <class Format>
 constexpr bool kShares =
     std::is_same<Format, Mx9>::value || std::is_same<Format, Mx6>::value || std::is_same<Format, Mx4>::value;
-// Formats whose lookups take half the lanes with two blocks of columns for rows of up to 128: what a row and a bag cost
-// besides their columns is for eight of a lane then. Other formats would lose resident blocks.
+// Formats whose lookups use half the lanes with two blocks of columns each for rows of up to 128 columns, which halves
+// the fixed cost of rows and bags per column. Other formats would lose resident blocks.
 template <class Format>
 constexpr bool kHalfTheLanes = kIntegers<Format> || kShares<Format>;
-// Formats and widths where a lane takes eight neighbouring columns in place of twice four: a sign's byte, an
-// exponent and the bits of pairs are read once for all of them.
+// Formats and widths where a lane takes eight adjacent columns instead of two blocks of four, which share the sign
+// byte, the exponent and the pair bits.
 template <class Format, int kBlocks>
 constexpr bool kEightColumns = kShares<Format> && kBlocks == 2;
 
-// Formats and widths whose rows always have factors, of 1 where bags have no weights, which changes no bit: they come
-// to a few of hundreds of instructions there, and keep no block out.
+// Formats and widths without a separate kernel for unweighted bags, which use a factor of 1 (no bit changes): it costs
+// a few of hundreds of instructions and no resident block.
 template <class Format, int kBlocks>
 constexpr bool kAlwaysWeighted =
     kEightColumns<Format, kBlocks> || (kBlocks == kMaxBlocks && !std::is_same<Format, Fp32>::value);
 
-// Formats and widths whose rows are decoded whether they count or not. For a condition on their sums alone nvcc makes a
-// branch, and moves all that a row's numbers come from, its loads among it, behind that: a lane would wait for one row
-// before it asks for another. Rows of floats are not decoded; planes of four columns and wider rows would take too many
-// registers.
+// Formats and widths that decode rows unconditionally. If only the additions are conditional, nvcc makes a branch and
+// sinks decoding and loads behind it, so that rows are loaded one after the other. Float rows need no decoding; planes
+// of four columns and wider rows would take too many registers.
 template <class Format, int kBlocks>
 constexpr bool kDecodesAll =
     ((kHalves<Format> || kIntegers<Format>) && kBlocks < kMaxBlocks) || kEightColumns<Format, kBlocks>;
 
-// The type of the bytes that a lane holds of a row.
+// Type that holds a lane's undecoded columns of a row.
 template <class Format, int G, int kBlocks, bool kEights = kEightColumns<Format, kBlocks>>
 struct RawOf {
   using type = RawRow<Format, G, kBlocks>;
-  static constexpr int kBytes = FourColumns<Format>::kBytes;  // what its columns must be aligned to
+  static constexpr int kBytes = FourColumns<Format>::kBytes;  // required alignment
 };
 template <class Format, int G, int kBlocks>
 struct RawOf<Format, G, kBlocks, true> {
@@ -51,23 +50,23 @@ struct RawOf<Format, G, kBlocks, true> {
   static constexpr int kBytes = type::kBytes;
 };
 
-// The compiler makes x here, and not where it is read.
+// Optimization barrier: the compiler must compute x here, and not later where it is used.
 __device__ __forceinline__ void keep_here([[maybe_unused]] Vec4& x) {
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+f"(x.v[0]), "+f"(x.v[1]), "+f"(x.v[2]), "+f"(x.v[3]));
 #endif
 }
 
-// The rows of a table.
+// Rows of one table.
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 struct TableRows {
   const uint8_t* first_row;
   int64_t D;
 
-  // One load for four columns, and no factor: passed one by one, the places take fewer registers.
+  // With one load per four columns and no factor, shuffling places one by one takes fewer registers.
   static constexpr bool kPassFirst = kWeighted || !std::is_same<Format, Fp32>::value;
   static constexpr bool kEights = kEightColumns<Format, kBlocks>;
-  using Place = const uint8_t*;  // a row's first byte
+  using Place = const uint8_t*;  // start of the row
   __device__ __forceinline__ Place find(int64_t id, int64_t) const { return first_row + id * Format::row_bytes(D); }
   using Passed = Place;
   __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
@@ -91,8 +90,7 @@ struct TableRows {
   };
 };
 
-// Rows on their way: as many as registers hold without spills and without fewer resident blocks than kResident. A
-// factor for each of them takes its own register.
+// Rows in flight: as many as fit in registers without spills at kResident blocks. Each factor takes a register as well.
 template <class Format>
 constexpr bool kTwice = kHalves<Format> || kIntegers<Format> || std::is_same<Format, Mx9>::value;
 template <class Format, int kBlocks>
@@ -103,7 +101,7 @@ constexpr int kRowsOf =
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
                                            BagOfFeature bag, int64_t column, bool there) {
-  // Byte by byte, several rows would only cost registers.
+  // Unaligned rows are read byte by byte, where several in flight would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
   constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks> : 1;
   using Rows = TableRows<Format, G, kBlocks, kWeighted, kAligned>;
@@ -111,16 +109,16 @@ __device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, con
                                                        ids, bag, column, column == 0, there);
 }
 
-// Blocks that a multiprocessor holds at least, the most that take no spills: told nothing, the compiler spills a little
-// to make room for one more, or takes registers that only keep one out. Planes take addresses, factors a register each.
-// kThreeOfTwo: three blocks of groups that keep two blocks of columns.
+// Minimum resident blocks per multiprocessor for __launch_bounds__: the most without spills. Without it, nvcc spills to
+// fit one more block, or wastes registers that exclude one. Planes take address registers, factors one register each.
+// kThreeOfTwo: three resident blocks for groups with two blocks of columns.
 template <class Format, bool kWeighted>
 constexpr bool kThreeOfTwo = !std::is_same<Format, Fp32>::value || !kWeighted;
 template <class Format, int kBlocks, bool kWeighted>
 constexpr int kResident = kBlocks == 1 ? (kWeighted || FourColumns<Format>::kWhole ? 3 : 4)
                                        : (kBlocks == 2 && kThreeOfTwo<Format, kWeighted> ? 3 : 2);
 
-// Looks up a bag, if its rows are of the kernel's format; in step, a group that has none says so by `there`.
+// Looks up a bag if its rows have the kernel's format. `there` is false for a group in step without a bag.
 template <class Format, int G, int kBlocks, bool kWeighted>
 __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag, bool there) {
   const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
@@ -144,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighte
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group(Pace::kInStep);
   const auto number = static_cast<uint32_t>(group.in_warp());
-  // 32 bits hold every bag's number; 64 would take one register too many.
+  // 32 bits hold every bag index; 64 would take one register too many.
   const auto bags = static_cast<uint32_t>(a.bags.num_bags), stride = static_cast<uint32_t>(Group<G>::stride());
   for (uint32_t first = static_cast<uint32_t>(Group<G>::first()) - number; first < bags;
        first += stride < bags - first ? stride : bags - first) {
@@ -153,24 +151,24 @@ __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighte
   }
 }
 
-// Bags that a group of pool_short_kernel takes together: finding a feature, and waiting for ids, costs as much as for
-// one, and four rows are on their way where each bag has a single one.
+// Bags that a group of pool_short_kernel processes together. Finding the feature and waiting for ids costs as much as
+// for one bag, and four rows are in flight even if each bag has only one.
 constexpr int kShortBags = 4;
 
-// Bags of one feature whose ids, at most one a lane, lie side by side. Lane b has bag b of them, lanes behind the last
-// bag have that one.
+// Consecutive bags of one feature with at most G ids in total. Lane b describes the b-th bag; lanes after the last bag
+// repeat it.
 struct ShortBags {
-  int64_t feature, first, begin;  // their feature; the first of them, and of their ids
-  int count, start, stop;         // how many; the ids of this lane's bag, counted from `begin`
+  int64_t feature, first, begin;  // feature, first bag, position of the first id
+  int count, start, stop;         // number of bags; ids of this lane's bag, relative to `begin`
 };
 
-// The bag that row number `lane` of ShortBags is added to; of no meaning in lanes behind the last row.
+// The bag that the row of this lane's id belongs to; undefined in lanes after the last id.
 template <int G>
 struct BagOfRow {
-  uint8_t* out;   // where its sum goes
-  int counted;    // its ids that count, if their mean is asked for
-  unsigned last;  // a bit for each row that is the last of its bag
-  bool whole;     // whether four columns of a sum are stored as they are, at once, by all groups in step
+  uint8_t* out;   // output address
+  int counted;    // contributing ids, for mean pooling
+  unsigned last;  // bit mask of rows that are the last of their bag
+  bool whole;     // all groups in step store sums unchanged, with aligned stores of four columns
 
   __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Part& f, const Group<G>& group, const ShortBags& bags,
                                       unsigned counting) {
@@ -188,7 +186,7 @@ struct BagOfRow {
   }
 };
 
-// Stores zeros that the sums of bags leave out: of the bags in `zeros`, a bit for each, and of the columns behind the
+// Stores zeros for bags without a contributing row, given by the bit mask `zeros`, and for the columns after the
 // feature's.
 template <int G>
 __device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Part& f, const Group<G>& group,
@@ -202,7 +200,7 @@ __device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Part& f,
   }
 }
 
-// The sums up to rows [next, next + kFewInFlight) go to the output where the row is its bag's last.
+// Stores the sum after each of rows [next, next + kFewInFlight) that is the last of its bag.
 template <int G>
 __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& f, const Group<G>& group,
                                                  const BagOfRow<G>& bag, int next, const Vec4 (&sums)[kFewInFlight]) {
@@ -215,7 +213,7 @@ __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& 
     }
     return;
   }
-  // Once in the machine code, not for each of the rows.
+  // Not unrolled, to limit code size.
 #pragma unroll 1
   for (int u = 0; u < kFewInFlight; ++u) {
     const int counted = group.broadcast(bag.counted, next + u);
@@ -229,7 +227,7 @@ __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& 
   }
 }
 
-// The only block of columns of such bags. Rows are added, bag by bag, as in pool_columns: the sums have the same bits.
+// Pools ShortBags, which have one block of columns. Adds rows in the order of pool_columns(), with the same bits.
 template <class Source, int G, bool kWeighted>
 __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Part& f,
                                                 const Group<G>& group, const ShortBags& bags) {
@@ -254,8 +252,8 @@ __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source&
   }
 }
 
-// Bags that are not of one feature, that have more ids than the group has lanes, bad offsets, or rows that are not
-// aligned, are taken one after the other, and so are those of the groups in step with theirs.
+// Bags of several features, with more ids than lanes, with bad offsets or with unaligned rows are processed one by one,
+// and so are the bags of all groups in step.
 template <class Format, int G, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
@@ -288,19 +286,19 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
   }
 }
 
-// Formats for which there are kernels for short bags: rows of floats, which are what their time is spent on.
+// Formats that have a kernel for short bags: floats, whose lookups are bound by reading rows.
 template <class Format>
 constexpr bool kShort = std::is_same<Format, Fp32>::value || kHalves<Format>;
 
-// True if bags are so short that those of a group have no more ids than its lanes on average, and need two rounds of
-// rows at most. False where the widest rows are no multiple of four columns: these would be taken one by one.
+// True if on average kShortBags bags have at most G ids and need at most two rounds of rows. False if max_dim is not a
+// multiple of four: unaligned rows would be processed one by one.
 template <int G>
 bool are_short(const Bags& bags, int64_t max_dim) {
   constexpr int64_t kMost = G / kShortBags < 2 ? G / kShortBags : 2;
   return bags.num_ids <= kMost * bags.num_bags && max_dim % 4 == 0;
 }
 
-// with_widths() for the lookups of a format.
+// with_widths(), adapted to the lookups of a format.
 template <class Format, class Body>
 void with_lookup_widths(int64_t max_dim, const Body& body) {
   with_widths(max_dim, [&](auto group, auto blocks) {

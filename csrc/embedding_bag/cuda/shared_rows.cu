@@ -1,5 +1,5 @@
-// Bytes moved by handing out: of each sample a number for each group, and of each column of a group an element read,
-// mostly from the L2 cache, and written. A thread takes an element: neighbours take neighbours, and no lane idles.
+// Bytes moved by hand_out_kernel: one index per sample and group; one element per sample and column, read mostly from
+// the L2 cache, and written. One thread per element: accesses are coalesced, and no lane is idle.
 #include <algorithm>
 
 #include "core/cuda/words.cuh"
@@ -15,12 +15,12 @@ struct ShareArgs {
   int64_t num_parts, output_dim;
   const int64_t* inverse;  // [G, B]
   int64_t num_groups;
-  int64_t* sizes;          // [G]: bags of the group's features; -1: it has none
-  int32_t* column_groups;  // [output_dim]: -1: of no group
+  int64_t* sizes;          // [G]: number of bags of each group; -1: the group has no feature
+  int32_t* column_groups;  // [output_dim]: group per column, or -1
   int64_t* status;
 };
 
-// With a bad layout, no group has a bag or a column.
+// Initializes sizes and column_groups, which keep these values if the layout is bad.
 __global__ void __launch_bounds__(kThreads) start_kernel(ShareArgs a) {
   for (int64_t g = Group<1>::first(); g < a.num_groups; g += Group<1>::stride()) a.sizes[g] = -1;
   for (int64_t c = Group<1>::first(); c < a.output_dim; c += Group<1>::stride()) a.column_groups[c] = -1;
@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(kThreads) column_groups_kernel(ShareArgs a) {
   const Group<kWarpSize> warp;
   for (int64_t p = Group<kWarpSize>::first(); p < a.num_parts; p += Group<kWarpSize>::stride()) {
     const Part f = a.parts[p];
-    const int64_t group = a.bags.groups[f.number];
+    const int64_t group = a.bags.groups[f.feature];
     for (int64_t c = warp.lane; c < f.embedding_dim; c += kWarpSize)
       a.column_groups[f.output_offset + c] = static_cast<int32_t>(group);
-    if (group >= 0 && warp.lane == 0) a.sizes[group] = a.bags.starts[f.number + 1] - a.bags.starts[f.number];
+    if (group >= 0 && warp.lane == 0) a.sizes[group] = a.bags.starts[f.feature + 1] - a.bags.starts[f.feature];
   }
 }
 

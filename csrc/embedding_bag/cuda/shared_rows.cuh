@@ -1,4 +1,4 @@
-// Rows that samples share: of the bags of features in groups, or of their gradients (Bags::groups of
+// Rows that several samples share: pooled bags of deduplicated features, or their gradients (Bags::groups of
 // embedding_bag/bags.h).
 #pragma once
 
@@ -6,18 +6,18 @@
 
 namespace rec_kernels {
 
-// Memory for shared rows beside the rows [B, output_dim] of an output or its gradient, with the same columns; the
-// columns of a group are its own, so that all groups have the same rows. None, where the input has no groups.
+// Buffer of shared rows with the columns of the output [B, output_dim] or its gradient. Groups have disjoint columns,
+// so they share the rows of one buffer. Empty if the input has no groups.
 class SharedRows {
  public:
-  // Takes the elements' `type`. Notes numbers of `inverse` that are out of range. Keeps the input's address.
+  // `type`: dtype of the elements. Reports indices in `inverse` that are out of range. Keeps a reference to the input.
   SharedRows(const BagInput& in, ScalarType type, int64_t* status, cudaStream_t stream);
 
-  // Bags::shared_rows. Null without groups.
+  // The value of Bags::shared_rows; null without groups.
   void* rows() const { return memory_ ? memory_->mutable_data_ptr() : nullptr; }
-  // Writes pooled bags to `output`, in the rows of the samples that have them; zeros for one out of range.
+  // Copies each pooled bag to the rows of `output` whose samples use it; zeros for an index out of range.
   void expand(void* output) const;
-  // The sums of the samples' gradients `grad`, without those out of range.
+  // Sums the gradients `grad` of the samples that use each bag; ignores samples whose index is out of range.
   void sum(const float* grad) const;
 
  private:
@@ -25,7 +25,7 @@ class SharedRows {
   int64_t element_bytes_;
   const int64_t* status_;
   cudaStream_t stream_;
-  OptionalTensor memory_, sizes_, column_groups_;  // none without groups
+  OptionalTensor memory_, sizes_, column_groups_;  // empty without groups
 };
 
 }  // namespace rec_kernels

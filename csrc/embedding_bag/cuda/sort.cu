@@ -1,4 +1,5 @@
-// Every id of a call as an entry (linear row, bag) for each of its parts, sorted by row, and cut into runs of one row.
+// Writes an entry (linear row, bag) for every id and part of a call, sorts entries by row and finds the runs of each
+// row.
 #include <algorithm>
 #include <vector>
 
@@ -12,15 +13,15 @@ namespace {
 struct EntryArgs {
   Parts parts;
   Bags bags;
-  RowKeys keys, sorted;  // sorted later, but for one more, which is left out
+  RowKeys keys, sorted;  // sorted has one more element, which is left_out
   uint32_t* payloads;
   uint32_t* bag_of;
   float* coefficients;
   const float** gradients;
   const float* grad;
   int64_t output_dim;
-  int64_t left_out;      // key of entries that do not count: above every row
-  uint32_t* num_chunks;  // which list_chunks_kernel counts from 0
+  int64_t left_out;      // key of entries that do not contribute: greater than every row
+  uint32_t* num_chunks;  // set to 0 for list_chunks_kernel
   int64_t* status;
 };
 
@@ -28,14 +29,14 @@ __device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) {
   return !f.frozen && a.bags.counts(id, f, a.bags.padding_idx);
 }
 
-// 1 / n of a bag of a feature with mean pooling, if coefficients are asked for.
+// 1 / n for a bag with mean pooling, if coefficients are written; else 1.
 template <int G>
 __device__ float factor_of_bag(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
   return a.coefficients && f.mean ? mean_factor(a.bags, f, group, ids) : 1.0f;
 }
 
-// Begins the list of chunks, and leaves out ids before the first bag and behind the last one, and the entry behind all.
-// Every other id is in a bag, or offsets are bad: then nothing comes of the entries, whatever they are.
+// Resets the chunk count, and marks as left out the ids before the first bag and after the last one, and the entry
+// after the end. Every other id is in a bag, or offsets are bad, and then entries are not used.
 __device__ void leave_out_rest(const EntryArgs& a) {
   const int64_t start = a.bags.offset(0), stop = a.bags.offset(a.bags.num_bags), parts = a.parts.most_parts;
   if (Group<1>::first() == 0) {
@@ -48,11 +49,11 @@ __device__ void leave_out_rest(const EntryArgs& a) {
       a.payloads[i] = 0;
     }
   };
-  if (start > 0 && start <= a.bags.num_ids) leave_out(0, start);  // a bad offset may be anything
+  if (start > 0 && start <= a.bags.num_ids) leave_out(0, start);  // a bad offset may have any value
   if (stop >= 0 && stop < a.bags.num_ids) leave_out(stop, a.bags.num_ids);
 }
 
-// A group takes a bag. An id's entry is at its own place, so the order of (feature, bag, position) is kept.
+// A group takes a bag. Entries are at the positions of their ids, which keeps the order of (feature, bag, position).
 template <int G>
 __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   leave_out_rest(a);
@@ -78,8 +79,8 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   }
 }
 
-// Writes an entry for each part of an id, next to each other. Absent parts, and parts whose rows get no gradient, are
-// left out.
+// Writes most_parts consecutive entries per id, one per part. Absent parts, and parts that get no gradient, are left
+// out.
 template <int G>
 __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
   leave_out_rest(a);
@@ -113,18 +114,18 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
   }
 }
 
-// Where runs begin, for a sum over all entries and the one behind them: counts those of a row, and writes the starts.
-// The entries that are left out come last, with that one; where they begin is the end of the last run.
+// Functors for a prefix sum over all entries and the one after them: the input is 1 where a run starts, the output
+// writes the starts. Entries that are left out come last; their start is the end of the last run.
 template <class Key>
 struct RunStarts {
   const Key* keys;
   uint32_t count;
   Key left_out;
   uint32_t *starts, *num_runs;
-  const int64_t* status;  // below 0: offsets are bad, and entries of no bag were never written
+  const int64_t* status;  // negative: offsets are bad, and some entries were not written
 
-  // Keys are read whatever they are, and as what nobody writes meanwhile: a thread then asks for those of all its
-  // entries before it needs the first.
+  // Keys are read unconditionally and as read-only memory, so that a thread issues the loads of all its entries before
+  // it needs the first.
   __device__ __forceinline__ Key key(uint32_t i) const { return __ldg(keys + i); }
   // 1 if a run begins at entry i.
   __device__ __forceinline__ uint32_t operator()(uint32_t i) const {
@@ -132,7 +133,7 @@ struct RunStarts {
     return static_cast<uint32_t>(own != left_out) &
            (static_cast<uint32_t>(i == 0) | static_cast<uint32_t>(own != before));
   }
-  // `before`: runs that begin before entry i.
+  // `before`: number of runs that begin before entry i.
   __device__ __forceinline__ void operator()(uint32_t i, uint32_t before) const {
     const Key own = key(i), previous = key(i == 0 ? 0 : i - 1);
     if (i == 0 || own != previous) starts[before] = i;
@@ -140,8 +141,8 @@ struct RunStarts {
   }
 };
 
-// Appends the chunks of every run to the list, a lane to a run and then the warp to its chunks. `status`, of calls that
-// multiply, says whether runs make sense: bags with bad offsets may have ids in common.
+// Lists the chunks of every run: a lane takes a run, then the warp writes its chunks. `status` is given for calls that
+// multiply, to skip runs of bad offsets, where bags may overlap.
 __global__ void __launch_bounds__(kThreads)
     list_chunks_kernel(Runs runs, Parts parts, Bags bags, const int64_t* status) {
   const Group<kWarpSize> warp;
@@ -153,14 +154,14 @@ __global__ void __launch_bounds__(kThreads)
     const auto mine = static_cast<uint32_t>(count > kChunk || multiplied ? ceil_div(count, kChunk) : 0);
     unsigned with_chunks = warp.ballot(mine > 0);
     if (with_chunks == 0) continue;
-    uint32_t behind = mine;  // chunks of this lane's run and of those before
+    uint32_t prefix = mine;  // inclusive prefix sum of the lanes' chunks
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const uint32_t other = warp.broadcast(behind, warp.lane < distance ? warp.lane : warp.lane - distance);
-      if (warp.lane >= distance) behind += other;
+      const uint32_t other = warp.broadcast(prefix, warp.lane < distance ? warp.lane : warp.lane - distance);
+      if (warp.lane >= distance) prefix += other;
     }
     uint32_t begin = 0;
-    if (warp.lane == kWarpSize - 1) begin = atomicAdd(runs.num_chunks, behind);
-    begin = warp.broadcast(begin, kWarpSize - 1) + behind - mine;
+    if (warp.lane == kWarpSize - 1) begin = atomicAdd(runs.num_chunks, prefix);
+    begin = warp.broadcast(begin, kWarpSize - 1) + prefix - mine;
     if (mine > 0) runs.first_chunks[run] = begin;
     for (; with_chunks != 0; with_chunks &= with_chunks - 1) {
       const int from = lowest_bit(with_chunks);
@@ -176,7 +177,7 @@ __global__ void no_runs_kernel(Runs runs) {
   runs.starts[0] = 0;
 }
 
-// A group has a quarter as many lanes as a bag has ids: each finds out about its bag what all ids of it need.
+// About four ids per lane, since every lane of a group computes what all ids of the bag need.
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
   with_lanes(lanes_for(ceil_div(in.bags.num_ids, in.bags.num_bags)), [&](auto group) {
     const auto kernel = in.parts.mapped ? part_entries_kernel<group> : entries_kernel<group>;
@@ -184,7 +185,7 @@ void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t strea
   });
 }
 
-// Sorts N entries, and finds the runs.
+// Sorts entries and finds the runs.
 template <class Key>
 void sort_entries(const EntryArgs& args, const Runs& runs, uint32_t* sorted_payloads, const Tensor& like,
                   cudaStream_t stream) {
@@ -196,8 +197,8 @@ void sort_entries(const EntryArgs& args, const Runs& runs, uint32_t* sorted_payl
   exclusive_sum(Computed<RunStarts<Key>>{starts}, TakenBy<RunStarts<Key>>{starts}, int64_t{N} + 1, like, stream);
 }
 
-// Most chunks of N entries: of a multiplied table, a run has one where it has a single entry, and there are no more
-// runs than rows.
+// Upper bound of the chunks of N entries. With multiplied tables even a run of one entry has a chunk, and there are at
+// most num_rows runs.
 int64_t most_chunks_of(const BagInput& in, int64_t N) {
   if (in.multiplies) return N / kChunk + std::min(N, in.num_rows) + 1;
   return N > kChunk ? N / kChunk + N / (kChunk + 1) + 1 : 0;
@@ -239,7 +240,7 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
                                  N,
                                  most_chunks,
                                  in.parts.part_bits};
-  if (in.bags.num_bags > 0) write_entries(in, args, stream);  // also without ids: this reads the offsets
+  if (in.bags.num_bags > 0) write_entries(in, args, stream);  // also without ids: this checks the offsets
   if (N == 0 || in.bags.num_bags == 0) {
     launch_one(stream, no_runs_kernel, runs);
     return out;

@@ -1,5 +1,5 @@
-// Numbers are sorted, and then a thread takes a column of a row: neighbours read neighbouring floats of the same rows.
-// Rows of more than kChunk terms have their full chunks summed before, spread over the machine.
+// Indices are sorted; then one thread sums one column of an output row, with coalesced reads. For rows of more than
+// kChunk terms, a kernel before that sums the full chunks in parallel.
 #include <algorithm>
 
 #include "core/bits.h"
@@ -9,20 +9,20 @@
 namespace rec_kernels {
 namespace {
 
-// Places are counted over all groups: M of each, in the order of their numbers; number `rows` is of what is left out.
+// Positions count the sorted indices over all groups, M per group. Index `rows` stands for ignored ones.
 struct SumRowsArgs {
   RowNumbers numbers;
   RowSums sums;
-  RowKeys keys;             // of each place: its number, behind those of the groups before
-  const uint32_t* order;    // of each place: the position in its group
-  uint32_t *begins, *ends;  // [G, rows + 1]: the places of each number, which are fewer than 2^32
-  float* partials;          // of each window of kChunk places of a group, the sum of the full chunk that begins in it
+  RowKeys keys;             // per position: key_of() its group and index
+  const uint32_t* order;    // per position: the row of `grad`
+  uint32_t *begins, *ends;  // [G, rows + 1]: range of positions per index; fewer than 2^32
+  float* partials;          // per window of kChunk positions of a group: sum of the full chunk that begins in it
   Divisor columns;
 
   __device__ int group_of(int64_t column) const { return sums.column_groups ? sums.column_groups[column] : 0; }
   __device__ int64_t size_of(int64_t group) const { return numbers.sizes ? numbers.sizes[group] : numbers.rows; }
   __device__ int64_t key_of(int64_t group, int64_t number) const { return group * (numbers.rows + 1) + number; }
-  // The sum of `count` >= 1 terms, from a place on.
+  // The sum of `count` >= 1 terms, starting at a position.
   __device__ float sum(int64_t place, int64_t count, int64_t column) const {
     const uint32_t* from = order + place;
     float total = sums.grad[int64_t{from[0]} * sums.columns + column];
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) places_kernel(SumRowsArgs a) {
   }
 }
 
-// Start of the full chunk of a longer row among the kChunk places from `window` on; -1: none. There is one at most.
+// Start of the full chunk of a long row that begins in the kChunk positions at `window`, or -1. At most one does.
 __device__ int64_t chunk_in(const SumRowsArgs& a, int64_t window, int64_t last) {
   const int64_t first_key = a.keys[window], last_key = a.keys[last];
   const int64_t begin = a.begins[first_key], end = a.ends[first_key];
@@ -61,7 +61,7 @@ __device__ int64_t chunk_in(const SumRowsArgs& a, int64_t window, int64_t last) 
   if (end - begin > kChunk && next + kChunk <= end) return next;
   const int64_t last_begin = a.begins[last_key];
   if (first_key == last_key || a.ends[last_key] - last_begin <= kChunk) return -1;
-  return last_begin;  // which goes on behind the window
+  return last_begin;  // it continues after the window
 }
 
 __global__ void __launch_bounds__(kThreads) sum_full_chunks_kernel(SumRowsArgs a, int64_t windows) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) sum_full_chunks_kernel(SumRowsArgs a
   }
 }
 
-// Adds up chunk sums one by one, by the rule that made them: kChunk of them make a term of the level above.
+// Adds chunk sums incrementally and hierarchically: kChunk of them are one term of the next level.
 class ChunkSums {
  public:
   __device__ void add(float term) {
@@ -86,7 +86,7 @@ class ChunkSums {
       counts_[level] = 0;
     }
   }
-  // Total of at least one sum. The remainder of a level is the last term of the next.
+  // Total of at least one sum. An incomplete chunk of a level is the last term of the next level.
   __device__ float total() const {
     bool any = false;
     float total = 0.0f;
@@ -99,7 +99,7 @@ class ChunkSums {
   }
 
  private:
-  static constexpr int kLevels = 5;  // of 64 each, for 2^26 chunks and more
+  static constexpr int kLevels = 5;  // 64^5 > 2^26 chunks
   float sums_[kLevels];
   int counts_[kLevels] = {};
 };
@@ -109,7 +109,7 @@ __device__ float sum_long_row(const SumRowsArgs& a, int64_t group, int64_t begin
   ChunkSums sums;
   const int64_t chunks = (end - begin) / kChunk, last = begin + chunks * kChunk;
   const float* partials = a.partials + (begin - group * a.numbers.count) / kChunk * a.sums.columns + column;
-  constexpr int kTerms = 8;  // on their way; those past the last are the last again
+  constexpr int kTerms = 8;  // loads in flight; those past the end repeat the last one
   for (int64_t first = 0; first < chunks; first += kTerms) {
     float term[kTerms];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Sums of rows by number on the GPU: the gradients of the samples that share a row, in the order of docs/numerics.md.
+// Segment sums of rows on the GPU: the gradients of the samples that share a row, in the order of docs/numerics.md.
 #pragma once
 
 #include "embedding_bag/cuda/sort.cuh"
@@ -6,24 +6,23 @@
 
 namespace rec_kernels {
 
-// Numbers of `count` rows each, one group of them after the other: [G, M], those of group g in [0, sizes[g]). The
-// others are left out. No number is above `rows`.
+// Row indices [groups, count] to sum by. Indices of group g outside of [0, sizes[g]) are ignored; sizes[g] <= rows.
 struct RowNumbers {
   Integers numbers;
   int64_t groups, count, rows;
-  const int64_t* sizes;  // null: rows
+  const int64_t* sizes;  // per group; null: all are `rows`
 };
 
-// out[u, c] = the sum of grad[i, c] over the i whose number is u, in the group of column c; zeros if there is none.
-// Both have `columns` floats a row. Not written where u is not below the size of the group.
+// out[u, c] = the sum of grad[i, c] over all i whose index is u in the group of column c; zero without any. Both have
+// `columns` floats per row. Rows u >= sizes[group] are not written.
 struct RowSums {
   const float* grad;
   int64_t columns;
-  const int32_t* column_groups;  // [columns]: -1: of none; null: all are of group 0
+  const int32_t* column_groups;  // [columns]: group per column, -1: none; null: all are in group 0
   float* out;
 };
 
-// Bytes moved: every gradient read, every sum written; of numbers, what sorting them takes.
+// Bytes moved: every gradient read, every sum written, and the passes of sorting the indices.
 void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like, cudaStream_t stream);
 
 }  // namespace rec_kernels

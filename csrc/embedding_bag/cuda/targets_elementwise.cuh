@@ -1,5 +1,5 @@
-// Updates with state for every element, of any rows: what Base does with a gradient happens to the direction that the
-// state makes of it.
+// Optimizers with per-element state, for rows of any format: turns the gradient into a direction, which Base then
+// applies like a gradient.
 #pragma once
 
 #include "embedding_bag/cuda/backward_kernels.cuh"
@@ -8,16 +8,16 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// A row's state, and the numbers of the step.
+// A row's optimizer state, and the scalars of the step.
 struct RowState {
   Elementwise optimizer;
-  float divisor;          // row-wise Adam's
+  float divisor;          // of row-wise Adam
   float *first, *second;  // [D], or null
-  bool bf16;              // what first and second are
+  bool bf16;              // first and second are bfloat16
   Rounding rounding;
-  int64_t number;  // of the row in the whole table
+  int64_t whole_row;  // row index in the unsharded table
 
-  // Columns c .. c+3 of moments, which are `aligned`.
+  // Loads columns c .. c+3 of moments. `aligned`: is_aligned() of them.
   __device__ __forceinline__ Vec4 load(const float* moments, int64_t c, int64_t D, bool aligned) const {
     if (!bf16) return load_columns(moments, c, D, aligned);
     return ColumnReader<Bf16>(reinterpret_cast<const uint8_t*>(moments), D, aligned).read(c);
@@ -28,20 +28,20 @@ struct RowState {
     if (!bf16) return store_columns(moments, c, D, aligned, x);
     Rounding how = rounding;
     how.noise.stream = stream;
-    ColumnWriter<Bf16, G>{group, how, number, D, reinterpret_cast<uint8_t*>(moments), aligned}.write(c, x);
+    ColumnWriter<Bf16, G>{group, how, whole_row, D, reinterpret_cast<uint8_t*>(moments), aligned}.write(c, x);
   }
   __device__ __forceinline__ bool is_aligned(const float* moments, int64_t D) const {
     if (!bf16) return rows_aligned(moments, D);
     return columns_aligned<Bf16>(reinterpret_cast<const uint8_t*>(moments), D);
   }
 
-  // The gradients g of the columns from `column` on become directions. State advances if this is the last time.
+  // Turns the gradients g of the columns starting at `column` into directions. Updates the state only if `last`.
   template <int G, int kBlocks>
   __device__ __forceinline__ void direct(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
                                          bool last) const {
-    const ElementwiseRegisters<float> numbers(optimizer, divisor, OneLane());
+    const ElementwiseRegisters<float> step(optimizer, divisor, OneLane());
     const bool aligned_first = is_aligned(first, D), aligned_second = is_aligned(second, D);
-    // Unrolled, g stays in registers; of the widest rows, a kernel would be half as large again.
+    // Unrolled to keep g in registers, except for the widest rows, whose kernels would grow by half.
 #pragma unroll(kTakesWider<kBlocks, G> ? 1 : kBlocks)
     for (int k = 0; k < kBlocks; ++k) {
       const int64_t c = column + (k * G + group.lane) * 4;
@@ -49,7 +49,7 @@ struct RowState {
       Vec4 m = {}, v = {};
       if (first) m = load(first, c, D, aligned_first);
       if (second) v = load(second, c, D, aligned_second);
-      for (int j = 0; j < 4; ++j) g[k].v[j] = numbers.direction(optimizer.kind, g[k].v[j], &m.v[j], &v.v[j]);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = step.direction(optimizer.kind, g[k].v[j], &m.v[j], &v.v[j]);
       if (!last) continue;
       if (first) store(first, kFirstMomentStream, c, D, aligned_first, group, m);
       if (second) store(second, kSecondMomentStream, c, D, aligned_second, group, v);
@@ -76,7 +76,7 @@ struct ElementwiseTarget : Base {
     else lanes.bytes(s.moment(s.exp_avg_sq, place), bytes);
   }
   __device__ float state_before(int64_t row) const { return needs_mean_square() ? u.state.exp_avg_sq[row] : 0.0f; }
-  // The divisor of row-wise Adam; 1 for others.
+  // Returns the divisor of row-wise Adam; 1 for other optimizers.
   __device__ float open(const Part&, int64_t row, int64_t, float before, float mean_square, bool stores) const {
     const Elementwise o = optimizer();
     if (!o.needs_mean_square()) return 1.0f;
@@ -98,7 +98,8 @@ struct ElementwiseTarget : Base {
             f.whole_row(row)};
   }
 
-  // Factor of the row's direction, which g holds or direction(column, false, read) puts there block by block.
+  // Factor of the row's direction, which is in g; for a wider row, direction(column, false, read) computes it by
+  // blocks.
   template <int G, int kBlocks, class Direction>
   __device__ __forceinline__ float factor(const Elementwise& o, const Part& f, int64_t row, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Direction& direction) const {

@@ -1,7 +1,6 @@
-// Updates of encoded rows: a group of lanes decodes a row, updates it in FP32 and encodes it, without a pass through
-// memory between. int8 and int4 rows, whose grid depends on the whole row, are updated twice where a warp's registers
-// do not hold them: once for the grid, once for the codes. Two files instantiate finish_encoded, each for some
-// formats.
+// Updates of encoded rows: a group of lanes decodes a row, updates it in FP32 and encodes it, all in registers. The
+// grid of int8 and int4 rows depends on the whole row, so rows too wide for the registers are computed twice: for the
+// grid, then for the codes. Two files instantiate finish_encoded, each for some formats.
 #pragma once
 
 #include "embedding_bag/cuda/targets_elementwise.cuh"
@@ -28,13 +27,13 @@ struct EncodedTarget {
   __device__ float open(const Part& f, int64_t row, int64_t, float before, float mean_square, bool stores) const {
     return u.factor(f, row, before, mean_square, stores);
   }
-  // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
+  // x: the gradient of all columns; for a wider row, gradient(column, last, read) computes it block by block into x.
   template <int G, int kBlocks, class Gradient>
   __device__ __forceinline__ void put_row(const Part& f, int64_t row, float factor, const Group<G>& group,
                                           Vec4 (&x)[kBlocks], const Gradient& gradient) const {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
-    // A group without a row reads a grid, too: where the weights begin, as they hold a row of the format.
+    // A group without a row reads the grid of the first row of `weights`, which is always valid memory.
     uint8_t* out = D > 0 ? place(f, row) : u.weights;
     const bool aligned = columns_aligned<Format>(out, D), wider = is_wider<G, kBlocks>(D);
     const ColumnReader<Format> reader(out, D, aligned);
@@ -50,13 +49,13 @@ struct EncodedTarget {
         for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? moved(w.v[j], x[k].v[j], factor) : 0.0f;
       }
     };
-    // A loop over both passes, so that what they have in common is compiled once.
+    // A loop over both passes, so that their common code is compiled once.
     constexpr int kFirst = ColumnWriter<Format, G>::kScans ? 0 : 1;
 #pragma unroll 1
     for (int pass = kFirst; pass < 2; ++pass) {
       for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kWidth) {
         if (wider || pass == kFirst) update(column, !wider || pass == 1);
-        // Unrolled, because an array that is indexed by a variable would leave the registers.
+        // Unrolled, because an array with a variable index would not stay in registers.
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
           const int64_t c = column + (k * G + group.lane) * 4;

@@ -1,4 +1,4 @@
-// Plain-pointer kernel of the row cache, one table per instruction set.
+// Plain-pointer kernel of the row cache, one function table per instruction set.
 #pragma once
 
 #include "embedding_bag/cpu/forward.h"
@@ -10,11 +10,11 @@ struct FindSlots {
   Bags bags;
   const Part* parts;
   CacheView cache;
-  int64_t* slots;  // of the ids
+  int64_t* slots;  // per id
 };
 
 struct RowCacheKernels {
-  // The slots of the ids of bags [begin, end): where their rows are, or -1.
+  // Writes the slots of the ids of bags [begin, end), or -1 for rows that are not cached.
   void (*find)(const FindSlots&, int64_t begin, int64_t end, Bounds*);
 
   template <CpuIsa>

@@ -7,13 +7,13 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-constexpr int64_t kNoRow = -2;  // no tag is that
+constexpr int64_t kNoRow = -2;  // never a tag
 
-// Ids [begin, end) of the bags of a feature, with one part.
+// Ids [begin, end) of bags of one feature, and its part.
 struct Ids {
   int64_t begin, end;
   const Part* part;
-  CachePlace place;  // without sets: not cached
+  CachePlace place;  // sets == 0: not cached
 };
 
 template <class Id>
@@ -22,7 +22,7 @@ void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   const Part f = *k.part;
   const Id* ids = static_cast<const Id*>(bags.ids);
   const int64_t padding = bags.padding_of(f);
-  // The linear row of an id; kNoRow of one that does not count, which is noted if it is bad.
+  // Linear row of an id, or kNoRow for padding or a bad id, which is recorded.
   const auto row_of = [&](int64_t i) {
     const auto id = static_cast<int64_t>(ids[i]);
     const bool in_range = bags.in_range(id, f);

@@ -1,4 +1,4 @@
-// Insertion into the row cache on the CPU: what docs/numerics.md calls so, set by set.
+// row_cache_insert_ on the CPU (docs/numerics.md, "Row cache").
 #include "row_cache/cpu/insert_and_evict.h"
 
 #include <algorithm>
@@ -21,15 +21,16 @@ void halve(const OptionalTensor& counts) {
   });
 }
 
-// Checks that the statistics have a row for every table of the parts.
+// Checks that row_counts and cache_stats are large enough; returns the number of tables.
 int64_t check_tables(const BagInput& in, const InsertionPolicy& policy) {
   check_row_counts(policy, in.num_rows);
-  int64_t tables = 0;
-  for (int64_t p = 0; p < in.bags.num_parts; ++p) tables = std::max(tables, int64_t{in.parts[p].shard.table} + 1);
-  if (!policy.stats) return tables;
-  check_value(policy.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each table_id, got ",
-              policy.stats->size(0));
-  return tables;
+  int64_t num_tables = 0;
+  for (int64_t p = 0; p < in.bags.num_parts; ++p)
+    num_tables = std::max(num_tables, int64_t{in.parts[p].shard.table} + 1);
+  if (!policy.stats) return num_tables;
+  check_value(policy.stats->size(0) >= num_tables, "cache_stats must have ", num_tables,
+              " rows, one for each table_id, got ", policy.stats->size(0));
+  return num_tables;
 }
 
 Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_tags, const Tensor& cache_marks,
@@ -41,7 +42,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const CacheInput cache = read_cache(arguments, in);
   check_history(cache_clock, cache_stamps, policy, cache_tags.numel(), values);
   const UpdateRounding how = read_rounding(values, rounding, seed);
-  const int64_t tables = check_tables(in, policy);
+  const int64_t num_tables = check_tables(in, policy);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
 
@@ -50,11 +51,11 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
                       cache_marks.mutable_data_ptr<uint8_t>(),  cache.view.dirty,
                       optional_pointer<uint8_t>(policy.counts), optional_pointer<uint8_t>(policy.row_counts),
                       optional_pointer<int64_t>(policy.stats),  false};
-  const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
-  Insertion insertion(in, cache.view, memory, behind, salt_of(how.seed ? *how.seed : 0, clock), clock, tables);
+  const CachedTables tables(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
+  Insertion insertion(in, cache.view, memory, tables, salt_of(how.seed ? *how.seed : 0, clock), clock, num_tables);
   insertion.prepare(slots.const_data_ptr<int64_t>());
 
-  // Nothing fails from here on.
+  // No error can occur after this point.
   *cache_clock.mutable_data_ptr<int64_t>() = clock;
   if (policy.lfu() && policy.decay_every > 0 && clock % policy.decay_every == 0) {
     halve(policy.counts);

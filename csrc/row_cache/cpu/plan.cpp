@@ -1,4 +1,4 @@
-// Plans which rows of the tables a batch will read and write there: these must be in memory by then.
+// row_cache_plan: lists the table rows that a batch will read and write, so that they can be loaded in advance.
 #include <tuple>
 
 #include "core/boxing.h"
@@ -9,7 +9,7 @@
 namespace rec_kernels {
 namespace {
 
-// Linear rows of ids that are in no slot, of every part, and those of them that never will be.
+// Lists the linear rows of ids that are not cached, for every part, and those of uncached tables.
 void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slots, std::vector<int64_t>* rows,
                   std::vector<int64_t>* uncached) {
   for (int64_t feature = 0; feature < in.bags.num_features; ++feature) {
@@ -28,11 +28,10 @@ void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slo
   }
 }
 
-// Some of the cache's sets, ascending, and which of them a set is: a bit for each set of the cache, and for 64 of them
-// how many come before.
-class SomeSets {
+// A sorted subset of the cache's sets with constant-time lookup: a bit per set of the cache, and a rank per 64 sets.
+class SetSubset {
  public:
-  SomeSets(std::vector<int64_t> sets, int64_t num_sets)
+  SetSubset(std::vector<int64_t> sets, int64_t num_sets)
       : sets_(std::move(sets)), bits_(static_cast<size_t>(num_sets / 64 + 1)), before_(bits_.size()) {
     for (const int64_t set : sets_) bits_[static_cast<size_t>(set / 64)] |= uint64_t{1} << set % 64;
     for (size_t i = 1; i < bits_.size(); ++i) before_[i] = before_[i - 1] + __builtin_popcountll(bits_[i - 1]);
@@ -40,7 +39,7 @@ class SomeSets {
 
   int64_t count() const { return static_cast<int64_t>(sets_.size()); }
   int64_t set(int64_t i) const { return sets_[static_cast<size_t>(i)]; }
-  // The i of the set, or -1.
+  // The index i with set(i) == set, or -1.
   int64_t find(int64_t set) const {
     const auto word = static_cast<size_t>(set / 64);
     const uint64_t bit = uint64_t{1} << set % 64;
@@ -53,24 +52,22 @@ class SomeSets {
   std::vector<int64_t> before_;
 };
 
-// Copies the state of some sets' slots.
+// Copies the state of the slots of some sets.
 template <class T>
-Scratch<T> copy_of(const Tensor& t, const SomeSets& sets, int64_t ways) {
+Scratch<T> copy_of(const Tensor& t, const SetSubset& sets, int64_t ways) {
   Scratch<T> copy(std::max<int64_t>(sets.count() * ways, 1));
   const T* from = t.const_data_ptr<T>();
-  constexpr int64_t kSetsAtOnce = 256;
-  parallel_pieces(sets.count(), kSetsAtOnce, workers_for(sets.count(), kSetsAtOnce),
-                  [&](int64_t begin, int64_t end, int64_t) {
-                    for (int64_t i = begin; i < end; ++i)
-                      std::copy_n(from + sets.set(i) * ways, ways, copy.get() + i * ways);
-                  });
+  constexpr int64_t kGrain = 256;
+  parallel_pieces(sets.count(), kGrain, workers_for(sets.count(), kGrain), [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; ++i) std::copy_n(from + sets.set(i) * ways, ways, copy.get() + i * ways);
+  });
   return copy;
 }
 
-// Slots of ids as numbers in such a copy, or -1.
-void find_in_copy(const SomeSets& sets, int64_t ways, int64_t count, int64_t* slots) {
-  constexpr int64_t kAtOnce = 1 << 14;
-  parallel_pieces(count, kAtOnce, workers_for(count, kAtOnce), [&](int64_t begin, int64_t end, int64_t) {
+// Converts slots of ids to indices in such a copy, or -1.
+void map_to_copy(const SetSubset& sets, int64_t ways, int64_t count, int64_t* slots) {
+  constexpr int64_t kGrain = 1 << 14;
+  parallel_pieces(count, kGrain, workers_for(count, kGrain), [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t found = slots[i] < 0 ? -1 : sets.find(slots[i] / ways);
       slots[i] = found < 0 ? -1 : found * ways + slots[i] % ways;
@@ -78,7 +75,7 @@ void find_in_copy(const SomeSets& sets, int64_t ways, int64_t count, int64_t* sl
   });
 }
 
-// Linear rows that an insertion of the call's ids, and its update, would write to cached tables.
+// Linear rows of cached tables that the insertion of the call's ids, and its update, would write.
 std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, const CacheArguments& cache,
                                   const Tensor& cache_stamps, const InsertionPolicy& policy, int64_t clock,
                                   int64_t seed, int64_t* slots) {
@@ -90,8 +87,8 @@ std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, con
   memory.by_part = true;
   Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.bags.num_parts);
   insertion.prepare(slots);
-  // Slots of sets that no row is missing in stay as they are, and there may be many more of them.
-  const SomeSets sets(insertion.missing_sets(), cache.tags->numel() / ways);
+  // Copies only the sets that rows are inserted into: the others, which may be many more, do not change.
+  const SetSubset sets(insertion.missing_sets(), cache.tags->numel() / ways);
   const Scratch<int64_t> tags = copy_of<int64_t>(*cache.tags, sets, ways);
   const Scratch<int64_t> stamps = copy_of<int64_t>(cache_stamps, sets, ways);
   const Scratch<uint8_t> dirty = copy_of<uint8_t>(*cache.dirty, sets, ways);
@@ -101,8 +98,8 @@ std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, con
   memory.stamps = stamps.get();
   memory.dirty = dirty.get();
   memory.counts = counts.get();
-  find_in_copy(sets, ways, in.bags.num_ids, slots);
-  insertion.only_plan(memory, halves);
+  map_to_copy(sets, ways, in.bags.num_ids, slots);
+  insertion.plan_only(memory, halves);
   insertion.run(slots);
   return insertion.written();
 }

@@ -13,7 +13,7 @@
 namespace rec_kernels {
 
 Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
-  // Ids that are in no bag; offsets that make no sense are found below.
+  // Ids outside of all bags have no slot. Offsets are clamped here and checked below.
   const auto bound = [&](int64_t bag) {
     return in.bags.num_bags ? std::clamp<int64_t>(in.bags.offset(bag), 0, in.bags.num_ids) : 0;
   };
@@ -26,8 +26,8 @@ Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
 
 namespace {
 
-// Pieces of so many slots.
-constexpr int64_t kSlotsAtOnce = 1024;
+// Slots per piece of work.
+constexpr int64_t kSlotsPerPiece = 1024;
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBags& bags) {
   const CacheArguments arguments{nullptr, &cache_tags, &cache_marks, nullptr};
@@ -53,13 +53,13 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const CachedTables tables(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how,
                             *cache_clock.const_data_ptr<int64_t>());
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
-  parallel_pieces(slots, kSlotsAtOnce, workers_for(slots, kSlotsAtOnce), [&](int64_t begin, int64_t end, int64_t) {
+  parallel_pieces(slots, kSlotsPerPiece, workers_for(slots, kSlotsPerPiece), [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t slot = first_slot + begin; slot < first_slot + end; ++slot)
       if (cache.view.tags[slot] >= 0 && cache.view.dirty[slot]) tables.encode(slot);
   });
 }
 
-// T ranges of linear rows, any that there are, cut into pieces that do not overlap: a row is searched for once.
+// Arbitrary, possibly overlapping ranges of linear rows, split into disjoint pieces so that each row is searched once.
 class Ranges {
  public:
   explicit Ranges(const Layout& layout) : parts_(layout.parts) {
@@ -73,14 +73,14 @@ class Ranges {
   }
 
   int64_t num_pieces() const { return static_cast<int64_t>(cuts_.size()) + 1; }
-  // Number of cuts at or before a row. Branch-free, because rows in any order would mispredict.
+  // Number of cuts at or before a row. Branch-free, since rows in random order would be mispredicted.
   int64_t piece_of(int64_t row) const {
     const int64_t* from = cuts_.data();
     int64_t left = static_cast<int64_t>(cuts_.size());
     for (; left > 1; left -= left / 2) from += left / 2 * (from[left / 2 - 1] <= row);
     return from - cuts_.data() + (left && *from <= row);
   }
-  // The pieces of range t: the first, and the one behind the last.
+  // Range t consists of pieces [begin(t), end(t)).
   int64_t begin(int64_t t) const { return rows(t) <= 0 ? 0 : piece_of(first(t)); }
   int64_t end(int64_t t) const { return rows(t) <= 0 ? 0 : has_end(t) ? piece_of(first(t) + rows(t)) : num_pieces(); }
 
@@ -101,9 +101,9 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
   const uint8_t* dirty = cache_dirty.const_data_ptr<uint8_t>();
   Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
   const Ranges ranges(tables);
-  const int64_t workers = workers_for(slots, kSlotsAtOnce), size = 2 * ranges.num_pieces();
-  std::vector<int64_t> found(workers * size);  // by worker and piece: slots, and dirty ones of them
-  parallel_pieces(slots, kSlotsAtOnce, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+  const int64_t workers = workers_for(slots, kSlotsPerPiece), size = 2 * ranges.num_pieces();
+  std::vector<int64_t> found(workers * size);  // [worker, piece, 2]: slots, dirty slots
+  parallel_pieces(slots, kSlotsPerPiece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
     int64_t* counts = found.data() + worker * size;
     for (int64_t slot = begin; slot < end; ++slot) {
       if (tags[slot] < 0) continue;
@@ -112,7 +112,7 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
       counts[2 * piece + 1] += dirty[slot] != 0;
     }
   });
-  std::vector<int64_t> before(size + 2);  // of all pieces before one
+  std::vector<int64_t> before(size + 2);  // prefix sums over pieces
   for (int64_t i = 0; i < size; ++i) {
     before[i + 2] = before[i];
     for (int64_t worker = 0; worker < workers; ++worker) before[i + 2] += found[worker * size + i];

@@ -1,4 +1,4 @@
-// The row cache on the CPU: where a call's ids are in it.
+// Search for the ids of a call in the row cache, on the CPU.
 #pragma once
 
 #include "embedding_bag/cpu/cache_input.h"
@@ -6,7 +6,7 @@
 
 namespace rec_kernels {
 
-// Writes the slots of a call's ids. What it finds wrong is the caller's to raise.
+// Writes the slots of a call's ids. The caller raises the returned bounds errors.
 Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots);
 
 }  // namespace rec_kernels

@@ -1,4 +1,4 @@
-// The tables behind a row cache: rows leave them for slots, decoded, and come back encoded.
+// The tables of a row cache: decodes their rows into slots and encodes slots back into them.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace rec_kernels {
 
 class CachedTables {
  public:
-  // `weights` are those of the tables, `clock` is the step that noise is of.
+  // `clock` is the step of the rounding noise.
   CachedTables(const BagInput& in, const CacheView& cache, uint8_t* weights, const UpdateRounding& how, int64_t clock)
       : in_(in), cache_(cache), weights_(weights), formats_(kernels<RowFormatKernels>()) {
     encode_ = how.stochastic ? formats_.stochastic : formats_.nearest;
@@ -20,7 +20,7 @@ class CachedTables {
     rounding_.noise.stream = kEvictionStream;
     for (int64_t p = 0; p < in.bags.num_parts; ++p)
       if (cache.places[p].sets > 0 && in.parts[p].num_embeddings > 0) parts_.push_back(p);
-    // Parts that read one table are sorted in descending order, so that the first comes last.
+    // Parts of the same table are sorted in descending order, so that the first one is last.
     std::sort(parts_.begin(), parts_.end(),
               [&](int64_t a, int64_t b) { return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b; });
     for (const int64_t p : parts_) {
@@ -41,38 +41,38 @@ class CachedTables {
     const int64_t p = *(after - 1);
     return row - first_row(p) < in_.parts[p].num_embeddings ? p : -1;
   }
-  // part_of() a row in a slot; -1, too, where its table has no such slot. Others may also write tags.
+  // part_of() for the row in a slot; also -1 if that part cannot use the slot. Callers may write arbitrary tags.
   int64_t part_at(int64_t slot, int64_t row) const {
     const int64_t p = part_of(row);
     return p >= 0 && cache_.places[p].has(slot, cache_.ways) ? p : -1;
   }
-  // Linear rows of tables that follow one another and share their sets.
+  // Linear rows [first, end) of adjacent tables that share their sets.
   struct Rows {
     int64_t first, end, sets, first_set;
-    bool have(int64_t row) const { return first <= row && row < end; }
+    bool contains(int64_t row) const { return first <= row && row < end; }
   };
-  // Those among which the row of a cached part is.
-  const Rows& rows_around(int64_t row) const {
+  // The Rows that contain a row of a cached part.
+  const Rows& rows_of(int64_t row) const {
     const auto after =
         std::upper_bound(rows_.begin(), rows_.end(), row, [](int64_t r, const Rows& rows) { return r < rows.first; });
     return *(after - 1);
   }
 
-  // The row in a slot back into its table, where there is such a table.
+  // Writes the row in a slot back to its table, if it belongs to one.
   void encode(int64_t slot) const {
     const int64_t row = cache_.tags[slot], p = part_at(slot, row);
     if (p >= 0) encode(p, row, slot);
   }
-  // A slot's row back into the table of a part, as this linear row.
+  // Writes a slot back to the table of a part, as the given linear row.
   void encode(int64_t p, int64_t row, int64_t slot) const {
     const Part& f = in_.parts[p];
-    const int64_t number = row - f.row_offset;
+    const int64_t table_row = row - f.row_offset;
     RowRounding how = rounding_;
     how.noise.shard = f.shard;
     encode_[static_cast<int>(f.format)](slot_row(p, slot), 1, f.embedding_dim, how,
-                                        {weights_ + f.weight_offset, 0, &number});
+                                        {weights_ + f.weight_offset, 0, &table_row});
   }
-  // A linear row of a part's table into a slot.
+  // Reads a linear row of a part's table into a slot.
   void decode(int64_t p, int64_t row, int64_t slot) const {
     const Part& f = in_.parts[p];
     formats_.decode[static_cast<int>(f.format)](table_row(f, row), 1, f.embedding_dim, slot_row(p, slot));
@@ -100,7 +100,7 @@ class CachedTables {
   const RowFormatKernels& formats_;
   const RowFormatKernels::EncodeRows* encode_;
   RowRounding rounding_;
-  std::vector<int64_t> parts_;  // that are cached, by their rows
+  std::vector<int64_t> parts_;  // cached parts, sorted by rows
   std::vector<Rows> rows_;
 };
 

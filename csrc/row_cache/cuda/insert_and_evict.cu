@@ -1,6 +1,5 @@
-// Insertion into the row cache on the GPU: what docs/numerics.md calls so. Ids whose rows are in no slot are sorted by
-// set and row; a warp serves a set; then rows are moved, those that leave before those that come. Nothing waits for the
-// GPU.
+// row_cache_insert_ on the GPU (docs/numerics.md, "Row cache"). Ids whose rows are not cached are sorted by set and
+// row; a warp chooses the slots of a set; then evicted rows are encoded and inserted rows decoded. No synchronization.
 #include <vector>
 
 #include "core/bits.h"
@@ -11,8 +10,8 @@
 namespace rec_kernels {
 namespace {
 
-// Moves of a batch: for each sorted id that is the first of a row that comes in, the slot and the dirty row that leaves
-// it; else -1.
+// Moves of a batch, per sorted id: the slot to insert its row into, if it is the row's first id, and the dirty row to
+// evict from it; else -1.
 struct Moves {
   int64_t *slots, *evicted;
 };
@@ -22,21 +21,21 @@ struct InsertArgs {
   Parts parts;
   Bags bags;
   int64_t *stamps, *clock;
-  uint8_t *counts, *row_counts;  // or null
+  uint8_t *counts, *row_counts;  // null for policy "lru"
   int64_t* stats;                // or null
-  int64_t num_tables;            // that it has rows of
-  const int64_t* seed;           // or null: 0
-  int64_t* slots;                // of the ids
+  int64_t num_tables;            // rows of stats
+  const int64_t* seed;           // null: 0
+  int64_t* slots;                // per id
   const uint64_t* keys;          // sorted: set << row_bits | row
-  const uint32_t* positions;     // of the ids
+  const uint32_t* positions;     // position of each sorted id
   int64_t count;
-  uint64_t left_out;  // the key of ids that want nothing
+  uint64_t left_out;  // key of ids without a row to insert, greater than all others
   int row_bits;
   Moves moves;
   const int64_t* status;
   bool raise;
 
-  // A bad id is to raise, and then nothing changes; bad offsets and layouts are as bad as ever.
+  // Nothing is changed for bad offsets, a bad layout or, if `raise`, a bad id.
   __device__ __forceinline__ bool skip() const { return *status != kNoBadPosition && (raise || *status < 0); }
   __device__ __forceinline__ int64_t set_of(int64_t i) const { return static_cast<int64_t>(keys[i] >> row_bits); }
   __device__ __forceinline__ int64_t row_of(int64_t i) const {
@@ -62,7 +61,7 @@ __global__ void advance_clock_kernel(InsertArgs a) {
   if (!a.skip()) ++*a.clock;
 }
 
-// Sixteen counts at a time, by a table of what each count becomes.
+// Sixteen counts, which halve_kernel replaces together by table lookup.
 struct alignas(16) Counts {
   uint8_t of[16];
 };
@@ -90,7 +89,8 @@ __global__ void __launch_bounds__(kThreads) start_entries_kernel(InsertArgs a, u
   }
 }
 
-// A group of lanes takes a bag: rows that are in slots are used now. The warp counts the bags of a feature together.
+// A group of lanes takes a bag and records the use of cached rows. The warp counts statistics over the bags of a
+// feature.
 template <int G>
 __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
   if (a.skip()) return;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
         if (slot < 0) continue;
         ++hits;
         auto* stamp = reinterpret_cast<unsigned long long*>(a.stamps + slot);
-        // Only the first id that names a row raises its count.
+        // Only the first id of a row raises its count.
         if (*stamp != now && atomicExch(stamp, now) != now && a.counts)
           a.counts[slot] = a.raised(a.counts[slot], a.cache.tags[slot]);
       }
@@ -124,9 +124,9 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
   });
 }
 
-// A candidate slot. Preference: an empty one, then the fewest uses, the oldest use, the lowest way.
+// A candidate slot. Order of preference: empty, fewest uses, oldest use, lowest way.
 struct Choice {
-  uint64_t uses;  // 0: empty; else the count and 1; UINT64_MAX: no slot
+  uint64_t uses;  // 0: empty; UINT64_MAX: no slot; else count + 1
   int64_t stamp, slot;
 };
 
@@ -136,7 +136,7 @@ __device__ Choice better(const Choice& a, const Choice& b) {
   return a.slot < b.slot ? a : b;
 }
 
-// The best of the ways of a set that fall to a lane.
+// The best slot among a lane's ways of a set.
 __device__ Choice choice_of_lane(const InsertArgs& a, int64_t set, int lane) {
   const int64_t first = set * a.cache.ways;
   Choice best{UINT64_MAX, 0, INT64_MAX};
@@ -149,7 +149,7 @@ __device__ Choice choice_of_lane(const InsertArgs& a, int64_t set, int lane) {
   return best;
 }
 
-// The best of all lanes' choices for a row with so many uses; -1: it stays out.
+// The best of all lanes' choices for a row with this use count, or -1 if the row gets no slot.
 __device__ int64_t slot_for(const InsertArgs& a, Choice best, uint8_t uses) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
     best =
@@ -159,7 +159,7 @@ __device__ int64_t slot_for(const InsertArgs& a, Choice best, uint8_t uses) {
   return best.uses == UINT64_MAX || refused ? -1 : best.slot;
 }
 
-// Entry i, the first of a row with so many uses, takes a slot; by one lane.
+// Assigns a slot to the row of entry i with this use count. Called by one lane.
 __device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot, uint8_t uses) {
   const int64_t row = a.row_of(i), before = a.cache.tags[slot];
   if (before >= 0) {
@@ -180,13 +180,13 @@ __device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot, uint8_t 
   a.count_row(row, kInserted);
 }
 
-// The first entry from `begin` on whose key is not below `key`.
+// The first entry at or after `begin` with a key of at least `key`.
 __device__ int64_t end_of_set(const InsertArgs& a, int64_t begin, uint64_t key) {
   return first_behind(begin, a.count, [&](int64_t i) { return a.keys[i] >= key; });
 }
 
-// The place of the row of entry i in the order in which its set serves rows, the most used first; the lowest half is
-// i - begin. None of an entry that is not the first of its row. `raises`: the row is used now.
+// Sort key of the row of entry i in the insertion order of its set, most used first; the low half is i - begin. kNoTurn
+// for an entry that is not the first of its row. `raises`: also raise the row's count.
 constexpr uint64_t kNoTurn = UINT64_MAX;
 __device__ uint64_t turn_of(const InsertArgs& a, int64_t i, int64_t begin, bool raises) {
   if (!a.is_first(i, begin)) return kNoTurn;
@@ -199,8 +199,8 @@ __device__ uint64_t turn_of(const InsertArgs& a, int64_t i, int64_t begin, bool 
   return uint64_t{255u - uses} << 32 | static_cast<uint64_t>(i - begin);
 }
 
-// Sorts the lanes' numbers bitonically; first_size = kWarpSize does the last round alone, for numbers that rise and
-// then fall, or fall and then rise, from lane to lane.
+// Bitonic sort of the lanes' values. first_size = kWarpSize performs only the final merge, for values that already form
+// a bitonic sequence.
 __device__ uint64_t sorted(uint64_t x, int lane, int first_size = 2) {
   for (int size = first_size; size <= kWarpSize; size *= 2)
     for (int distance = size / 2; distance > 0; distance /= 2) {
@@ -211,24 +211,24 @@ __device__ uint64_t sorted(uint64_t x, int lane, int first_size = 2) {
   return x;
 }
 
-// A lane gets the lane-th of the rows to be served in the set of entries [begin, end), from turn `next` on.
+// Returns the lane-th smallest turn of at least `next` in the set of entries [begin, end).
 __device__ uint64_t turns_from(const InsertArgs& a, int64_t begin, int64_t end, uint64_t next, bool raises, int lane) {
   uint64_t turns = kNoTurn;
   for (int64_t first = begin; first < end; first += kWarpSize) {
-    // A lane sees the same entries every time, and with them the counts that it has raised.
+    // A lane always reads the same entries, and thus the counts that it has raised itself.
     const int64_t i = first + lane;
     uint64_t turn = i < end ? turn_of(a, i, begin, raises) : kNoTurn;
     if (turn < next) turn = kNoTurn;
     if (!__any_sync(kFullWarp, turn < __shfl_sync(kFullWarp, turns, kWarpSize - 1))) continue;
-    // The lower half of both.
+    // Keep the lower half of both sequences.
     turn = __shfl_xor_sync(kFullWarp, sorted(turn, lane), kWarpSize - 1);
     turns = sorted(turn < turns ? turn : turns, lane, kWarpSize);
   }
   return turns;
 }
 
-// Entries [begin, end) are those of a set, which a warp serves. Reads its slots once, and its entries once for every
-// kWarpSize rows that come in. No set takes in more rows than it has ways.
+// Inserts the rows of a set, entries [begin, end), with one warp. Reads the set's slots once, and its entries once per
+// kWarpSize inserted rows. At most `ways` rows are inserted.
 __device__ void serve_set(const InsertArgs& a, int64_t begin, int64_t end, int lane) {
   const int64_t set = a.set_of(begin);
   Choice choice = choice_of_lane(a, set, lane);
@@ -252,18 +252,17 @@ __device__ void serve_set(const InsertArgs& a, int64_t begin, int64_t end, int l
       ++next;
     }
   }
-  // This row and those behind it stay out.
+  // This row and all later ones get no slot.
   for (int64_t i = begin + lane; i < end; i += kWarpSize) {
     const uint64_t turn = turn_of(a, i, begin, false);
     if (turn != kNoTurn && turn >= next) a.count_row(a.row_of(i), kLeftOut);
   }
 }
 
-// A warp looks at an entry, and serves its set if it is the first of it. Those that want nothing come last. A block
-// counts in shared memory, if there is enough, and adds up what it has counted: rows of one table would queue up for
-// its counts.
+// A warp takes an entry and serves its set if it is the set's first entry. Left-out entries are last. A block counts in
+// shared memory if the statistics fit, then adds them to the global ones, which avoids contention.
 __global__ void __launch_bounds__(kThreads) serve_kernel(InsertArgs a, bool shares) {
-  const int64_t first = int64_t{blockIdx.x} * (kThreads / kWarpSize);  // of the block's entries
+  const int64_t first = int64_t{blockIdx.x} * (kThreads / kWarpSize);  // first entry of the block
   if (a.skip() || first >= a.count || a.keys[first] == a.left_out) return;
   const Group<kWarpSize> warp;
   int64_t* all = a.stats;
@@ -274,15 +273,15 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(InsertArgs a, bool shar
   for (int64_t i = Group<kWarpSize>::first(); i < a.count; i += Group<kWarpSize>::stride()) {
     if (a.keys[i] == a.left_out) break;
     if (i > 0 && a.set_of(i) == a.set_of(i - 1)) continue;
-    const uint64_t behind = static_cast<uint64_t>(a.set_of(i) + 1) << a.row_bits;
-    serve_set(a, i, end_of_set(a, i, behind), warp.lane);
+    const uint64_t next_set = static_cast<uint64_t>(a.set_of(i) + 1) << a.row_bits;
+    serve_set(a, i, end_of_set(a, i, next_set), warp.lane);
   }
   __syncthreads();
   for (int64_t i = threadIdx.x; i < numbers; i += kThreads)
     if (a.stats[i] > 0) add_count(all + i, a.stats[i]);
 }
 
-// A group of lanes takes a row that leaves.
+// A group of lanes encodes an evicted row.
 template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) evict_kernel(InsertArgs a, Eviction eviction, int format) {
   if (*a.status == kBadLayout) return;
@@ -296,7 +295,7 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(InsertArgs a, Eviction 
   }
 }
 
-// A group of lanes takes a row that comes in.
+// A group of lanes decodes an inserted row.
 template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) decode_kernel(InsertArgs a, const uint8_t* weights, int format) {
   if (*a.status == kBadLayout) return;
@@ -340,7 +339,7 @@ void insert_all(const BagInput& in, const InsertionPolicy& policy, InsertArgs a,
   check_value(bits <= 64, "too many rows (", in.num_rows, ") and sets (", sets,
               ") for one call: their numbers must fit in 64 bits together");
   a.left_out = static_cast<uint64_t>(sets) << a.row_bits;
-  // For as long as the call's kernels are launched: keys and positions, unsorted and sorted, and moves.
+  // Scratch memory: keys and positions, unsorted and sorted, and moves.
   const Tensor memory = new_tensor(like, {40 * N}, ScalarType::Byte);
   auto* keys = static_cast<uint64_t*>(memory.mutable_data_ptr());
   uint64_t* sorted = keys + N;
@@ -354,7 +353,7 @@ void insert_all(const BagInput& in, const InsertionPolicy& policy, InsertArgs a,
   find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
   const bool has_ids = N > 0 && in.bags.num_bags > 0;
   if (has_ids) sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
-  // No memory is asked for from here on, where the cache changes.
+  // No allocation may fail after this point, where the cache changes.
   launch_one(stream, advance_clock_kernel, a);
   for (const OptionalTensor* counts : {&policy.counts, &policy.row_counts})
     if (policy.lfu() && policy.decay_every > 0 && (*counts)->numel() > 0)

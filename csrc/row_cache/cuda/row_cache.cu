@@ -7,7 +7,7 @@ namespace {
 
 __device__ bool is_searched(const TablePart& p) { return p.cache_sets > 0 && p.num_embeddings > 0; }
 
-// A warp takes a part, and counts those that come before it.
+// A warp takes a part and computes its rank by counting the parts before it.
 __global__ void __launch_bounds__(kThreads)
     order_parts_kernel(PartOrder order, const TablePart* parts, int64_t num_parts, const int64_t* status) {
   if (*status == kBadLayout) return;
@@ -40,7 +40,7 @@ struct FindArgs {
   int64_t* status;
 };
 
-// A group of lanes takes a bag, and a lane of it an id.
+// A group of lanes takes a bag, a lane an id.
 template <int G>
 __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
   if (*a.status == kBadLayout) return;
@@ -94,17 +94,17 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
   }
 }
 
-// Ranges of linear rows, any that there are, and where they begin and end, ascending: that cuts them into pieces.
+// Arbitrary ranges of linear rows, whose sorted boundaries cut them into disjoint pieces.
 struct RangeArgs {
   const int64_t* tags;
   const TablePart* ranges;
   const uint8_t* dirty;
   int64_t slots, parts;
-  int64_t* cuts;                 // [2 * parts], those that there are not being INT64_MAX
-  unsigned long long* in_piece;  // [2 * parts + 1, 2]: slots, and dirty ones of them
+  int64_t* cuts;                 // [2 * parts], padded with INT64_MAX
+  unsigned long long* in_piece;  // [2 * parts + 1, 2]: slots, dirty slots
   int64_t* counts;               // [parts, 2]
 
-  // Cut i: where a range begins (even) or ends.
+  // Cut i: begin (even i) or end of range i / 2.
   __device__ int64_t cut(int64_t i) const {
     const int64_t first = ranges[i / 2].row_offset, rows = ranges[i / 2].num_embeddings;
     if (rows <= 0) return INT64_MAX;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) sort_cuts_kernel(RangeArgs a) {
   }
 }
 
-// A block counts in shared memory, if there is enough, and adds up what it has found.
+// A block counts in shared memory if the counters fit, then adds them to the global ones.
 __global__ void __launch_bounds__(kThreads) count_pieces_kernel(RangeArgs a, bool shares) {
   const int64_t size = 2 * (2 * a.parts + 1);
   auto* counts = shares ? shared_memory<unsigned long long>() : a.in_piece;
@@ -166,7 +166,7 @@ Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBa
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags(bags.without_weights(), layout, stream);
   LayoutLimits limits = limits_of(in.bags.num_parts, cache_tags, arguments);
-  limits.weight_bytes = INT64_MAX;  // they are not read: any table fits
+  limits.weight_bytes = INT64_MAX;  // weights are not read
   Tensor slots = new_tensor(bags.values, {in.bags.num_ids}, ScalarType::Long);
   Tensor status = new_status(in, limits, bags.values, stream);
   find_slots(in, cache, slots.mutable_data_ptr<int64_t>(), {}, status.mutable_data_ptr<int64_t>(), stream);
@@ -190,7 +190,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
-  if (in.bags.num_parts == 0) return;  // no slot has a row of theirs
+  if (in.bags.num_parts == 0) return;  // no slot holds a row of this layout
   Tensor status = new_status(in, limits_of(in.bags.num_parts, weights, arguments), values, stream);
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   FlushArgs args{{on_gpu(weights, values), how.seed, cache_clock.const_data_ptr<int64_t>(), how.stochastic},

@@ -1,4 +1,4 @@
-// The row cache as its own CUDA kernels see it.
+// Device functions and launchers that the CUDA kernels of the row cache share.
 #pragma once
 
 #include "embedding_bag/cuda/cache_input.cuh"
@@ -7,7 +7,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Bytes of shared memory that a block may ask for on every GPU.
+// Shared memory per block that every GPU provides.
 constexpr int64_t kSharedBytes = 48 * 1024;
 
 // The first cached part whose table has a linear row, or -1.
@@ -19,14 +19,14 @@ __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const 
   return row - firsts[i] < parts.records[p].num_embeddings ? p : -1;
 }
 
-// part_of_row() for a row in a slot; -1, too, where its table has no such slot.
+// part_of_row() for the row in a slot; also -1 if that part cannot use the slot.
 __device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Parts& parts, int64_t slot, int64_t row) {
   const int64_t p = part_of_row(cache, parts, row);
   return p >= 0 && place_of(cache, parts, p).has(slot, cache.ways) ? p : -1;
 }
 
-// Calls body(feature, first, last) for the bags [first, last) of each feature that fall to this warp: neighbours, as
-// many to a warp as to the next.
+// Calls body(feature, first, last) for the bags [first, last) of each feature in this warp's share: an equal,
+// contiguous range of bags.
 template <class Body>
 __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Body& body) {
   const int64_t each = ceil_div(bags.num_bags, Group<kWarpSize>::stride());
@@ -42,30 +42,30 @@ __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Bod
 
 }  // namespace RK_ISA
 
-// Memory of cache.order, which is written after the checks.
+// Allocates cache.order and launches the kernel that fills it after the layout checks.
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
 
-// Sorting keys, for insertion, of the ids whose row is in no slot, and slots that are -1 before; null elsewhere.
+// For insertion: sort keys of the ids whose row is not cached. Null for lookups, which initialize slots themselves.
 struct MissingKeys {
   uint64_t* keys;
   int row_bits;
 };
-// Lanes for a bag, where each takes an id.
+// Lanes per bag in kernels where each lane takes an id.
 inline int lanes_of_bags(const Bags& bags) { return lanes_for(4 * ceil_div(bags.num_ids, bags.num_bags)); }
-// slots[i]: where id i's row is, or -1. Bad ids and offsets are noted.
+// slots[i] = the slot of the row of ids[i], or -1. Records bad ids and offsets in `status`.
 void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
                 int64_t* status, cudaStream_t stream);
 
-// Encoding of rows that leave the cache.
+// Arguments of encoding evicted rows.
 struct Eviction {
   uint8_t* weights;
-  const int64_t *seed, *clock;  // seed may be null: 0
+  const int64_t *seed, *clock;  // a null seed is 0
   bool stochastic;
 };
 
 inline namespace RK_ISA {
 
-// A group of lanes takes the row in a slot back into its part's table, whose format is Format.
+// Writes the row in a slot back to its part's table of format Format, with a group of lanes.
 template <class Format, int G>
 __device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensors& cache, const Parts& parts,
                                             int64_t part, int64_t row, int64_t slot, const Group<G>& group) {
