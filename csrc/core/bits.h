@@ -1,11 +1,11 @@
-// Bits of whole numbers: how many there are, and mixing them.
+// Bit width and bit mixing of integers.
 #pragma once
 
 #include "core/host_device.h"
 
 namespace rec_kernels {
 
-// Bits needed to write every number in [0, n].
+// Bits needed to represent every integer in [0, n].
 inline int bit_width(uint64_t n) { return n == 0 ? 0 : 64 - __builtin_clzll(n); }
 
 // MurmurHash3's finalizer (Austin Appleby, public domain): every bit of the result depends on every bit of h.

@@ -1,8 +1,8 @@
-// Ops as torch calls them: with all arguments in one array, where the results are put, too. implement<&f>(m, "op")
-// makes f the kernel of an op. torch's TORCH_BOX does the same by way of tuples, which for ops of 50 arguments take as
-// long to compile as the ops; and it loses what core/received.h frees.
+// Boxed calling convention of torch: all arguments in one array, which also receives the results. implement<&f>(m,
+// "op") registers f as the kernel of an op. torch's TORCH_BOX does the same with tuples, which for ops of 50 arguments
+// take as long to compile as the ops themselves, and it leaks what core/received.h frees.
 //
-// Ops have dozens of arguments, and what belongs together of them is one struct in C++, which is filled here.
+// Ops have dozens of arguments; related ones are grouped into structs, which are filled here.
 #pragma once
 
 #include <tuple>
@@ -18,7 +18,7 @@ namespace rec_kernels {
 template <class... Ts>
 struct Types {};
 
-// The types of the arguments that a parameter stands for: its own; those of a group's members, in their order.
+// Argument types of a C++ parameter: its own type, or the types of a struct's members in order.
 template <class Parameter>
 struct ArgumentsOf {
   using types = Types<Parameter>;
@@ -51,8 +51,8 @@ constexpr size_t first_of(size_t at) {
   return first;
 }
 
-// The I-th argument of a call: as received, then as a value. Bases are made in their order, so that of two lists of
-// bases all of the first are made before any of the second.
+// The I-th argument of a call: as received, then as a value. Bases are constructed in order, so that all arguments are
+// received before any is converted.
 template <size_t I, class T>
 struct ReceivedAt {
   Received<T> received;
@@ -66,7 +66,7 @@ T& get(Argument<I, T>& argument) {
   return argument.value;
 }
 
-// All arguments of a call, which owns them.
+// Owns all arguments of a call.
 template <class Places, class Ts>
 struct Arguments;
 template <size_t... I, class... Ts>
@@ -93,7 +93,7 @@ void put(StableIValue* stack, const std::tuple<Ts...>& results) {
   size_t done = 0;
   try {
     std::apply([&](const Ts&... each) { ((put(stack + done, each), ++done), ...); }, results);
-  } catch (...) {  // torch looks at no result of a call that throws
+  } catch (...) {  // torch ignores the results of a call that throws
     while (done > 0) Received<Tensor> dropped(stack[--done]);
     throw;
   }

@@ -1,4 +1,4 @@
-// Division of non-negative 63-bit numbers by one that is known beforehand: a multiplication and a shift.
+// Division of non-negative 63-bit integers by an invariant divisor: a multiplication and a shift.
 #pragma once
 
 #include "core/host_device.h"
@@ -17,7 +17,7 @@ RK_HOST_DEVICE uint64_t high_product(uint64_t a, uint64_t b) {
 // n / d, exactly, for every n in [0, 2^63). With s = ceil(log2(d)) and m = ceil(2^(63 + s) / d), which has 64 bits,
 // n * m / 2^(63 + s) is above n / d by less than n / 2^63 / d < 1 / d, so both have the same integer part (Granlund and
 // Montgomery, "Division by Invariant Integers using Multiplication", 1994).
-// The same holds with 31 and 32 bits in the place of 63 and 64.
+// The same holds with 31 and 32 bits instead of 63 and 64.
 struct Divisor {
   uint64_t multiplier;
   int64_t value;
@@ -37,13 +37,13 @@ struct Divisor {
     return static_cast<int64_t>(high_product(2 * static_cast<uint64_t>(n), multiplier) >> shift);
   }
   RK_HOST_DEVICE int64_t remainder(int64_t n) const { return n - divide(n) * value; }
-  // n - floor(n / d) * d, in [0, d), for every n: that of a negative one is d - 1 less the remainder of -1 - n.
+  // n - floor(n / d) * d, in [0, d), for every n. For negative n it is d - 1 minus the remainder of -1 - n.
   RK_HOST_DEVICE int64_t floor_remainder(int64_t n) const {
     const int64_t negative = -static_cast<int64_t>(n < 0);
     return (remainder(n ^ negative) ^ negative) + (value & negative);
   }
 
-  // For n below 2^31: several at once in a vector register, and one instruction on a GPU.
+  // For n < 2^31: vectorizable, and a single instruction on a GPU.
   RK_HOST_DEVICE uint32_t divide_narrow(uint32_t n) const {
     return static_cast<uint32_t>((uint64_t{n} * narrow_multiplier) >> (31 + (shift & 31)));
   }

@@ -1,9 +1,9 @@
-// Throws the errors of wrong arguments.
+// Throws errors for invalid arguments.
 //
-// A wrong argument is std::invalid_argument, which Python sees as ValueError, but as RuntimeError with torch 2.15,
-// which maps std::out_of_range alone of the standard exceptions. pybind11's own exceptions keep their type with every
-// torch, but need Python, which this library does not: a Python process hands it a function that throws one
-// (rec_kernels/_library.py, csrc/host/host.cpp), programs without Python catch the standard one.
+// An invalid argument throws std::invalid_argument, which is ValueError in Python, but RuntimeError with torch 2.15,
+// which translates only std::out_of_range of the standard exceptions. pybind11's own exceptions keep their type with
+// every torch, but depend on Python, which this library must not: a Python process registers a function that throws one
+// (rec_kernels/_library.py, csrc/host/host.cpp); programs without Python catch the standard exception.
 #include <atomic>
 
 #include "core/stable.h"
@@ -23,7 +23,7 @@ void throw_value_error(const std::string& message) {
 
 }  // namespace rec_kernels
 
-// A function, not an op: an op takes what any caller gives it, and this one calls it.
+// A function instead of an op, because any caller of an op could pass an address, which is called here.
 extern "C" RK_EXPORT void rec_kernels_throw_value_errors_by(void (*function)(const char* message)) {
   rec_kernels::thrower.store(function);
 }

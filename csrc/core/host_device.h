@@ -1,4 +1,4 @@
-// Marks maths that CPU and CUDA kernels share, and names the namespace it is compiled into.
+// Macros for code that CPU and CUDA kernels share, and the namespace that it is compiled into.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 #define RK_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// Every instruction set compiles the same CPU kernels. Without a namespace of its own, the linker would keep one
-// copy of each inline function and might hand AVX-512 code to a machine that has none.
+// CPU kernels are compiled once per instruction set. Without a namespace for each, the linker would keep only one copy
+// of each inline function, and might run AVX-512 code on a machine without it.
 #ifndef RK_ISA
 #define RK_ISA baseline
 #endif
@@ -37,7 +37,7 @@ RK_HOST_DEVICE float square_root(float x) {
 #endif
 }
 
-// The place of the lowest bit of a number that is not 0.
+// Index of the lowest set bit of a non-zero integer.
 RK_HOST_DEVICE int lowest_bit(uint64_t x) {
 #if defined(__CUDA_ARCH__)
   return __ffsll(static_cast<long long>(x)) - 1;
@@ -56,7 +56,7 @@ RK_HOST_DEVICE int count_bits(uint32_t x) {
 
 RK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The first number of [low, high) of which behind(number) is true, as of all after it; `high` if there is none.
+// Binary search: the first integer in [low, high) for which the monotonic predicate is true, or `high`.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif

@@ -1,5 +1,6 @@
-// The vocabulary that row formats are written in. F is a float, or on the CPU a vector of floats (LanesOf below); Word
-// its unsigned integer of the same width. One text then serves a lane of a CUDA kernel and a register of a CPU kernel.
+// Operations that row formats are written in. F is a float or, on the CPU, a vector of floats (LanesOf below); Word is
+// the unsigned integer of the same width. The same source then serves a lane of a CUDA kernel and a register of a CPU
+// kernel.
 #pragma once
 
 #include <string.h>
@@ -50,7 +51,7 @@ RK_HOST_DEVICE uint32_t half_above(float x) { return _cvtss_sh(x, _MM_FROUND_TO_
 RK_HOST_DEVICE float float_of_half(uint32_t bits) { return _cvtsh_ss(static_cast<uint16_t>(bits)); }
 #endif
 
-// Operations that differ for a number and for a register of them: specialised for F and for its Word.
+// Operations that differ between a scalar and a register, specialised for F and for its Word.
 template <class T>
 struct LanesOf;
 
@@ -108,7 +109,7 @@ template <class U>
 RK_HOST_DEVICE FloatOf<U> float_of(U bits) {
   return LanesOf<U>::number(bits);
 }
-// Whole numbers below 2^24, exact.
+// Converts integers below 2^24, exactly.
 template <class U>
 RK_HOST_DEVICE FloatOf<U> to_float(U word) {
   return LanesOf<U>::to_float(word);
@@ -118,12 +119,12 @@ RK_HOST_DEVICE WordOf<F> to_word(F whole) {
   return LanesOf<F>::to_word(whole);
 }
 
-// The nearest whole number, ties to even, for 0 <= x <= 2^22: 12582912, whose bits are 0x4B400000, leaves no fraction.
+// The nearest integer, ties to even, for 0 <= x <= 2^22: 12582912, whose bits are 0x4B400000, leaves no fraction.
 template <class F>
 RK_HOST_DEVICE WordOf<F> to_nearest_word(F x) {
   return LanesOf<F>::to_nearest_word(x);
 }
-// The larger and the smaller of two numbers; b where one of them is NaN.
+// The larger and the smaller of two values; b if one of them is NaN.
 template <class F>
 RK_HOST_DEVICE F larger(F a, F b) {
   return LanesOf<F>::larger(a, b);

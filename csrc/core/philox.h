@@ -1,15 +1,15 @@
 // Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) on logical coordinates: the
-// noise of a column of a row depends on seed, step, table, row and column, never on who draws it.
+// noise of an element depends on seed, step, table, row and column, never on the thread that generates it.
 #pragma once
 
 #include "core/host_device.h"
 
 namespace rec_kernels {
 
-// A table's place in the whole model's noise: a shard's rows have the noise of the whole table's rows.
+// Position of a shard in the noise of a model: its rows have the noise of the unsharded table.
 struct TableShard {
-  uint32_t table;        // of the whole model, below 2^16
-  uint32_t first_block;  // of its columns: the first column / 4
+  uint32_t table;        // table index in the model, below 2^16
+  uint32_t first_block;  // first column / 4
   int64_t first_row;
 
   RK_HOST_DEVICE bool operator==(const TableShard& o) const {
@@ -20,13 +20,13 @@ struct TableShard {
 // Noise parameters that all rows of a table share.
 struct Noise {
   uint32_t seed_low, seed_high, step;
-  uint32_t stream;  // 0: weights; others: optimizer state kept in low precision
+  uint32_t stream;  // 0: weights; others: low-precision optimizer state and evicted rows
   TableShard shard;
 };
 
-// Tables have 16 bits of a counter.
+// A table index has 16 bits of a counter.
 constexpr int64_t kMaxTableId = 65536;
-// A table has noise for so many rows at most.
+// Maximum rows of a table that have distinct noise.
 constexpr int64_t kMaxNoisyRows = INT64_C(1) << 44;
 
 RK_HOST_DEVICE Noise make_noise(int64_t seed, int64_t step, const TableShard& shard = {}) {
@@ -49,7 +49,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// One round; core/cpu/wide_philox.h has it for registers.
+// One round; core/cpu/wide_philox.h has the vectorized version.
 RK_HOST_DEVICE PhiloxWords philox_round(const PhiloxWords& c, uint32_t key0, uint32_t key1) {
   const uint64_t p0 = uint64_t{c.word[0]} * kPhiloxM0, p1 = uint64_t{c.word[2]} * kPhiloxM1;
   return {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(p1),

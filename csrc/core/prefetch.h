@@ -1,4 +1,4 @@
-// Memory that is asked for before it is needed.
+// Software prefetching.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@ namespace rec_kernels {
 
 RK_HOST_DEVICE void prefetch_line(const void* p) {
   __builtin_prefetch(p, 0, 3);
-  // A function that only prefetches has no effect in GCC's eyes, and calls of it are dropped: this one has.
+  // GCC considers a function that only prefetches as having no effect and drops calls; this makes it have one.
   asm volatile("");
 }
 
-// Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is. Neither where p lies in its line nor a
-// loop over few lines decides anything here: the processor would guess wrong, and what it did since would be lost.
+// Prefetches the cache lines of `bytes` bytes at p. Never faults, whatever p is. Avoids branches that depend on the
+// alignment of p, and loops over few lines, which would be mispredicted.
 RK_HOST_DEVICE void prefetch_bytes(const void* p, int64_t bytes) {
   constexpr int64_t kLine = 64, kFewLines = 4;
   const auto first = reinterpret_cast<uintptr_t>(p);

@@ -1,10 +1,9 @@
-// Arguments of an op as they arrive from torch, and who frees them.
+// Ownership of the arguments that torch passes to an op.
 //
-// torch hands each argument over as 64 bits: a number, or a handle that the op has to free. A Received<T> owns one
-// argument from the moment it is made, which never throws; take() makes a T of it, which may. An op makes all of them
-// before it takes the first, so that nothing is lost when one cannot be converted. torch's own conversions are not used
-// for what needs to be freed: those of torch 2.10 to 2.13 never free a string, and a list of tensors only where nothing
-// is thrown.
+// torch passes each argument as 64 bits: a value, or a handle that the op must free. A Received<T> owns one argument;
+// its constructor never throws, but take(), which converts it to a T, may. An op constructs all of them before the
+// first take(), so that nothing leaks if a conversion fails. torch's own conversions are not used for handles: those of
+// torch 2.10 to 2.13 never free strings, and free lists of tensors only if nothing is thrown.
 #pragma once
 
 #include <optional>
@@ -19,7 +18,7 @@ inline void check_call(AOTITorchError error, const char* function) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(join("torch's ", function, " failed"));
 }
 
-// A number, a bool or a dtype. There is nothing to free.
+// A number, bool or dtype, which needs no freeing.
 template <class T>
 class Received {
  public:
@@ -73,7 +72,7 @@ class Received<std::string> {
   OwnedHandle<StringHandle, torch_delete_string> handle_;
 };
 
-// Null, or a pointer to a cell of the heap, which torch has made with `new`.
+// Null, or a pointer to memory that torch allocated with `new`.
 template <class T>
 class Received<std::optional<T>> {
  public:
@@ -92,7 +91,7 @@ class Received<std::optional<T>> {
   std::optional<Received<T>> value_;
 };
 
-// The list's elements have owners of their own: the list frees only itself.
+// Elements of the list have their own owners: frees only the list.
 template <class T>
 class Received<std::vector<T>> {
  public:

@@ -13,13 +13,13 @@ std::map<std::string, OpSchema>& noted() {
   return schemas;
 }
 
-// "Tensor(a!)? sum=None" -> sum, written.
+// "Tensor(a!)? sum=None" -> {"sum", written}.
 ArgumentSchema read_argument(const std::string& text) {
   const size_t name = text.find(' ', text.find_first_not_of(' ')) + 1;
   return {text.substr(name, text.find('=', name) - name), text.substr(0, name).find('!') != std::string::npos};
 }
 
-// Bytes [begin, end) of memory, as far as the elements of a tensor reach.
+// Memory range [begin, end) in bytes of a tensor's elements.
 struct Reach {
   uintptr_t begin, end;
 };
@@ -35,7 +35,7 @@ Reach reach(const Tensor& t, const char* name) {
   check_call(aoti_torch_get_storage_offset(t.get(), &offset), "aoti_torch_get_storage_offset");
   const auto item = static_cast<int64_t>(t.element_size());
   const int64_t needed = (offset + elements) * item;
-  if (needed > storage)  // the text of a shape takes longer than all of this
+  if (needed > storage)  // build messages only on failure: formatting a shape is slow
     check_value(false, name, " of shape ", shape_of(t), " needs ", needed, " bytes of storage, which has ", storage,
                 ": its memory has been freed, or made smaller (untyped_storage().resize_)");
   const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
@@ -48,7 +48,7 @@ const char* noted_schema(const char* schema) {
   const std::string text(schema);
   const size_t open = text.find('('), close = text.rfind(") ->");
   OpSchema arguments;
-  // No argument has a comma in its type or default but a list of sizes, which these ops have none of.
+  // Splits at commas, since no type or default of these ops contains one.
   for (size_t at = open + 1; at < close;) {
     const size_t end = std::min(text.find(',', at), close);
     arguments.push_back(read_argument(text.substr(at, end - at)));

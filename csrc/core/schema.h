@@ -1,4 +1,4 @@
-// Defines an op from its schema's arguments, and checks the memory of every tensor before an op runs.
+// Defines ops from their schemas, and checks the memory of every tensor before an op runs.
 #pragma once
 
 #include <string>
@@ -14,14 +14,14 @@ struct ArgumentSchema {
 };
 using OpSchema = std::vector<ArgumentSchema>;
 
-// Notes the schema of an op, and returns it for StableLibrary::def. Messages name arguments by it.
+// Registers the schema of an op, from which messages take argument names; returns it for StableLibrary::def.
 const char* noted_schema(const char* schema);
-// The arguments of an op whose schema has been noted.
+// The arguments of an op with a registered schema.
 RK_EXPORT const OpSchema& arguments_of(const char* op);
 
-// Throws std::invalid_argument unless every tensor lies in its storage, which others may have freed or shrunk (FSDP
-// does), and what the op writes to overlaps with no other argument. `tensors` has an element for every argument of the
-// op, null where it is no tensor.
+// Throws std::invalid_argument unless every tensor is within its storage, which other code may have freed or shrunk (as
+// FSDP does), and no written argument overlaps another argument. `tensors` has one element per argument of the op, null
+// for arguments that are not tensors.
 RK_EXPORT void check_memory(const OpSchema& schema, const Tensor* const* tensors);
 
 template <class Library>

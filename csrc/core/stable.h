@@ -14,12 +14,12 @@
 
 #include "core/text.h"
 
-// The test-only emulated build registers the same kernels under a namespace of its own.
+// The test-only emulated build registers the same kernels in its own namespace.
 #ifndef RK_LIBRARY
 #define RK_LIBRARY rec_kernels
 #endif
 
-// Checks live in the CPU library, where the schemas are; the CUDA library calls them there.
+// Checks are compiled into the CPU library, with the schemas, and the CUDA library calls them there.
 #define RK_EXPORT __attribute__((visibility("default")))
 
 namespace rec_kernels {
@@ -29,8 +29,8 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-// Python sees std::out_of_range as IndexError, and what this throws as ValueError: a std::invalid_argument, or what
-// csrc/core/errors.cpp was given for it.
+// Raises ValueError in Python: throws std::invalid_argument, or the exception registered in csrc/core/errors.cpp. Throw
+// std::out_of_range for IndexError.
 [[noreturn]] RK_EXPORT void throw_value_error(const std::string& message);
 
 template <class... Parts>
@@ -49,7 +49,7 @@ inline const char* dtype_name(ScalarType dtype) {
   return "another dtype";
 }
 
-// True if an option is the second of its two words; neither of them is an error.
+// Returns true if an option is the second of its two allowed values; throws for any other value.
 inline bool parse_choice(const std::string& given, const char* name, const char* first, const char* second) {
   const bool is_second = given == second;
   check_value(is_second || given == first, name, " must be \"", first, "\" or \"", second, "\", got \"", given, "\"");
@@ -63,7 +63,7 @@ inline std::string shape_text(Sizes sizes) {
 }
 inline std::string shape_of(const Tensor& t) { return shape_text(t.sizes()); }
 
-// Checks an argument, each of them or nothing: check(x, "x").rank(2).dtype(ScalarType::Float).on_device_of(y, "y").
+// Chained checks of an argument: check(x, "x").rank(2).dtype(ScalarType::Float).on_device_of(y, "y").
 struct TensorCheck {
   const Tensor& t;
   const char* name;
@@ -90,7 +90,7 @@ struct TensorCheck {
     if (!same) check_value(false, name, " must have shape ", shape_text(want), ", got ", shape_of(t));
     return *this;
   }
-  // Tensors that are written, or too large to copy behind the caller's back, must be contiguous.
+  // For tensors that are written, or too large to copy implicitly.
   const TensorCheck& contiguous() const {
     check_value(t.is_contiguous(), name, " must be contiguous; call .contiguous() on it");
     return *this;
@@ -104,7 +104,7 @@ struct TensorCheck {
 };
 inline TensorCheck check(const Tensor& t, const char* name) { return {t, name}; }
 
-// The stable ABI drops torch's reason for a failure: what was asked for is said here.
+// The stable ABI drops torch's error message, so this reports the requested allocation.
 template <class Allocate>
 Tensor allocated(Sizes sizes, ScalarType dtype, const Allocate& allocate) {
   try {
@@ -115,7 +115,7 @@ Tensor allocated(Sizes sizes, ScalarType dtype, const Allocate& allocate) {
   }
 }
 
-// torch::stable::new_empty of torch 2.10 without its look-up of the op by name, which doubles its time.
+// torch::stable::new_empty() without its lookup of the op by name, which doubles the time in torch 2.10.
 inline Tensor new_tensor(const Tensor& like, Sizes sizes, ScalarType dtype) {
   return allocated(sizes, dtype, [&] {
     auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -1,5 +1,4 @@
-// Messages, put together only once something is wrong: what checks cost where all is well is a branch, and where they
-// are compiled no stream of the standard library.
+// Formats messages only on failure: a check that passes costs a branch, and call sites compile no standard streams.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +9,7 @@
 
 namespace rec_kernels {
 
-// A piece of a message: the caller's text, which is not copied, or a number.
+// A part of a message: a reference to the caller's text, or a number.
 class Piece {
  public:
   Piece(const char* text) : text_(text), size_(std::char_traits<char>::length(text)) {}

@@ -2,12 +2,12 @@
 // sparse vectors (Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 // arXiv:1906.00091).
 //
-// Contract. dense [B, D] and sparse [B, F, D], both float32, float16 or bfloat16, D >= 1. The vectors of a sample are
-// numbered: 0 is the dense one, 1 + f its sparse vector f. The result is a new [B, D + pairs] of their dtype: dense,
-// then the pairs (i, j), j < i, in row-major order: (1, 0), (2, 0), (2, 1), ... With self_interaction also those with
-// j = i. Sums are float32, and rounded once; docs/numerics.md has their order on the CPU and their error elsewhere.
-// `precision` is that of products of float32 on a GPU. F = 0 and B = 0 are allowed. NaN and Inf propagate.
-// Differentiable in dense and sparse, once; both gradients come from one op, of the inputs' dtype.
+// Contract. dense [B, D] and sparse [B, F, D], both float32, float16 or bfloat16, D >= 1. Vector 0 of a sample is the
+// dense one, vector 1 + f its sparse vector f. The result is a new [B, D + pairs] of their dtype: dense,
+// then the pairs (i, j), j < i, in row-major order: (1, 0), (2, 0), (2, 1), ... With self_interaction also the
+// pairs with j = i. Sums are float32, rounded once; docs/numerics.md has their order on the CPU and error bounds
+// elsewhere. `precision`: precision of float32 products on a GPU. F = 0 and B = 0 are allowed. NaN and Inf propagate.
+// Differentiable once in dense and sparse; one op computes both gradients, in the inputs' dtype.
 #pragma once
 
 #include <string>

@@ -1,12 +1,12 @@
-// factorization_machine: the pairwise dot products of a sample's vectors, projected to fewer columns without being
-// computed: x (x^T y) in the place of (x x^T) y (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale
-// Recommendation", arXiv:2403.02545).
+// factorization_machine: the pairwise dot products of a sample's vectors projected to fewer columns, computed as x (x^T
+// y) instead of (x x^T) y (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation",
+// arXiv:2403.02545).
 //
 // Contract. x [B, F, D]; y [F, K], the same for all samples, or [B, F, K]; both float32, float16 or bfloat16, D >= 1,
-// K >= 1. The result is a new [B, F, K] of their dtype. Sums, and what is between the two products, are float32; the
-// result is rounded once. `precision` is that of products of float32 on a GPU. F = 0 and B = 0 are allowed. NaN and Inf
-// propagate. Differentiable in x and y, once; both gradients come from one op, of the inputs' dtype. That of a y that
-// the samples share is summed over them: docs/numerics.md has the order of every sum on the CPU.
+// K >= 1. The result is a new [B, F, K] of their dtype. Sums and the intermediate product are float32; the result
+// is rounded once. `precision`: precision of float32 products on a GPU. F = 0 and B = 0 are allowed. NaN and Inf
+// propagate. Differentiable once in x and y; one op computes both gradients, in the inputs' dtype. The gradient of
+// a shared y is summed over samples; docs/numerics.md has the order of every sum on the CPU.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ namespace rec_kernels {
 
 struct FactorizationSizes {
   int64_t B, F, D, K;
-  bool shared;  // y has no batch
+  bool shared;  // y has no batch dimension
 };
 
 // Each throws std::invalid_argument naming the argument.

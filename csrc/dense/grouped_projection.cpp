@@ -5,7 +5,7 @@
 namespace rec_kernels {
 namespace {
 
-// Largest width of a group or block. Far above any embedding, and sums of products of two of them do not overflow.
+// Maximum width of a group or block: far above any embedding, and small enough that sums of products do not overflow.
 constexpr int64_t kMostColumns = int64_t{1} << 20;
 
 int64_t length(const std::vector<int64_t>& list) { return static_cast<int64_t>(list.size()); }
@@ -20,7 +20,7 @@ int64_t sum_of_dims(const std::vector<int64_t>& dims, const char* name) {
   return sum;
 }
 
-// Blocks from 0 on, none left out, none named again after the next one.
+// Checks that outputs are ascending, start at 0 and have no gaps.
 void check_outputs(const ProjectionDims& dims) {
   const int64_t groups = length(dims.in_dims), blocks = length(dims.out_dims);
   check_value(length(dims.outputs) == groups, "outputs must have one element for each of the ", groups,

@@ -1,4 +1,4 @@
-// scale_rows: y[n, :] = scale[n] * x[n, :], the template op: small, real, and with everything an op has.
+// scale_rows: y[n, :] = scale[n] * x[n, :]. The template for new ops: small, but with every component of an op.
 //
 // Contract. x [N, D] float32, scale [N] float32, of any strides; the result is a new contiguous [N, D] tensor. Empty N
 // or D gives an empty result. Each element is one IEEE multiplication; NaN and Inf propagate.

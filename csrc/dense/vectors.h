@@ -1,4 +1,4 @@
-// Shared parts of the ops on the vectors of samples: dot_interaction, factorization_machine.
+// Checks that dot_interaction and factorization_machine share.
 #pragma once
 
 #include <string>
@@ -7,13 +7,13 @@
 
 namespace rec_kernels {
 
-// Most vectors of a sample, and columns of a vector: far above any model's.
+// Maximum vectors per sample, and columns per vector: far above any model.
 constexpr int64_t kMostVectors = int64_t{1} << 20, kMostColumns = int64_t{1} << 20;
 
-// Throws std::invalid_argument for a precision of products that a GPU does not have.
+// Throws std::invalid_argument for an unknown precision of products.
 inline void check_precision(const std::string& precision) { parse_choice(precision, "precision", "ieee", "tf32"); }
 
-// Throws std::invalid_argument for a tensor whose vectors have too few columns, or too many.
+// Throws std::invalid_argument for vectors with too few or too many columns.
 inline void check_columns(const Tensor& t, const char* name) {
   const int64_t columns = t.size(t.dim() - 1);
   check_value(columns >= 1 && columns <= kMostColumns, name, " must have 1 to ", kMostColumns, " columns, got shape ",

@@ -1,14 +1,13 @@
-// Shared parts of the ops on jagged rows: jagged_dedup, jagged_index_select, jagged_windows, jagged_overlaps,
+// Common definitions of the ops on jagged rows: jagged_dedup, jagged_index_select, jagged_windows, jagged_overlaps,
 // jagged_permute, jagged_bucketize.
 //
-// Row r of a jagged tensor is values[offsets[r] : offsets[r+1]]; values [N] or [N, D], offsets int32 or int64, rising,
-// in [0, N]. A key-major batch (TorchRec's KeyedJaggedTensor) is one, whose rows are bags: feature 0's, then feature
-// 1's, and so on; `strides` says how many bags each feature has.
+// Row r of a jagged tensor is values[offsets[r] : offsets[r+1]]; values [N] or [N, D], offsets int32 or int64,
+// non-decreasing and in [0, N]. A key-major batch (TorchRec's KeyedJaggedTensor) is a jagged tensor whose rows are
+// bags: those of feature 0, then those of feature 1, and so on; `strides` is the number of bags of each feature.
 //
-// Every op returns a `status`, int64 [2], as embedding_bag does: the smallest bad position (INT64_MAX: none; of
-// offsets[i], INT64_MIN + 1 + i) and how many numbers are out of range. The CPU raises instead. A GPU cannot raise in
-// time, and leaves out what is bad: a row with bad offsets is empty, and an index that is out of range names an empty
-// row.
+// Every op returns a `status`, int64 [2], like embedding_bag: the smallest bad position (INT64_MAX: none; INT64_MIN + 1
+// + i for offsets[i]) and the number of values out of range. The CPU raises instead. A GPU cannot raise without
+// synchronization and skips bad input: a row with bad offsets, and the row of an index out of range, are empty.
 #pragma once
 
 #include <vector>
@@ -30,8 +29,7 @@ struct Integers {
   }
 };
 
-// The rows as `Bags`, whose ids mean something if the values are integers. The tensors must be contiguous, and outlive
-// it.
+// The rows as `Bags`; its ids are valid only if values are integers. The tensors must be contiguous and outlive it.
 inline Bags jagged_rows(const Tensor& values, const Tensor& offsets) {
   Bags b{};
   b.ids = values.const_data_ptr();
@@ -49,22 +47,22 @@ inline Bags jagged_rows(const Tensor& values, const Tensor& offsets) {
 
 // Each throws std::invalid_argument naming the argument.
 void check_jagged(const Tensor& values, const Tensor& offsets);
-// Weights [N] float32, if there are any.
+// Checks optional weights [N] float32.
 void check_jagged_weights(const Tensor& values, const OptionalTensor& weights);
-// Integer ids [N], and such weights.
+// Checks integer ids [N] and optional weights.
 void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights);
-// [F + 1]: where the bags of features with these batch sizes start; they must end with the rows of `offsets`.
+// Returns [F + 1], the first bag of each feature with these batch sizes, which must add up to the rows of `offsets`.
 std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);
-// Checks that so many values fit into offsets of this dtype, which is that of argument `name`.
+// Checks that a number of values fits into offsets of this dtype, the dtype of argument `name`.
 RK_EXPORT void check_fits(int64_t values, const Tensor& offsets, const char* name = "offsets");
-// Checks a number of values that the caller gives, if it does.
+// Checks `total`, the number of output values, if given.
 void check_total(std::optional<int64_t> total, const Tensor& offsets, const char* name = "offsets");
 // A new tensor of `total` rows like those of `values`.
 inline Tensor new_rows(const Tensor& values, int64_t total) {
   if (values.dim() == 1) return new_tensor(values, {total}, values.scalar_type());
   return new_tensor(values, {total, values.size(1)}, values.scalar_type());
 }
-// Throws if offsets [R + 1] in host memory do not rise or leave [0, N].
+// Throws if offsets [R + 1] in host memory decrease or are out of [0, N].
 void check_offsets(const Bags& rows);
 
 }  // namespace rec_kernels

@@ -4,7 +4,7 @@
 
 namespace rec_kernels {
 
-// More make no sense, and sizes that are multiplied by it do not overflow.
+// Upper bound that rules out overflow of products with block sizes.
 constexpr int64_t kMostBuckets = int64_t{1} << 20;
 
 std::vector<int64_t> check_jagged_bucketize(const Tensor& values, const Tensor& offsets, const Tensor& block_sizes,

@@ -1,16 +1,15 @@
-// jagged_dedup: which samples of a batch have the same bags. Samples of one session repeat most of their features;
-// what is computed from a bag need be computed once (RecD: Zhao et al., "RecD: Deduplication for End-to-End Deep
-// Learning Recommendation Model Training Infrastructure", MLSys 2023, arXiv:2211.05239).
+// jagged_dedup: finds the samples of a batch that have the same bags. Samples of a session repeat most of their
+// features, so that their bags need to be looked up only once (RecD: Zhao et al., "RecD: Deduplication for End-to-End
+// Deep Learning Recommendation Model Training Infrastructure", MLSys 2023, arXiv:2211.05239).
 //
-// Contract. values [N] ids, offsets [F * B + 1], key-major; `groups` [F]: the group of each feature, from 0 on, none
-// left out, or -1 for a feature that is in none. Two samples are the same in a group if their bags are equal in every
-// feature of it: as many ids, the same in the same order, and the same bits of their `weights` [N] float32, if there
-// are any. With G groups, the op returns
-//   rows [G, B] int64: the sample in which distinct one u of the group occurs first, in ascending order; -1 behind
-//   them; inverse [G, B] int64: which distinct one each sample is; counts [G] int64: how many there are; status, as
-//   jagged/jagged.h says.
-// Distinct samples are found by hash and told apart by comparison: a collision costs time and merges nothing.
-// `hash_bits`, 0 to 64, of the hash count: fewer make collisions, for tests. Not differentiable.
+// Contract. values [N] ids, offsets [F * B + 1], key-major; `groups` [F]: the group of each feature, consecutive
+// from 0, or -1 for a feature in no group. Two samples are equal in a group if their bags are equal in every feature of
+// the group: the same ids in the same order, and bitwise equal `weights` [N] float32, if given. With G groups, the op
+// returns
+//   rows [G, B] int64: the first sample of each distinct one, ascending, padded with -1; inverse [G, B] int64: the
+// index   of each sample's distinct one; counts [G] int64: the number of distinct samples; status (jagged/jagged.h).
+// Samples are hashed and then compared, so that collisions cost time but never merge samples. `hash_bits`, 0 to 64,
+// limits the hash to produce collisions in tests. Not differentiable.
 #pragma once
 
 #include "jagged/jagged.h"

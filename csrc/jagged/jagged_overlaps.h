@@ -1,16 +1,15 @@
-// jagged_overlaps: rows that go on from one another, laid over each other: the buffer and the windows of
+// jagged_overlaps: stores overlapping rows, such as growing histories, once. Makes the buffer and windows of
 // jagged_windows.
 //
 // Contract. values [N] ids, int32 or int64; offsets [R + 1]. Returns new tensors: output [stored], starts [R] of
-// offsets' dtype, a status (jagged/jagged.h), so that row r is output[starts[r] : starts[r] + length of row r]. Row by
-// row, an earlier one is looked for whose last ids are the row's first ones: the row begins there then, and only the
-// rest is stored, behind it. A row that is all of another's end is not stored at all. Found by the hash of the last
-// kAnchor ids of each row and compared: nothing is laid over what differs. What is found depends on values and offsets
-// alone, in time linear in N: kTries comparisons a row at most, and a look into a hash table for each id, of a few of
-// its places unless ids were chosen so that their hashes meet. Overlaps that are not found cost memory only: those of
-// less than kAnchor ids; those with a row from which another goes on already; those that only a later row has, so that
-// rows must come in the order of their time. On the CPU only, by the calling thread: it is meant for a loader's. Not
-// differentiable.
+// offsets' dtype, a status (jagged/jagged.h), so that row r is output[starts[r] : starts[r] + length of row r]. For
+// each row, searches an earlier row whose last ids are the row's first ids; the row then starts in that row, and only
+// its remaining ids are stored after it. A row that is a suffix of another is not stored. Candidates are found by a
+// hash of the last kAnchor ids of each row and compared, so that only equal ids overlap. The result depends only on
+// values and offsets. Time is linear in N: at most kTries comparisons per row and one hash table lookup per id, which
+// takes a few probes unless the ids were chosen to collide. Missed overlaps only cost memory: those of fewer than
+// kAnchor ids, those with a row that another row already continues, and those with a later row, so that rows should be
+// in order of time. CPU only, in the calling thread, for use in data loaders. Not differentiable.
 #pragma once
 
 #include "jagged/jagged.h"

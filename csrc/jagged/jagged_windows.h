@@ -1,5 +1,5 @@
-// jagged_windows: rows that are windows of one buffer. Histories of one user's samples overlap: what they have in
-// common is stored once, and every sample has a start and a length (partial deduplication: Zhao et al., "RecD:
+// jagged_windows: gathers rows that are windows of one buffer. Histories of a user's samples overlap, so their common
+// part is stored once, and every sample has a start and a length (partial deduplication: Zhao et al., "RecD:
 // Deduplication for End-to-End Deep Learning Recommendation Model Training Infrastructure", MLSys 2023,
 // arXiv:2211.05239).
 //

@@ -29,7 +29,7 @@ RowFormat parse_row_format(const std::string& name, const std::string& argument)
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
 
 QuantizeOptions read_quantize(const QuantizeArguments& a) {
-  parse_row_format(a.format);  // an unknown name is said before a wrong shape
+  parse_row_format(a.format);  // reports an unknown format before a wrong shape
   check(a.x, "x").rank(2);
   check_value(a.x.size(1) <= INT32_MAX, "x must have fewer than 2^31 columns, got shape ", shape_of(a.x));
   return read_fake_quantize(a);
@@ -65,7 +65,7 @@ RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t
 }
 
 void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value) {
-  // A NaN is shown without its sign.
+  // Print NaN without its sign.
   const std::string shown = value == value ? join(value) : "nan";
   throw_value_error(join("x[", position / D, ", ", position % D, "] = ", shown, ": format \"", row_format_name(format),
                          "\" holds finite numbers only"));

@@ -1,15 +1,16 @@
-// quantize_rows, dequantize_rows and fake_quantize: rows of floats to rows of bytes in a row format, and back.
+// Contract of quantize_rows, dequantize_rows and fake_quantize: conversion of float rows to a row format and back.
 //
 // quantize_rows. x [N, D] float32, float16 or bfloat16, 1 <= D < 2^31; the result is a new uint8 [N,
-// row_bytes(format, D)], all written: what is unused is zero. Rounding "nearest" or "stochastic"; the noise of an
+// row_bytes(format, D)], with zeros in unused bits. Rounding "nearest" or "stochastic"; the noise of an
 // element depends on seed, step (0-dim int64 tensors on x's device; absent: 0), table, its row (first_row + n) and its
 // column. scale_rule, of the block formats: "floor", "rceil", or absent: "floor" for nearest, "rceil" for stochastic.
-// int8, int4 and int2 have no code for NaN and Inf: `status`, int64 [1], is the smallest n * D + column of one, or
-// INT64_MAX; the CPU raises instead. Such a row reads as NaN. Not differentiable.
-// dequantize_rows. The reverse, into a new [N, D] of a float dtype, rounded to nearest. docs/numerics.md has the maths.
-// fake_quantize. Both at once, from x [..., D] to a new tensor of x's shape and dtype; the rows of all leading
-// dimensions count. No status: a row that a format has no code for comes out as NaN. Its gradient is that of the
-// identity.
+// int8, int4 and int2 cannot encode NaN and Inf: `status`, int64 [1], is the smallest n * D + column of such an
+// element, or INT64_MAX; the CPU raises instead. Such a row decodes to NaN. Not differentiable.
+//
+// dequantize_rows. The inverse, into a new [N, D] of a float dtype, rounded to nearest. docs/numerics.md has the maths.
+//
+// fake_quantize. Both in one op, from x [..., D] to a new tensor of x's shape and dtype. Without status: a row that the
+// format cannot encode becomes NaN. Straight-through gradient (identity).
 #pragma once
 
 #include "core/boxing.h"
@@ -19,11 +20,11 @@
 
 namespace rec_kernels {
 
-// `argument` is what an error calls the name's place.
+// `argument`: name of the argument for error messages.
 RowFormat parse_row_format(const std::string& name, const std::string& argument = "format");
 const char* row_format_name(RowFormat format);
 
-// The arguments of quantize_rows after the checks; seed and step stay where they are.
+// Checked arguments of quantize_rows; seed and step point into their tensors.
 struct QuantizeOptions {
   RowFormat format;
   bool stochastic;
@@ -31,7 +32,7 @@ struct QuantizeOptions {
   uint32_t table;
   int64_t first_row;
 };
-// quantize_rows' and fake_quantize's arguments, as they arrive.
+// Unchecked arguments of quantize_rows and fake_quantize.
 struct QuantizeArguments {
   const Tensor& x;
   const std::string &format, &rounding;
@@ -45,20 +46,20 @@ struct ArgumentsOf<const QuantizeArguments&> {
                       const OptionalTensor&, int64_t, int64_t, const std::optional<std::string>&>;
 };
 RK_EXPORT QuantizeOptions read_quantize(const QuantizeArguments& a);
-// read_quantize for x of one dimension or more.
+// read_quantize() for x of at least one dimension.
 QuantizeOptions read_fake_quantize(const QuantizeArguments& a);
 RK_EXPORT RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim);
-// Inline, not exported: a ScalarType in a symbol's name would tie the library to a version of torch.
+// Inline, not exported: a ScalarType in a mangled symbol would tie the library to a version of torch.
 inline void check_float_dtype(ScalarType dtype, const char* name) {
   check_value(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
               " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
 }
-// The row format that a float dtype is.
+// The row format of a float dtype.
 inline RowFormat float_format(ScalarType dtype) {
   if (dtype == ScalarType::Float) return RowFormat::kFp32;
   return dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16;
 }
-// Throws for element `position` = n * D + column of x, whose value is not finite.
+// Throws for the non-finite `value` at `position` = n * D + column of x.
 [[noreturn]] void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value);
 
 }  // namespace rec_kernels

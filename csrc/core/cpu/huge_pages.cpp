@@ -9,8 +9,8 @@
 namespace rec_kernels {
 namespace {
 
-// Asks the system to back a large tensor with huge pages: a random row then costs a page walk far less often. Advice
-// only; false where the system has none to take, or the tensor is too small to gain or not contiguous.
+// Advises the system to back a large tensor with huge pages, so that random rows need far fewer page walks. Returns
+// false if the system does not support it, or the tensor is too small or not contiguous.
 bool advise_huge_pages([[maybe_unused]] const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;

@@ -1,4 +1,4 @@
-// The instruction sets that are compiled in, and the one in use.
+// Selects the instruction set at run time.
 #include "core/cpu/isa.h"
 
 #if defined(RK_NEWER_ISAS)
@@ -17,8 +17,8 @@ namespace {
 constexpr const char* kIsaNames[] = {"baseline", "v3", "v4"};
 
 #if defined(RK_NEWER_ISAS)
-// Features of x86-64-v3 that older compilers' __builtin_cpu_supports does not know. Processors with AVX2 have them, but
-// what virtual machines show of a processor need not.
+// Features of x86-64-v3 that __builtin_cpu_supports of older compilers does not know. Processors with AVX2 have them,
+// but virtual machines may hide them.
 bool has_rest_of_v3() {
   unsigned eax, ebx, basic = 0, extended = 0, edx;
   __get_cpuid(1, &eax, &ebx, &basic, &edx);
@@ -50,7 +50,7 @@ std::atomic<CpuIsa>& current() {
 
 std::string get_cpu_isa() { return kIsaNames[static_cast<int>(cpu_isa())]; }
 
-// Selects an older instruction set's kernels, for tests and benchmarks. Returns the one in use before.
+// Selects the kernels of an older instruction set, for tests and benchmarks. Returns the previous one.
 std::string set_cpu_isa(std::string name) {
   for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
     if (name == kIsaNames[i]) return kIsaNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];
@@ -62,7 +62,7 @@ std::string set_cpu_isa(std::string name) {
 
 CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
 
-// A fragment, as all files are: STABLE_TORCH_LIBRARY of torch 2.10 takes RK_LIBRARY itself for the name.
+// A fragment, like all files: STABLE_TORCH_LIBRARY of torch 2.10 does not expand the macro RK_LIBRARY.
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   define(m, "_get_cpu_isa() -> str");
   define(m, "_set_cpu_isa(str name) -> str");

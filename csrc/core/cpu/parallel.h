@@ -1,4 +1,4 @@
-// Work on torch's own CPU threads (torch.set_num_threads is obeyed).
+// Parallel loops on torch's CPU threads, which respect torch.set_num_threads.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 
 namespace rec_kernels {
 
-// Denormals count as what they are while this lives: torch.set_flush_denormal sets the calling thread only, so a
-// result would otherwise depend on which thread computed it.
+// Disables flushing of denormals for a scope. torch.set_flush_denormal only affects the calling thread, so results
+// would otherwise depend on the thread that computes them.
 class KeepDenormals {
  public:
 #if defined(__SSE2__)
@@ -40,8 +40,8 @@ class KeepDenormals {
   KeepDenormals& operator=(const KeepDenormals&) = delete;
 };
 
-// body(worker) once for each of `workers` workers, at the same time where threads allow. What one of them throws, the
-// first of all, is thrown once all are done: torch would say that some call of its own has failed.
+// Calls body(worker) once for each of `workers` workers, in parallel if threads are available. Rethrows the first
+// exception once all are done; torch would replace it by an error of its own.
 template <class Body>
 void parallel_workers(int64_t workers, const Body& body) {
   if (workers <= 1) {
@@ -62,7 +62,7 @@ void parallel_workers(int64_t workers, const Body& body) {
   if (thrown) std::rethrow_exception(thrown);
 }
 
-// Items that are worth a thread's start, of a few nanoseconds each, and bytes to copy.
+// Minimum items of a few nanoseconds each, and minimum bytes to copy, per thread.
 constexpr int64_t kFewItems = 8192, kFewBytes = 1 << 17;
 
 // Number of workers for `items` if each should have at least `grain` of them.
@@ -72,16 +72,16 @@ inline int64_t workers_for(int64_t items, int64_t grain) {
   return useful < 1 ? 1 : (useful < threads ? useful : threads);
 }
 
-// Number of pieces for work of `cost`, each of at least `least`. Few, because a piece starts with nothing prefetched;
-// more than one per worker, so that a slow one does not keep the others waiting.
+// Number of pieces for work of `cost`, each of at least `least`. Few, since every piece starts without prefetched data,
+// but more than one per worker, for load balance.
 inline int64_t pieces_for(int64_t cost, int64_t least, int64_t workers) {
   constexpr int64_t kPiecesPerWorker = 16;
   const int64_t pieces = 1 + cost / least;
   return pieces < kPiecesPerWorker * workers ? pieces : kPiecesPerWorker * workers;
 }
 
-// body(begin, end, worker) over [0, items) in pieces of `piece`, handed out as workers come free: pieces cost unequal
-// time (long bags, cold rows). What is computed must not depend on who computes it.
+// Calls body(begin, end, worker) over [0, items) in pieces of `piece` with dynamic scheduling, for pieces of unequal
+// cost (long bags, cold rows). Results must not depend on the assignment of pieces to workers.
 template <class Body>
 void parallel_pieces(int64_t items, int64_t piece, int64_t workers, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -94,8 +94,8 @@ void parallel_pieces(int64_t items, int64_t piece, int64_t workers, const Body& 
   });
 }
 
-// body(begin, end, worker) once for each worker over an equal share of [0, items), the same in every call: a core finds
-// in its caches what it wrote there before. Not at all if there are no items. For items that cost the same.
+// Calls body(begin, end, worker) once per worker over an equal, static share of [0, items), so that a core finds data
+// of earlier calls in its caches. For items of equal cost. No call without items.
 template <class Body>
 void parallel_shares(int64_t items, int64_t workers, const Body& body) {
   if (items == 0) return;

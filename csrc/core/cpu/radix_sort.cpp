@@ -9,7 +9,7 @@
 namespace rec_kernels {
 namespace {
 
-// A digit's counters (2^11 of 8 bytes a worker) stay in the first-level cache while entries are scattered.
+// The counters of a digit, 2^11 of 8 bytes per worker, stay in the L1 cache while entries are scattered.
 constexpr int kMaxDigitBits = 11;
 // Below this, clearing counters costs more than a comparison sort.
 constexpr int64_t kSmall = 256;
@@ -22,8 +22,7 @@ Slice slice_of(int64_t count, int64_t workers, int64_t worker) {
   return {count * worker / workers, count * (worker + 1) / workers};
 }
 
-// Kept apart from the threading so that nothing here is shared with it: the loops keep all but the entries in
-// registers.
+// Separate from the threading code, so that its loops keep everything but the entries in registers.
 struct Digit {
   int shift;
   uint64_t mask;
@@ -38,7 +37,7 @@ struct Digit {
   }
 };
 
-// One stable pass over a digit: count per worker, give each (digit, worker) its place, move.
+// One stable pass over a digit: count per worker, compute the start of each (digit, worker), scatter.
 void radix_pass(const uint64_t* from, uint64_t* to, int64_t count, int shift, int digit_bits, int64_t workers) {
   const int64_t digits = int64_t{1} << digit_bits;
   const Digit digit{shift, static_cast<uint64_t>(digits - 1)};
@@ -55,8 +54,8 @@ void radix_pass(const uint64_t* from, uint64_t* to, int64_t count, int shift, in
   });
 }
 
-// find_runs by several threads: count, then write.
-int64_t find_runs_together(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts,
+// find_runs() with several threads: count, then write.
+int64_t find_runs_parallel(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts,
                            int64_t workers) {
   const auto begins = [&](int64_t i) { return i == 0 || entries[i] >> payload_bits != entries[i - 1] >> payload_bits; };
   std::vector<int64_t> before(static_cast<size_t>(workers + 1), 0);
@@ -76,10 +75,9 @@ int64_t find_runs_together(const uint64_t* entries, int64_t count, int payload_b
   return before.back();
 }
 
-// Every entry's position is written where the next run's start belongs, and stays there if it is one: no branch to
-// guess.
-int64_t find_runs_alone(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts) {
-  uint64_t previous = ~uint64_t{0};  // no row: payloads have at least one bit
+// Branch-free: writes every position as the next run's start, and advances only if a run starts there.
+int64_t find_runs_serial(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts) {
+  uint64_t previous = ~uint64_t{0};  // not a valid row, since payloads have at least one bit
   int64_t runs = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t row = entries[i] >> payload_bits;
@@ -99,7 +97,7 @@ RowSort::RowSort(int64_t count, int row_bits, int payload_bits)
       passes_(count < kSmall ? 0 : (row_bits + kMaxDigitBits - 1) / kMaxDigitBits) {}
 
 void RowSort::sort(uint64_t* sorted, uint64_t* other, int64_t workers) const {
-  // Payloads ascend in the order of writing, so that comparing whole entries is stable too.
+  // Payloads are ascending in input order, so comparing whole entries is also stable.
   if (count_ < kSmall) return std::sort(sorted, sorted + count_);
   uint64_t *from = first_buffer(sorted, other), *to = from == sorted ? other : sorted;
   for (int pass = 0, done = 0; pass < passes_; ++pass) {
@@ -112,8 +110,8 @@ void RowSort::sort(uint64_t* sorted, uint64_t* other, int64_t workers) const {
 
 int64_t find_runs(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts,
                   int64_t workers) {
-  const int64_t runs = workers > 1 ? find_runs_together(entries, count, payload_bits, base, starts, workers)
-                                   : find_runs_alone(entries, count, payload_bits, base, starts);
+  const int64_t runs = workers > 1 ? find_runs_parallel(entries, count, payload_bits, base, starts, workers)
+                                   : find_runs_serial(entries, count, payload_bits, base, starts);
   starts[runs] = base + count;
   return runs;
 }

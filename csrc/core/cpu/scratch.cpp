@@ -17,18 +17,18 @@ constexpr size_t kLine = 64, kHugePage = size_t{2} << 20;
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr bool kKeeps = false;  // a block that is larger than what was asked for hides what lies behind its end
+constexpr bool kUsePool = false;  // no reuse: a larger block would hide out-of-bounds accesses from the sanitizer
 #else
-constexpr bool kKeeps = true;
+constexpr bool kUsePool = true;
 #endif
 
-// Blocks that nobody uses, the one that was used last behind. Nobody waits for the lock: a process that was forked
-// while another thread held it does without the pool.
+// Pool of free blocks, most recently used last. Only try_lock is used: a process forked while another thread held the
+// lock works without the pool.
 class Pool {
  public:
   Pool() { blocks_.reserve(kMostBlocks); }
 
-  // The smallest block that is large enough and not far too large; or none.
+  // The smallest block that is large enough but not far too large, or none.
   ScratchBlock take(size_t bytes) {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return {};
@@ -42,12 +42,13 @@ class Pool {
     return block;
   }
 
-  // Keeps the block, for which those have to go that were not used for longest; or false. Allocates nothing.
+  // Adds a block to the pool, evicting the least recently used ones; returns false if it does not fit. Allocates
+  // nothing.
   bool keep(ScratchBlock block) {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock() || block.size > kMostScratchKept) return false;
+    if (!lock.owns_lock() || block.size > kMaxPooledScratch) return false;
     auto first = blocks_.begin();
-    for (; kept_ + block.size > kMostScratchKept || blocks_.end() - first == kMostBlocks; ++first) {
+    for (; kept_ + block.size > kMaxPooledScratch || blocks_.end() - first == kMostBlocks; ++first) {
       kept_ -= first->size;
       std::free(first->memory);
     }
@@ -64,16 +65,16 @@ class Pool {
   size_t kept_ = 0;
 };
 
-// Never destroyed: threads may outlive what the process destroys at its end.
+// Never destroyed: threads may outlive static destruction.
 Pool& pool() {
   static Pool& one = *new Pool;
   return one;
 }
 
-// Python's MemoryError, which says how much was asked for.
-class NoScratch : public std::bad_alloc {
+// MemoryError in Python, with the requested size.
+class ScratchError : public std::bad_alloc {
  public:
-  explicit NoScratch(size_t bytes) {
+  explicit ScratchError(size_t bytes) {
     std::snprintf(text_, sizeof(text_), "cannot allocate %zu bytes of scratch memory", bytes);
   }
   const char* what() const noexcept override { return text_; }
@@ -85,21 +86,21 @@ class NoScratch : public std::bad_alloc {
 }  // namespace
 
 ScratchBlock take_scratch(size_t bytes) {
-  const bool huge = kKeeps && bytes >= kHugePage;
+  const bool huge = kUsePool && bytes >= kHugePage;
   const size_t unit = huge ? kHugePage : kLine, size = std::max(round_up(bytes, unit), unit);
-  if (!kKeeps) return {::operator new(bytes), bytes};
+  if (!kUsePool) return {::operator new(bytes), bytes};
   ScratchBlock block = pool().take(size);
   if (block.memory) return block;
   block = {std::aligned_alloc(unit, size), size};
-  if (!block.memory) throw NoScratch(size);
+  if (!block.memory) throw ScratchError(size);
 #if defined(MADV_HUGEPAGE)
-  if (huge) madvise(block.memory, size, MADV_HUGEPAGE);  // advice: nothing is lost where it is not taken
+  if (huge) madvise(block.memory, size, MADV_HUGEPAGE);  // a hint, which may be ignored
 #endif
   return block;
 }
 
 void give_scratch_back(ScratchBlock block) {
-  if (!kKeeps) ::operator delete(block.memory);
+  if (!kUsePool) ::operator delete(block.memory);
   else if (!pool().keep(block)) std::free(block.memory);
 }
 

@@ -1,5 +1,5 @@
-// Memory that a call needs for itself. It is kept for the calls after it: the page faults of fresh memory would cost a
-// training step more than its sort does.
+// Scratch memory of a call, pooled for later calls: page faults of fresh memory would cost a training step more than
+// its sort.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace rec_kernels {
 
-// The most bytes that are kept while nobody uses them.
-constexpr size_t kMostScratchKept = size_t{256} << 20;
+// Maximum bytes of unused blocks in the pool.
+constexpr size_t kMaxPooledScratch = size_t{256} << 20;
 
 struct ScratchBlock {
   void* memory = nullptr;
@@ -19,7 +19,7 @@ struct ScratchBlock {
 ScratchBlock take_scratch(size_t bytes);
 void give_scratch_back(ScratchBlock block);
 
-// `count` elements, not initialised; or none at all.
+// An owning buffer of `count` uninitialised elements, or empty.
 template <class T>
 class Scratch {
   static_assert(std::is_trivial<T>::value, "nothing is constructed");

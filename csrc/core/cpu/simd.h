@@ -16,8 +16,8 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// GCC's AddressSanitizer does not see masked accesses: it is shown the ends of theirs. As bytes: rows of half precision
-// that are copied as floats start anywhere.
+// GCC's AddressSanitizer does not check masked accesses, so this touches their ends. Bytewise, since rows of half
+// precision that are copied as floats may be unaligned.
 RK_HOST_DEVICE void show_sanitizer([[maybe_unused]] const float* p, [[maybe_unused]] int n) {
 #if defined(__SANITIZE_ADDRESS__)
   const auto* bytes = reinterpret_cast<const volatile char*>(p);
@@ -35,8 +35,7 @@ struct Vec {
   static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
   static Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  // Loads in parts: a masked access waits for every cache line it could touch, and the next row's is not the reader's
-  // to fetch.
+  // Loads in parts: a masked load waits for every cache line in its full width, which may be the next row's.
   static Vec load_partial(const float* p, int n) {
     show_sanitizer(p, n);
     if (n <= 4) return {_mm512_zextps128_ps512(_mm_maskz_loadu_ps(static_cast<__mmask8>(mask(n)), p))};
@@ -88,9 +87,9 @@ RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 
 #else
 
-// Four lanes: SSE4.2 (which has no fused multiply-add: libm's exact one stands in, slower, the same bits), NEON
-// (GCC and Clang lower the vector type to it), or whatever the compiler makes of it elsewhere. In memory they start
-// anywhere, as rows of half precision do that are copied as floats.
+// Four lanes: SSE4.2 (without fused multiply-add: libm's exact one gives the same bits, slower), NEON (GCC and Clang
+// lower the vector type to it), or generic code. Unaligned in memory, like rows of half precision that are copied as
+// floats.
 typedef float Float4 __attribute__((vector_size(16), aligned(1)));
 typedef float Float1 __attribute__((aligned(1)));
 
@@ -131,7 +130,7 @@ RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 
 constexpr int W = Vec::kWidth;
 
-// GCC and Clang have the operators for vectors of every width.
+// GCC and Clang provide the operators for vectors of every width.
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }

@@ -1,5 +1,5 @@
-// Registers of numbers as row formats see them (core/lanes.h): GCC and Clang vectors of the width of Vec, so that the
-// same text compiles for every instruction set; intrinsics only where the compilers find none by themselves.
+// Registers for row formats (core/lanes.h): GCC and Clang vectors of the width of Vec, so that the same source compiles
+// for every instruction set; intrinsics only where compilers generate poor code.
 #pragma once
 
 #include <string.h>
@@ -20,8 +20,8 @@ typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
 typedef uint8_t HalfByteLanes __attribute__((vector_size(kLanes / 2)));
 typedef uint16_t ShortLanes __attribute__((vector_size(2 * kLanes)));
 
-// Lane i is lane from[i] of x; of x and y one after the other where there are two. Clang makes instructions of loops
-// that end when the compiler knows, and has no function for lanes that are chosen at run time.
+// Permutation: lane i is lane from[i] of x, or of the concatenation of x and y. Clang vectorizes loops of constant
+// length, and has no builtin for permutations chosen at run time.
 template <class V, class U>
 RK_HOST_DEVICE V shuffle(V x, U from) {
 #if defined(__clang__)
@@ -111,7 +111,7 @@ RK_HOST_DEVICE void store_as(void* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 
-// GCC widens and narrows by way of memory. Codes that are stored are below 2^8 or 2^16.
+// Intrinsics, since GCC converts widths through memory. Stored codes are below 2^8 or 2^16.
 #if defined(__AVX512F__)
 RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) { return (WordLanes)_mm512_cvtepu8_epi32(load_as<__m128i>(p)); }
 RK_HOST_DEVICE WordLanes load_shorts(const uint8_t* p) { return (WordLanes)_mm512_cvtepu16_epi32(load_as<__m256i>(p)); }
@@ -148,8 +148,8 @@ RK_HOST_DEVICE DoubleWords double_word_ramp(uint64_t step) {
   for (int i = 0; i < kLanes / 2; ++i) ramp[i] = step * static_cast<uint64_t>(i);
   return ramp;
 }
-// The first `count` numbers at p, at least one and at most as many as there are lanes; the last of them in lanes
-// beyond. One load: numbers that are stored one by one, and read together soon after, are waited for.
+// Loads the first `count` values at p, 1 <= count <= lanes, and repeats the last one in the remaining lanes. Uses
+// one load and a shuffle: a vector load of values just stored one by one would stall on store forwarding.
 RK_HOST_DEVICE DoubleWords load_first(const int64_t* p, int count) {
 #if defined(__AVX512F__)
   const auto x = (DoubleWords)_mm512_maskz_loadu_epi64(static_cast<__mmask8>((1u << count) - 1u), p);
@@ -166,7 +166,7 @@ RK_HOST_DEVICE WordLanes word_ramp() {
   return ramp;
 }
 
-// kBits of `packed` for each lane, low bits first; kBits <= 4, so that a register takes at most 64.
+// Unpacks kBits of `packed` per lane, low bits first; kBits <= 4, so that a register takes at most 64 bits.
 template <int kBits>
 RK_HOST_DEVICE WordLanes unpack(uint64_t packed) {
   constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
@@ -201,7 +201,7 @@ RK_HOST_DEVICE uint64_t low_bytes(DoubleWords v) {
 }
 #endif
 
-// The reverse: every lane below 2^kBits.
+// The inverse of unpacking: every lane must be below 2^kBits.
 template <int kBits>
 RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
 #if defined(__AVX512F__)
@@ -212,7 +212,7 @@ RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
 #endif
   const DoubleWords pairs = (DoubleWords)codes;
   uint64_t packed = low_bytes(pairs | (pairs >> (32 - kBits)));
-  if constexpr (kBits < 4) {  // bytes hold two codes each: bring neighbours together, then pairs of them, ...
+  if constexpr (kBits < 4) {  // merge adjacent codes, then adjacent pairs, ...
     constexpr uint64_t kShort = (uint64_t{1} << 4 * kBits) - 1, kWord = (uint64_t{1} << 8 * kBits) - 1;
     packed = (packed | packed >> (8 - 2 * kBits)) & (0x0001000100010001u * kShort);
     packed = (packed | packed >> (16 - 4 * kBits)) & (0x0000000100000001u * kWord);
@@ -221,7 +221,7 @@ RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
   return packed;
 }
 
-// Chooses one of two words for each pair of lanes, by the pair's bit, low bits first.
+// Selects one of two words for each pair of lanes by the pair's bit, low bits first.
 RK_HOST_DEVICE WordLanes choose_by_bit(uint32_t bits, uint32_t if_clear, uint32_t if_set) {
   const WordLanes own = (WordLanes{} + bits) >> (word_ramp() >> 1);
 #if defined(__AVX512F__)
@@ -235,7 +235,7 @@ RK_HOST_DEVICE WordLanes choose_by_bit(uint32_t bits, uint32_t if_clear, uint32_
 #endif
 }
 
-// Four registers of codes of 8 or 4 bits at p.
+// Loads four registers of 8-bit or 4-bit codes at p.
 template <int kBits>
 RK_HOST_DEVICE void store_four(uint8_t* p, const WordLanes* v) {
 #if defined(__AVX512F__)
@@ -282,7 +282,7 @@ RK_HOST_DEVICE bool any_lane(IntLanes mask) {
 #endif
 }
 
-// Each lane's partner at a distance of kWidth lanes, a power of two.
+// Swaps lanes at a distance of kWidth, a power of two.
 template <int kWidth, class V>
 RK_HOST_DEVICE V swap_lanes(V x) {
   WordLanes from;
@@ -290,7 +290,7 @@ RK_HOST_DEVICE V swap_lanes(V x) {
   return shuffle(x, from);
 }
 
-// choose(a, b), which does not depend on their order, over all lanes: in every lane of the result.
+// Reduces all lanes with the commutative choose(a, b); every lane of the result has the value.
 template <int kWidth = kLanes / 2, class V, class Choose>
 RK_HOST_DEVICE V reduce_lanes(V x, const Choose& choose) {
   x = choose(x, swap_lanes<kWidth>(x));
@@ -323,7 +323,7 @@ RK_HOST_DEVICE DoubleWords xor_three(DoubleWords a, DoubleWords b, DoubleWords c
 #endif
 }
 
-// a0 b0 a1 b1 ...: the lower and the upper halves of two registers, woven lane by lane.
+// Interleaves two registers, a0 b0 a1 b1 ..., into lower and upper halves.
 RK_HOST_DEVICE void weave(DoubleWords a, DoubleWords b, DoubleWords* lower, DoubleWords* upper) {
   DoubleWords low, high;
   constexpr int kHalf = kLanes / 4, kAll = kLanes / 2;

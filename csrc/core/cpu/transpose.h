@@ -1,4 +1,4 @@
-// Squares of numbers in registers: transposed, or each register reduced to a number.
+// Square matrices in registers: transposition, and reduction of each register to a scalar.
 #pragma once
 
 #include "core/cpu/simd_words.h"
@@ -6,7 +6,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Swaps every second block of kDistance lanes of a for the block of b before it.
+// Exchanges every second block of kDistance lanes of a with the preceding block of b.
 template <int kDistance>
 RK_HOST_DEVICE void swap_blocks(FloatLanes* a, FloatLanes* b) {
   WordLanes upper, lower;
@@ -28,8 +28,8 @@ RK_HOST_DEVICE void transpose(FloatLanes* rows) {
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
 }
 
-// Lane l: choose(a, b), which does not depend on their order, over all lanes of rows[l], of kLanes registers that are
-// overwritten.
+// Reduces each register: lane l is the commutative choose(a, b) over all lanes of rows[l]. Overwrites the kLanes
+// registers.
 template <int kDistance = kLanes / 2, class Choose>
 RK_HOST_DEVICE FloatLanes reduce_each(FloatLanes* rows, const Choose& choose) {
   for (int i = 0; i < kDistance; ++i) {

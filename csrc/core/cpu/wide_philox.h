@@ -1,4 +1,4 @@
-// Philox of core/philox.h for many counters at once: the words of the columns of rows.
+// Vectorized Philox (core/philox.h): the noise words of the columns of rows.
 #pragma once
 
 #include "core/cpu/simd_words.h"
@@ -7,11 +7,11 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Columns that a register of counters has the words of.
+// Columns per register of counters.
 constexpr int kDrawn = 2 * kLanes;
 
-// Each word in the low half of a 64-bit lane, where a product is what the next round wants. What is left in the high
-// halves is never read.
+// Each word is in the low half of a 64-bit lane, as needed for the products of the next round. High halves are never
+// read.
 struct WidePhilox {
   DoubleWords word[4];
 
@@ -23,7 +23,7 @@ struct WidePhilox {
     word[1] = p1;
     word[3] = p0;
   }
-  // The last round, and the words of kDrawn columns to `out`.
+  // Performs the last round and writes the words of kDrawn columns to `out`.
   RK_HOST_DEVICE void finish(uint64_t key0, uint64_t key1, uint32_t* out) const {
     const DoubleWords p0 = multiply_low_halves(word[0], DoubleWords{} + uint64_t{kPhiloxM0});
     const DoubleWords p1 = multiply_low_halves(word[2], DoubleWords{} + uint64_t{kPhiloxM1});
@@ -39,9 +39,9 @@ struct WidePhilox {
   RK_HOST_DEVICE static DoubleWords swap_halves(DoubleWords x) { return (DoubleWords)swap_lanes<1>((WordLanes)x); }
 };
 
-// Rounds 1 to 3 for the counters (block, row, place, step) of a register. Round 1 leaves the row in the first word
-// alone, and rounds 2 and 3 want no more of it than that word's product with kPhiloxM0: what else they make is the same
-// for every row, and kept.
+// Rounds 1 to 3 for the counters (block, row, place, step) of a register. After round 1 only the first word depends on
+// the row, and rounds 2 and 3 need only its product with kPhiloxM0. Everything else is the same for every row and
+// cached.
 struct FirstRounds {
   DoubleWords third_of_two, first, third, fourth;
 
@@ -53,12 +53,12 @@ struct FirstRounds {
     const DoubleWords three = multiply_low_halves((two >> 32) ^ uint64_t{second_of_one ^ key0(n, 1)}, m0);
     return {one ^ uint64_t{key1(n, 1)}, two ^ uint64_t{key0(n, 2)}, (three >> 32) ^ uint64_t{key1(n, 2)}, three};
   }
-  // The products of rows, whose lower halves count.
+  // Products of rows with kPhiloxM0; only the lower halves of `rows` are used.
   RK_HOST_DEVICE static DoubleWords products(const Noise& n, uint32_t place, DoubleWords rows) {
     const auto high = static_cast<uint32_t>((uint64_t{place} * kPhiloxM1) >> 32);
     return multiply_low_halves(rows ^ uint64_t{high ^ n.seed_low}, DoubleWords{} + uint64_t{kPhiloxM0});
   }
-  // The counters' words after them; `products` are those of the rows.
+  // The words after these rounds, given products() of the rows.
   RK_HOST_DEVICE WidePhilox after(DoubleWords products) const {
     const DoubleWords three = multiply_low_halves((products >> 32) ^ third_of_two, DoubleWords{} + uint64_t{kPhiloxM1});
     return {{(three >> 32) ^ first, three, third ^ products, fourth}};
@@ -69,17 +69,17 @@ struct FirstRounds {
   RK_HOST_DEVICE static uint32_t key1(const Noise& n, uint32_t round) { return n.seed_high + round * kPhiloxW1; }
 };
 
-// Draws the words of a table's rows. A round waits for the one before it: several streams fill the time.
+// Generates the words of a table's rows. Several independent streams hide the latency of the rounds.
 class RowWords {
  public:
-  // `columns`: of a row in a draw that rows share, a power of two; 0 where rows share none. `streams`: the first ones
-  // of a row, which are drawn of several rows.
+  // `columns`: columns per row in a draw shared by several rows, a power of two, or 0. `streams`: number of a row's
+  // first streams whose rounds are cached.
   RowWords(const Noise& n, int columns, int64_t streams)
       : noise_(n), columns_(columns), wanted_(streams < kKept ? streams : kKept) {
     while (columns_ > 4 << shift_) ++shift_;
   }
 
-  // The words of kStreams * kDrawn columns of a row, from column c, a multiple of kDrawn, on.
+  // Generates the words of kStreams * kDrawn columns of a row, starting at column c, a multiple of kDrawn.
   template <int kStreams>
   RK_HOST_DEVICE void draw_columns(int64_t row, int64_t c, uint32_t* out) {
     const PhiloxWords counters = noise_counters(noise_, row, 0);
@@ -87,8 +87,8 @@ class RowWords {
     draw<kStreams>(c / kDrawn, DoubleWords{} + uint64_t{counters.word[1]}, out, [](DoubleWords x, int) { return x; });
   }
 
-  // Those of the first `columns` columns of kStreams * kDrawn / columns rows, one after the other, which the first
-  // lanes of `rows` number.
+  // Generates the words of the first `columns` columns of kStreams * kDrawn / columns rows, whose indices are in the
+  // first lanes of `rows`.
   template <int kStreams>
   RK_HOST_DEVICE void draw_rows(DoubleWords rows, uint32_t* out) {
     keep(noise_counters(noise_, static_cast<int64_t>(rows[0]), 0).word[2]);
@@ -103,7 +103,7 @@ class RowWords {
  private:
   static constexpr int kKept = 16;
 
-  // lanes(numbers of rows, i): those of stream i's lanes.
+  // lanes(row indices, i) returns the lanes of stream i.
   template <int kStreams, class Lanes>
   RK_HOST_DEVICE void draw(int64_t first, DoubleWords rows, uint32_t* out, const Lanes& lanes) const {
     WidePhilox streams[kStreams];
@@ -121,7 +121,7 @@ class RowWords {
       finish<kStreams, 0>(streams, out);
     }
   }
-  // The rounds after the first kDone, and the words.
+  // Performs the rounds after the first kDone and writes the words.
   template <int kStreams, int kDone>
   RK_HOST_DEVICE void finish(WidePhilox* streams, uint32_t* out) const {
     uint32_t key0 = noise_.seed_low + kDone * kPhiloxW0, key1 = noise_.seed_high + kDone * kPhiloxW1;
@@ -145,7 +145,7 @@ class RowWords {
     place_ = place;
     for (kept_ = 0; kept_ < wanted_; ++kept_) kept_rounds_[kept_] = FirstRounds::of(noise_, place, blocks(kept_));
   }
-  // Rows on both sides of a multiple of 2^32.
+  // Rows may cross a multiple of 2^32.
   __attribute__((noinline)) void draw_one_by_one(DoubleWords rows, int count, uint32_t* out) const {
     for (int c = 0; c < count; c += 4) {
       const auto row = static_cast<int64_t>(rows[c / columns_]);
@@ -156,7 +156,7 @@ class RowWords {
   const Noise& noise_;
   int columns_, shift_ = 0;  // a row has 2^shift counters in a draw
   int64_t wanted_, kept_ = 0;
-  uint32_t place_ = 0xFFFFFFFF;  // of the kept rounds; no place has all bits
+  uint32_t place_ = 0xFFFFFFFF;  // place of the cached rounds; never a valid place
   FirstRounds kept_rounds_[kKept];
 };
 

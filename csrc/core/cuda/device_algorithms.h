@@ -1,4 +1,5 @@
-// Device-wide sort and scan: CUB on a GPU, the standard library in the emulator. Temporary memory comes from torch.
+// Device-wide sort and scan: CUB on a GPU, the standard library in the emulator. Temporary storage is allocated by
+// torch.
 #pragma once
 
 #include <iterator>
@@ -23,7 +24,7 @@ inline void count_sort(int bits) { graph_nodes += 4 + 2 * ((bits + 7) / 8); }
 inline void count_sum() { graph_nodes += 2; }
 #endif
 
-// Counts are below 2^32. Stable sort of (key, value) pairs by the lowest `bits` bits of the keys.
+// Stable sort of (key, value) pairs by the lowest `bits` bits of the keys. count < 2^32.
 template <class Key>
 void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint32_t* sorted_values, int64_t count,
                 int bits, [[maybe_unused]] const Tensor& like, cudaStream_t stream) {
@@ -50,7 +51,7 @@ void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint3
 #endif
 }
 
-// An iterator over of(0), of(1), ...: numbers that an algorithm reads without an array of them.
+// Input iterator over of(0), of(1), ..., computed without an array.
 template <class Of>
 struct Computed {
   using iterator_category = std::random_access_iterator_tag;
@@ -66,7 +67,7 @@ struct Computed {
   __device__ __forceinline__ uint32_t operator*() const { return of(at); }
 };
 
-// An output iterator: what an algorithm writes at place i goes to take(i, number).
+// Output iterator that passes the value written at position i to take(i, value).
 template <class Take>
 struct TakenBy {
   struct Place {
@@ -88,7 +89,7 @@ struct TakenBy {
   __device__ __forceinline__ Place operator*() const { return {take, at}; }
 };
 
-// sums[i] = values[0] + ... + values[i - 1], of pointers or iterators.
+// Exclusive prefix sum over pointers or iterators: sums[i] = values[0] + ... + values[i - 1].
 template <class Values, class Sums>
 void exclusive_sum(Values values, Sums sums, int64_t count, [[maybe_unused]] const Tensor& like, cudaStream_t stream) {
 #if defined(RK_EMULATED)

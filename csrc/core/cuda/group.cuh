@@ -1,4 +1,4 @@
-// Groups of lanes, which share a bag or a row.
+// Groups of lanes that work on one bag or row.
 #pragma once
 
 #include <type_traits>
@@ -12,71 +12,72 @@ inline namespace RK_ISA {
 constexpr int kThreads = 256, kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// How the groups of a warp go on: each at its own pace or, in step, all together, where those that have nothing to say
-// make every exchange, too: a branch or loop around one is taken by any_group() or most_of_groups(), or alike by all.
-// The compiler knows the lanes of an exchange then; else the GPU finds out, at each of them, which have come together.
+// Execution of the groups of a warp: each at its own pace, or all in step. In step, groups without work take part in
+// every shuffle: branches and loops around shuffles depend on any_group() or most_of_groups(), or are uniform. The
+// masks of shuffles are then compile-time constants; otherwise the GPU must determine the converged lanes at each
+// shuffle.
 enum class Pace { kOwn, kInStep };
 
-// A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of
-// every block of 4G columns.
+// A group of G adjacent lanes of a warp that works on one bag or row. Lane l takes columns 4l .. 4l+3 of every block of
+// 4G columns.
 template <int G>
 struct Group {
-  int lane;       // in the group
-  unsigned mask;  // of the lanes in the warp that make an exchange: its own, or, in step, all
-  bool in_step;   // with other groups
+  int lane;       // index in the group
+  unsigned mask;  // participating lanes of shuffles: the group's, or all of the warp in step
+  bool in_step;   // in step with the other groups of the warp
 
   __device__ __forceinline__ explicit Group(Pace pace = Pace::kOwn)
       : lane(threadIdx.x % kWarpSize % G), in_step(pace == Pace::kInStep && G < kWarpSize) {
     mask = in_step ? kFullWarp : lanes();
   }
-  // Number of this group in its warp.
+  // Index of this group in its warp.
   __device__ __forceinline__ static int in_warp() { return static_cast<int>(threadIdx.x) % kWarpSize / G; }
   __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
   __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
-  // x of lane `from` of the group, or of kWidth lanes around it that make the exchange.
+  // x of lane `from` of the group, or of the enclosing kWidth lanes.
   template <int kWidth = G, class T>
   __device__ __forceinline__ T broadcast(T x, int from) const {
     return __shfl_sync(mask, x, from, kWidth);
   }
-  // Broadcasts an address in global memory; the conversion tells the compiler that it is one.
+  // Broadcasts an address in global memory; the conversion keeps the address space known to the compiler.
   template <int kWidth = G, class T>
   __device__ __forceinline__ T* broadcast(T* x, int from) const {
     return static_cast<T*>(
         __cvta_global_to_generic(static_cast<size_t>(broadcast<kWidth>(reinterpret_cast<intptr_t>(x), from))));
   }
-  // The sum of the lanes' x, on every lane: floats by the xor butterfly G / 2, ..., 2, 1 of docs/numerics.md.
+  // Sum of x over the lanes, on every lane, in the order of the xor butterfly G / 2, ..., 2, 1 (docs/numerics.md).
   template <class T>
   __device__ __forceinline__ T sum(T x) const {
 #pragma unroll
     for (int distance = G / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(mask, x, distance, G);
     return x;
   }
-  // A bit for each of the group's lanes in the warp.
+  // Bit mask of the group's lanes in the warp.
   __device__ __forceinline__ unsigned lanes() const {
     return G == kWarpSize ? kFullWarp : ((1u << G % kWarpSize) - 1) << (threadIdx.x % kWarpSize - lane);
   }
-  // Bit l: what lane l of the group says, of a bit for each lane of the warp.
+  // Extracts the group's bits from a bit mask of the warp; bit l belongs to lane l of the group.
   __device__ __forceinline__ unsigned bits_of(unsigned all) const {
     return (all & lanes()) >> (threadIdx.x % kWarpSize - lane);
   }
   __device__ __forceinline__ unsigned ballot(bool x) const { return bits_of(__ballot_sync(mask, x)); }
-  // True if x is: that of the group, which all of its lanes have, or, in step, that of any.
+  // x, which is uniform over the group; in step, true if it is true for any group of the warp.
   __device__ __forceinline__ bool any_group(bool x) const { return in_step ? __any_sync(kFullWarp, x) != 0 : x; }
-  // The group's x or, in step, the largest.
+  // x, which is uniform over the group; in step, the maximum over the groups of the warp.
   __device__ __forceinline__ uint32_t most_of_groups(uint32_t x) const {
     return in_step ? __reduce_max_sync(kFullWarp, x) : x;
   }
 };
 
-// Columns of a row from `first` on, at most kBlocks * 4 * G: a number to compare places with that fits in 32 bits.
+// Remaining columns of a row after `first`, clamped to kBlocks * 4 * G so that they fit in 32 bits.
 template <int G, int kBlocks>
 __device__ __forceinline__ int columns_left(int64_t first, int64_t columns) {
   constexpr int kMost = kBlocks * 4 * G;
   return columns - first < kMost ? static_cast<int>(columns - first) : kMost;
 }
 
-// The group's columns of a row from `column` on, kBlocks blocks of them: load_columns() of vec.cuh, with one branch for
-// all. Columns at or beyond `columns` are 0.
+// Loads the lane's columns of kBlocks blocks starting at `column`: load_columns() of vec.cuh with one alignment branch
+// for all. Columns at or beyond `columns` are 0.
 template <int G, int kBlocks>
 __device__ __forceinline__ void load_row(const float* row, int64_t column, int64_t columns, bool aligned,
                                          const Group<G>& group, Vec4 (&x)[kBlocks]) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void load_row(const float* row, int64_t column, int64
   }
 }
 
-// Writes them.
+// Stores the same columns.
 template <int G, int kBlocks>
 __device__ __forceinline__ void store_row(float* row, int64_t column, int64_t columns, bool aligned,
                                           const Group<G>& group, const Vec4 (&x)[kBlocks]) {
@@ -110,25 +111,25 @@ __device__ __forceinline__ void store_row(float* row, int64_t column, int64_t co
 
 }  // namespace RK_ISA
 
-// Blocks for `items` groups of `lanes`, at most `most`.
+// Grid size for `items` groups of `lanes`, at most `most` blocks.
 inline dim3 at_most(int64_t most, int64_t items, int lanes, int threads = kThreads) {
   const int64_t blocks = ceil_div(items * lanes, threads);
   return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
 }
 
-// Blocks for the items, at most a few times what the GPU holds: groups go on in a grid stride, and a block that has
-// little to do makes room for another. Items that turn out to be nothing cost no start of a block.
+// Grid size for grid-stride loops over items: at most a few times the resident blocks, so that finished blocks are
+// replaced. Empty items do not cost a block launch.
 inline dim3 blocks_for(int64_t items, int lanes) {
   constexpr int64_t kRounds = 4;
   const int64_t most = kRounds * ceil_div(resident_threads(), kThreads);
   return at_most(most < kMostBlocks ? most : kMostBlocks, items, lanes);
 }
 
-// Blocks for bags, which are long and of different lengths: one for each. The GPU starts a block where one has ended,
-// which balances better than a stride over bags.
+// Grid size for bags: one group per bag without a stride, since starting blocks dynamically balances bags of different
+// lengths better.
 inline dim3 blocks_for_bags(int64_t bags, int lanes) { return at_most(kMostBlocks, bags, lanes); }
 
-// Starts a kernel whose groups of so many lanes take the items in a grid stride; or, launch_for_bags, take a bag each.
+// Launches a kernel whose groups of `lanes` take items in a grid-stride loop, or (launch_for_bags) one bag each.
 template <class... Parameters, class... Arguments>
 void launch_for(int64_t items, int lanes, cudaStream_t stream, void (*kernel)(Parameters...),
                 const Arguments&... arguments) {
@@ -139,7 +140,7 @@ void launch_for_bags(int64_t bags, int lanes, cudaStream_t stream, void (*kernel
                      const Arguments&... arguments) {
   launch(kernel, blocks_for_bags(bags, lanes), dim3(kThreads), 0, stream, arguments...);
 }
-// Starts a kernel of a single thread.
+// Launches a kernel with a single thread.
 template <class... Parameters, class... Arguments>
 void launch_one(cudaStream_t stream, void (*kernel)(Parameters...), const Arguments&... arguments) {
   launch(kernel, dim3(1), dim3(1), 0, stream, arguments...);
@@ -152,7 +153,7 @@ inline int lanes_for(int64_t columns) {
   return lanes;
 }
 
-// A number that is a template's argument.
+// Integer as a template argument.
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
@@ -165,11 +166,11 @@ void with_lanes(int lanes, const Body& body) {
   else body(Constant<32>());
 }
 
-// Blocks of 4 * 32 columns that a warp keeps in registers; it goes through a wider row's input again for the next ones.
+// Maximum blocks of 4 * 32 columns that a warp keeps in registers; wider rows are processed in several passes.
 constexpr int kMaxBlocks = 4;
 
-// Calls body(G, kBlocks), Constants: how many lanes take a row of at most max_dim columns, and how many blocks
-// of 4 * G columns they keep.
+// Calls body(G, kBlocks) with Constants: the lanes for rows of at most max_dim columns, and the blocks of 4 * G columns
+// that they keep.
 template <class Body>
 void with_widths(int64_t max_dim, const Body& body) {
   with_lanes(lanes_for(max_dim), [&](auto group) {
@@ -185,9 +186,8 @@ void with_widths(int64_t max_dim, const Body& body) {
   });
 }
 
-// with_widths() for kernels that have much to find out about a row before they come to its columns: fewer lanes take
-// it, with more columns each, so that a warp finds it out for several rows at once. Up to 256 columns, a lane keeps at
-// most kMost blocks, which is 2 where it keeps state beside them.
+// with_widths() for kernels with a high fixed cost per row: fewer lanes per row, with more columns each, so that a warp
+// processes several rows at once. Up to 256 columns, a lane keeps at most kMost blocks, 2 if it also keeps state.
 template <int kMost, class Body>
 void with_few_lanes(int64_t max_dim, const Body& body) {
   if (max_dim <= 16) body(Constant<4>(), Constant<1>());
@@ -198,27 +198,27 @@ void with_few_lanes(int64_t max_dim, const Body& body) {
   else body(Constant<kWarpSize>(), Constant<kMaxBlocks>());
 }
 
-// True of the kernels for the widest rows: there may be more columns than a group keeps at once. All others are chosen
-// by the widest row, and the compiler drops the code for wider ones, and its registers.
+// True for kernels of the widest rows, which may have more columns than a group keeps. In all other kernels rows always
+// fit, and the compiler drops the code for wider ones, with its registers.
 template <int kBlocks, int G = kWarpSize>
 constexpr bool kTakesWider = kBlocks == kMaxBlocks && G == kWarpSize;
 
-// Bound of a kernel's columns 0, kBlocks * 4 * G, ...
+// Loop bound for columns 0, kBlocks * 4 * G, ...: 1 if one pass suffices.
 template <int kBlocks, int G = kWarpSize>
 __device__ __forceinline__ int64_t columns_behind(int64_t D) {
   return kTakesWider<kBlocks, G> ? D : 1;
 }
-// True if a row of D columns has more of them than a group keeps at once.
+// True if a row of D columns has more columns than a group keeps at once.
 template <int G, int kBlocks>
 __device__ __forceinline__ bool is_wider(int64_t D) {
   return kTakesWider<kBlocks, G> && D > kBlocks * 4 * G;
 }
 
-// Lanes for the short rows of formats, which a warp would leave mostly idle.
+// Lanes for narrow encoded rows, which would leave most of a warp idle.
 constexpr int kFewLanes = 8;
 
-// with_widths() with fewer kernels, for encoded rows: those that neither fit in few lanes nor in a warp's registers are
-// taken block by block.
+// with_widths() with fewer kernel instances, for encoded rows: rows that exceed one block per lane use the kernel for
+// the widest rows.
 template <class Body>
 void with_few_widths(int64_t max_dim, const Body& body) {
   if (max_dim <= 4 * kFewLanes) body(Constant<kFewLanes>(), Constant<1>());

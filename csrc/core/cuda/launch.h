@@ -18,18 +18,18 @@
 
 namespace rec_kernels {
 
-// Raises the error of a CUDA call, if it is one. This library has a CUDA runtime of its own, linked in, and torch
-// clears the last error of torch's alone: one that stayed here would be blamed on the next launch.
+// Raises the error of a CUDA call. This library links its own CUDA runtime, whose last error torch does not clear, so
+// it must be cleared here, or it would be reported by the next launch.
 inline void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   STD_CUDA_CHECK(error);
 }
 
-// Blocks of a grid, at most; kernels take more work than that in a grid stride.
+// Maximum blocks of a grid; kernels use grid-stride loops.
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
-// A number above 0 of the current GPU; each GPU is asked in the first call for it.
-class NumberOfGpu {
+// Cache of a positive attribute per GPU, queried on the first call.
+class GpuAttributeCache {
  public:
   template <class Ask>
   int operator()(const Ask& ask) {
@@ -49,7 +49,7 @@ class NumberOfGpu {
 
 template <cudaDeviceAttr kAttribute>
 int attribute_of_gpu() {
-  static NumberOfGpu number;
+  static GpuAttributeCache number;
   return number([](int device) {
     int found = 0;
     check_cuda(cudaDeviceGetAttribute(&found, kAttribute, device));
@@ -57,16 +57,16 @@ int attribute_of_gpu() {
   });
 }
 
-// Threads that the current GPU holds at once.
+// Maximum resident threads of the current GPU.
 inline int64_t resident_threads() {
   return int64_t{attribute_of_gpu<cudaDevAttrMultiProcessorCount>()} *
          attribute_of_gpu<cudaDevAttrMaxThreadsPerMultiProcessor>();
 }
 
-// Blocks of a kernel, always of as many threads and bytes, that the current GPU holds at once.
+// Maximum resident blocks of a kernel on the current GPU. Arguments must be the same in every call.
 template <auto kKernel>
 int64_t resident_blocks(int threads, size_t shared_bytes) {
-  static NumberOfGpu number;
+  static GpuAttributeCache number;
   const int each = number([&](int) {
     int found = 0;
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kKernel, threads, shared_bytes));
@@ -75,7 +75,7 @@ int64_t resident_blocks(int threads, size_t shared_bytes) {
   return int64_t{attribute_of_gpu<cudaDevAttrMultiProcessorCount>()} * each;
 }
 
-// Makes the tensor's GPU current and gives torch's current stream on it, for the scope of a kernel's launches.
+// Makes the tensor's GPU current for a scope, and gives torch's current stream on it.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& t) : guard_(t.get_device_index()) {
@@ -97,13 +97,13 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
   check_cuda(cudaGetLastError());
 }
 
-// Waits for the stream: not for what runs in every step.
+// Synchronizes the stream: not for ops that run in every step.
 inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
   check_cuda(cudaStreamSynchronize(stream));
 }
 
-// Address at which the current GPU sees host memory; null if that is not pinned.
+// Device address of host memory on the current GPU; null if it is not pinned.
 inline void* mapped_address(void* p) {
   cudaPointerAttributes found{};
   check_cuda(cudaPointerGetAttributes(&found, p));
@@ -111,14 +111,14 @@ inline void* mapped_address(void* p) {
 }
 
 #if defined(__CUDACC__)
-// The block's shared memory, of as many bytes as launch() was given.
+// The block's dynamic shared memory, of the size passed to launch().
 template <class T>
 __device__ T* shared_memory() {
   extern __shared__ __align__(16) unsigned char bytes[];
   return reinterpret_cast<T*>(bytes);
 }
 
-// The emulator checks here what a GPU would fault on.
+// Only the emulator checks alignment; a GPU faults.
 __device__ __forceinline__ void check_alignment(const void*, size_t) {}
 #endif
 

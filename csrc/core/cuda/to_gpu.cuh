@@ -1,4 +1,4 @@
-// Memory of kernels: numbers of the host, and what they need beside their arguments and results.
+// Temporary device memory, and transfer of host values to the GPU.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace rec_kernels {
 
-// Allocates from torch, and keeps what it allocates.
+// Allocates memory from torch and owns it.
 class DeviceMemory {
  public:
   explicit DeviceMemory(const Tensor& like) : like_(like) {}
@@ -22,7 +22,8 @@ class DeviceMemory {
   std::vector<Tensor> kept_;
 };
 
-// [n] int64 on the GPU. They travel as arguments of kernels: nobody waits, and a CUDA graph keeps them.
+// Returns [n] int64 on the GPU. Values are passed as kernel arguments: no synchronization, and CUDA graphs capture
+// them.
 Tensor to_gpu(const std::vector<int64_t>& numbers, const Tensor& like, cudaStream_t stream);
 
 }  // namespace rec_kernels

@@ -1,4 +1,4 @@
-// Four neighbouring floats of a row: what a lane of a CUDA kernel reads and writes at once.
+// Four adjacent floats of a row, which a lane of a CUDA kernel reads and writes at once.
 #pragma once
 
 #include "core/cuda/launch.h"
@@ -10,7 +10,7 @@ struct Vec4 {
   float v[4];
 };
 
-// True if rows of `columns` floats from `first` on can be read 16 bytes at a time.
+// True if rows of `columns` floats starting at `first` can be accessed 16 bytes at a time.
 __device__ __forceinline__ bool rows_aligned(const float* first, int64_t columns) {
   return columns % 4 == 0 && reinterpret_cast<uintptr_t>(first) % 16 == 0;
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_columns(float* row, int64_t c, int64_t col
   if (c >= columns) return;
   if (aligned) {
     check_alignment(row + c, 16);
-    // An intrinsic, because nvcc would merge an assignment's four stores with those below.
+    // An intrinsic, because nvcc would merge the stores of an assignment with those below.
     __stwb(reinterpret_cast<float4*>(row + c), make_float4(x.v[0], x.v[1], x.v[2], x.v[3]));
     return;
   }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_columns(float* row, int64_t c, int64_t col
     if (c + j < columns) row[c + j] = x.v[j];
 }
 
-// Asks for the line at p; never faults.
+// Prefetches the line at p; never faults.
 __device__ __forceinline__ void prefetch(const void* p) {
 #if defined(__CUDA_ARCH__)
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

@@ -6,15 +6,15 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// The sum of four partials of each of a group's lanes, on every lane ("Row statistics").
+// Sum of the four partials of each lane of a group, on every lane ("Row statistics").
 template <int G>
 __device__ __forceinline__ float sum_partials(const float (&s)[4], const Group<G>& group) {
   float own = (s[0] + s[1]) + (s[2] + s[3]);
-  if (G < kWarpSize) own += 0.0f;  // a warp would add zeros, which changes -0 alone
+  if (G < kWarpSize) own += 0.0f;  // a full warp would add zeros, which only changes -0
   return group.sum(own);
 }
 
-// sum over c of a[c] * b[c] ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128.
+// Sum over c of a[c] * b[c] ("Row statistics"): lane l has partials 4l .. 4l+3 of 128.
 __device__ __forceinline__ float warp_row_dot(const float* a, const float* b, int64_t columns,
                                               const Group<kWarpSize>& warp) {
   const bool a_aligned = rows_aligned(a, columns), b_aligned = rows_aligned(b, columns);
@@ -27,11 +27,11 @@ __device__ __forceinline__ float warp_row_dot(const float* a, const float* b, in
   return sum_partials(s, warp);
 }
 
-// The sum of a row's squares ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3
-// of 128, and lane l of a warp owns those of quad l. A smaller group's lane owns those of several quads, G apart.
+// Square sum of a row ("Row statistics"): quad q of four columns goes to partials 4 (q % 32) .. 4 (q % 32) + 3 of 128,
+// and lane l of a warp has those of quad l. A lane of a smaller group has those of several quads, G apart.
 template <int G, int kBlocks>
 struct SquareSum {
-  static constexpr int kApart = kWarpSize / G;  // a lane's quads G * i, i below this, are not added to each other
+  static constexpr int kApart = kWarpSize / G;  // a lane's quads G * i for i < kApart have separate partials
   static constexpr int kQuads = kBlocks < kApart ? kBlocks : kApart;
   const Group<G>& group;
   float partial[kQuads][4] = {};
@@ -39,10 +39,10 @@ struct SquareSum {
   __device__ __forceinline__ void add(int64_t column, int64_t D, const Vec4 (&x)[kBlocks]) {
     const int left = columns_left<G, kBlocks>(column + group.lane * 4, D);
     constexpr int kAll = (kBlocks - 1) * G * 4 + 4;
-    if (left >= kAll) add_first(kAll, x);  // without a comparison for each
+    if (left >= kAll) add_first(kAll, x);  // without comparisons
     else add_first(left, x);
   }
-  // The sum over all quads; those that no column went to would add zeros.
+  // The sum over all quads; quads without columns would add zeros.
   __device__ __forceinline__ float total() const {
     float sums[kQuads];
 #pragma unroll
@@ -55,7 +55,7 @@ struct SquareSum {
   }
 
  private:
-  // Adds the columns of this lane that are `left`, counted from its first.
+  // Adds the first `left` columns of this lane.
   __device__ __forceinline__ void add_first(int left, const Vec4 (&x)[kBlocks]) {
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k)

@@ -1,4 +1,4 @@
-// Words that rows are copied in: both addresses are multiples of their size.
+// Copies of rows in words to which both addresses are aligned.
 #pragma once
 
 #include "core/cuda/launch.h"
@@ -21,14 +21,14 @@ __device__ __forceinline__ void store_word(void* to, int64_t i, Word x) {
 
 }  // namespace RK_ISA
 
-// Bytes of the widest word that rows of `row_bytes` bytes, from both addresses on, consist of.
+// Size of the widest word that divides row_bytes and to which both addresses are aligned.
 inline int64_t word_bytes(int64_t row_bytes, const void* from, const void* to) {
   const uint64_t all =
       static_cast<uint64_t>(row_bytes) | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) | 16;
   return static_cast<int64_t>(all & -all);
 }
 
-// Calls body(word), an object of the type for words of so many bytes.
+// Calls body(word) with a value of the word type of this size.
 template <class Body>
 void with_word(int64_t bytes, const Body& body) {
   if (bytes == 16) body(float4{});

@@ -20,14 +20,16 @@ Tensor dot_interaction_cpu(const Tensor& dense_in, const Tensor& sparse_in, bool
   const Floats dense(dense_samples), sparse(sparse_samples), out(samples_of(out_tensor));
   const auto& k = kernels<DotInteractionKernels>();
   const int64_t own = k.forward_scratch(shape), floats = own + dense.memory() + sparse.memory() + out.memory();
-  for_samples(sizes.B, kSamplesAtOnce, sizes.pairs * sizes.D, floats, [&](int64_t first, int64_t count, float* memory) {
-    float *dense_memory = memory + own, *sparse_memory = dense_memory + dense.memory();
-    float* to = out.open(first, sparse_memory + sparse.memory());
-    const InteractionRows<const float> in{dense.read(first, count, dense_memory), dense.stride(),
-                                          sparse.read(first, count, sparse_memory), sparse.stride(), sparse.plain()};
-    k.forward(shape, in, to, out.stride(), count, memory);
-    out.write(first, count, to);
-  });
+  for_samples(sizes.B, kSamplesPerBatch, sizes.pairs * sizes.D, floats,
+              [&](int64_t first, int64_t count, float* memory) {
+                float *dense_memory = memory + own, *sparse_memory = dense_memory + dense.memory();
+                float* to = out.open(first, sparse_memory + sparse.memory());
+                const InteractionRows<const float> in{dense.read(first, count, dense_memory), dense.stride(),
+                                                      sparse.read(first, count, sparse_memory), sparse.stride(),
+                                                      sparse.plain()};
+                k.forward(shape, in, to, out.stride(), count, memory);
+                out.write(first, count, to);
+              });
   return out_tensor;
 }
 
@@ -48,7 +50,7 @@ std::tuple<Tensor, Tensor> dot_interaction_backward_cpu(const Tensor& grad_in, c
   const auto& k = kernels<DotInteractionKernels>();
   const int64_t own = k.backward_scratch(shape);
   const int64_t floats = own + grad.memory() + 2 * dense.memory() + 2 * sparse.memory();
-  for_samples(B, kSamplesAtOnce, 2 * sizes.pairs * D, floats, [&](int64_t first, int64_t count, float* memory) {
+  for_samples(B, kSamplesPerBatch, 2 * sizes.pairs * D, floats, [&](int64_t first, int64_t count, float* memory) {
     float* grad_memory = memory + own;
     float *dense_memory = grad_memory + grad.memory(), *sparse_memory = dense_memory + dense.memory();
     float *dense_out = sparse_memory + sparse.memory(), *sparse_out = dense_out + to_dense.memory();

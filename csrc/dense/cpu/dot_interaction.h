@@ -1,4 +1,4 @@
-// Plain-pointer kernels of dot_interaction, one table per instruction set (core/cpu/isa.h).
+// Plain-pointer kernels of dot_interaction, one function table per instruction set (core/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,19 @@ struct InteractionShape {
   bool self_interaction;
 };
 
-// Samples, one after the other at these strides; the numbers of each are contiguous: dense [D], sparse [F, D] and the
-// result, or its gradient, [D + pairs].
+// Samples at these strides. The elements of each sample are contiguous: dense [D], sparse [F, D] and the result, or its
+// gradient, [D + pairs].
 template <class Float>
 struct InteractionRows {
   Float* dense;
   int64_t dense_stride;
   Float* sparse;
   int64_t sparse_stride;
-  bool far = false;  // further samples follow, and no cache holds them: they are asked for
+  bool far = false;  // the samples exceed the cache: prefetch the following ones
 };
 
 struct DotInteractionKernels {
-  // Floats of scratch memory that a forward needs, and then a backward.
+  // Scratch floats of the forward, and of the backward.
   int64_t (*forward_scratch)(const InteractionShape& shape);
   void (*forward)(const InteractionShape& shape, const InteractionRows<const float>& in, float* out, int64_t out_stride,
                   int64_t samples, float* scratch);

@@ -1,8 +1,8 @@
 // Compiled once per instruction set: no torch header and no std template here (core/host_device.h says why).
 //
-// Forward: a lane is a sample. So every lane adds up its sums in their order, no pair is computed twice and no register
-// has to be summed across; vectors are transposed on their way in, sums on their way out. Backward: a lane is a column;
-// a square of the pairs' gradients is multiplied by the vectors.
+// Forward: a lane is a sample, so each lane adds its sums in order, no pair is computed twice and no horizontal sums
+// are needed; vectors are transposed on input, sums on output. Backward: a lane is a column; the square matrix of the
+// pairs' gradients is multiplied by the vectors.
 #include "core/cpu/transpose.h"
 #include "dense/cpu/dot_interaction.h"
 #include "dense/cpu/small_product.h"
@@ -16,14 +16,14 @@ RK_HOST_DEVICE int64_t first_pair(int64_t i, bool self_interaction) {
   return self_interaction ? i * (i + 1) / 2 : i * (i - 1) / 2;
 }
 
-// Vectors down and across a tile of the forward: its sums and operands fill the registers there are.
+// Rows and columns of a forward tile, whose sums and operands use all registers.
 #if defined(__AVX512F__)
 constexpr int kTile = 5;
 #else
 constexpr int kTile = 3;
 #endif
 
-// Part of a square that a tile has: all, the triangle below the diagonal, or that with the diagonal.
+// Part of the square that a tile covers: all of it, or the triangle below the diagonal, without or with the diagonal.
 enum class Part { kWhole, kBelow, kWithDiagonal };
 template <Part kPart>
 constexpr bool has_sum(int row, int column) {
@@ -32,9 +32,9 @@ constexpr bool has_sum(int row, int column) {
 
 // W columns of W samples' vectors in registers of samples: column k of vector v is panel[v][k].
 struct Panel {
-  const float* numbers;
+  const float* values;
   int columns;  // at most W
-  bool first;   // nothing has been summed before it
+  bool first;   // the first panel, which starts the sums
 };
 
 // Adds the columns of a panel to the sums of vectors i, i + 1, ... with vectors j, j + 1, ...; rows[r] has those of
@@ -46,7 +46,7 @@ void sum_tile(const Panel& panel, int64_t i, int64_t j, float* const* rows) {
     for (int c = 0; c < kTile; ++c)
       if (has_sum<kPart>(r, c)) sum[r][c] = panel.first ? Vec::broadcast(0.0f) : Vec::load(rows[r] + (j + c) * W);
   constexpr int kAcross = kPart == Part::kWhole ? kTile : kRows;
-  const float *down = panel.numbers + i * W * W, *right = panel.numbers + j * W * W;
+  const float *down = panel.values + i * W * W, *right = panel.values + j * W * W;
   for (int k = 0; k < panel.columns; ++k, down += W, right += W) {
     for (int c = 0; c < kAcross; ++c) across[c] = Vec::load(right + c * W * W);
     for (int r = 0; r < kRows; ++r) {
@@ -60,7 +60,7 @@ void sum_tile(const Panel& panel, int64_t i, int64_t j, float* const* rows) {
       if (has_sum<kPart>(r, c)) sum[r][c].store(rows[r] + (j + c) * W);
 }
 
-// The sums of vectors i up to i + kRows, or of as many as there are, with all before them and among themselves.
+// Computes the pairs of vectors [i, i + kRows), or as many as exist, with all earlier vectors and among themselves.
 template <int kRows>
 void sum_rows(const InteractionShape& shape, const Panel& panel, int64_t i, int64_t count, float* sums) {
   if constexpr (kRows > 1) {
@@ -89,7 +89,7 @@ RK_HOST_DEVICE void gather_vector(const float* from, int64_t stride, int64_t sam
   for (int k = 0; k < W; ++k) store_as(to + k * W, lanes[k]);
 }
 
-// Sums of all pairs to their places behind the samples' dense vectors, at `to`.
+// Stores the sums of all pairs after the samples' dense vectors, at `to`.
 void scatter_sums(const float* sums, int64_t pairs, int64_t samples, float* to, int64_t stride) {
   for (int64_t p = 0; p < pairs; p += W, sums += W * W) {
     const int count = static_cast<int>(pairs - p < W ? pairs - p : W);
@@ -113,7 +113,7 @@ void interact(const InteractionShape& shape, const InteractionRows<const float>&
               int64_t samples, float* scratch) {
   const int64_t vectors = shape.F + 1, D = shape.D;
   float* sums = scratch + vectors * W * W;
-  int64_t ahead = 0;  // numbers of the samples after these that have been asked for, in the order in which they lie
+  int64_t ahead = 0;  // elements of the following samples that have been prefetched
   for (int64_t d = 0; d < D; d += W) {
     const int columns = static_cast<int>(D - d < W ? D - d : W);
     gather_vector(in.dense + d, in.dense_stride, samples, columns, scratch);
@@ -139,7 +139,7 @@ void forward(const InteractionShape& shape, const InteractionRows<const float>& 
   }
 }
 
-// W rows and columns of the square, from row i and column j <= i on, and those on the other side of the diagonal.
+// Fills the W x W tile of the square at row i and column j <= i, and its mirror image.
 RK_HOST_DEVICE void fill_block(const float* pairs, const InteractionShape& shape, int64_t i, int64_t j, float* square) {
   const int64_t vectors = shape.F + 1, stride = padded(vectors);
   FloatLanes below[W], above[W];
@@ -152,14 +152,14 @@ RK_HOST_DEVICE void fill_block(const float* pairs, const InteractionShape& shape
   for (int r = 0; r < W; ++r) above[r] = below[r];
   transpose(above);
   for (int r = 0; r < W; ++r) {
-    // Both halves make the diagonal tile: one has no bits where the other has numbers. A sum would lose signs of zeros.
+    // The diagonal tile is the bitwise or of both halves, which do not overlap. A sum would lose signs of zeros.
     store_as(square + (i + r) * stride + j, j < i ? bits_of(below[r]) : bits_of(below[r]) | bits_of(above[r]));
     if (j < i) store_as(square + (j + r) * stride + i, above[r]);
   }
 }
 
-// The gradient of each pair at both of its places in a square of all vectors, whose rows and columns are whole
-// registers. On the diagonal, twice that of a vector with itself, or 0.
+// Fills the symmetric square matrix of the pairs' gradients, padded to whole registers. The diagonal is twice the
+// gradient of a vector with itself, or 0.
 void fill_square(const float* pairs, const InteractionShape& shape, float* square) {
   const int64_t vectors = shape.F + 1, stride = padded(vectors);
   for (int64_t i = 0; i < vectors; i += W)
@@ -168,7 +168,7 @@ void fill_square(const float* pairs, const InteractionShape& shape, float* squar
     for (int64_t i = 0; i < vectors; ++i) square[i * stride + i] = 2.0f * pairs[first_pair(i, true) + i];
 }
 
-// A row of D numbers, behind it zeros up to a whole register; meanwhile memory that is read later is asked for.
+// Copies a row of D elements, padded with zeros to whole registers, and prefetches memory that is read later.
 RK_HOST_DEVICE void copy_vector(const float* from, int64_t D, float* to, const float* later) {
   int64_t c = 0;
   for (; c + W <= D; c += W) {

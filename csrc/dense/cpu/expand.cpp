@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> expand_cpu(const Tensor& x_in, const Tensor& inverse_
   const Tensor x = as_contiguous(x_in), inverse = as_contiguous(inverse_in);
   const int64_t count = inverse.size(0), columns = x.size(1);
   const int64_t bytes = columns * static_cast<int64_t>(x.element_size());
-  check_numbers(inverse, x.size(0), "inverse", "the rows of x");
+  check_indices(inverse, x.size(0), "inverse", "the rows of x");
   Tensor out = new_tensor(x, {count, columns}, x.scalar_type());
   if (count == 0 || bytes == 0) return {out, good_status(x)};
   const auto* from = static_cast<const char*>(x.const_data_ptr());
@@ -33,7 +33,7 @@ Tensor expand_backward_cpu(const Tensor& grad_in, const Tensor& inverse_in, int6
   check_expand_backward(grad_in, inverse_in, rows);
   const Tensor grad = as_contiguous(grad_in), inverse = as_contiguous(inverse_in);
   const int64_t count = inverse.size(0), columns = grad.size(1);
-  check_numbers(inverse, rows, "inverse", "the rows");
+  check_indices(inverse, rows, "inverse", "the rows");
   Tensor out = new_tensor(grad, {rows, columns}, ScalarType::Float);
   if (rows == 0 || columns == 0) return out;
   sum_rows(grad.const_data_ptr<float>(), columns, order_by_row(Integers(inverse), count, rows), rows, columns,

@@ -15,10 +15,10 @@
 namespace rec_kernels {
 namespace {
 
-// Numbers to round that are worth a thread's start.
+// Minimum elements to round per thread.
 constexpr int64_t kFewNumbers = 1 << 15;
 
-// y as the kernels take it: of every sample its own, or widened once for all.
+// y as float32: per sample, or converted once if shared.
 class Factors {
  public:
   Factors(const Tensor& y, bool shared)
@@ -35,8 +35,8 @@ class Factors {
 
  private:
   static Samples one_sample(const Tensor& y) {
-    const int64_t numbers = y.size(0) * y.size(1);
-    return {as_contiguous(y), numbers, numbers};
+    const int64_t elements = y.size(0) * y.size(1);
+    return {as_contiguous(y), elements, elements};
   }
   bool shared_;
   Samples samples_;
@@ -56,7 +56,7 @@ Tensor factorization_machine_cpu(const Tensor& x_in, const Tensor& y_in, const s
   const auto& k = kernels<FactorizationMachineKernels>();
   const int64_t own = k.forward_scratch(shape), floats = own + x.memory() + y.memory() + out.memory();
   const int64_t products = 2 * sizes.F * sizes.D * sizes.K;
-  for_samples(sizes.B, kSamplesAtOnce, products, floats, [&](int64_t first, int64_t count, float* memory) {
+  for_samples(sizes.B, kSamplesPerBatch, products, floats, [&](int64_t first, int64_t count, float* memory) {
     float *x_memory = memory + own, *y_memory = x_memory + x.memory();
     float* to = out.open(first, y_memory + y.memory());
     const SampleRows<const float> from{x.read(first, count, x_memory), x.stride()};
@@ -66,28 +66,27 @@ Tensor factorization_machine_cpu(const Tensor& x_in, const Tensor& y_in, const s
   return out_tensor;
 }
 
-// Gradients of y as float32: of each sample, or the sums of kSampleChunk samples each, of which there are `count`.
+// Gradients of y as float32: one per sample, or `count` sums over kSampleChunk samples each.
 struct FactorGradients {
-  Scratch<float> numbers;
+  Scratch<float> elements;
   int64_t count, stride;
 
   FactorGradients(const FactorizationSizes& s)
       : count(s.shared ? ceil_div(s.B, kSampleChunk) : s.B), stride(ceil_div(s.F * s.K, 16) * 16) {
-    numbers = Scratch<float>(count * stride);
-    if (s.shared) std::fill_n(numbers.get(), count * stride, 0.0f);
+    elements = Scratch<float>(count * stride);
+    if (s.shared) std::fill_n(elements.get(), count * stride, 0.0f);
   }
-  // Destination of sample b's gradient: shared by a chunk of samples, to add to; or its own, followed by the next
-  // samples'.
+  // Destination of sample b's gradient: the accumulator of its chunk of samples, or its own.
   SampleRows<float> at(int64_t b, bool shared) const {
-    return shared ? SampleRows<float>{numbers.get() + b / kSampleChunk * stride, 0}
-                  : SampleRows<float>{numbers.get() + b * stride, stride};
+    return shared ? SampleRows<float>{elements.get() + b / kSampleChunk * stride, 0}
+                  : SampleRows<float>{elements.get() + b * stride, stride};
   }
 };
 
 std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad_in, const Tensor& x_in,
                                                               const Tensor& y_in, const std::string& precision) {
   const FactorizationSizes sizes = check_factorization_machine_backward(grad_in, x_in, y_in, precision);
-  const int64_t B = sizes.B, F = sizes.F, numbers = F * sizes.K;
+  const int64_t B = sizes.B, F = sizes.F, elements = F * sizes.K;
   const FactorizationShape shape{F, sizes.D, sizes.K};
   Tensor x_tensor = new_tensor(x_in, {B, F, sizes.D}, x_in.scalar_type());
   if (B == 0 || F == 0) return {x_tensor, new_zeros(y_in, y_in.sizes(), y_in.scalar_type())};
@@ -97,30 +96,30 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
   const FactorGradients to_y(sizes);
   const auto& k = kernels<FactorizationMachineKernels>();
   const int64_t own = k.backward_scratch(shape), floats = own + grad.memory() + 2 * x.memory() + y.memory();
-  const int64_t products = 6 * numbers * sizes.D;
+  const int64_t products = 6 * elements * sizes.D;
   for_samples(B, kSampleChunk, products, floats, [&](int64_t begin, int64_t samples, float* memory) {
     float *grad_memory = memory + own, *x_memory = grad_memory + grad.memory();
     float *y_memory = x_memory + x.memory(), *out_memory = y_memory + y.memory();
-    for (int64_t b = begin; b < begin + samples; b += kSamplesAtOnce) {
-      const int64_t count = std::min(kSamplesAtOnce, begin + samples - b);
+    for (int64_t b = begin; b < begin + samples; b += kSamplesPerBatch) {
+      const int64_t count = std::min(kSamplesPerBatch, begin + samples - b);
       float* to = to_x.open(b, out_memory);
       k.backward(shape, {grad.read(b, count, grad_memory), grad.stride()}, {x.read(b, count, x_memory), x.stride()},
                  y.read(b, count, y_memory), {to, to_x.stride()}, to_y.at(b, sizes.shared), count, memory);
       to_x.write(b, count, to);
     }
   });
-  const KeepDenormals guard;  // of what is left to this thread
-  if (sizes.shared) sum_chunks(to_y.numbers.get(), to_y.count, to_y.stride, to_y.stride, to_y.numbers.get());
+  const KeepDenormals guard;  // for the part that the calling thread computes
+  if (sizes.shared) sum_chunks(to_y.elements.get(), to_y.count, to_y.stride, to_y.stride, to_y.elements.get());
   Tensor y_tensor = sizes.shared ? new_tensor(x_in, {F, sizes.K}, x_in.scalar_type())
                                  : new_tensor(x_in, {B, F, sizes.K}, x_in.scalar_type());
   const RowRounding nearest{};
   const auto encode = kernels<RowFormatKernels>().nearest[static_cast<int>(float_format(x_in.scalar_type()))];
   auto* to = static_cast<uint8_t*>(y_tensor.mutable_data_ptr());
-  const int64_t bytes = numbers * static_cast<int64_t>(y_tensor.element_size());
-  const int64_t few = 1 + kFewNumbers / numbers, all = sizes.shared ? 1 : B;
+  const int64_t bytes = elements * static_cast<int64_t>(y_tensor.element_size());
+  const int64_t few = 1 + kFewNumbers / elements, all = sizes.shared ? 1 : B;
   parallel_pieces(all, few, workers_for(all, few), [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; ++i)
-      encode(to_y.numbers.get() + i * to_y.stride, 1, numbers, nearest, {to + i * bytes, 0, nullptr});
+      encode(to_y.elements.get() + i * to_y.stride, 1, elements, nearest, {to + i * bytes, 0, nullptr});
   });
   return {x_tensor, y_tensor};
 }

@@ -1,4 +1,4 @@
-// Plain-pointer kernels of factorization_machine, one table per instruction set (core/cpu/isa.h).
+// Plain-pointer kernels of factorization_machine, one function table per instruction set (core/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct FactorizationShape {
   int64_t F, D, K;
 };
 
-// Samples, `stride` apart; the numbers of each are contiguous. With stride 0 all are the same.
+// Samples, `stride` floats apart, each contiguous. With stride 0 all samples share the memory.
 template <class Float>
 struct SampleRows {
   Float* first;
@@ -20,12 +20,12 @@ struct SampleRows {
 };
 
 struct FactorizationMachineKernels {
-  // Floats of scratch memory that a forward needs, and then a backward.
+  // Scratch floats of the forward, and of the backward.
   int64_t (*forward_scratch)(const FactorizationShape& shape);
   void (*forward)(const FactorizationShape& shape, SampleRows<const float> x, SampleRows<const float> y,
                   SampleRows<float> out, int64_t samples, float* scratch);
   int64_t (*backward_scratch)(const FactorizationShape& shape);
-  // The gradients of y are added to what is there.
+  // Accumulates into the gradients of y.
   void (*backward)(const FactorizationShape& shape, SampleRows<const float> grad, SampleRows<const float> x,
                    SampleRows<const float> y, SampleRows<float> grad_x, SampleRows<float> grad_y, int64_t samples,
                    float* scratch);

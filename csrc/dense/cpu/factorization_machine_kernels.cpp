@@ -1,7 +1,7 @@
 // Compiled once per instruction set: no torch header and no std template here (core/host_device.h says why).
 //
-// All that a sample needs lies in the first cache: its x, and x^T y or its transpose, whichever has the columns that
-// the next product's lanes are.
+// The operands of a sample fit in the L1 cache: x, and x^T y or its transpose, whichever has the lanes of the next
+// product as columns.
 #include "dense/cpu/factorization_machine.h"
 #include "dense/cpu/small_product.h"
 
@@ -9,7 +9,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// The rows of a matrix in whole registers, zeros behind the last column: where they lie if they are, or in memory.
+// Rows of a matrix padded with zeros to whole registers: in place if they have that width, else copied to `memory`.
 const float* whole_registers(const float* matrix, int64_t rows, int64_t columns, float* memory) {
   const int64_t stride = padded(columns);
   if (stride == columns) return matrix;
@@ -58,7 +58,7 @@ void backward(const FactorizationShape& s, SampleRows<const float> grad, SampleR
   for (int64_t b = 0; b < samples; ++b) {
     const float *x_rows = whole_registers(x[b], F, D, x_memory),
                 *grad_rows = whole_registers(grad[b], F, K, grad_memory);
-    // grad and y side by side, P^T and Q^T one above the other: the gradient of x is one product of them.
+    // The gradient of x as one product: [grad, y] times [P^T; Q^T].
     for (int64_t f = 0; f < F; ++f) {
       __builtin_memcpy(factors + f * 2 * K, grad[b] + f * K, static_cast<size_t>(K) * 4);
       __builtin_memcpy(factors + f * 2 * K + K, y[b] + f * K, static_cast<size_t>(K) * 4);
@@ -68,7 +68,7 @@ void backward(const FactorizationShape& s, SampleRows<const float> grad, SampleR
     multiply_into(grad_x[b], D, factors, 2 * K, 1, 2 * K, transposed, F, D);
     multiply_into(inner, y_width, x[b], 1, D, F, grad_rows, D, y_width);
     multiply_into(grad_y.stride ? grad_y[b] : sums, K, x[b], D, 1, D, inner, F, K);
-    if (grad_y.stride) continue;  // the sample's own
+    if (grad_y.stride) continue;  // y is not shared
     float* to = grad_y[b];
     for (int64_t i = 0; i < F * K; ++i) to[i] += sums[i];
   }

@@ -13,17 +13,18 @@
 namespace rec_kernels {
 namespace {
 
-// Multiplications that a worker should have at the least, and numbers to copy: a few microseconds.
+// Minimum multiplications, or elements to copy, per worker: a few microseconds.
 constexpr int64_t kWorkerProducts = 1 << 18, kWorkerCopies = 1 << 14;
-// Rows that go through all panels before the next ones do: a multiple of every tile's, few enough to stay in the cache
-// with the matrices. Matrices beyond kSmallMatrices floats are fetched anew each time, and worth more rows.
+// Rows per block that is multiplied by all panels: a multiple of every tile height, few enough to stay in the cache
+// with the matrices. Matrices of more than kSmallMatrices floats are reloaded for each block, which should then have
+// more rows.
 constexpr int64_t kFewRows = 48, kManyRows = 192, kSmallMatrices = 1 << 16;
-// Pieces of work for each worker, so that a slow one does not keep the others waiting.
+// Pieces of work per worker, for load balance.
 constexpr int64_t kPiecesPerWorker = 8;
 
 int64_t padded(int64_t columns) { return ceil_div(columns, kPanelPadding) * kPanelPadding; }
 
-// A group with its place in x, in the result and among the weights.
+// A group with its offsets in x, in the result and in the weights.
 struct Group {
   int64_t x_column, in_dim;
   int64_t out_column, out_dim;
@@ -36,7 +37,7 @@ std::vector<Group> groups_of(const ProjectionDims& dims) {
   Group g{};
   int64_t block = 0;
   for (size_t i = 0; i < dims.in_dims.size(); ++i) {
-    // A block begins where the one before it ends; `g` is still the group before.
+    // A block begins where the previous one ends; `g` is still the previous group.
     if (dims.outputs[i] != block) g.out_column += g.out_dim;
     block = dims.outputs[i];
     g.in_dim = dims.in_dims[i];
@@ -48,20 +49,20 @@ std::vector<Group> groups_of(const ProjectionDims& dims) {
   return groups;
 }
 
-// The matrix of a term: element [k, n] of its panel is from[k * down + n * right].
+// Source of a term's matrix: element [k, n] of its panel is from[k * down + n * right].
 struct MatrixSource {
   const float* from;
   int64_t down, right;
 };
 
-// A product of rows as the kernels take it, and the memory of its matrices.
+// A product of rows for the kernels, and the memory of its packed matrices.
 struct Product {
   std::vector<ProjectionPanel> panels;
   std::vector<ProjectionTerm> terms;
-  std::vector<MatrixSource> sources;  // of each term
+  std::vector<MatrixSource> sources;  // per term
   Scratch<float> matrices;
 
-  // Panels for columns [column, column + columns) of the result; add_terms(c) adds the terms of that from c on.
+  // Adds panels for columns [column, column + columns) of the result; add_terms(c) adds the terms of the panel at c.
   template <class AddTerms>
   void add_panels(int64_t column, int64_t columns, const AddTerms& add_terms) {
     for (int64_t c = 0; c < columns; c += kPanelColumns) {
@@ -107,7 +108,7 @@ Product input_product(const ProjectionDims& dims, const float* weights) {
   return p;
 }
 
-// Columns behind the panel's last one are computed, too, from zeros, and thrown away.
+// Padding columns are computed from zeros and discarded.
 void pack_matrix(const MatrixSource& source, const ProjectionTerm& term, const ProjectionPanel& panel) {
   const int64_t behind = panel.padded - panel.columns;
   for (int64_t k = 0; k < term.depth; ++k) {
@@ -121,7 +122,7 @@ void pack_matrix(const MatrixSource& source, const ProjectionTerm& term, const P
       term.matrix[k * panel.padded + n] = source.from[n * source.right + k * source.down];
 }
 
-// Gives every term its matrix; returns how many floats they are together.
+// Assigns every term its matrix; returns the total size in floats.
 int64_t pack(Product& p) {
   int64_t size = 0;
   for (const ProjectionPanel& panel : p.panels)
@@ -142,7 +143,7 @@ int64_t pack(Product& p) {
   return size;
 }
 
-// Cuts a list of things with these costs into `parts` parts of about equal cost: the first of each, and the end.
+// Splits items with these costs into `parts` ranges of about equal cost; returns the start of each, and the end.
 std::vector<int64_t> cut(const std::vector<int64_t>& costs, int64_t parts) {
   int64_t total = 0;
   for (const int64_t cost : costs) total += cost;
@@ -154,7 +155,7 @@ std::vector<int64_t> cut(const std::vector<int64_t>& costs, int64_t parts) {
   return starts;
 }
 
-// Cost of each panel: a row's multiplications, and the copying of its numbers in the same unit.
+// Cost per panel: multiplications per row, plus the copying of its elements in the same unit.
 std::vector<int64_t> costs_of(Product& p) {
   std::vector<int64_t> costs;
   for (const ProjectionPanel& panel : p.panels) {
@@ -174,7 +175,7 @@ Tensor multiply(Product&& p, const Tensor& in, int64_t columns) {
   const int64_t wanted = workers == 1 ? 1 : kPiecesPerWorker * workers;
   const int64_t piece = std::max(kFewRows, std::min(kManyRows, rows / wanted / kFewRows * kFewRows));
   const int64_t row_pieces = ceil_div(rows, piece);
-  // Few samples: the panels are shared out, too.
+  // With few samples, also parallel over panels.
   const std::vector<int64_t> starts = cut(costs_of(p), std::min(num_panels, ceil_div(wanted, row_pieces)));
   const int64_t parts = static_cast<int64_t>(starts.size()) - 1;
   const float* x = in.const_data_ptr<float>();
@@ -205,7 +206,7 @@ Tensor backward_input_cpu(const Tensor& grad, const Tensor& weights_in, const st
   return multiply(input_product(dims, weights.const_data_ptr<float>()), as_contiguous(grad), sizes.in_columns);
 }
 
-// Panels of all matrices.
+// Makes the panels of all matrices.
 struct GradientPanels {
   std::vector<GradientPanel> panels;
   std::vector<int64_t> costs;
@@ -243,7 +244,7 @@ Tensor backward_weights_cpu(const Tensor& grad_in, const Tensor& x_in, const std
   const int64_t num_panels = static_cast<int64_t>(p.panels.size()), num_sums = p.num_sums;
   const int64_t workers = workers_for(1 + samples * num_sums / kWorkerProducts, 1);
   const int64_t wanted = workers == 1 ? 1 : kPiecesPerWorker / 2 * workers;
-  // Chunks of chunks need no memory between the levels of the sum; there are more chunks, for more workers.
+  // Chunks of chunks need no memory between the levels of the sum; chunks allow more workers.
   constexpr int64_t kLong = kSampleChunk * kSampleChunk;
   const int64_t piece = num_panels * ceil_div(samples, kLong) >= wanted ? kLong : kSampleChunk;
   const int64_t count = ceil_div(samples, piece);

@@ -1,7 +1,8 @@
-// Plain-pointer kernels of grouped_projection, one table per instruction set (core/cpu/isa.h).
+// Plain-pointer kernels of grouped_projection, one function table per instruction set (core/cpu/isa.h).
 //
-// Forward and input gradient are one product: columns of the result are sums of terms, rows times a matrix. It comes in
-// panels, matrices packed for them. The gradient of the weights goes by the same panels of the result's columns.
+// Forward and input gradient are the same kind of product: columns of the result are sums of terms, rows times a
+// matrix. The columns are split into panels, and matrices are packed per panel. The weight gradient uses the same
+// panels.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +12,15 @@
 
 namespace rec_kernels {
 
-// Columns of a panel: four of the widest registers. Behind the last column its rows are padded with zeros to whole
-// ones.
+// Columns per panel: four of the widest registers. Rows are padded with zeros to whole registers.
 constexpr int64_t kPanelColumns = 64, kPanelPadding = 16;
-// Samples of a chunk, and chunks of a chunk of chunks: docs/numerics.md, "Row gradients".
+// Samples per chunk, and chunks per second-level chunk (docs/numerics.md, "Row gradients").
 constexpr int64_t kSampleChunk = kChunk;
 
 struct ProjectionTerm {
-  int64_t column;  // the first one it reads
-  int64_t depth;   // how many; 0: the identity, which reads the panel's columns
-  float* matrix;   // [depth, panel's padded]
+  int64_t column;  // first column of x
+  int64_t depth;   // number of columns of x; 0: the identity, which reads the panel's columns
+  float* matrix;   // [depth, padded]
 };
 
 struct ProjectionPanel {
@@ -28,7 +28,7 @@ struct ProjectionPanel {
   int64_t first_term, last_term;
 };
 
-// Some columns of a group's block, and all of the group's: a part of W_g. Sums behind `columns` may be anything.
+// Some columns of a group's block and all columns of the group: a part of W_g. Sums after `columns` are undefined.
 struct GradientPanel {
   int64_t x_column, depth;
   int64_t grad_column, columns, padded;
@@ -37,7 +37,7 @@ struct GradientPanel {
 };
 
 struct GroupedProjectionKernels {
-  // Columns of `count` panels of `rows` rows: out = sum of the panel's terms of x. `step` rows of all panels at a time.
+  // out = sum of the panel's terms of x, for the columns of `count` panels and `rows` rows, `step` rows at a time.
   void (*project)(const ProjectionPanel* panels, int64_t count, const ProjectionTerm* terms, const float* x,
                   int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t step);
   // sums[k, c] = chunk sums of x[:, k] * grad[:, c] over `samples` rows, at most kSampleChunk^2, added in their order.

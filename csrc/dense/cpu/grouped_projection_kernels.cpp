@@ -1,7 +1,7 @@
 // Compiled once per instruction set: no torch header and no std template here (core/host_device.h says why).
 //
-// A tile of sums stays in registers while its terms go by: each step loads a few registers of one operand and
-// multiplies them by single elements of the other.
+// A tile of sums stays in registers while its terms are accumulated: each step loads a few registers of one operand and
+// multiplies them by broadcast elements of the other.
 #include "core/cpu/simd.h"
 #include "dense/cpu/grouped_projection.h"
 
@@ -9,8 +9,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// The widest tile, in registers across and elements down: its sums and one row of operands fill the registers there
-// are.
+// Maximum tile size, registers across and elements down: its sums and one row of operands use all registers.
 #if defined(__AVX512F__)
 constexpr int kMostAcross = 4;
 #else
@@ -18,14 +17,14 @@ constexpr int kMostAcross = 2;
 #endif
 constexpr int most_down(int across) { return across == kMostAcross ? 6 : 8; }
 
-// N registers at p, of the last one so many lanes.
+// Loads N registers at p; the last one has `lanes` lanes.
 template <int N>
 RK_HOST_DEVICE void load_lanes(const float* p, int lanes, Vec* v) {
   for (int i = 0; i < N - 1; ++i) v[i] = Vec::load(p + i * W);
   v[N - 1] = lanes == W ? Vec::load(p + (N - 1) * W) : Vec::load_partial(p + (N - 1) * W, lanes);
 }
 
-// Registers that a panel's columns from `column` on fill, at most a tile's, and the lanes of the last one.
+// Number of registers for a panel's columns from `column` on, at most a tile's, and the lanes of the last one.
 struct Across {
   int registers, lanes;
 };
@@ -38,13 +37,13 @@ Across across_from(int64_t column, int64_t columns) {
 // A tile of the product.
 struct ProductTile {
   const ProjectionTerm *first, *last;
-  int64_t column, padded;  // in the panel
+  int64_t column, padded;  // column within the panel, padded width of the panel
   int lanes;
   const float* x;
   int64_t x_stride;
   float* out;
   int64_t out_stride;
-  const float* next;  // memory to fetch meanwhile, so much for each row
+  const float* next;  // memory to prefetch, a share per row
   int64_t next_stride;
 };
 
@@ -96,7 +95,7 @@ void project_rows(int registers, ProductTile t, int64_t rows) {
   for (; rows >= kRows; rows -= kRows) {
     if (t.next_stride) prefetch_bytes(t.next, kRows * t.next_stride * 4);
     t.next += kRows * t.next_stride;
-    // Lines to be written, too, where they are several: too far from the row's before to be foreseen by the processor.
+    // Also prefetches output lines if several: they are too far from the previous row for the hardware prefetcher.
     for (int r = 0; N > 1 && r < kRows; ++r)
       for (int i = 0; i < N; ++i) prefetch_line(t.out + (kRows + r) * t.out_stride + i * W);
     project_tile<N, kRows>(t);
@@ -108,7 +107,7 @@ void project_rows(int registers, ProductTile t, int64_t rows) {
 
 void project(const ProjectionPanel* panels, int64_t count, const ProjectionTerm* terms, const float* x,
              int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t step) {
-  // While a step is computed, each panel asks for its share of the next one's rows, which lie one after the other.
+  // During a step, each panel prefetches its share of the next step's rows, which are consecutive.
   const int64_t share = ceil_div(x_stride, count);
   for (int64_t r = 0; r < rows; r += step, x += step * x_stride, out += step * out_stride) {
     const int64_t here = rows - r < step ? rows - r : step;
@@ -132,7 +131,7 @@ void project(const ProjectionPanel* panels, int64_t count, const ProjectionTerm*
   }
 }
 
-// A chunk of samples, and a tile of the sums.
+// A chunk of samples and a tile of sums.
 struct GradientTile {
   const float* x;
   int64_t x_stride;
@@ -142,8 +141,8 @@ struct GradientTile {
   int64_t samples;
   float* sums;
   int64_t padded;
-  bool first;       // chunk: nothing has been summed before it
-  bool fetch_grad;  // of the next chunk
+  bool first;       // first chunk, which starts the sums
+  bool fetch_grad;  // prefetch the next chunk's gradient
 };
 
 template <int N, int Depth>

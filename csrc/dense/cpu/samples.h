@@ -1,4 +1,4 @@
-// Tensors of any float dtype, sample by sample, for kernels that take float32.
+// Converts tensors of any float dtype to float32 per batch of samples, for kernels that take float32.
 #pragma once
 
 #include <algorithm>
@@ -11,73 +11,73 @@
 
 namespace rec_kernels {
 
-// Samples that are widened together: whole registers of every instruction set, for kernels whose lanes are samples.
-constexpr int64_t kSamplesAtOnce = 16;
+// Samples per conversion batch: a multiple of the lanes of every instruction set, for kernels whose lanes are samples.
+constexpr int64_t kSamplesPerBatch = 16;
 
-// The numbers of samples, contiguous within each.
+// Float data of samples, each contiguous.
 struct Samples {
   Tensor tensor;
-  int64_t stride, numbers;  // from one to the next, of each
+  int64_t stride, elements;  // elements between samples, elements per sample
 };
 
 inline Samples samples_of(const Tensor& t) {
-  int64_t numbers = 1;
+  int64_t elements = 1;
   bool contiguous = true;
   const auto strides = t.strides();
-  for (int64_t i = t.dim() - 1; i > 0; numbers *= t.size(i--))
-    contiguous &= t.size(i) == 1 || strides[static_cast<size_t>(i)] == numbers;
-  if (contiguous) return {t, strides[0], numbers};
-  return {as_contiguous(t), numbers, numbers};
+  for (int64_t i = t.dim() - 1; i > 0; elements *= t.size(i--))
+    contiguous &= t.size(i) == 1 || strides[static_cast<size_t>(i)] == elements;
+  if (contiguous) return {t, strides[0], elements};
+  return {as_contiguous(t), elements, elements};
 }
 
-// Samples of any float dtype as the kernels take them, float32: where they lie, or widened into memory.
+// Samples of any float dtype as float32: in place, or converted into a buffer.
 class Floats {
  public:
   explicit Floats(const Samples& samples)
       : format_(float_format(samples.tensor.scalar_type())),
         data_(const_cast<char*>(static_cast<const char*>(samples.tensor.const_data_ptr()))),
         stride_(samples.stride),
-        numbers_(samples.numbers) {}
+        elements_(samples.elements) {}
 
   bool plain() const { return format_ == RowFormat::kFp32; }
-  int64_t memory() const { return plain() ? 0 : kSamplesAtOnce * numbers_; }
-  int64_t stride() const { return plain() ? stride_ : numbers_; }
-  // Reads `count` samples from `first` on, at most kSamplesAtOnce.
+  int64_t memory() const { return plain() ? 0 : kSamplesPerBatch * elements_; }
+  int64_t stride() const { return plain() ? stride_ : elements_; }
+  // Reads `count` samples starting at `first`, at most kSamplesPerBatch.
   const float* read(int64_t first, int64_t count, float* memory) const {
     if (plain()) return reinterpret_cast<const float*>(data_) + first * stride_;
     const auto decode = kernels<RowFormatKernels>().decode[static_cast<int>(format_)];
     for (int64_t s = 0; s < count; ++s) {
-      prefetch_bytes(place(first + count + s), numbers_ * 2);  // of the samples that are read next
-      decode(place(first + s), 1, numbers_, memory + s * numbers_);
+      prefetch_bytes(place(first + count + s), elements_ * 2);  // prefetch the next batch
+      decode(place(first + s), 1, elements_, memory + s * elements_);
     }
     return memory;
   }
-  // Memory to fill; write() with the same arguments stores it.
+  // Returns memory to fill; write() with the same arguments stores it.
   float* open(int64_t first, float* memory) const {
     return plain() ? reinterpret_cast<float*>(data_) + first * stride_ : memory;
   }
   void write(int64_t first, int64_t count, const float* memory) const {
-    if (plain() || numbers_ == 0) return;
+    if (plain() || elements_ == 0) return;
     const RowPlaces places{place(first), 0, nullptr};
-    kernels<RowFormatKernels>().nearest[static_cast<int>(format_)](memory, count, numbers_, RowRounding{}, places);
+    kernels<RowFormatKernels>().nearest[static_cast<int>(format_)](memory, count, elements_, RowRounding{}, places);
   }
 
  private:
   uint8_t* place(int64_t sample) const { return reinterpret_cast<uint8_t*>(data_) + sample * stride_ * 2; }
 
   RowFormat format_;
-  char* data_;  // written to by way of open() and write() only, whose callers have made the tensor
-  int64_t stride_, numbers_;
+  char* data_;  // written only through open() and write(), for tensors that the caller created
+  int64_t stride_, elements_;
 };
 
-// body(first, count, memory) for samples [first, first + count), `block` of them but for the last, with so many floats
-// of scratch memory. `products` are the multiplications of a sample.
+// Calls body(first, count, memory) in parallel for blocks of `block` samples, the last one possibly smaller, with
+// scratch memory of this many floats. `products`: multiplications per sample.
 template <class Body>
 void for_samples(int64_t B, int64_t block, int64_t products, int64_t floats, const Body& body) {
-  constexpr int64_t kLeastProducts = 1 << 18;  // of a worker: some ten microseconds
+  constexpr int64_t kLeastProducts = 1 << 18;  // per worker: about ten microseconds
   const int64_t blocks = ceil_div(B, block),
                 workers = workers_for(blocks, 1 + kLeastProducts / (block * (products + 1)));
-  // Whole cache lines for each worker.
+  // Round up to whole cache lines per worker.
   const int64_t each = ceil_div(floats, 16) * 16;
   const Scratch<float> memory(workers * each);
   parallel_shares(blocks, workers, [&](int64_t begin, int64_t end, int64_t worker) {

@@ -7,7 +7,7 @@
 namespace rec_kernels {
 namespace {
 
-// Rows that are worth a thread's start: about 64 KiB.
+// Minimum rows per thread: about 64 KiB.
 int64_t few_rows(int64_t columns) { return 1 + 16384 / (columns + 1); }
 
 Tensor scale_rows_cpu(const Tensor& x_in, const Tensor& scale_in) {

@@ -1,4 +1,4 @@
-// Plain-pointer kernels of scale_rows, one table per instruction set (core/cpu/isa.h).
+// Plain-pointer kernels of scale_rows, one function table per instruction set (core/cpu/isa.h).
 #pragma once
 
 #include <cstdint>

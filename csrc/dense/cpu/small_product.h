@@ -1,7 +1,7 @@
-// Products of matrices that are small enough to lie in the first cache, within one sample.
+// Products of matrices of one sample, which are small enough for the L1 cache.
 //
-// A tile of sums stays in registers while its terms go by: each term loads a few registers of the right matrix and
-// multiplies them by single numbers of the left one.
+// A tile of sums stays in registers while its terms are accumulated: each term loads a few registers of the right
+// matrix and multiplies them by broadcast elements of the left one.
 #pragma once
 
 #include "core/cpu/simd.h"
@@ -12,20 +12,20 @@ inline namespace RK_ISA {
 // `count` rounded up to whole registers.
 RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, W) * W; }
 
-// out [rows, columns] = left [rows, terms] times right [terms, columns]. Every sum takes its terms in ascending order,
-// sum = fmaf(left, right, sum), from +0 on.
+// out [rows, columns] = left [rows, terms] times right [terms, columns]. Every sum starts at +0 and adds terms in
+// ascending order, sum = fmaf(left, right, sum).
 struct SmallProduct {
   const float* left;  // element [r, t] is left[r * down + t * across]
   int64_t down, across;
-  const float* right;  // whole registers: what lies behind the last column is read, too
+  const float* right;  // rows of whole registers: columns after the last one are also read
   int64_t right_stride;
   int64_t terms;
   float *first, *others;  // rows 0, and 1, 2, ... of the result
   int64_t out_stride;
 };
 
-// The widest tile, in registers across, and its rows for each width: its sums and operands fill the registers there
-// are, and enough sums are on their way at once.
+// Maximum tile width in registers, and tile rows per width: sums and operands use all registers, and enough independent
+// sums hide latency.
 #if defined(__AVX512F__)
 constexpr int kProductAcross = 4;
 constexpr int kProductDown[] = {0, 14, 10, 8, 6};
@@ -34,13 +34,13 @@ constexpr int kProductAcross = 2;
 constexpr int kProductDown[] = {0, 8, 6};
 #endif
 
-// A tile's place in the result: its first row and column, and the lanes of its last register.
+// Position of a tile in the result: first row and column, and lanes of its last register.
 struct ProductPlace {
   int64_t row, column;
   int lanes;
 };
 
-// kPacked: left's rows are neighbours, down is 1.
+// kPacked: rows of left are adjacent elements, down is 1.
 template <int N, int kRows, bool kPacked>
 void product_tile(const SmallProduct& p, ProductPlace at) {
   Vec sum[kRows][N], operand[N];
@@ -71,7 +71,7 @@ RK_HOST_DEVICE void product_rows(const SmallProduct& p, ProductPlace at, int64_t
   product_tile<N, kRows, kPacked>(p, at);
 }
 
-// All rows of some columns, in tiles of about equal height.
+// Computes all rows of some columns, in tiles of about equal height.
 template <int N, bool kPacked>
 RK_HOST_DEVICE void product_columns(const SmallProduct& p, ProductPlace at, int registers, int64_t rows) {
   if constexpr (N > 1) {

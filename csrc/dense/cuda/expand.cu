@@ -1,6 +1,6 @@
-// expand: out[b, :] = x[inverse[b], :]. Bytes moved: a row read and written per number; each thread copies a word of
-// 16 bytes where rows are aligned, neighbours neighbouring ones, so that no lane idles at any D. Its backward sums
-// rows by number.
+// expand: out[b, :] = x[inverse[b], :]. Bytes moved: a row read and written per index. Each thread copies one word, 16
+// bytes if rows are aligned, so that accesses are coalesced and no lane is idle for any D. The backward is a segment
+// sum.
 #include <algorithm>
 
 #include "core/boxing.h"
@@ -16,9 +16,9 @@ struct ExpandArgs {
   const void* x;
   Integers inverse;
   void* out;
-  int64_t rows;   // of x
-  int64_t count;  // of out
-  int64_t words;  // of all of out
+  int64_t rows;   // rows of x
+  int64_t count;  // rows of out
+  int64_t words;  // total words of out
   Divisor row_words;
   int64_t* status;
 };

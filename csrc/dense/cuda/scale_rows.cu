@@ -1,7 +1,6 @@
-// y[n, :] = scale[n] * x[n, :], and out[n] = dot(a[n, :], b[n, :]). A group of lanes takes a row, a lane a word of it
-// at a time: four floats where rows are aligned. Bytes moved: two rows read or written per row, so both are bound by
-// memory, and a lane asks for words of kRows rows before it waits for the first. These rows are neighbours within a
-// warp.
+// y[n, :] = scale[n] * x[n, :], and out[n] = dot(a[n, :], b[n, :]). A group of lanes takes a row, a lane one word at a
+// time: four floats if rows are aligned. Bytes moved: two rows read or written per row, so both ops are memory bound,
+// and a lane loads words of kRows rows before it waits for the first. The rows of a warp are consecutive.
 #include <type_traits>
 
 #include "core/boxing.h"
@@ -15,24 +14,25 @@ namespace {
 
 constexpr int kRows = 4;  // 16 registers of words
 
-// Rows that a group of G lanes takes together: first + u * kStep for u < kRows. Those of a warp are kSpan neighbours.
+// Rows that a group of G lanes processes together: first + u * kStep for u < kRows. A warp covers kSpan consecutive
+// rows.
 template <int G>
 struct RowsOfGroup {
   static constexpr int kStep = kWarpSize / G, kSpan = kRows * kStep;
 
-  // The first row of the warp, and how far on its next ones are.
+  // First row of the warp, and the distance to its next rows.
   __device__ __forceinline__ static int64_t first() { return Group<kWarpSize>::first() * kSpan; }
   __device__ __forceinline__ static int64_t stride() { return Group<kWarpSize>::stride() * kSpan; }
 };
 
-// Blocks for rows of `lanes` lanes each. One for every kRows rows of its groups, none goes on in a stride: blocks that
-// start are balanced better than those that go on, and a lane has enough to ask for.
+// Blocks for rows of `lanes` lanes each: kRows rows per group, without a grid-stride loop, since starting blocks
+// balances load better and a lane has enough loads in flight.
 inline dim3 blocks_for_rows(int64_t rows, int lanes) { return at_most(kMostBlocks, ceil_div(rows, kRows), lanes); }
 
 __device__ __forceinline__ float scaled(float s, float x) { return s * x; }
 __device__ __forceinline__ float4 scaled(float s, float4 x) { return make_float4(s * x.x, s * x.y, s * x.z, s * x.w); }
 
-// Rows of `words` words. Behind the last row, that one is read again: a load with a condition would wait for another.
+// Rows of `words` words. Past the end, the last row is read again: conditional loads would be serialized.
 template <class Word, int G>
 __global__ void __launch_bounds__(kThreads)
     scale_rows_kernel(const float* x, const float* scale, float* out, int64_t rows, int64_t words) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Aligned rows; with G below a warp, no row has more than 4 * G columns. The order is that of warp_row_dot().
+// For aligned rows; if G is less than a warp, rows have at most 4 * G columns. The order is that of warp_row_dot().
 template <int G>
 __global__ void __launch_bounds__(kThreads)
     row_dot_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows that are not aligned.
+// For unaligned rows.
 __global__ void __launch_bounds__(kThreads)
     row_dot_unaligned_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
   const Group<kWarpSize> warp;
@@ -110,7 +110,7 @@ void launch_scale_rows(const float* x, const float* scale, float* out, int64_t r
   });
 }
 
-// True if rows of so many floats from both addresses on can be read and written four at a time.
+// True if the rows of both tables, with this many columns, can be accessed four floats at a time.
 bool both_aligned(const float* a, const float* b, int64_t columns) {
   return word_bytes(static_cast<int64_t>(sizeof(float)) * columns, a, b) == sizeof(float4);
 }

@@ -1,4 +1,4 @@
-// Copies of rows of a jagged tensor: what jagged_index_select and jagged_windows share on the CPU.
+// Copies rows of a jagged tensor, for jagged_index_select and jagged_windows on the CPU.
 #pragma once
 
 #include <tuple>
@@ -7,14 +7,14 @@
 
 namespace rec_kernels {
 
-// The output: rows of `bytes` bytes a value.
+// Output rows, with `bytes` bytes per value.
 struct Copies {
   const char* from;
   char* to;
   int64_t bytes;
 };
 
-// Rows [begin, end) of the output. Rows that follow each other in the input, too, are one copy.
+// Copies output rows [begin, end). Rows that are adjacent in the input are copied together.
 template <class Rows>
 void copy_rows(const Copies& c, const Rows& rows, const Integers& places, int64_t begin, int64_t end) {
   int64_t first = begin < end ? rows.start(begin) : 0;
@@ -27,7 +27,7 @@ void copy_rows(const Copies& c, const Rows& rows, const Integers& places, int64_
   }
 }
 
-// [count + 1], of the dtype of `like`: where the rows begin in the output, and end. Returns their values, too.
+// Returns the output offsets [count + 1], of the dtype of `like`, and the number of values.
 template <class Rows>
 std::tuple<Tensor, int64_t> place_rows(const Rows& rows, int64_t count, const Tensor& like) {
   Tensor offsets = new_tensor(like, {count + 1}, like.scalar_type());
@@ -42,13 +42,13 @@ std::tuple<Tensor, int64_t> place_rows(const Rows& rows, int64_t count, const Te
   return {offsets, total};
 }
 
-// `count` rows of `values`, contiguous: row m has those from rows.start(m) up to rows.stop(m), in [0, N]. Their offsets
-// have the dtype of argument Rows::kTyped, `like`; Rows::kNamed says in errors which rows these are. `total`: how many
-// values they have, if the caller knows. Returns what the op does.
+// Gathers `count` rows of contiguous `values`: row m is values [rows.start(m), rows.stop(m)), within [0, N]. Offsets
+// get the dtype of `like`, argument Rows::kTyped; Rows::kNamed describes the rows in errors. `total`: the number of
+// values, if known. Returns the result of the op.
 template <class Rows>
 std::tuple<Tensor, Tensor, Tensor> copied_rows(const Tensor& values, const Rows& rows, int64_t count,
                                                const Tensor& like, std::optional<int64_t> given_total) {
-  // N may be anything where rows have no columns, and so may the sum.
+  // For rows without columns, N and the total are unbounded.
   check_value(count == 0 || values.size(0) <= INT64_MAX / count, Rows::kNamed, ", ", count, " of up to ",
               values.size(0), " values, could have more than 2^63 together");
   const auto [offsets, total] = place_rows(rows, count, like);

@@ -1,4 +1,4 @@
-// Shared parts of the CPU drivers of the ops on jagged rows.
+// Helpers of the CPU drivers of the ops on jagged rows.
 #pragma once
 
 #include <cstring>
@@ -11,7 +11,7 @@
 
 namespace rec_kernels {
 
-// A status with nothing to report: what is bad was raised.
+// A status without errors: the CPU has already raised any.
 inline Tensor good_status(const Tensor& like) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
   int64_t* report = status.mutable_data_ptr<int64_t>();
@@ -27,14 +27,14 @@ inline void check_cover(const Bags& rows) {
               rows.num_ids, ", the number of values, got ", rows.offset(0), " and ", rows.offset(rows.num_bags));
 }
 
-// Calls body with the elements of a tensor of int32 or int64, to be written.
+// Calls body with a pointer to the elements of an int32 or int64 tensor, for writing.
 template <class Body>
 void with_integers(Tensor& t, const Body& body) {
   if (t.scalar_type() == ScalarType::Long) body(t.mutable_data_ptr<int64_t>());
   else body(t.mutable_data_ptr<int32_t>());
 }
 
-// Copies few bytes in a loop, where a call would cost more than the copy.
+// Copies a few bytes in a loop, where calling memcpy would cost more than the copy.
 inline void copy_bytes(char* to, const char* from, int64_t bytes) {
   constexpr int64_t kFew = 128, kWord = 8;
   if (bytes > kFew) {
@@ -46,9 +46,9 @@ inline void copy_bytes(char* to, const char* from, int64_t bytes) {
   for (; i < bytes; ++i) to[i] = from[i];
 }
 
-// Sums up the items' lengths in two passes over pieces: sums(i, what comes before item i) for every item, after its
-// length was asked for the last time. Returns the sum of all. Both are called for every item: they should own what they
-// read, which compilers then keep in registers.
+// Parallel prefix sum of the items' lengths in two passes: calls sums(i, sum of the lengths before item i) for every
+// item, after the last call of its length. Returns the total. Both functors are called for every item and should
+// capture by value, which lets compilers keep captures in registers.
 template <class Length, class Sums>
 int64_t running_sums(int64_t items, const Length& length, const Sums& sums) {
   const int64_t workers = workers_for(items, kFewItems), piece = ceil_div(items, workers);
@@ -74,15 +74,15 @@ int64_t running_sums(int64_t items, const Length& length, const Sums& sums) {
   return before.back();
 }
 
-// Calls body with the numbers, of int32 or int64, to be read.
+// Calls body with a pointer to int32 or int64 values, for reading.
 template <class Body>
 auto with_numbers(const Integers& numbers, const Body& body) {
   return numbers.wide ? body(static_cast<const int64_t*>(numbers.data))
                       : body(static_cast<const int32_t*>(numbers.data));
 }
 
-// Throws std::out_of_range for the first number of `t` that is not in [0, limit).
-inline void check_numbers(const Tensor& t, int64_t limit, const char* name, const char* of) {
+// Throws std::out_of_range for the first element of `t` that is not in [0, limit).
+inline void check_indices(const Tensor& t, int64_t limit, const char* name, const char* of) {
   const Integers numbers(t);
   const int64_t i = with_numbers(numbers, [&](const auto* number) {
     return first_bad(t.size(0), [number, limit](int64_t at) { return is_outside(number[at], limit); });

@@ -11,10 +11,10 @@
 namespace rec_kernels {
 namespace {
 
-// A feature's ids: which bucket they go to, and as what.
+// Maps a feature's ids to buckets, and to rows within a bucket.
 struct Block {
   Divisor rows;
-  int64_t limit;  // of the ids, which are not negative
+  int64_t limit;  // ids are in [0, limit)
   bool narrow;
 
   int64_t bucket(int64_t id) const { return narrow ? rows.divide_narrow(static_cast<uint32_t>(id)) : rows.divide(id); }
@@ -31,15 +31,15 @@ std::vector<Block> blocks_of(const Tensor& block_sizes, int64_t buckets) {
   return blocks;
 }
 
-// The call: bags, with the features' blocks.
+// Arguments of a call: bags, and the block size of each feature.
 struct Input {
   Bags rows;
   const std::vector<int64_t>& starts;
   const std::vector<Block>& blocks;
   int64_t buckets;
-  int64_t at_once;  // bags
+  int64_t at_once;  // bags per batch
 
-  // body(block, first bag, behind the last) for bags [begin, end), feature by feature.
+  // Calls body(block, first, last) for the bags [first, last) of each feature within [begin, end).
   template <class Body>
   void by_feature(int64_t begin, int64_t end, const Body& body) const {
     auto f = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1);
@@ -51,11 +51,11 @@ struct Input {
   }
 };
 
-// The most bags whose counts a worker has beside each other: bucket after bucket, they lie far apart. Fewer of so many
-// buckets that the counts would leave the cache.
+// Maximum bags per batch, whose counts a worker keeps in a compact buffer: in the output, buckets are far apart. Fewer
+// with so many buckets that the counts would exceed the cache.
 constexpr int64_t kBagsAtOnce = 64, kCountsAtOnce = 1 << 15;
 
-// Starts of `count` bags from `first` on, and the last one's end.
+// Copies the starts of `count` bags from `first` on, and the end of the last one.
 struct BagBounds {
   int64_t at[kBagsAtOnce + 1];
 
@@ -64,7 +64,7 @@ struct BagBounds {
   }
 };
 
-// The bucket of each id of bags [from, to); an id that has none goes to bucket 0, and is noted.
+// Computes the bucket of each id of bags [from, to). A bad id goes to bucket 0 and is recorded.
 template <class Id>
 void find_buckets(const Input& in, const Block& block, int64_t from, int64_t to, uint32_t* bucket_of, FirstBad* bad,
                   int64_t worker) {
@@ -77,7 +77,7 @@ void find_buckets(const Input& in, const Block& block, int64_t from, int64_t to,
   }
 }
 
-// lengths[bucket * bags + bag]: the ids of a bag that go to a bucket. Returns the first position that goes to none.
+// Counts lengths[bucket * bags + bag], the ids of a bag in a bucket. Returns the position of the first bad id.
 int64_t count_ids(const Input& in, int64_t workers, int64_t piece, uint32_t* bucket_of, int64_t* lengths) {
   const int64_t bags = in.rows.num_bags;
   FirstBad bad(workers);
@@ -117,8 +117,8 @@ struct Bucketized {
   int64_t* positions;
 };
 
-// Puts the ids of bags [from, to) of a feature, at most `at_once`, where their bucket's next one of the bag goes;
-// next[bucket * at_once + bag - from] are those places.
+// Scatters the ids of bags [from, to) of a feature, at most `at_once` bags, to the output positions
+// next[bucket * at_once + bag - from], which it advances.
 template <class Id>
 void place_ids(const Input& in, const Block& block, int64_t from, int64_t to, const uint32_t* bucket_of, int64_t* next,
                const Bucketized& out) {

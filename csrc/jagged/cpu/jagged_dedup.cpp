@@ -1,5 +1,5 @@
-// jagged_dedup on the CPU. A sample is compared with the one before it first: where a batch is clustered by session,
-// most are the same, and only those that begin a run are hashed.
+// jagged_dedup on the CPU. Each sample is first compared with the previous one: in a batch clustered by session most
+// are equal, and only the first sample of each run is hashed.
 #include "jagged/jagged_dedup.h"
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 namespace rec_kernels {
 namespace {
 
-// Odd, with bits all over: 2^64 over the golden ratio.
+// Odd multiplier with well distributed bits: 2^64 / golden ratio.
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
-// Four chains at once: a multiplication takes longer than it takes to begin the next.
+// Four independent chains, to hide the latency of multiplications.
 template <class Word>
 uint64_t hash_words(const Word* words, int64_t count, uint64_t h) {
   uint64_t chain[4] = {h, h + kGolden, h + 2 * kGolden, h + 3 * kGolden};
@@ -28,7 +28,7 @@ uint64_t hash_words(const Word* words, int64_t count, uint64_t h) {
   return fmix64(chain[0] + fmix64(chain[1] + fmix64(chain[2] + fmix64(chain[3] + static_cast<uint64_t>(count)))));
 }
 
-// A group: samples are told apart by the bags of its features.
+// A group of features, whose bags are hashed and compared together.
 struct SampleGroup {
   const Bags& rows;
   const float* weights;
@@ -60,13 +60,13 @@ struct SampleGroup {
   }
 };
 
-// Hash of every sample of a group, unless it repeats the one before it.
+// Hashes of the samples of a group that differ from the previous sample.
 struct Samples {
   const uint64_t* hashes;
   const bool* repeats;
   int64_t batch;
 
-  // body(sample, hash) for those that begin a run and whose hash falls to this of `parts` parts.
+  // Calls body(sample, hash) for the first sample of each run whose hash belongs to this one of `parts` parts.
   template <class Body>
   void for_part(int64_t part, int64_t parts, const Body& body) const {
     for (int64_t b = 0; b < batch; ++b) {
@@ -79,10 +79,10 @@ struct Samples {
 
 struct Slot {
   uint64_t hash;
-  int64_t sample;  // -1: free
+  int64_t sample;  // -1: empty slot
 };
 
-// firsts[b] = the first sample that is the same as b, for the samples of one part. Parts do not share a hash.
+// firsts[b] = the first sample equal to b, for the samples of one part. Equal hashes are in the same part.
 void find_firsts(const SampleGroup& group, const Samples& samples, int64_t part, int64_t parts, int64_t* firsts) {
   int64_t count = 0, size = 1;
   samples.for_part(part, parts, [&](int64_t, uint64_t) { ++count; });
@@ -101,7 +101,7 @@ void find_firsts(const SampleGroup& group, const Samples& samples, int64_t part,
   });
 }
 
-// Replaces each sample's first equal sample by that one's number. Returns how many numbers there are.
+// Replaces each sample's first equal sample by the index of the distinct sample. Returns the number of distinct ones.
 int64_t number(const bool* repeats, int64_t batch, int64_t* inverse, int64_t* rows) {
   int64_t count = 0;
   for (int64_t b = 0; b < batch; ++b) {

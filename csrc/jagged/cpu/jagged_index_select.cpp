@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cpu(const Tensor& values_
   const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in), index = as_contiguous(index_in);
   const Bags rows = jagged_rows(values, offsets);
   check_offsets(rows);
-  check_numbers(index, rows.num_bags, "index", "the rows that offsets describe");
+  check_indices(index, rows.num_bags, "index", "the rows that offsets describe");
   return copied_rows(values, ChosenRows{rows, Integers(index)}, index.size(0), offsets, total);
 }
 

@@ -1,5 +1,5 @@
-// jagged_overlaps on the CPU. The ids of a row are looked at from its end on: if little of it is new, the end of the
-// row that it goes on from is found after few of them.
+// jagged_overlaps on the CPU. A row is searched from its end: if few of its ids are new, the end of the row that it
+// continues is found after a few steps.
 #include "jagged/jagged_overlaps.h"
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 namespace rec_kernels {
 namespace {
 
-// A row's place: a chain of rows that continue one another, and the row's start in it.
+// Location of a row: a chain of rows that continue one another, and the row's start in it.
 struct Place {
   int64_t chain;
   int64_t start;
-  int64_t overlap;  // so many of its ids are the chain's already
-  bool continued;   // another row goes on from it
+  int64_t overlap;  // number of its ids that the chain already has
+  bool continued;   // another row continues it
 };
 
 template <class Id>
@@ -27,18 +27,18 @@ struct Search {
   const Bags& rows;
   const Id* ids;
   Place* places;
-  int64_t* chain_ends;  // of each chain: its ids
+  int64_t* chain_ends;  // length of each chain
   int64_t chains = 0;
 
   int64_t length(int64_t r) const { return rows.offset(r + 1) - rows.offset(r); }
 
-  // True if the last `overlap` ids of an earlier row are the first of this one, which may then share them.
+  // True if the last `overlap` ids of an earlier row equal the first ids of this row, which can then share them.
   bool fits(int64_t earlier, int64_t row, int64_t overlap) const {
     if (overlap > length(earlier) || (places[earlier].continued && overlap < length(row))) return false;
     const Id* end = ids + rows.offset(earlier + 1);
     return std::equal(end - overlap, end, ids + rows.offset(row));
   }
-  // The row that this one goes on from, and by how many ids they overlap, the most that there are.
+  // Finds the row that this one continues with the longest overlap, and that overlap.
   std::tuple<int64_t, int64_t> earlier_of(int64_t row, const LastIds<>& last_ids) const {
     const int64_t count = length(row);
     if (count < kAnchor) return {-1, 0};
@@ -62,7 +62,7 @@ struct Search {
     } else {
       Place& before = places[earlier];
       places[row] = {before.chain, before.start + length(earlier) - overlap, overlap, false};
-      if (overlap == count) return;  // the other one, which is no shorter, stands for both
+      if (overlap == count) return;  // the row is a suffix of the other one, which represents both
       before.continued = true;
       chain_ends[before.chain] += count - overlap;
     }
@@ -70,7 +70,7 @@ struct Search {
   }
 };
 
-// Lays the rows' chains one behind the other.
+// Concatenates the chains in the output.
 template <class Id>
 std::tuple<Tensor, Tensor> lay_over(const Tensor& values, const Tensor& offsets, const Bags& rows) {
   const int64_t count = rows.num_bags;

@@ -9,7 +9,7 @@
 namespace rec_kernels {
 namespace {
 
-// Features of the output: where their bags start there and in the input, and their values.
+// Output features: first bag of each in the output and the input, and their values.
 struct Moves {
   std::vector<int64_t> bags{0}, sources, values{0};
   const char* from;
@@ -18,7 +18,7 @@ struct Moves {
   const float* weights;
   float* new_weights;
 
-  // Bags [begin, end) of the output.
+  // Copies output bags [begin, end).
   template <class Offset>
   void copy(const Bags& rows, Offset* offset, int64_t begin, int64_t end) const {
     auto f = static_cast<size_t>(std::upper_bound(bags.begin(), bags.end(), begin) - bags.begin() - 1);

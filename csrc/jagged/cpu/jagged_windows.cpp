@@ -14,7 +14,7 @@ struct WindowRows {
   int64_t stop(int64_t m) const { return windows.starts[m] + windows.lengths[m]; }
 };
 
-// Throws std::out_of_range for the first window that is not within the values.
+// Throws std::out_of_range for the first window outside of the values.
 void check_windows(const Windows& w, int64_t count) {
   const int64_t m = first_bad(count, [w](int64_t at) { return w.is_bad(at); });
   if (m == kNoBadPosition) return;

@@ -1,5 +1,4 @@
-// A row of ids found by its last ones: their hash, which moves along a row in constant time, and a table from it to
-// rows.
+// Finds rows by their last ids: a rolling hash, and a hash table from hashes to rows.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +9,9 @@
 
 namespace rec_kernels {
 
-// The hash of kCount ids is a polynomial of them in kHashBase, modulo 2^64, the first one's coefficient being 1: from
-// one place to the place before it, one id comes and another goes.
-constexpr uint64_t kHashBase = 0x9E3779B97F4A7C15u;  // odd, with bits all over: 2^64 over the golden ratio
+// Rolling hash: the hash of kCount ids is a polynomial in kHashBase modulo 2^64, in which the first id has coefficient
+// 1. Moving back by one position adds one id and removes another.
+constexpr uint64_t kHashBase = 0x9E3779B97F4A7C15u;  // odd, with well distributed bits: 2^64 / golden ratio
 constexpr uint64_t hash_power(int64_t n) { return n == 0 ? 1 : kHashBase * hash_power(n - 1); }
 
 template <int64_t kCount, class Id>
@@ -21,14 +20,14 @@ uint64_t hash_ids(const Id* ids) {
   for (int64_t j = kCount; j-- > 0;) h = h * kHashBase + static_cast<uint64_t>(ids[j]);
   return h;
 }
-// Hash of the kCount ids at ids - 1, from that of those at ids.
+// Returns the hash of the kCount ids at ids - 1, given the hash of those at ids.
 template <int64_t kCount, class Id>
 uint64_t hash_before(uint64_t h, const Id* ids) {
   return (h - static_cast<uint64_t>(ids[kCount - 1]) * hash_power(kCount - 1)) * kHashBase +
          static_cast<uint64_t>(ids[-1]);
 }
 
-// Maps the hash of a row's last ids to the latest such row. `Memory` is for tests, which count its reads.
+// Maps the hash of a row's last ids to the latest such row. `Memory` is a parameter so that tests can count reads.
 template <template <class> class Memory = Scratch>
 class LastIds {
  public:
@@ -39,7 +38,7 @@ class LastIds {
     std::fill_n(slots_.get(), size, Slot{0, -1});
     mask_ = static_cast<uint64_t>(size) - 1;
   }
-  // -1: none.
+  // Returns -1 if none.
   int64_t find(uint64_t hash) const { return slot_of(hash).row; }
   void put(uint64_t hash, int64_t row) { slot_of(hash) = {hash, row}; }
 
@@ -48,8 +47,8 @@ class LastIds {
     uint64_t hash;
     int64_t row;
   };
-  // The one with this hash, or the free one where it would be. Mixed: hashes of ids of which only the first differ are
-  // neighbours, and neighbours in the table would be passed one by one.
+  // Returns the slot with this hash, or the empty slot to insert it. The hash is mixed, since hashes of ids that differ
+  // only in the first are adjacent and would cluster in the table.
   Slot& slot_of(uint64_t hash) const {
     for (uint64_t place = fmix64(hash) >> shift_;; place = (place + 1) & mask_) {
       Slot& slot = slots_[static_cast<int64_t>(place)];

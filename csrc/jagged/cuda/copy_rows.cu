@@ -1,6 +1,6 @@
-// Rows chosen from a jagged tensor. Bytes moved: the offsets of the rows in turn and of those chosen, where each of
-// these begins, written and read, and every chosen value read and written once. A group of lanes takes a row, in words
-// as wide as all rows are aligned to.
+// Gathers rows of a jagged tensor. Bytes moved: the offsets of all rows and of the selected ones, the start of each
+// selected row written and read, and every selected value read and written once. A group of lanes copies a row in the
+// widest words that all rows are aligned to.
 #include <algorithm>
 
 #include "core/cuda/device_algorithms.h"
@@ -19,7 +19,7 @@ struct LengthArgs {
   Integers index;
   int64_t count;
   int64_t* from;
-  int64_t* lengths;  // [count + 1], the last of them 0
+  int64_t* lengths;  // [count + 1], the last one is 0
   int64_t* status;
 };
 
@@ -38,18 +38,18 @@ __global__ void __launch_bounds__(kThreads) lengths_kernel(LengthArgs a) {
 }
 
 struct CopyArgs {
-  Integers rows;  // where they begin in the input
+  Integers rows;  // start of each row in the input
   int64_t count;
   const int64_t* starts;
   int64_t total;
-  int64_t words;  // of a value
+  int64_t words;  // per value
   const void* from;
   void* to;
-  IntegersOut offsets;  // without data: they are not to be written
+  IntegersOut offsets;  // null data: offsets are not written
   int64_t* status;
 };
 
-// `lanes` neighbouring threads take a row.
+// `lanes` adjacent threads take a row.
 template <class Word>
 __global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyArgs a, int lanes) {
   const int64_t thread = Group<1>::first(), threads = Group<1>::stride();
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyArgs a, int lan
   for (int64_t m = thread / lanes; m < a.count; m += threads / lanes) {
     const int64_t start = a.starts[m], stop = a.starts[m + 1];
     if (lane == 0 && a.offsets.data) a.offsets.put(m, start < a.total ? start : a.total);
-    if (stop == start) continue;  // as one out of range does
+    if (stop == start) continue;  // also for an index out of range
     const int64_t from = a.rows[m] * a.words, to = start * a.words;
     const int64_t words = ((stop < a.total ? stop : a.total) - start) * a.words;
     for (int64_t w = lane; w < words; w += lanes) store_word(a.to, to + w, load_word<Word>(a.from, from + w));
@@ -116,7 +116,7 @@ void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const 
                       output.mutable_data_ptr(),
                       offsets,
                       s.status};
-  // One lane per word of an average row.
+  // One lane per word of a row of average length.
   const int lanes = lanes_for(4 * ceil_div(s.total * args.words, std::max<int64_t>(s.count, 1)));
   with_word(word, [&](auto unit) {
     launch_for(std::max<int64_t>(s.count, 1), lanes, stream, copy_rows_kernel<decltype(unit)>, args, lanes);

@@ -1,4 +1,4 @@
-// Shared parts of the CUDA kernels for jagged rows: the status, and copies of rows.
+// Helpers of the CUDA kernels for jagged rows: the status, and copies of rows.
 #pragma once
 
 #include <tuple>
@@ -12,10 +12,10 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
+// Minimum resident blocks for __launch_bounds__; without it, nvcc spills to fit one more.
 constexpr int kResidentBlocks = 4;
 
-// Notes which offsets are bad; by all threads of a grid.
+// Records bad offsets, with all threads of the grid.
 __device__ __forceinline__ void note_offsets(const Bags& rows, int64_t* status) {
   for (int64_t i = Group<1>::first(); i <= rows.num_bags; i += Group<1>::stride()) {
     const int64_t least = i > 0 ? rows.offset(i - 1) : 0, offset = rows.offset(i);
@@ -23,13 +23,13 @@ __device__ __forceinline__ void note_offsets(const Bags& rows, int64_t* status) 
   }
 }
 
-// Values [start, stop) of a row; none of a row whose offsets are bad.
+// Values [start, stop) of a row; empty for bad offsets.
 __device__ __forceinline__ Range good_range(const Bags& rows, int64_t row) {
   const Range r = {rows.offset(row), rows.offset(row + 1)};
   return r.start < 0 || r.stop < r.start || r.stop > rows.num_ids ? Range{0, 0} : r;
 }
 
-// Writes integers of either width.
+// Destination of int32 or int64 values.
 struct IntegersOut {
   void* data;
   bool wide;
@@ -44,30 +44,29 @@ struct IntegersOut {
 
 inline IntegersOut integers_out(const Tensor& t) { return {t.mutable_data_ptr(), t.scalar_type() == ScalarType::Long}; }
 
-// A status with nothing noted, on the stream.
+// Returns a status without errors, initialized on the stream.
 Tensor new_jagged_status(const Tensor& like, cudaStream_t stream);
 
-// Rows to be copied, each of which is a part of `values`.
+// Rows to copy, each a range of `values`.
 struct Selection {
-  int64_t count;  // M rows
-  Tensor from;    // [M] int32 or int64: where they begin in the input; of an empty one anything
-  Tensor starts;  // [M + 1] int64: where they begin in the output, and end
-  int64_t total;  // values of the output, which may be fewer or more than these rows have
+  int64_t count;  // M, number of rows
+  Tensor from;    // [M] int32 or int64: start of each row in the input; undefined for empty rows
+  Tensor starts;  // [M + 1] int64: start of each row in the output, and the end
+  int64_t total;  // size of the output, which may differ from the total length of the rows
   int64_t* status;
 };
 
-// Makes a selection whose `from` and `starts` the caller fills: `starts` with the rows' lengths first, and a 0 behind
-// them.
+// Allocates a selection. The caller fills `from`, and `starts` with the rows' lengths followed by 0.
 Selection new_selection(int64_t count, const Tensor& from, int64_t* status, const char* name);
-// Turns lengths into starts. Waits for the GPU unless `total` is known. The output's offsets must fit the dtype of
-// argument `name`, `like`.
+// Converts lengths to starts by a prefix sum. Synchronizes with the GPU unless `total` is known. Output offsets must
+// fit the dtype of `like`, argument `name`.
 void place_rows(Selection& selection, std::optional<int64_t> total, const Tensor& like, const char* name,
                 cudaStream_t stream);
-// The rows of a jagged tensor that `index` names. Notes bad offsets and numbers out of range.
+// Selects the rows of a jagged tensor given by `index`. Records bad offsets and indices out of range.
 Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offsets, std::optional<int64_t> total,
                       int64_t* status, cudaStream_t stream);
-// Copies the values of the rows, `columns` elements each; what does not fit is left out, and the rest is zeros. Writes
-// the offsets, too, if there are any to write, and notes a wrong total.
+// Copies the values of the rows, `columns` elements each. Values that do not fit are dropped; the rest of the output is
+// zeros. Also writes the offsets, unless null, and records a wrong total.
 void copy_rows(const Selection& selection, const Tensor& values, int64_t columns, const Tensor& output,
                const OptionalTensor& output_offsets, cudaStream_t stream);
 // Copies rows into new tensors: the output, and its offsets of the dtype of `like`.

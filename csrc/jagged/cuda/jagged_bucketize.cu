@@ -1,6 +1,6 @@
-// jagged_bucketize: ids are counted for every bucket and bag, which gives each its place among those of its bag; a sum
-// over all counts gives the places of bags. Bytes moved: ids twice, every id, weight and position written once, and a
-// count and an offset for every bucket of every bag. A group of lanes takes a bag.
+// jagged_bucketize: one kernel counts ids per bucket and bag and records each id's index within its bag, a prefix sum
+// over the counts gives the offsets, and another kernel scatters. Bytes moved: ids read twice; ids, weights and
+// positions written once; a count and an offset per bucket and bag. A group of lanes takes a bag.
 #include "core/bits.h"
 #include "core/boxing.h"
 #include "core/cuda/device_algorithms.h"
@@ -17,11 +17,11 @@ struct BucketArgs {
   Divisor* divisors;  // [F]
   int64_t buckets;
   int bucket_bits;
-  const float* weights;  // or null
-  void* offsets;         // [buckets * bags + 1] of the output; counts before they are summed
+  const float* weights;  // null: none
+  void* offsets;         // [buckets * bags + 1]: counts, then output offsets
   IntegersOut output;
   float* output_weights;
-  int64_t* positions;  // of every id in the output; before, its place among those of its bag and bucket
+  int64_t* positions;  // per id: index within its bag and bucket, then output position
   int64_t* status;
 };
 
@@ -30,7 +30,7 @@ struct Place {
   bool bad;
 };
 
-// Place of an id; one out of range goes where a lookup reports it again.
+// Bucket and row of an id. A bad id goes where a lookup reports it again.
 __device__ __forceinline__ Place place_of(const BucketArgs& a, const Divisor& block, int64_t id) {
   if (id < 0) return {0, id, true};
   const int64_t bucket = block.divide(id);
@@ -38,11 +38,11 @@ __device__ __forceinline__ Place place_of(const BucketArgs& a, const Divisor& bl
   return {bucket, id - bucket * block.value, false};
 }
 
-// Bags may have ids in common where offsets are bad, and an id has one place: then no bag has any. A bad id is noted as
-// its position, which is not negative.
+// False for bad offsets or block sizes: bags may overlap, but an id has only one position, so all output bags are
+// empty. Bad ids are recorded as non-negative positions and do not matter here.
 __device__ __forceinline__ bool has_ids(const BucketArgs& a) { return *a.status >= 0; }
 
-// Notes bad offsets and block sizes before any other kernel runs.
+// Records bad offsets and block sizes, before any other kernel.
 __global__ void __launch_bounds__(kThreads) start_kernel(BucketArgs a) {
   note_offsets(a.bags, a.status);
   for (int64_t f = Group<1>::first(); f < a.bags.num_features; f += Group<1>::stride()) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) start_kernel(BucketArgs a) {
   }
 }
 
-// The lanes of a group that have the same bucket, of those in `there`.
+// Mask of the lanes in `there` that have the same bucket as this lane.
 template <int G>
 __device__ __forceinline__ unsigned lanes_of_bucket(const BucketArgs& a, const Group<G>& group, unsigned there,
                                                     int64_t bucket) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ unsigned lanes_of_bucket(const BucketArgs& a, const G
   return same;
 }
 
-// A bag's ids in pieces, one to a lane. What a piece has counted, the next one reads.
+// Counts a bag's ids in pieces of one id per lane. Each piece reads the counts of the previous one.
 template <int G, class Offset>
 __global__ void __launch_bounds__(kThreads) count_kernel(BucketArgs a) {
   if (!has_ids(a)) return;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(BucketArgs a) {
   }
 }
 
-// Walks the ids as the counting kernel does, and puts every id in its place.
+// Scatters the ids, in the order of the counting kernel.
 template <int G, class Offset>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks) fill_kernel(BucketArgs a) {
   const Group<G> group;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) fill_kernel(BucketA
       if (a.weights) a.output_weights[to] = a.weights[i];
     }
   }
-  // Ids that no bag names, and what they leave empty.
+  // Handles ids outside of all bags, and the output positions that they leave unused.
   const int64_t first = any ? a.bags.offset(0) : 0, last = any ? a.bags.offset(a.bags.num_bags) : 0;
   for (int64_t i = Group<1>::first(); i < first; i += Group<1>::stride()) a.positions[i] = -1;
   for (int64_t i = last + Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) a.positions[i] = -1;

@@ -1,6 +1,6 @@
-// jagged_dedup: samples are hashed, then put into an open-addressing table of each group, where those of one hash are
-// compared; then the first ones are numbered. Bytes moved: ids (and weights) twice, once to hash and once to compare,
-// and a slot of the table or two per sample. A group of lanes takes a sample.
+// jagged_dedup: hashes samples, inserts them into an open-addressing table per group, which compares samples of equal
+// hash, and numbers the first samples. Bytes moved: ids (and weights) twice, to hash and to compare, and one or two
+// table slots per sample. A group of lanes takes a sample.
 #include "core/bits.h"
 #include "core/boxing.h"
 #include "core/cuda/device_algorithms.h"
@@ -10,20 +10,20 @@
 namespace rec_kernels {
 namespace {
 
-// A slot that is taken has the number of a sample; in the end the first of those that look alike.
+// A used slot holds a sample index, in the end that of the first equal sample.
 constexpr int32_t kEmpty = INT32_MAX;
 
 struct DedupArgs {
   Bags bags;
   Integers ids;
-  const float* weights;          // or null
+  const float* weights;          // null: none
   const int64_t* member_starts;  // [G + 1]: group g has features members[member_starts[g]], ...
   const int64_t* members;
   int64_t groups, batch;
   uint64_t hash_mask;
   uint64_t* hashes;   // [G * B]
   int32_t* table;     // [G, slots]
-  int64_t slots;      // a power of two: at least half of them stay empty
+  int64_t slots;      // a power of two; at least half stay empty
   uint32_t* slot_of;  // [G * B]
   int64_t* status;
 
@@ -34,7 +34,7 @@ struct DedupArgs {
     return good_range(bags, members[member] * batch + sample);
   }
   __device__ __forceinline__ Range members_in(int64_t g) const { return {member_starts[g], member_starts[g + 1]}; }
-  // The first sample of group g that looks like the i-th of all, which is in that group.
+  // The first sample of group g that equals sample i, which is counted over all groups.
   __device__ __forceinline__ int32_t first_of(int64_t g, int64_t i) const { return table[g * slots + slot_of[i]]; }
 };
 
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) clear_table_kernel(DedupArgs a) {
   for (int64_t i = Group<1>::first(); i < a.groups * a.slots; i += Group<1>::stride()) a.table[i] = kEmpty;
 }
 
-// A sum, so that lanes may add in any order; an id's place goes into its term. Odd multipliers keep terms apart.
+// A sum, so that lanes can add in any order. Terms depend on the position of the id and have odd multipliers.
 template <int G>
 __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
   const Group<G> group;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
     const Range members = a.members_in(g);
     uint64_t hash = 0;
     for (int64_t begin = members.start; begin < members.stop; begin += G) {
-      // The offsets of a member are a lane's, and those of all are read at once.
+      // Each lane reads the offsets of one member.
       const int64_t mine = begin + group.lane, left = members.stop - begin;
       const Range r = mine < members.stop ? a.ids_of(mine, sample) : Range{0, 0};
       if (mine < members.stop) hash += fmix64(of_feature(mine) ^ static_cast<uint64_t>(r.stop - r.start));
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
   }
 }
 
-// True, on every lane, if two samples look alike in group g.
+// True, on every lane, if two samples are equal in group g.
 template <int G>
 __device__ bool look_alike(const DedupArgs& a, const Group<G>& group, int64_t g, int64_t one, int64_t other) {
   const Range members = a.members_in(g);
@@ -97,16 +97,16 @@ __device__ bool look_alike(const DedupArgs& a, const Group<G>& group, int64_t g,
   return true;
 }
 
-// The sample in a slot; `sample` itself if the slot was empty, and is taken now.
+// Returns the sample in a slot, after inserting `sample` if the slot is empty.
 __device__ __forceinline__ int32_t look_or_take(int32_t* slot, int32_t sample) {
-  // One that is taken is never empty again: what was read before costs nothing but the time to look once more.
+  // A used slot never becomes empty, so a stale read only costs another look.
   const int32_t seen = *static_cast<volatile int32_t*>(slot);
   if (seen != kEmpty) return seen;
   const int32_t before = atomicCAS(slot, kEmpty, sample);
   return before == kEmpty ? sample : before;
 }
 
-// Samples that look alike end at one slot: they try the same ones in turn, and none is ever given up.
+// Equal samples find the same slot: they probe the same sequence, and slots are never freed.
 template <int G>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks) insert_kernel(DedupArgs a) {
   const Group<G> group;
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) insert_kernel(Dedup
   }
 }
 
-// 1 for a sample that is the first of those that look like it; 0 behind the last. Without branches, so that a thread of
-// a sum asks for all of its samples' slots before it needs the first.
+// 1 for the first of equal samples; 0 after the last sample. Branch-free, so that a thread of the prefix sum loads the
+// slots of all its samples before it uses the first.
 struct FirstOnes {
   DedupArgs a;
 
@@ -143,7 +143,7 @@ struct FirstOnes {
   }
 };
 
-// before[i]: first ones before the i-th of all samples.
+// before[i]: number of first samples before sample i.
 __global__ void __launch_bounds__(kThreads)
     number_kernel(DedupArgs a, const uint32_t* before, int64_t* rows, int64_t* inverse, int64_t* counts) {
   for (int64_t i = Group<1>::first(); i < a.groups * a.batch; i += Group<1>::stride()) {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) note_offsets_kernel(Bags bags, int64
   note_offsets(bags, status);
 }
 
-// member_starts [G + 1], and behind them members.
+// Returns member_starts [G + 1] followed by members.
 std::vector<int64_t> members_of(const std::vector<int64_t>& groups, int64_t count) {
   std::vector<int64_t> out(static_cast<size_t>(count + 1));
   for (const int64_t g : groups)
@@ -178,7 +178,7 @@ struct Distinct {
   Tensor rows, inverse, counts;
 };
 
-// Deduplicates; there is at least one sample in at least one group.
+// Launches the kernels, for at least one sample and one group.
 void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t stream) {
   const int64_t samples = a.groups * a.batch;
   check_value(a.batch < kEmpty && samples < INT64_C(0xffffffff), "offsets describe ", a.batch, " samples, of ",

@@ -1,4 +1,4 @@
-// jagged_index_select: see copy_rows.cu, which counts and copies.
+// jagged_index_select. copy_rows.cu has the kernels.
 #include "core/boxing.h"
 #include "jagged/cuda/jagged.cuh"
 #include "jagged/jagged_index_select.h"

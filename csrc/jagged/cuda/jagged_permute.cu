@@ -1,4 +1,4 @@
-// jagged_permute: a thread looks at a bag of the features that are named; copy_rows.cu copies them.
+// jagged_permute: a thread finds one output bag; copy_rows.cu copies the bags.
 #include <algorithm>
 
 #include "core/boxing.h"
@@ -8,11 +8,11 @@
 namespace rec_kernels {
 namespace {
 
-// Bags of the input, and those of the output, which has features of its own.
+// Bags of the input and output.
 struct PermuteArgs {
   Bags bags, output;
-  const int64_t* first_bags;  // of the features of the output: where their bags start in the input
-  int64_t *from, *lengths;    // lengths: [count + 1], the last of them 0
+  const int64_t* first_bags;  // per output feature: first bag in the input
+  int64_t *from, *lengths;    // lengths: [count + 1], the last one is 0
   int64_t* status;
 };
 
@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(kThreads) lengths_kernel(PermuteArgs a) {
   }
 }
 
-// The bags of the features that are named; `starts`: where those of each feature of the input start.
+// Selects the bags of the features in `permute`. `starts`: first bag of each input feature.
 Selection select_features(const Bags& bags, const std::vector<int64_t>& permute, const std::vector<int64_t>& strides,
                           const std::vector<int64_t>& starts, int64_t* status, const Tensor& like,
                           cudaStream_t stream) {
-  // One tensor of both, for fewer launches: where features start in the input, then where in the output.
+  // One tensor for both, to save a launch: first bag of each output feature in the input, then in the output.
   std::vector<int64_t> places, ends{0};
   for (const int64_t f : permute) {
     places.push_back(starts[f]);

@@ -1,6 +1,6 @@
-// jagged_windows: a thread looks at a window; copy_rows.cu copies them. Bytes moved: every start read twice and every
-// length once, where each window begins in the output (int64 [M + 1], its length at first) written twice and read
-// twice, the offsets written, and every value of a window read and written once.
+// jagged_windows: a thread checks a window; copy_rows.cu copies the windows. Bytes moved: every start read twice and
+// every length once; the output start of each window (int64 [M + 1], first its length) written twice and read twice;
+// the offsets written; every value of a window read and written once.
 #include "core/boxing.h"
 #include "jagged/cuda/jagged.cuh"
 #include "jagged/jagged_windows.h"
@@ -8,7 +8,7 @@
 namespace rec_kernels {
 namespace {
 
-// lengths: [count + 1], the last of them 0; of a bad window 0, too.
+// lengths: [count + 1]; 0 for a bad window and at the end.
 __global__ void __launch_bounds__(kThreads)
     window_lengths_kernel(Windows windows, int64_t count, int64_t* lengths, int64_t* status) {
   for (int64_t m = Group<1>::first(); m <= count; m += Group<1>::stride()) {

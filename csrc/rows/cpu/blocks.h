@@ -1,4 +1,4 @@
-// Rows of floats in blocks of registers.
+// Blocks of registers that hold columns of float rows.
 #pragma once
 
 #include "core/cpu/simd.h"
@@ -14,7 +14,7 @@ RK_HOST_DEVICE Vec load_columns(const float* p, int tail) {
   return kPartial ? Vec::load_partial(p, tail) : Vec::load(p);
 }
 
-// each.block<NV, kTail>(column, tail) for the column blocks of a row.
+// Calls each.block<NV, kTail>(column, tail) for every block of columns of a row.
 template <class Each>
 RK_HOST_DEVICE void for_blocks(int64_t D, const Each& each) {
   for (int64_t column = 0; column < D; column += kBlock) {
@@ -86,7 +86,7 @@ RK_HOST_DEVICE void load_row(const float* from, int tail, Vec* v) {
   v[NV - 1] = load_columns<kTail>(from + (NV - 1) * W, tail);
 }
 
-// Vectors of a row, the last of which may be partial: body(column, columns of it).
+// Calls body(column, n) for every register of a row; the last one may have fewer than W columns.
 template <class Body>
 RK_HOST_DEVICE void for_vectors(int64_t D, const Body& body) {
   for (int64_t c = 0; c < D; c += W) body(c, static_cast<int>(D - c < W ? D - c : W));
@@ -97,7 +97,7 @@ RK_HOST_DEVICE void store_vector(Vec v, float* p, int n) {
   else v.store_partial(p, n);
 }
 
-// for_blocks: x = fmaf(factor, y, x).
+// Body of for_blocks: x = fmaf(factor, y, x).
 struct AddScaled {
   Vec factor;
   const float* y;

@@ -1,4 +1,4 @@
-// Reading rows: a RowReader gives any 16 neighbouring columns of a row in registers, decoded.
+// RowReader: decodes any 16 adjacent columns of a row into registers.
 #pragma once
 
 #include "core/cpu/simd_words.h"
@@ -7,7 +7,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Columns that are read or written at once.
+// Columns per read or write.
 constexpr int kStep = 16;
 constexpr int kStepVecs = kStep / kLanes;
 
@@ -37,7 +37,7 @@ RK_HOST_DEVICE Columns fused_multiply_add(const Columns& a, const Columns& b, Co
   return c;
 }
 
-// The first `bytes` of at most 64 at p, and zeros.
+// Copy of the first `bytes` bytes at p, at most 64, padded with zeros.
 struct PartialBytes {
   uint8_t bytes[64] = {};
   RK_HOST_DEVICE PartialBytes(const void* p, int64_t count) {
@@ -45,13 +45,13 @@ struct PartialBytes {
   }
 };
 
-// The bits of register v of 16 columns that take kBits each.
+// The bits of register v of 16 columns of kBits bits each.
 template <int kBits>
 RK_HOST_DEVICE WordLanes unpack_register(uint64_t packed, int v) {
   return unpack<kBits>(packed >> (kBits * kLanes * v) % 64);
 }
 
-// True of rows of plain numbers, between which nothing lies.
+// True for formats of plain floats, whose rows are contiguous.
 template <class Format>
 inline constexpr bool kIsFloats = false;
 template <>
@@ -66,7 +66,7 @@ struct RowReader {  // floats
   const uint8_t* row;
 
   RK_HOST_DEVICE RowReader(const uint8_t* row, int64_t) : row(row) {}
-  // Columns [c, c + 16); of the last ones only `count` exist when kPartial.
+  // Reads columns [c, c + 16). kPartial: only `count` of them exist.
   template <bool kPartial>
   RK_HOST_DEVICE Columns read(int64_t c, int64_t count) const {
     const uint8_t* p = row + c * Format::kBytes;

@@ -11,15 +11,15 @@
 namespace rec_kernels {
 namespace {
 
-// Rows that are worth a thread's start: about 256 KiB of floats.
+// Minimum rows per thread: about 256 KiB of floats.
 int64_t few_rows(int64_t D) { return 1 + 65536 / D; }
 
-// Rows that are widened or encoded into scratch memory at once, which stays in the cache.
+// Rows per batch that is converted in scratch memory, which fits in the cache.
 int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
 
 int float_number(ScalarType dtype) { return static_cast<int>(float_format(dtype)); }
 
-// Rows of x as float32: as they are, or widened into `scratch`.
+// Rows of x as float32: in place, or converted into `scratch`.
 class FloatRows {
  public:
   explicit FloatRows(const Tensor& x)
@@ -27,14 +27,14 @@ class FloatRows {
     if (bytes_ == 2) decode_ = kernels<RowFormatKernels>().decode[float_number(x.scalar_type())];
   }
   const float* row(int64_t n, float* scratch) const { return rows(n, 1, scratch); }
-  // Rows n .. n + count - 1, one after the other.
+  // Returns rows [n, n + count), contiguous.
   const float* rows(int64_t n, int64_t count, float* scratch) const {
     const uint8_t* at = data_ + n * D_ * bytes_;
     if (!decode_) return reinterpret_cast<const float*>(at);
     decode_(at, count, D_, scratch);
     return scratch;
   }
-  // First element of row n that is not finite.
+  // Index of the first non-finite element of row n.
   int64_t not_finite(int64_t n, float* scratch) const {
     const float* x = row(n, scratch);
     int64_t c = 0;
@@ -49,7 +49,7 @@ class FloatRows {
   RowFormatKernels::DecodeRows decode_ = nullptr;
 };
 
-// Decodes rows of bytes into rows of a float dtype, by way of `scratch`, rows_in_scratch(D) rows, if it is narrow.
+// Decodes rows into a float dtype; `scratch`, of rows_in_scratch(D) rows, is used for half precision.
 class RowDecoder {
  public:
   RowDecoder(RowFormat format, int64_t D, const Tensor& out)
@@ -60,7 +60,7 @@ class RowDecoder {
         bytes_(out.element_size()) {
     if (bytes_ == 2) narrow_ = kernels<RowFormatKernels>().nearest[float_number(out.scalar_type())];
   }
-  // `count` rows from `rows` on: those of the output from number n on.
+  // Decodes `count` rows at `rows` into output rows [n, n + count).
   void decode(const uint8_t* rows, int64_t n, int64_t count, float* scratch) const {
     uint8_t* to = out_ + n * D_ * bytes_;
     if (!narrow_) return decode_(rows, count, D_, reinterpret_cast<float*>(to));
@@ -155,7 +155,7 @@ Tensor fake_quantize_cpu(const QuantizeArguments& a) {
     const Scratch<uint8_t> rows(at_once * bytes);
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
-      // A row that the format cannot hold reads as NaN.
+      // A row that the format cannot encode becomes NaN.
       encode(from.rows(n, count, scratch.get()), count, D, how, {rows.get(), options.first_row + n, nullptr});
       decoder.decode(rows.get(), n, count, scratch.get());
     }

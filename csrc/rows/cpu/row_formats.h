@@ -1,4 +1,4 @@
-// Plain-pointer kernels of row formats, one table per instruction set (core/cpu/isa.h), by number of RowFormat.
+// Plain-pointer kernels of row formats, indexed by RowFormat; one function table per instruction set (core/cpu/isa.h).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace rec_kernels {
 
-// Destination of encoded rows: consecutive from `rows` on, the first being number `first`; or the places that `numbers`
-// names in the table that starts at `rows`.
+// Destination of encoded rows: consecutive rows at `rows`, where `first` is the row index of the first one; or rows
+// numbers[i] of the table that starts at `rows`.
 struct RowPlaces {
   uint8_t* rows;
   int64_t first;
@@ -23,10 +23,10 @@ struct RowPlaces {
 };
 
 struct RowFormatKernels {
-  // Writes the rows of x [N, D]. Returns the first that the format has no code for, because of a NaN or Inf in it, or
-  // N. Such a row reads as NaN.
+  // Encodes the rows of x [N, D]. Returns the first row that the format cannot encode because of a NaN or Inf, or N.
+  // Such a row decodes to NaN.
   using EncodeRows = int64_t (*)(const float* x, int64_t N, int64_t D, const RowRounding&, const RowPlaces&);
-  // Reads N rows that lie one after the other into out [N, D].
+  // Decodes N consecutive rows into out [N, D].
   using DecodeRows = void (*)(const uint8_t* rows, int64_t N, int64_t D, float* out);
 
   EncodeRows nearest[kNumRowFormats];

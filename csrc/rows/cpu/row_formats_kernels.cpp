@@ -21,20 +21,20 @@ RK_HOST_DEVICE void decode_row(const uint8_t* row, int64_t D, float* out) {
 template <class Format>
 void decode_rows(const uint8_t* rows, int64_t N, int64_t D, float* out) {
   if constexpr (kIsFloats<Format>) {
-    decode_row<Format>(rows, N * D, out);  // nothing lies between the rows
+    decode_row<Format>(rows, N * D, out);  // float rows are contiguous
   } else {
     const int64_t bytes = Format::row_bytes(D);
     for (int64_t n = 0; n < N; ++n) decode_row<Format>(rows + n * bytes, D, out + n * D);
   }
 }
 
-// True of formats that round: others take no noise.
+// True for formats that round and therefore use noise.
 template <class Format>
 inline constexpr bool kRounds = true;
 template <>
 inline constexpr bool kRounds<Fp32> = false;
 
-// Constant, so that nothing of this instruction set runs when the library loads.
+// constexpr, so that no code of this instruction set runs when the library is loaded.
 template <class... Formats>
 struct Table {
   static constexpr RowFormatKernels kernels = {{RowsWriter<Formats, false>::write...},

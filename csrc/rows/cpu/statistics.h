@@ -1,6 +1,6 @@
-// Sums over the columns of a row, in the one order of docs/numerics.md ("Row statistics"): partial p of 128 takes the
-// columns c = p (mod 128) in ascending order with a fused multiply-add; groups of four partials are added pairwise;
-// the 32 results meet in an xor butterfly 16, 8, 4, 2, 1. Partials beyond the row's width are +0.
+// Sums over the columns of a row, in the order of docs/numerics.md ("Row statistics"): partial sum p of 128 accumulates
+// columns c = p (mod 128) in ascending order with fused multiply-adds; groups of four partials are added pairwise; the
+// 32 results are reduced by an xor butterfly 16, 8, 4, 2, 1. Partials beyond the row's width are +0.
 #pragma once
 
 #include "core/cpu/simd.h"
@@ -21,7 +21,7 @@ inline Quad add_neighbours(Quad a, Quad b) {
 #endif
 }
 
-// The sums of four neighbouring groups of four partials: t[4m .. 4m+3] for s = partials + 16m.
+// Sums of four adjacent groups of four partials: t[4m .. 4m+3] for s = partials + 16m.
 inline Quad sixteen_partials(const float* s) {
   const Quad* q = reinterpret_cast<const Quad*>(s);
   return add_neighbours(add_neighbours(q[0], q[1]), add_neighbours(q[2], q[3]));
@@ -37,7 +37,7 @@ inline float reduce_partials(const float* partials, int64_t columns) {
   return (r[0] + r[2]) + (r[1] + r[3]);
 }
 
-// Square sum of a row of at most 128 columns that is held in NV registers, absent lanes zero: sum over c of g[c]^2.
+// Square sum of a row of at most 128 columns in NV registers; lanes beyond the row must be zero.
 template <int NV>
 RK_HOST_DEVICE float square_sum(const Vec* g, int64_t columns) {
   const Vec zero = Vec::broadcast(0.0f);
@@ -66,7 +66,7 @@ RK_HOST_DEVICE float square_sum(const Vec* g, int64_t columns) {
 #endif
 }
 
-// sum over c of a[c] * b[c] for c < columns.
+// Returns the sum over c < columns of a[c] * b[c].
 inline float row_dot(const float* a, const float* b, int64_t columns) {
   alignas(64) float partials[kRowPartials];
   const int64_t first = columns < kRowPartials ? (columns + 15) / 16 * 16 : kRowPartials;
@@ -76,7 +76,7 @@ inline float row_dot(const float* a, const float* b, int64_t columns) {
     for (; c + W <= columns; c += kRowPartials) sum = fused_multiply_add(Vec::load(a + c), Vec::load(b + c), sum);
     sum.store(partials + p);
     if (c < columns) {
-      // Lanes past the end keep their partial: fmaf(0, 0, -0) would turn an underflow's -0 into +0.
+      // Lanes past the end keep their partial: fmaf(0, 0, -0) would turn -0 from an underflow into +0.
       const int n = static_cast<int>(columns - c);
       fused_multiply_add(Vec::load_partial(a + c, n), Vec::load_partial(b + c, n), sum).store_partial(partials + p, n);
     }

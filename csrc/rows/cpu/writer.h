@@ -1,4 +1,4 @@
-// Writing rows: RowsWriter<Format, kStochastic> encodes rows of floats.
+// RowsWriter<Format, kStochastic>: encodes float rows.
 #pragma once
 
 #include "core/cpu/transpose.h"
@@ -20,7 +20,7 @@ RK_HOST_DEVICE Columns load_columns(const float* x, int64_t c, int64_t D) {
   return out;
 }
 
-// The noise of rows in ascending order, and of their columns in ascending order.
+// Noise words for rows in ascending order, and within a row for columns in ascending order.
 template <bool kStochastic>
 class RowNoise {
  public:
@@ -36,7 +36,7 @@ class RowNoise {
     first_ = words_ + within * columns_;
     drawn_ = n - within == shared_ ? columns_ : 0;
   }
-  // Draws the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15; must be called before they are used.
+  // Generates the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15; must be called before at().
   RK_HOST_DEVICE void draw(int64_t c) {
     if (c >= drawn_) draw_more(c);
   }
@@ -47,20 +47,20 @@ class RowNoise {
   static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
   static_assert(kWords % (4 * kLanes) == 0 && kWords % kStep == 0, "what is asked for at once is drawn at once");
 
-  // Columns that a draw has of a row.
+  // Columns per row in a draw.
   static int columns_of(int64_t D) {
     int columns = kStep;
     while (columns < D && columns < kWords) columns *= 2;
     return columns;
   }
   int64_t rows_a_draw() const { return kWords / columns_; }  // a power of two, as columns_ is
-  // Streams of a row; none where too few rows draw them.
+  // Number of streams per row to keep; 0 if too few rows use them.
   int64_t streams_to_keep() const {
     const bool narrow = columns_ < kWords;
     const int64_t draws = narrow ? ceil_div(N_ * columns_, kWords) : N_;
     return draws < 2 ? 0 : (narrow ? ceil_div(columns_, kDrawn) : ceil_div(D_, kWords) * kStreams);
   }
-  // Not inlined: in place it would take registers from its caller.
+  // Not inlined, to leave registers to the caller.
   __attribute__((noinline)) void draw_more(int64_t c) {
     if (columns_ < kWords) return draw_narrow();
     const int64_t left = D_ - c, row = places_.number(row_);
@@ -68,7 +68,7 @@ class RowNoise {
     else random_.template draw_columns<kStreams>(row, c, words_);
     drawn_ = c + kWords;
   }
-  // Rows of at most half as many columns as are drawn at once share a draw.
+  // Rows of at most half as many columns as a draw share a draw.
   void draw_narrow() {
     shared_ = row_ & -rows_a_draw();
     const int64_t rows = N_ - shared_ < rows_a_draw() ? N_ - shared_ : rows_a_draw();
@@ -81,14 +81,14 @@ class RowNoise {
 
   const RowPlaces& places_;
   int64_t N_, D_, row_ = 0, drawn_ = 0;
-  int64_t shared_ = -1;  // the first row of the draw that several rows share
-  int columns_;          // that a draw has of a row
+  int64_t shared_ = -1;  // first row of a draw shared by several rows
+  int columns_;          // columns per row in a draw
   const uint32_t* first_ = words_;
   alignas(64) uint32_t words_[kWords];
   RowWords random_;
 };
 
-// Rounding to nearest takes none.
+// Rounding to nearest uses no noise.
 template <>
 class RowNoise<false> {
  public:
@@ -98,7 +98,7 @@ class RowNoise<false> {
   RK_HOST_DEVICE WordLanes at(int64_t, int) const { return WordLanes{}; }
 };
 
-// bits of all registers of 16 columns, low bits first.
+// kBits bits of each of 16 columns, low bits first.
 template <int kBits>
 RK_HOST_DEVICE uint64_t pack_registers(const WordLanes* codes) {
   uint64_t packed = 0;
@@ -118,7 +118,7 @@ RK_HOST_DEVICE void store_codes(uint8_t* p, const WordLanes* codes) {
   }
 }
 
-// The larger of the magnitudes' bits in 16 columns.
+// Bits of the largest magnitude in 16 columns.
 RK_HOST_DEVICE uint32_t largest_magnitude(const Columns& x) {
   WordLanes largest = {};
   for (int v = 0; v < kStepVecs; ++v) largest = larger_word(largest, bits_of(x.v[v]) & kMagnitudeBits);
@@ -127,7 +127,7 @@ RK_HOST_DEVICE uint32_t largest_magnitude(const Columns& x) {
 
 template <class Format, bool kStochastic>
 struct RowWriter {                        // floats
-  static constexpr int kColumns = kStep;  // written at once
+  static constexpr int kColumns = kStep;  // per write
 
   static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
                     uint8_t* row) {
@@ -153,10 +153,10 @@ inline float first_zero(const float* x) {
   return *x;
 }
 
-// Columns seen so far, lane by lane.
+// Range of the columns seen so far, per lane.
 struct LaneRange {
   FloatLanes low, high;
-  FloatLanes finite;  // 0, or NaN after a number that is not
+  FloatLanes finite;  // 0, or NaN if a value was not finite
 
   RK_HOST_DEVICE void add(FloatLanes x) {
     low = smaller(x, low);
@@ -180,14 +180,14 @@ RK_HOST_DEVICE LaneRange range_of(const float* x, int64_t D) {
   return r;
 }
 
-// Not inlined: few rows ask.
+// Not inlined: rarely called.
 __attribute__((noinline)) bool is_finite(const float* x, int64_t D) { return !any_lane(range_of(x, D).finite != 0.0f); }
 
 template <int kBits, bool kStochastic>
 struct RowWriter<Affine<kBits>, kStochastic> {
   using Format = Affine<kBits>;
 
-  // Grids of at most kLanes rows, found together: a lane for each.
+  // Grids of up to kLanes rows, computed together with one lane per row.
   struct Grids {
     alignas(64) float scale[kLanes], bias[kLanes], inverse[kLanes];
 
@@ -231,9 +231,9 @@ struct RowWriter<Affine<kBits>, kStochastic> {
     RK_HOST_DEVICE AffineGrid of(int64_t n) const { return {scale[n], bias[n], inverse[n]}; }
 
    private:
-    static constexpr int64_t kFew = 3;  // rows that are quicker one by one
+    static constexpr int64_t kFew = 3;  // up to this many rows are faster one by one
 
-    // A zero has the sign of the row's first zero.
+    // If low or high is zero, it gets the sign of the row's first zero.
     void set(int64_t n, const float* x, int64_t D, float low, float high, bool all_finite) {
       const bool finite = all_finite || is_finite(x, D);
       if (low == 0.0f && finite) low = first_zero(x);
@@ -245,7 +245,7 @@ struct RowWriter<Affine<kBits>, kStochastic> {
     }
   };
 
-  // Returns false where the row cannot be held because of a number in it.
+  // Returns false if the row cannot be encoded because of a NaN or Inf.
   RK_HOST_DEVICE static bool write(const float* x, int64_t D, RowNoise<kStochastic>& noise, const AffineGrid& g,
                                    uint8_t* row) {
     store_grid(g, row + Format::code_bytes(D));
@@ -392,24 +392,24 @@ struct RowWriter<Microscaling<Element>, kStochastic> {
   }
 };
 
-// Asks for the row that will be read some 8 KiB after row n: a new page, where the hardware does not look ahead.
-RK_HOST_DEVICE void fetch_ahead(const float* x, int64_t n, int64_t N, int64_t D) {
+// Prefetches the row about 8 KiB after row n: hardware prefetchers do not cross pages.
+RK_HOST_DEVICE void prefetch_next(const float* x, int64_t n, int64_t N, int64_t D) {
   const int64_t row = n + 1 + 2048 / D;
   if (row < N) prefetch_bytes(x + row * D, D * 4);
 }
 
-// Rows of x [N, D] to their places. Returns the first row that the format cannot hold, or N.
+// Encodes the rows of x [N, D]. Returns the first row that the format cannot encode, or N.
 template <class Format, bool kStochastic>
 struct RowsWriter {
   static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
     const int64_t bytes = Format::row_bytes(D);
     using Writer = RowWriter<Format, kStochastic>;
-    // Rows of plain numbers that lie one after the other are one row, unless noise tells them apart.
+    // Consecutive float rows are written as one row, except with noise, which depends on the row.
     if (kIsFloats<Format> && !kStochastic && !to.numbers && N > 1) return N * write(x, 1, N * D, how, to);
     RowNoise<kStochastic> noise(how.noise, to, N, ceil_div(D, Writer::kColumns) * Writer::kColumns);
     int64_t bad = N;
     for (int64_t n = 0; n < N; ++n) {
-      fetch_ahead(x, n, N, D);
+      prefetch_next(x, n, N, D);
       noise.start(n);
       const bool held = Writer::write(x + n * D, D, how.round_up, noise, to.row(n, bytes));
       if (!held && bad == N) bad = n;
@@ -418,7 +418,7 @@ struct RowsWriter {
   }
 };
 
-// Rows whose grids are found together stay in the first-level cache until their codes are written.
+// Batches of rows whose grids are computed together; they stay in the L1 cache until their codes are written.
 template <int kBits, bool kStochastic>
 struct RowsWriter<Affine<kBits>, kStochastic> {
   static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
@@ -437,7 +437,7 @@ struct RowsWriter<Affine<kBits>, kStochastic> {
       const int64_t count = N - first < most ? N - first : most;
       const typename Writer::Grids grids(x + first * D, count, D);
       for (int64_t n = first; n < first + count; ++n) {
-        fetch_ahead(x, n, N, D);
+        prefetch_next(x, n, N, D);
         noise.start(n);
         if (!Writer::write(x + n * D, D, noise, grids.of(n - first), to.row(n, bytes)) && bad == N) bad = n;
       }

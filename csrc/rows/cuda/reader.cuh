@@ -1,4 +1,4 @@
-// Encoded rows as CUDA kernels read them: a lane four neighbouring columns, a group of lanes a row.
+// Readers of encoded rows in CUDA kernels: a group of lanes takes a row, a lane four adjacent columns.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,8 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// kBytes (1, 2, 4 or 8) of little-endian memory: at once when `aligned`, else one by one, the first `count` of them, in
-// a loop: unrolled, the rare path would cost every kernel registers.
+// Loads kBytes (1, 2, 4 or 8) little-endian bytes: with one load if `aligned`, else the first `count` bytes in a loop,
+// which is not unrolled, since the rare path would cost every kernel registers.
 template <int kBytes>
 using LittleEndian = typename std::conditional<kBytes == 8, uint64_t, uint32_t>::type;
 
@@ -29,8 +29,8 @@ __device__ __forceinline__ LittleEndian<kBytes> load_little(const uint8_t* p, bo
   return word;
 }
 
-// Bytes that four columns of a format take in its main plane, at most 16: what a lane reads or writes at once. For
-// int2, the two bytes of its scale. kWhole: the last columns of a row have four places there, too, whatever D is.
+// Bytes of four columns of a format in its main plane, at most 16, which a lane reads or writes with one access. For
+// int2, the two bytes of its scale. kWhole: rows are padded to multiples of four columns.
 template <class Format>
 struct FourColumns {  // floats
   static constexpr int kBytes = 4 * Format::kBytes;
@@ -52,14 +52,14 @@ struct FourColumns<Microscaling<Element>> {
   static constexpr bool kWhole = true;
 };
 
-// True if all rows from `first` on can be read and written four whole columns, of kBytes, at a time.
+// True if all rows of the table at `first` can be accessed in aligned words of kBytes, four whole columns each.
 template <class Format, int kBytes = FourColumns<Format>::kBytes>
 __device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D) {
   return (D % 4 == 0 || FourColumns<Format>::kWhole) && Format::row_bytes(D) % kBytes == 0 &&
          reinterpret_cast<uintptr_t>(first) % kBytes == 0;
 }
 
-// Parameters of all columns of a row as they lie in memory: the grid of Affine.
+// Undecoded per-row parameters: the grid of Affine.
 template <class Format>
 struct RawGrid {
   __device__ __forceinline__ void load(const uint8_t*, int64_t, bool) {}
@@ -78,9 +78,9 @@ struct RawGrid<Affine<kBits>> {
   }
 };
 
-// Four columns of a row as they lie in memory. Reading a row is two steps, so that a lane can ask for several rows
-// before it waits for the first: load() only loads, decode() makes numbers of what came. `c`, a multiple of 4, is below
-// the row's D columns; what is read behind D is of no meaning. `aligned`: columns_aligned() of the table.
+// Four undecoded columns of a row. Reading has two steps, so that a lane can load several rows before it waits for the
+// first: load() only issues loads, decode() converts. `c` is a multiple of 4 and less than the row's D columns; values
+// after column D are undefined. `aligned`: columns_aligned() of the table.
 template <class Format>
 struct RawColumns {  // 16-bit floats
   uint32_t codes[2];
@@ -187,8 +187,8 @@ struct RawColumns<Microscaling<Element>> {
   }
 };
 
-// Eight neighbouring columns, which share an exponent, of a row as they lie in memory: what a lane of a lookup takes.
-// `first` is a multiple of 8.
+// Eight adjacent undecoded columns of a row, which share an exponent, for one lane of a lookup. `first` is a multiple
+// of 8.
 template <class Format>
 struct RawEightColumns;
 
@@ -196,7 +196,7 @@ template <int m>
 struct RawEightColumns<SharedMicroexponents<m>> {
   using Format = SharedMicroexponents<m>;
   static constexpr int kWidth = Format::kMagnitudeWidth;
-  static constexpr int kBytes = kWidth < 4 ? kWidth : 4;  // of aligned words of the first plane
+  static constexpr int kBytes = kWidth < 4 ? kWidth : 4;  // of a word of the first plane
   uint32_t codes[kWidth == 8 ? 2 : 1], signs, exponent, pairs;
 
   __device__ __forceinline__ void load(const uint8_t* row, uint32_t first, uint32_t D, bool aligned) {
@@ -209,7 +209,7 @@ struct RawEightColumns<SharedMicroexponents<m>> {
     exponent = row[exponents + block];
     pairs = row[exponents + blocks + block];
   }
-  // Steps are powers of two, and a number of them is exact. Those of a block of NaNs are a NaN without a sign.
+  // Steps are powers of two, so products are exact. The step of a block of NaNs is NaN without a sign.
   __device__ __forceinline__ void decode(uint32_t first, Vec4 (&x)[2]) const {
     const bool nan = exponent == 255u;
     const uint32_t one = 1, none = 0, sign = nan ? 0u : kSignBit;
@@ -217,7 +217,7 @@ struct RawEightColumns<SharedMicroexponents<m>> {
     const float low = float_of(nan ? 0x7FC00000u : Format::step_field(exponent, one) << 23);
     const uint32_t bits = pairs >> first % Format::kBlock / 2;
     for (int i = 0; i < 8; ++i) {
-      constexpr int kEach = kWidth == 8 ? 4 : 8;  // codes of a word
+      constexpr int kEach = kWidth == 8 ? 4 : 8;  // codes per word
       const uint32_t code = codes[i / kEach] >> kWidth * (i % kEach) & Format::kMaxMagnitude;
       const uint32_t signed_code = kWidth == 8 ? codes[i / kEach] << (24 - 8 * (i % kEach)) : signs << (31 - i);
       const float step = bits & 1u << i / 2 ? low : high;
@@ -226,10 +226,9 @@ struct RawEightColumns<SharedMicroexponents<m>> {
   }
 };
 
-// The columns of a row that a lane of G takes, from `first` on: kBlocks times four; where the row ends before, its last
-// ones. No load has a condition: nvcc would make branches or copies of it, which wait for what came, and the lane would
-// ask for its next row too late. Columns, of which a row has fewer than 2^31, are numbers of one register: a lane keeps
-// several of them while it reads rows.
+// The undecoded columns of a row for one lane of G: kBlocks blocks of four starting at `first`; past the end of the
+// row, its last four columns. Loads are unconditional: nvcc would turn conditions into branches or copies that wait for
+// the data, and delay the loads of the next row. Column indices have 32 bits, since a lane keeps several in registers.
 template <class Format, int G, int kBlocks>
 struct RawRow {
   RawGrid<Format> grid;
@@ -252,7 +251,7 @@ struct RawRow {
   }
 };
 
-// Columns of one row, four at a time, at once.
+// Loads and decodes four columns of a row in one call.
 template <class Format>
 struct ColumnReader {
   const uint8_t* row;

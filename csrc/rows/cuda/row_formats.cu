@@ -1,5 +1,5 @@
-// quantize_rows and dequantize_rows. Bytes moved: every float and every byte of a row once (int8, int4 and int2 read
-// the floats twice, the second time from a cache), so both are bound by memory.
+// quantize_rows and dequantize_rows. Bytes moved: every float and every encoded byte once (int8, int4 and int2 read the
+// floats again from a cache), so both are memory bound.
 #include "core/boxing.h"
 #include "rows/cuda/writer.cuh"
 #include "rows/row_formats.h"
@@ -12,13 +12,13 @@ struct QuantizeArgs {
   ScalarType dtype;
   int64_t N, D, bytes, first_row;
   uint8_t* rows;
-  const int64_t *seed, *step;  // or null: 0
+  const int64_t *seed, *step;  // null: 0
   uint32_t table;
   bool round_up, stochastic;
   int64_t* status;
 };
 
-// x[n, c .. c+3], zeros behind D.
+// Loads x[n, c .. c+3], with zeros after column D.
 __device__ __forceinline__ Vec4 load_floats(const QuantizeArgs& a, int64_t n, int64_t c) {
   Vec4 out = {};
   if (c >= a.D) return out;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void note_not_finite(const QuantizeArgs& a, int64_t n
       atomicMin(reinterpret_cast<long long*>(a.status), static_cast<long long>(n * a.D + c + j));
 }
 
-// A group of lanes takes a row. Groups go in step: those behind the last row read that one, and write nothing.
+// A group of lanes takes a row. Groups are in step: those after the last row read it again and write nothing.
 template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
   const Group<G> group(Pace::kInStep);
@@ -69,7 +69,7 @@ struct DequantizeArgs {
   ScalarType dtype;
 };
 
-// Columns c .. c+3 of a row, wherever it starts: floats that lie between multiples of four bytes are read byte by byte.
+// Reads columns c .. c+3 of a row at any address: unaligned floats are read byte by byte.
 template <class Format>
 __device__ __forceinline__ Vec4 read_anywhere(const ColumnReader<Format>& reader, int64_t c) {
   if constexpr (std::is_same<Format, Fp32>::value) {

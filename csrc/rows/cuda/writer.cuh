@@ -1,4 +1,4 @@
-// Encoded rows as CUDA kernels write them: a lane four neighbouring columns, a group of lanes a row.
+// Writers of encoded rows in CUDA kernels: a group of lanes takes a row, a lane four adjacent columns.
 #pragma once
 
 #include "core/philox.h"
@@ -7,8 +7,8 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// kBytes (1, 2, 4 or 8) go to memory, at once when `aligned`, else the first `count` of them one by one, in a loop:
-// unrolled, the rare path would cost every kernel registers.
+// Stores kBytes (1, 2, 4 or 8) bytes: with one store if `aligned`, else the first `count` bytes in a loop, which is not
+// unrolled, since the rare path would cost every kernel registers.
 template <int kBytes>
 __device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> word, bool aligned,
                                              int64_t count = kBytes) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> wo
   for (int i = 0; i < here; ++i) p[i] = static_cast<uint8_t>(word >> 8 * i);
 }
 
-// Columns c .. c+3 of a row of D numbers, rounded to the nearest fp16 or bf16.
+// Stores columns c .. c+3 of a row of D values, rounded to the nearest fp16 or bf16.
 __device__ __forceinline__ void store_halves(uint8_t* row, int64_t c, int64_t D, bool is_fp16, const Vec4& x) {
   if (c >= D) return;
   uint64_t codes = 0;
@@ -34,16 +34,15 @@ __device__ __forceinline__ void store_halves(uint8_t* row, int64_t c, int64_t D,
   store_little<8>(row + 2 * c, codes, columns_aligned<Fp16>(row, D), 2 * (D - c));
 }
 
-// Rounding of rows' numbers. All lanes of a kernel round alike: a branch costs them little, and kernels for either way
-// would be twice the code.
+// Rounding mode of rows. It is uniform over a launch, so a branch is cheap, and separate kernels would double the code.
 struct Rounding {
   Noise noise;
   bool round_up;  // scale rule "rceil"; else "floor"
   bool stochastic;
 };
 
-// Rounding of rows that an update writes back: stochastic with its step's noise and scales upwards, or to nearest. No
-// seed is 0. Rows have their numbers in the whole table (Part::whole_row): to add them up here would cost registers.
+// Rounding of rows that an update writes back: stochastic, with the step's noise and scales rounded up, or to nearest.
+// A null seed is 0. Callers pass Part::whole_row() as row indices; computing them here would cost registers.
 __device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step, const TableShard& shard,
                                                     bool stochastic) {
   return {make_noise(seed ? *seed : 0, *step, {shard.table, shard.first_block, 0}), stochastic, stochastic};
@@ -54,13 +53,13 @@ __device__ __forceinline__ PhiloxWords words_of(const Rounding& how, int64_t num
   return {};
 }
 
-// A number's code: `args` are those of the format's encode(), the last one its word of noise.
+// The code of a value: `args` are those of the format's encode(), the last one its noise word.
 template <class Format, class... Args>
 __device__ __forceinline__ uint32_t code_of(const Rounding& how, const Args&... args) {
   return how.stochastic ? Format::template encode<true>(args...) : Format::template encode<false>(args...);
 }
 
-// The largest of `lanes` neighbouring lanes of a group, a power of two.
+// Maximum over `lanes` adjacent lanes of a group; `lanes` is a power of two.
 __device__ __forceinline__ uint32_t largest_of(uint32_t x, int lanes, unsigned mask) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     const uint32_t other = __shfl_xor_sync(mask, x, distance, lanes);
@@ -69,10 +68,10 @@ __device__ __forceinline__ uint32_t largest_of(uint32_t x, int lanes, unsigned m
   return x;
 }
 
-// ColumnWriter<Format, G>: a group of G lanes writes a row. scan() sees all columns first if kScans; all
-// lanes of the group call scan() and write() equally often, for c = 4 * lane, + 4 * G, ... until the row's last column
-// is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: close_scan() says so. Of no
-// columns, nothing is written.
+// ColumnWriter<Format, G>: a group of G lanes writes a row. If kScans, scan() must see all columns before write(). All
+// lanes of the group call scan() and write() equally often, for c = 4 * lane, + 4 * G, ... until the last column is
+// covered; columns after it are zeros. A row that cannot be encoded decodes to NaN, and close_scan() reports it. With D
+// = 0 nothing is written.
 template <class Format, int G>
 struct ColumnWriter {  // floats
   static constexpr bool kScans = false;
@@ -122,7 +121,7 @@ struct ColumnWriter<Affine<kBits>, G> {
     }
   }
 
-  // After the last scan(): the grid, written by one lane.
+  // Called after the last scan(): computes the grid, which one lane writes.
   __device__ __forceinline__ bool close_scan() {
     for (int distance = G / 2; distance > 0; distance /= 2) {
       const float other_low = __shfl_xor_sync(group.mask, low, distance, G);
@@ -132,7 +131,7 @@ struct ColumnWriter<Affine<kBits>, G> {
     }
     largest = largest_of(largest, G, group.mask);
     first_zero = ~largest_of(~first_zero, G, group.mask);
-    // A zero has the sign of the row's first.
+    // If low or high is zero, it gets the sign of the row's first zero.
     const float zero = float_of(first_zero << 31);
     const bool finite = largest < kInfinityBits;
     if (low == 0.0f) low = zero;
@@ -166,7 +165,7 @@ template <int m, int G>
 struct ColumnWriter<SharedMicroexponents<m>, G> {
   using Format = SharedMicroexponents<m>;
   static constexpr bool kScans = false;
-  static constexpr int kLanes = Format::kBlock / 4;  // that share a block
+  static constexpr int kLanes = Format::kBlock / 4;  // lanes per block
   const Group<G>& group;
   Rounding how;
   int64_t number, D;
@@ -191,7 +190,7 @@ struct ColumnWriter<SharedMicroexponents<m>, G> {
       else codes |= sign << (j * kWidth + 7);
       pairs |= bit << j / 2;
     }
-    // Neighbours share a byte of signs, and four lanes one of pairs.
+    // Two adjacent lanes share a sign byte, and four lanes a pair byte.
     const int in_block = static_cast<int>(c / 4 % kLanes);
     signs = combine(signs << 4 * (in_block % 2), 2);
     pairs = combine(pairs << 2 * in_block, kLanes);
@@ -213,7 +212,7 @@ struct ColumnWriter<SharedMicroexponents<m>, G> {
   }
 };
 
-// G is at least eight: these lanes share a block.
+// G must be at least eight, the lanes of a block.
 template <class Element, int G>
 struct ColumnWriter<Microscaling<Element>, G> {
   using Format = Microscaling<Element>;
@@ -250,7 +249,7 @@ struct ColumnWriter<Microscaling<Element>, G> {
 
 }  // namespace RK_ISA
 
-// A block of an OCP format has eight lanes' columns: fewer would not do.
+// At least eight lanes, which a block of an OCP format needs.
 template <class Body>
 void with_row_lanes(int64_t D, const Body& body) {
   if (D <= 4 * kFewLanes) body(Constant<kFewLanes>());

@@ -1,4 +1,4 @@
-// Rows of integer codes with a scale and a bias of their own: value = fmaf(code, scale, bias). int8: D codes, FP32
+// Rows of integer codes with a scale and bias per row: value = fmaf(code, scale, bias). int8: D codes, FP32
 // scale, FP32 bias; int4 and int2: codes packed low bits first, FP16 scale, FP16 bias. Rounded to nearest, the bytes
 // are those of torch.ops.quantized.embedding_bag_{byte,4bit,2bit}_prepack.
 #pragma once
@@ -8,7 +8,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// A row's grid, as stored, and what (x - bias) is multiplied by to be in steps of it; with registers those of rows.
+// A row's grid as stored, and the factor that converts x - bias to steps. With F a register: those of several rows.
 template <class F>
 struct AffineGridOf {
   F scale, bias, inverse;
@@ -16,7 +16,7 @@ struct AffineGridOf {
 using AffineGrid = AffineGridOf<float>;
 
 #if !RK_CONVERTS_HALVES
-// The half at or below x, and the one at or above it.
+// The nearest half at or below x, and the nearest at or above it.
 RK_HOST_DEVICE uint32_t half_below(float x) {
   const uint32_t h = Fp16::encode<false>(x, 0u);
   if (!(Fp16::decode(h) > x)) return h;
@@ -38,7 +38,7 @@ struct Affine {
   RK_HOST_DEVICE static int64_t code_bytes(int64_t D) { return ceil_div(D * kBits, 8); }
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return code_bytes(D) + kGridBytes; }
 
-  // Grid of a row between `low` and `high`; NaN where the row cannot be held.
+  // Grid of a row with values in [low, high]; NaN if the row cannot be encoded.
   template <bool kStochastic>
   RK_HOST_DEVICE static AffineGrid grid(float low, float high) {
     AffineGrid g;
@@ -57,7 +57,7 @@ struct Affine {
     if (!(sum - sum == 0.0f) || !(high - high == 0.0f)) return {float_of(0x7FC00000u), 0.0f, 0.0f};
     return g;
   }
-  // int8's, where the row can be held.
+  // The int8 grid of a row that can be encoded.
   template <bool kStochastic, class F>
   RK_HOST_DEVICE static AffineGridOf<F> grid_of_bytes(F low, F high) {
     const F range = high - low, scale = range / 255.0f;
@@ -65,15 +65,15 @@ struct Affine {
     else return {scale, low, 255.0f / (range + 1e-8f)};
   }
 
-  // The code of x; 0 of a NaN, as in rows that cannot be held.
+  // The code of x; 0 for NaN, as in rows that cannot be encoded.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, const AffineGrid& g, U word) {
     const F steps = larger((x - g.bias) * g.inverse, F{});
     return steps_on_grid<kStochastic>(smaller(steps, F{} + static_cast<float>(kMaxCode)), word);
   }
-  // encode() for rows that can be held. Rounded by chance, no number is below the grid's bias. To the nearest, int8's
-  // grid has the row's smallest number as its bias, and its largest at most 2^-14 of a step above the last code:
-  // nothing is clamped.
+  // encode() without clamping, for rows that can be encoded. With stochastic rounding no value is below the bias. With
+  // rounding to nearest, the bias of the int8 grid is the row's minimum, and its maximum is at most 2^-14 steps above
+  // the last code.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode_held(F x, const AffineGrid& g, U word) {
     const F steps = (x - g.bias) * g.inverse;

@@ -1,4 +1,4 @@
-// Rows of plain numbers: fp32, fp16, bf16. A code is the number's bits in the low end of a Word.
+// Rows of plain floats: fp32, fp16, bf16. A code is the value's bits in the low end of a Word.
 #pragma once
 
 #include "rows/formats/rounding.h"
@@ -25,8 +25,8 @@ struct Bf16 {
   static constexpr int kBytes = 2;
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return D * kBytes; }
 
-  // Nearest: ties to even, as IEEE. Stochastic: the high half of `word` is added below the kept bits, but to no number
-  // of the largest one's kept bits: what is finite stays finite.
+  // Nearest: IEEE, ties to even. Stochastic: adds the high half of `word` below the kept bits, except for values with
+  // the kept bits of the largest finite number, so that finite values stay finite.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, U word) {
     const U bits = bits_of(x), magnitude = bits & kMagnitudeBits;
@@ -78,20 +78,20 @@ struct Fp16 {
     const U infinity = U{} + kInfinity, rebiased = magnitude - kRebias;
     const U normal = (rebiased + 0x0FFFu + ((rebiased >> 13) & 1)) >> 13;
     const U bounded = magnitude >= (143u << 23) ? infinity : normal;  // 2^16 and above
-    // A bounded number keeps the rounding below exact; which result holds is chosen afterwards.
+    // Bounded so that the rounding below is exact; the result is selected afterwards.
     const U small = magnitude < kSmallestNormal ? magnitude : U{} + kSmallestNormal;
     const U denormal = to_word(round_even(float_of(small) * 0x1p24f));
     return magnitude < kSmallestNormal ? denormal : bounded;
   }
 
-  // `word`'s highest bits, as many as are dropped, are added before the rest is cut off.
+  // Adds the highest bits of `word`, as many as are dropped, before truncation.
   template <class U>
   RK_HOST_DEVICE static U stochastic(U magnitude, U word) {
     const U largest = U{} + kLargest, infinity = U{} + kInfinity;
     const U normal = (magnitude - kRebias + (word >> 19)) >> 13;
     const U too_large = magnitude >= kInfinityBits ? infinity : largest;
     const U bounded = ((magnitude >= (143u << 23)) | (normal > kLargest)) ? too_large : normal;
-    // Denormal halves: 2^-14 and below by 13 + (113 - field) bits, which is 14 and more; beyond 56 nothing is left.
+    // Denormal halves, below 2^-14, drop 13 + (113 - field) >= 14 bits; beyond 56 the result is 0.
     const U field = exponent_field(magnitude), significand = (magnitude & 0x007FFFFFu) | 0x00800000u;
     const U drop = 126u - (field < 113u ? field : U{} + 112u);
     const U in_word = drop < 31u ? drop : U{} + 31u;
@@ -100,7 +100,7 @@ struct Fp16 {
     const U rest = significand >> (beyond < 31u ? beyond : U{} + 31u);
     const U carried = word + rest, one = U{} + 1u;
     const U high = carried < word ? one : U{};
-    const U denormal = field == 0u ? U{} : (drop < 32u ? low : high);  // fp32's own denormals are below every half
+    const U denormal = field == 0u ? U{} : (drop < 32u ? low : high);  // fp32 denormals are smaller than every half
     return magnitude < kSmallestNormal ? denormal : bounded;
   }
 };

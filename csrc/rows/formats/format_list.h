@@ -1,4 +1,4 @@
-// The one list of row formats: their numbers, their types, the bytes of their rows.
+// The list of row formats: enum values, types and row sizes.
 #pragma once
 
 #include "rows/formats/affine_integers.h"
@@ -38,7 +38,7 @@ template <template <class...> class Use>
 using WithAllFormats = Use<Fp32, Fp16, Bf16, Int8, Int4, Int2, Mx9, Mx6, Mx4, MxFp8E4M3, MxFp8E5M2, MxFp6E3M2,
                            MxFp6E2M3, MxFp4E2M1, MxInt8>;
 
-// body(Format()) for the format, one of those that tables can have. The body runs where its caller does.
+// Calls body(Format()) for a format of tables, on the host or device of the caller.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -54,7 +54,7 @@ RK_HOST_DEVICE auto with_bag_format(RowFormat format, const Body& body) {
   return body(Fp32());
 }
 
-// body(Format()) for any format.
+// Calls body(Format()) for any format.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -70,7 +70,7 @@ RK_HOST_DEVICE auto with_format(RowFormat format, const Body& body) {
   return with_bag_format(format, body);
 }
 
-// Bytes of a row of D columns. The body is no lambda: nvcc has none for host and device at once.
+// Bytes of a row of D columns. A functor, since nvcc has no lambdas for both host and device.
 struct BytesOfRow {
   int64_t D;
   template <class Format>

@@ -1,5 +1,5 @@
 // mxfp8, mxfp6, mxfp4, mxint8: OCP Microscaling Formats (MX) Specification, version 1.0. A block of 32 columns shares a
-// power of two (E8M0), a column is a small float or an integer.
+// power-of-two scale (E8M0); each column is a small float or an integer.
 //
 // Bytes of a row, in planes over all blocks: codes (8 bits: a byte; 4 bits: two to a byte, low first; 6 bits: the low
 // four bits two to a byte, then the high two bits four to a byte), then the scales, a byte per block. Columns past the
@@ -11,13 +11,13 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// A float element. kExponentBits, kMantissaBits as in its name; Top: exponent and code of the largest number.
+// Float element. kExponentBits and kMantissaBits as in its name; Top: exponent and code of the largest value.
 template <int kExponentBits, int kMantissaBits, int kTopExponent, uint32_t kTopCode>
 struct FloatElement {
   static constexpr int kBits = 1 + kExponentBits + kMantissaBits;
   static constexpr int kBias = (1 << (kExponentBits - 1)) - 1;
   static constexpr int kTop = kTopExponent;
-  static constexpr uint32_t kLowestField = 128 - kBias;  // of fp32: the smallest normal number's exponent
+  static constexpr uint32_t kLowestField = 128 - kBias;  // fp32 exponent field of the smallest normal value
   static constexpr uint32_t kSign = 1u << (kBits - 1);
   static constexpr float kMax =
       (1.0f + static_cast<float>(kTopCode & ((1u << kMantissaBits) - 1)) / (1 << kMantissaBits)) * (1 << kTopExponent);
@@ -42,7 +42,7 @@ struct FloatElement {
     const auto one_step = float_of((kLowestField - kMantissaBits) << 23);
     const U denormal = bits_of(to_float(magnitude) * one_step), nan = U{} + 0x7FC00000u;
     U bits = magnitude < (1u << kMantissaBits) ? denormal : normal;
-    // Codes that no encoder writes: E5M2 has infinities and NaNs above its largest number, E4M3 one NaN.
+    // Codes that the encoder never writes: E5M2 has infinities and NaNs above its largest value, E4M3 one NaN.
     if constexpr (kBits == 8 && kExponentBits == 5) {
       const U infinity = U{} + kInfinityBits;
       bits = magnitude > kTopCode ? (magnitude == kTopCode + 1 ? infinity : nan) : bits;
@@ -59,7 +59,7 @@ using E3M2 = FloatElement<3, 2, 4, 0x1F>;
 using E2M3 = FloatElement<2, 3, 2, 0x1F>;
 using E2M1 = FloatElement<2, 1, 2, 0x07>;
 
-// Two's complement in steps of 2^-6; -128 is read, and never written.
+// Two's complement in steps of 2^-6; -128 is decoded but never written.
 struct Int8Element {
   static constexpr int kBits = 8;
   static constexpr int kTop = 0;
@@ -88,8 +88,8 @@ struct Microscaling {
   RK_HOST_DEVICE static int64_t scales(int64_t D) { return blocks(D) * 4 * Element::kBits; }
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return scales(D) + blocks(D); }
 
-  // The scale's byte, from the bits of the block's largest magnitude. Rounded up, no element is clipped, except where
-  // it would read as Inf: the scale stays at most 254 - kTop. The lowest scale, 2^-127, is itself a denormal.
+  // The scale byte, from the bits of the block's largest magnitude. If rounded up, no element is clipped unless it
+  // would decode to Inf: the scale is at most 254 - kTop. The lowest scale, 2^-127, is a denormal.
   RK_HOST_DEVICE static uint32_t scale(uint32_t largest, bool round_up) {
     if (largest >= kInfinityBits) return 255;
     if (round_up) {
@@ -102,7 +102,7 @@ struct Microscaling {
     return field > static_cast<uint32_t>(Element::kTop) ? field - Element::kTop : 0;
   }
 
-  // x / scale and code * scale: by powers of two, one of them a denormal at either end.
+  // 1 / scale and scale as powers of two; at either end of the range one of them is a denormal.
   RK_HOST_DEVICE static float inverse(uint32_t scale) { return power_of_two<float>(254u - scale); }
   RK_HOST_DEVICE static float factor(uint32_t scale) {
     return scale == 255 ? float_of(0x7FC00000u) : power_of_two<float>(scale);

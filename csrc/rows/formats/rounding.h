@@ -6,13 +6,13 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Rounds to the nearest whole number, ties to even; |t| <= 2^22. The addition leaves no bits for a fraction.
+// Rounds to the nearest integer, ties to even; |t| <= 2^22. The addition leaves no mantissa bits for a fraction.
 template <class F>
 RK_HOST_DEVICE F round_even(F t) {
   return (t + 12582912.0f) - 12582912.0f;
 }
 
-// t >= 0 down, or with the probability of its fraction up: word is uniform in 32 bits.
+// Rounds t >= 0 up with the probability of its fraction, else down; `word` is uniform in 32 bits.
 template <class F, class U>
 RK_HOST_DEVICE F round_stochastic(F t, U word) {
   const F rounded = round_even(t), one = F{} + 1.0f;
@@ -27,7 +27,7 @@ RK_HOST_DEVICE F round_to_grid(F t, U word) {
   else return round_even(t);
 }
 
-// round_to_grid as a number of steps, for 0 <= t <= 2^22.
+// round_to_grid() as an integer number of steps, for 0 <= t <= 2^22.
 template <bool kStochastic, class F, class U>
 RK_HOST_DEVICE U steps_on_grid(F t, U word) {
   if constexpr (kStochastic) {

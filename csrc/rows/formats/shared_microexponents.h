@@ -16,7 +16,7 @@ template <int kMagnitude>
 struct SharedMicroexponents {
   static constexpr int m = kMagnitude;
   static constexpr int kBlock = 16;
-  static constexpr int kMagnitudeWidth = m == 7 ? 8 : m;  // bits of a column in the first plane
+  static constexpr int kMagnitudeWidth = m == 7 ? 8 : m;  // bits per column in the first plane
   static constexpr bool kSignPlane = m != 7;
   static constexpr uint32_t kMaxMagnitude = (1u << m) - 1;
 
@@ -27,7 +27,7 @@ struct SharedMicroexponents {
   RK_HOST_DEVICE static int64_t pairs(int64_t D) { return exponents(D) + blocks(D); }
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return pairs(D) + blocks(D); }
 
-  // The exponent that a pair needs, from the bits of its larger magnitude. Rounded up, nothing of the pair is clipped.
+  // The exponent of a pair, from the bits of its larger magnitude. If rounded up, the pair is never clipped.
   template <class U>
   RK_HOST_DEVICE static U pair_exponent(U largest, bool round_up) {
     const U field = largest >> 23;
@@ -38,7 +38,7 @@ struct SharedMicroexponents {
     return field == 255u ? field : (needed < most ? needed : most);
   }
 
-  // D of a pair: whether it is at least a binade below its block.
+  // D of a pair: 1 if it is at least a binade below its block.
   template <class U>
   RK_HOST_DEVICE static U pair_bit(U block, U pair) {
     const U one = U{} + 1u;
@@ -53,9 +53,9 @@ struct SharedMicroexponents {
     return block > static_cast<uint32_t>(m - 1) + bit ? block - static_cast<uint32_t>(m - 1) - bit : one;
   }
 
-  // Largest magnitude, as bits, below which a pair has D = 1: pair_bit(block, pair_exponent(largest)) in one
-  // comparison. Adding to the bits carries into the exponent where pair_exponent rounds up; denormals and the largest
-  // numbers differ, but not in D.
+  // Pairs with a magnitude, as bits, of less than this have D = 1: pair_bit(block, pair_exponent(largest)) as a single
+  // comparison. The addition carries into the exponent where pair_exponent rounds up; denormals and the largest values
+  // differ, but not in D.
   RK_HOST_DEVICE static uint32_t lower_pairs(uint32_t block, bool round_up) {
     if (block < static_cast<uint32_t>(m + 1) || block == 255u) return 0;
     return (block << 23) - (round_up ? (1u << (24 - m)) - 1 : 0);

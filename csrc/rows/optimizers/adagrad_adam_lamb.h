@@ -1,18 +1,17 @@
-// Optimizers with state for every element of a row: Adagrad, Adam, row-wise Adam and LAMB (docs/numerics.md,
-// "Optimizers"). A row's gradient g becomes a direction r, and state advances on the way; then w = fmaf(factor, r, w)
-// with one factor for the row.
+// Optimizers with per-element state: Adagrad, Adam, row-wise Adam and LAMB (docs/numerics.md, "Optimizers"). The
+// gradient g of a row and its state give a direction r; then w = fmaf(factor, r, w) with one factor per row.
 #pragma once
 
 #include "rows/optimizers/state.h"
 
 namespace rec_kernels {
 
-// Streams of the noise with which moments are rounded; the weights' is 0.
+// Noise streams for rounding moments; stream 0 is that of the weights.
 constexpr uint32_t kFirstMomentStream = 1, kSecondMomentStream = 2;
 
 inline namespace RK_ISA {
 
-// One step's numbers. The corrections are 1 - beta1^t and 1 - beta2^t of this step, t counted from 1.
+// Scalars of one step. The bias corrections are 1 - beta1^t and 1 - beta2^t for step t, counted from 1.
 struct Elementwise {
   Optimizer kind;
   float eps, beta1, beta2, correction1, correction2;
@@ -22,25 +21,25 @@ struct Elementwise {
   RK_HOST_DEVICE bool has_first() const { return kind != Optimizer::kAdagrad; }
   RK_HOST_DEVICE bool has_second() const { return kind != Optimizer::kRowwiseAdam; }
 
-  // Row-wise Adam: the row's second moment after the mean of its g^2, and the divisor that comes from it.
+  // Row-wise Adam: updates the row's second moment with the mean of g^2, and returns the divisor for it.
   RK_HOST_DEVICE float row_moment(float second, float mean_square) const {
     return fused_multiply_add(beta2, second, (1.0f - beta2) * mean_square);
   }
   RK_HOST_DEVICE float row_divisor(float second) const { return square_root(second / correction2) + eps; }
 
-  // LAMB: the factor of a row whose weights and direction have these square sums.
+  // LAMB: the factor of a row, from the square sums of its weights and its direction.
   RK_HOST_DEVICE static float trusted(float lr, float weight_squares, float direction_squares) {
     const float weight = square_root(weight_squares), direction = square_root(direction_squares);
     return -(lr * (weight == 0.0f || direction == 0.0f ? 1.0f : weight / direction));
   }
 };
 
-// Broadcasts a number to a register of one lane: itself.
+// Broadcast for one lane: the identity.
 struct OneLane {
   RK_HOST_DEVICE float operator()(float x) const { return x; }
 };
 
-// The numbers in registers of V, a float or several.
+// The scalars of a step broadcast to V, a float or a register of floats.
 template <class V>
 struct ElementwiseRegisters {
   V beta1, rest1, beta2, rest2, correction1, correction2, eps, row_divisor;
@@ -56,7 +55,7 @@ struct ElementwiseRegisters {
         eps(spread(o.eps)),
         row_divisor(spread(divisor)) {}
 
-  // The direction of gradients g; `first` (exp_avg) and `second` (sum, exp_avg_sq) are state before and after.
+  // Returns the direction of gradients g and updates the state: `first` (exp_avg) and `second` (sum, exp_avg_sq).
   RK_HOST_DEVICE V adagrad(V g, V* second) const {
     *second = fused_multiply_add(g, g, *second);
     return g / (square_root(*second) + eps);

@@ -1,5 +1,5 @@
-// Clipping and weight decay: changes of a row's summed gradient before an optimizer sees it, and of its weights beside
-// that (docs/numerics.md, "Clipping and weight decay").
+// Clipping and weight decay: transforms a row's summed gradient before the optimizer, or its weights if decay is
+// decoupled (docs/numerics.md, "Clipping and weight decay").
 #pragma once
 
 #include "core/host_device.h"
@@ -8,7 +8,7 @@ namespace rec_kernels {
 
 struct GradientStep {
   float weight_decay = 0.0f;
-  bool decoupled = false;  // the decay acts on the weights, not through the gradient
+  bool decoupled = false;  // decay acts on the weights, else on the gradient (L2)
   float clip_value = __builtin_inff(), clip_norm = __builtin_inff();
 
   RK_HOST_DEVICE bool is_active() const {
@@ -18,7 +18,7 @@ struct GradientStep {
   RK_HOST_DEVICE bool adds_decay() const { return weight_decay != 0.0f && !decoupled; }
   RK_HOST_DEVICE bool decays_weights() const { return weight_decay != 0.0f && decoupled; }
 
-  // A NaN stays.
+  // Propagates NaN.
   RK_HOST_DEVICE float clipped(float g) const {
     return g > clip_value ? clip_value : (g < -clip_value ? -clip_value : g);
   }
@@ -26,12 +26,11 @@ struct GradientStep {
 
 inline namespace RK_ISA {
 
-// The order of a step for a row: its gradient is clipped by value, then by the norm of what that leaves; then comes the
-// decay that acts through the gradient. A norm to be clipped takes two passes: the first one's squares go to
-// clip_norm(), and clipping by value again changes nothing.
+// The gradient step of a row: clip by value, clip by the norm of the result, then add L2 decay. Clipping by norm takes
+// two passes: pass the square sum of the first to clip_norm(); clipping by value is idempotent.
 struct RowStep {
   const GradientStep& step;
-  float factor = 1.0f;  // of the gradient, from its norm
+  float factor = 1.0f;  // from clipping by norm
   bool norm_known;
 
   RK_HOST_DEVICE explicit RowStep(const GradientStep& step) : step(step), norm_known(!step.clips_norm()) {}
@@ -40,7 +39,7 @@ struct RowStep {
     factor = norm > step.clip_norm ? step.clip_norm / norm : 1.0f;
     norm_known = true;
   }
-  // Clips a gradient; once the norm is known, decayed() adds the decay through it.
+  // Clips an element of the gradient. Once the norm is known, decayed() adds the L2 decay.
   RK_HOST_DEVICE float clipped(float g) const {
     const float clipped = step.clipped(g);
     return factor != 1.0f ? clipped * factor : clipped;

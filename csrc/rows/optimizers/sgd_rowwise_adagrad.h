@@ -1,6 +1,5 @@
-// SGD and row-wise Adagrad: a row moves by its gradient times one factor, w = fmaf(factor, g, w). SGD's factor is -lr,
-// and it has no state. Row-wise Adagrad keeps one float for a row, v += mean(g^2) over the row; its factor is
-// -(lr / (sqrt(v) + eps)).
+// SGD and row-wise Adagrad: w = fmaf(factor, g, w) with one factor per row. SGD has factor -lr and no state. Row-wise
+// Adagrad has one float of state per row, v += mean(g^2) over the row, and factor -(lr / (sqrt(v) + eps)).
 #pragma once
 
 #include "core/host_device.h"

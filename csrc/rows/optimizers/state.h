@@ -5,20 +5,20 @@
 
 namespace rec_kernels {
 
-// Those from kAdagrad on keep state for every element of a row (rows/optimizers/adagrad_adam_lamb.h).
+// Optimizers from kAdagrad on have per-element state (rows/optimizers/adagrad_adam_lamb.h).
 enum class Optimizer { kSgd, kRowwiseAdagrad, kAdagrad, kAdam, kRowwiseAdam, kLamb };
 
 RK_HOST_DEVICE constexpr bool is_elementwise(Optimizer o) { return o >= Optimizer::kAdagrad; }
 
-// State of all tables, as a call brings it: null where the optimizer has none. Of state per element, each table has its
-// place, [E, D]; state per row is by linear row.
+// Optimizer state of all tables; null if the optimizer does not use it. Per-element state has a range [E, D] for each
+// table; per-row state is indexed by linear row.
 struct OptimizerState {
   float* sum;         // Adagrad, per element; row-wise Adagrad, per row
   float* exp_avg;     // the Adam family, per element
   float* exp_avg_sq;  // per element; row-wise Adam: per row
-  bool bf16;          // state per element is bfloat16; state per row never is
+  bool bf16;          // per-element state is bfloat16; per-row state is always float32
 
-  // A place in state per element.
+  // Address in per-element state.
   template <class State>
   RK_HOST_DEVICE State* moment(State* state, int64_t element) const {
     if (!bf16) return state + element;

@@ -1,7 +1,6 @@
-// A fused update as the kernels of every backend read it: what becomes of rows, of their summed gradients, and of
-// state. For a row, in this order: its gradient is divided by grad_scale and takes the gradient's step
-// (rows/optimizers/clipping_and_decay.h); the optimizer's state advances; weights shrink by themselves, where they do;
-// the optimizer moves them.
+// Parameters of a fused update for the kernels of every backend. For each row: divide the gradient by grad_scale; apply
+// the gradient step (rows/optimizers/clipping_and_decay.h); update the optimizer state; shrink the weights, if
+// shrinks_weights; update the weights.
 #pragma once
 
 #include "rows/optimizers/adagrad_adam_lamb.h"
@@ -16,29 +15,29 @@ struct BetaPowers {
   float first, second;
 };
 
-// Reciprocal of the gradients' scale, by which they are multiplied; null: 1.
+// 1 / grad_scale, the factor of gradients; 1 if null.
 RK_HOST_DEVICE float inverse_of(const float* grad_scale) { return grad_scale ? 1.0f / *grad_scale : 1.0f; }
 
 struct Update {
   Optimizer optimizer;
   OptimizerState state;
-  int64_t state_rows, state_elements;  // how much state there is per row and per element; -1: there is none
-  int64_t num_rates;                   // tables that have a learning rate, all of smaller numbers
-  const TablePart* records;            // of the layout: a table's state per element starts at its state_offset
+  int64_t state_rows, state_elements;  // sizes of per-row and per-element state; -1: none
+  int64_t num_rates;                   // upper bound of table_id, exclusive: number of learning rates
+  const TablePart* records;            // records of the layout, which have state_offset
   GradientStep gradient_step;
-  // True if weights shrink by themselves, w = fmaf(shrinkage(), w, w): by decoupled decay, unless the optimizer turns
-  // gradients into directions, which then include it.
+  // True if decoupled decay shrinks the weights directly, w = fmaf(shrinkage(), w, w). Optimizers with per-element
+  // state include the decay in the direction instead.
   bool shrinks_weights;
   float eps, beta1, beta2;
-  // Numbers that stay where they are, in memory of the device.
-  const float* lr;             // of each table by its number in the noise, or one for all
-  uint32_t lr_mask;            // of that number: all bits, or none
-  const float* beta_powers;    // [2], of t updates so far; null: the optimizer has none
+  // Pointers into tensors on the device of the call.
+  const float* lr;             // per table_id, or one for all tables
+  uint32_t lr_mask;            // applied to table_id: all bits, or 0 for one rate
+  const float* beta_powers;    // [2], after t updates; null: not used by the optimizer
   const float* grad_scale;     // null: 1
-  bool stochastic;             // encoded rows and bfloat16 state are rounded by chance; else to nearest
-  const int64_t *seed, *step;  // of the noise; no seed is 0
+  bool stochastic;             // stochastic rounding of encoded rows and bfloat16 state; else to nearest
+  const int64_t *seed, *step;  // of the noise; a null seed is 0
 
-  // Powers of beta in this update.
+  // Powers of beta after this update.
   RK_HOST_DEVICE BetaPowers powers() const {
     if (!beta_powers) return {0.0f, 0.0f};
     return {beta_powers[0] * beta1, beta_powers[1] * beta2};
