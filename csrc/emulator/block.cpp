@@ -23,12 +23,12 @@ namespace {
 
 constexpr unsigned kLanes = 32;
 
-// Lanes that wait for each other, or a whole block that does.
+// A barrier of some lanes of a warp, or of a whole block.
 struct Meeting {
   unsigned mask = 0;
   const char* what = nullptr;
-  unsigned arrived = 0;  // lanes; for a block: how many threads
-  // Values of this meeting and of the one before: nobody is two meetings ahead.
+  unsigned arrived = 0;  // mask of lanes; for a block, number of threads
+  // Values of this meeting and the previous one: no lane can be two meetings ahead.
   uint64_t values[2][kLanes];
   unsigned turn = 0;
 };
@@ -44,7 +44,7 @@ struct Thread {
 struct Block {
   const std::function<void()>* body = nullptr;
   std::vector<Thread> threads;
-  std::vector<std::vector<Meeting>> warps;  // the meetings that each warp has had
+  std::vector<std::vector<Meeting>> warps;  // meetings of each warp
   Meeting barrier;
   std::unique_ptr<unsigned char[]> shared;
   unsigned running = 0;
@@ -52,7 +52,7 @@ struct Block {
 };
 
 Block block;
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept: making a stack costs more than a small kernel
+std::vector<std::unique_ptr<Fiber>> fibers;  // reused: creating a stack costs more than a small kernel
 Order order = Order::kAscending;
 std::mt19937_64 random_bits;
 std::mutex one_launch;
@@ -85,7 +85,7 @@ std::vector<unsigned> turns(size_t count) {
   return out;
 }
 
-// Names the first thread that waits in vain.
+// Reports the first thread that is deadlocked.
 std::string stuck() {
   for (size_t i = 0; i < block.threads.size(); ++i) {
     const Thread& t = block.threads[i];
@@ -138,7 +138,7 @@ Meeting& meeting_of(unsigned mask) {
   auto& meetings = block.warps[block.running / kLanes];
   for (Meeting& m : meetings)
     if (m.mask == mask) return m;
-  // Threads keep pointers to meetings while they wait: the vector must not move them.
+  // Waiting threads have pointers to meetings, so the vector must not reallocate.
   if (meetings.empty()) meetings.reserve(64);
   if (meetings.size() == 64) fail("more than 64 different masks in one warp");
   meetings.emplace_back();

@@ -1,12 +1,11 @@
-// One CUDA block at a time, its threads taking turns on one OS thread. Test-only.
+// Runs one CUDA block at a time, with its threads as fibers of one OS thread. Test-only.
 //
-// What it finds: barriers, shuffles and votes that a named thread does not reach or reaches as something else; vector
-// accesses that are not aligned; shared memory read before it is written (it starts as NaN); kernels on another stream
-// than torch's, or where no guard has chosen the GPU; and, together with AddressSanitizer, accesses outside of a tensor
-// or of the shared memory. Threads that read what others write without a meeting show as results that depend on the
-// order of turns (set_order). What it cannot show: updates that get lost or torn because two threads make them at the
-// same time (a thread is never interrupted between meetings), memory ordering between blocks, timing, registers,
-// occupancy.
+// It detects: barriers, shuffles and votes that a participating thread does not reach, or reaches as another operation;
+// misaligned vector accesses; shared memory that is read before it is written (it starts as NaN); kernels on a stream
+// other than torch's, or without a device guard; and, with AddressSanitizer, accesses outside of a tensor or of shared
+// memory. Missing synchronization shows as results that depend on the order of threads (set_order). It cannot detect:
+// lost or torn updates by concurrent threads (a thread is never interrupted between meetings), memory ordering between
+// blocks, timing, registers, occupancy.
 #pragma once
 
 #include <cstddef>
@@ -23,19 +22,19 @@ struct Index {
 enum class Order { kAscending, kDescending, kRandom };
 void set_order(Order order, uint64_t seed);
 
-// Runs body() as every thread of every block. Throws std::runtime_error for what a kernel must not do.
+// Runs body() as every thread of every block. Throws std::runtime_error for errors of the kernel.
 void run_grid(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body);
 
 // Shared memory of the running thread: `shared_bytes` bytes, which AddressSanitizer guards.
 void* shared_bytes();
 
-// Waits for the lanes of `mask`, all of this warp and each calling the same `what`; gives the 32 values they brought,
-// until the next meeting of the same lanes.
+// Waits until all lanes of `mask` call the same operation `what`; returns their 32 values, valid until the next meeting
+// of the same lanes.
 const uint64_t* meet_lanes(const char* what, unsigned mask, uint64_t value);
 int lane();
 // Waits for every thread of the block.
 void meet_block();
-// Throws from run_grid, with the thread that was running.
+// Throws from run_grid(), naming the running thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace rec_kernels::emulator

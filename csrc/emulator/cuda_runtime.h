@@ -10,10 +10,10 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline  // its code is compiled in less time than in place everywhere
+#define __forceinline__ inline  // not forced, to save compile time
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
-// Static shared memory could not start as NaN for every block: kernels use shared_memory<T>() of core/cuda/launch.h.
+// Static shared memory could not be reset to NaN for every block: kernels use shared_memory<T>() of core/cuda/launch.h.
 #define __shared__ static_assert(false, "use shared_memory<T>()");
 
 struct Index3 {

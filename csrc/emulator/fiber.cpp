@@ -11,7 +11,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// rk_switch_stack(void** save, void* to): what a called function must keep goes onto the stack; then stacks change.
+// rk_switch_stack(void** save, void* to): pushes the callee-saved registers, then switches stacks.
 extern "C" void rk_switch_stack(void** save, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -82,7 +82,7 @@ namespace {
 constexpr size_t kStack = 256 << 10;  // AddressSanitizer makes frames several times larger
 
 void* scheduler_stack_pointer;
-#if defined(__SANITIZE_ADDRESS__)  // wants to know which stack is in use
+#if defined(__SANITIZE_ADDRESS__)  // must be told which stack is in use
 void* scheduler_fake_stack;
 const void* scheduler_bottom;
 size_t scheduler_size;
@@ -94,7 +94,7 @@ Fiber::Fiber() {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void* memory = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
-  mprotect(memory, page, PROT_NONE);  // a stack that overflows stops here
+  mprotect(memory, page, PROT_NONE);  // guard page
   memory_ = static_cast<char*>(memory);
 }
 

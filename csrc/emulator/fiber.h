@@ -1,4 +1,4 @@
-// A stack of its own for each thread of a CUDA block, and the switch between them.
+// Fibers: a stack for each thread of a CUDA block, and switching between them.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +13,13 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Makes the next switch_to call entry(); whatever the fiber was doing before is forgotten.
+  // Makes the next switch_to call entry(); discards the fiber's previous state.
   void start(void (*entry)());
   // Switches from the scheduler's stack to this one, until it calls leave().
   void switch_to();
-  // The first thing that entry() does.
+  // Must be called first in entry().
   void entered();
-  // Back to the scheduler. `for_good`: this stack is not needed any more.
+  // Switches back to the scheduler. `for_good`: the stack is no longer needed.
   void leave(bool for_good = false);
 
  private:

@@ -1,4 +1,4 @@
-// core/cuda/launch.h for the emulator: the same names, for CPU tensors.
+// Emulator version of core/cuda/launch.h, for CPU tensors.
 #pragma once
 
 #include <stdexcept>
@@ -10,7 +10,7 @@
 
 namespace rec_kernels {
 
-// Few, so that grid-stride loops go round.
+// Few, so that grid-stride loops have several iterations.
 constexpr int64_t kMostBlocks = 3;
 
 inline int64_t resident_threads() { return 1; }
@@ -20,7 +20,7 @@ int64_t resident_blocks(int, size_t) {
   return kMostBlocks;
 }
 
-// Stands for torch's stream. Another address, or null as the default stream of a kernel<<<>>>, is not it.
+// Represents torch's stream; other addresses, and null (the default stream), are errors.
 inline char current_stream;
 
 class OnDeviceOf {
@@ -34,17 +34,17 @@ class OnDeviceOf {
   ~OnDeviceOf() { --guards; }
   cudaStream_t stream() const { return &current_stream; }
 
-  static inline thread_local int guards = 0;  // that are in scope
+  static inline thread_local int guards = 0;  // guards in scope
 };
 
-// Every launch, sort, sum and copy passes here what a GPU would take without a word: a stream that is not torch's, and
-// work for the GPU that is current by chance.
+// Checks every launch, sort, sum and copy for errors that a GPU would not report: a stream other than torch's, and a
+// missing device guard.
 inline void check_stream(cudaStream_t stream) {
   if (OnDeviceOf::guards == 0) throw std::runtime_error("a kernel is started where no OnDeviceOf is in scope");
   if (stream != &current_stream) throw std::runtime_error("a kernel is started on a stream that is not torch's");
 }
 
-// Nodes that a CUDA graph of the calls since the last _count_nodes() would have: kernels, and fillings of memory.
+// Nodes of a CUDA graph of the calls since the last _count_nodes(): kernels and memsets.
 inline int64_t graph_nodes = 0;
 
 template <class... Parameters, class... Arguments>
@@ -52,7 +52,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
             const Arguments&... arguments) {
   check_stream(stream);
   ++graph_nodes;
-  const KeepDenormals guard;  // a GPU does not care what the CPU's threads are set to
+  const KeepDenormals guard;  // a GPU ignores the denormal mode of CPU threads
   emulator::run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes,
                      [&] { kernel(static_cast<Parameters>(arguments)...); });
 }
@@ -62,7 +62,7 @@ inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t 
   std::memcpy(to, from, bytes);
 }
 
-// Every tensor is in host memory here. Whether that counts as pinned is for tests to say.
+// Every tensor is in host memory here; tests set whether it counts as pinned.
 inline bool memory_is_pinned = true;
 inline void* mapped_address(void* p) { return memory_is_pinned ? p : nullptr; }
 

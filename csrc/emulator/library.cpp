@@ -1,4 +1,4 @@
-// Functions by which the tests control the emulator.
+// Functions for tests to control the emulator.
 #include <utility>
 
 #include "core/boxing.h"

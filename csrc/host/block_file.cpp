@@ -48,7 +48,7 @@ uint64_t mixed(int64_t block, uint32_t checksum) {
   return z ^ z >> 31;
 }
 
-// Describes what is wrong with the sizes; empty if nothing is.
+// Returns a description of the invalid size, or an empty string.
 std::string wrong_sizes(int64_t num_bytes, int64_t block_bytes) {
   const int64_t page = Window::page_bytes();
   if (num_bytes < 0 || num_bytes > kMostBytes)
@@ -59,10 +59,12 @@ std::string wrong_sizes(int64_t num_bytes, int64_t block_bytes) {
   return {};
 }
 
-// A text that may be long, where it differs from another one.
+// Excerpt of a possibly long text where it differs from another one.
 std::string excerpt(const std::string& text, size_t differs) {
   constexpr size_t kBefore = 60, kMost = 400;
-  const auto begins = [&](size_t i) { return i >= text.size() || (text[i] & 0xc0) != 0x80; };  // a character of UTF-8
+  const auto begins = [&](size_t i) {
+    return i >= text.size() || (text[i] & 0xc0) != 0x80;
+  };  // start of a UTF-8 character
   size_t first = text.size() <= kMost || differs < kBefore ? 0 : differs - kBefore;
   while (!begins(first)) ++first;
   size_t last = std::min(text.size(), first + kMost);
@@ -116,7 +118,7 @@ BlockFile BlockFile::create(const std::string& path, int64_t num_bytes, int64_t 
 }
 
 BlockFile BlockFile::open(const std::string& path, const std::string& layout) {
-  // The log's name is made from the file's: under another name, a generation that waits in the log would not be found.
+  // The log's name is derived from the file's: under another name, a generation in the log would not be found.
   BlockFile opened{File(resolved(path), 0)};
   const int64_t names = opened.file_.names();
   check_value(names == 1, opened.path(), " has ", names, " names (hard links), and generations may wait in the log of ",
@@ -205,7 +207,7 @@ void BlockFile::write(int64_t first, int64_t count, const uint8_t* from) const {
 }
 
 void BlockFile::write_state(bool being_overwritten, int64_t generation, uint64_t digest) {
-  // The first place is for whole files, the second for those being overwritten: the one that holds is never touched.
+  // Place 0 is for phase 0, place 1 for phase 1, so that the valid state is never overwritten.
   const int64_t place = being_overwritten ? 1 : 0;
   const int64_t sequence = sequence_ % 2 == place ? sequence_ + 2 : sequence_ + 1;
   State state{{}, being_overwritten ? 1u : 0u, 0, sequence, generation, digest, identity_};
@@ -234,7 +236,7 @@ void BlockFile::end_overwriting(const std::vector<LogEntry>& entries, uint64_t d
   being_overwritten_ = false;
 }
 
-// Whole pages of checksums, those that are neighbours at once.
+// Writes whole pages of checksums; adjacent pages in one call.
 void BlockFile::write_checksums(const std::vector<LogEntry>& entries) const {
   constexpr int64_t kPerPage = kPage / static_cast<int64_t>(sizeof(uint32_t));
   for (size_t i = 0; i < entries.size();) {

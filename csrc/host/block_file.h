@@ -1,13 +1,13 @@
 // The main file of a row file: a header, the state, the layout, a checksum for every block, the blocks.
 //
-// All numbers are little-endian; "i64" and so on; what is between the parts is zeros.
+// All integers are little-endian; gaps between the parts are zeros.
 //
-//   byte 0      header, 64 bytes: magic "RKROWFIL"; u32 version = 1; u32 CRC32C of the header (with zeros in place of
-//               this number) followed by the layout; i64 num_bytes; i64 block_bytes; i64 layout_bytes; u64 identity,
-//               a random number that the log has, too; zeros. Written once, last of all, when the file is created.
-//   byte 4096,  two states of 48 bytes; that with the larger sequence number holds: magic "RKROWSTA"; u32 phase
-//   byte 8192   (0: the blocks are those of the generation; 1: they are being overwritten with those of the log, which
-//               has the generation and is needed); u32 CRC32C of the state (with zeros in place of this number);
+//   byte 0      header, 64 bytes: magic "RKROWFIL"; u32 version = 1; u32 CRC32C of the header (with this field zero)
+//               followed by the layout; i64 num_bytes; i64 block_bytes; i64 layout_bytes; u64 identity, a random
+//               number that the log repeats; zeros. Written once, last of all, when the file is created.
+//   byte 4096,  two states of 48 bytes; the one with the larger sequence number is valid: magic "RKROWSTA"; u32 phase
+//   byte 8192   (0: the blocks are those of the generation; 1: they are being overwritten from the log, which has the
+//               generation and is required); u32 CRC32C of the state (with this field zero);
 //               i64 sequence, even in the first place and odd in the second; i64 generation; u64 digest; u64 identity.
 //   byte 12288  layout: layout_bytes of UTF-8.
 //   then, at the next multiple of 4096, a u32 checksum for each of the ceil(num_bytes / block_bytes) blocks:
@@ -28,7 +28,7 @@
 
 namespace rec_kernels::host {
 
-// A block of the log: its number, where in the log it lies, its checksum.
+// A block of the log: block index, slot in the log, checksum.
 struct LogEntry {
   int64_t block, slot;
   uint32_t checksum;
@@ -36,9 +36,9 @@ struct LogEntry {
 
 class BlockFile {
  public:
-  // ValueError for sizes that no file has.
+  // Throws ValueError for invalid sizes.
   static void check_sizes(int64_t num_bytes, int64_t block_bytes);
-  // A new file of zeros, durable; nothing is left of it after an exception. check_sizes() was called.
+  // Creates a durable file of zeros; removes it after an exception. Call check_sizes() first.
   static BlockFile create(const std::string& path, int64_t num_bytes, int64_t block_bytes, const std::string& layout);
   static BlockFile open(const std::string& path, const std::string& layout);
 
@@ -47,21 +47,21 @@ class BlockFile {
   int64_t block_bytes() const { return block_bytes_; }
   int64_t num_blocks() const { return num_blocks_; }
   uint64_t identity() const { return identity_; }
-  // Generation of the blocks; while the file is being overwritten, of the log.
+  // Generation of the blocks, or of the log while the file is being overwritten.
   int64_t generation() const { return generation_; }
   bool being_overwritten() const { return being_overwritten_; }
   uint32_t checksum(int64_t block) const { return checksums_[static_cast<size_t>(block)]; }
   int64_t bookkeeping_bytes() const { return static_cast<int64_t>(checksums_.capacity() * sizeof(uint32_t)); }
-  // The digest of the checksums with those of the log in their places.
+  // The digest of the checksums after replacing those of the log's blocks.
   uint64_t digest_with(const std::vector<LogEntry>& entries) const;
-  // An exception if it is another one.
+  // Throws if the layout differs.
   void check_digest(const std::vector<LogEntry>& entries, uint64_t digest) const;
 
-  // Neighbouring blocks; any number of threads at once. The checksums are the caller's to compare.
+  // Read or write adjacent blocks. Thread-safe. The caller compares checksums.
   void read(int64_t first, int64_t count, uint8_t* to) const;
   void write(int64_t first, int64_t count, const uint8_t* from) const;
   int64_t offset(int64_t block) const { return data_offset_ + block * block_bytes_; }
-  // Before the first block is overwritten, and after the last one, with the blocks sorted. May be repeated from the
+  // Called before the first block is overwritten, and after the last one, with sorted blocks. Can be repeated from the
   // beginning after an exception.
   void begin_overwriting(int64_t generation);
   void end_overwriting(const std::vector<LogEntry>& entries, uint64_t digest);
@@ -82,7 +82,7 @@ class BlockFile {
   uint64_t identity_ = 0, digest_ = 0;
   int64_t generation_ = 0, sequence_ = 0;
   bool being_overwritten_ = false;
-  std::vector<uint32_t> checksums_;  // as they are, or will be, in the file
+  std::vector<uint32_t> checksums_;  // current, or to be written, in the file
 };
 
 }  // namespace rec_kernels::host

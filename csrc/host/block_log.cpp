@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kLogMagic[] = "RKROWLOG";
 constexpr uint32_t kLogVersion = 1;
-constexpr int64_t kSlotOffset = 4096, kSecondCopy = 2048;  // halves of the head, in sectors of their own
+constexpr int64_t kSlotOffset = 4096, kSecondCopy = 2048;  // the copies of the commit are in separate sectors
 
 }  // namespace
 
@@ -35,8 +35,8 @@ BlockLog::BlockLog(const BlockFile& main)
   file_.sync_folder();
 }
 
-// Refuses a file of this name that is not a log: a log will be emptied. A log that a crash has left has the magic,
-// zeros where that was not written yet, or, if it was torn, both.
+// Rejects a file of this name that is not a log, since logs are emptied. After a crash, a log starts with the magic,
+// with zeros if it was not written yet, or with a mixture if the write was torn.
 void BlockLog::refuse_another_kind() const {
   char found[sizeof Commit::magic] = {};
   file_.read(found, std::min<int64_t>(file_.size(), sizeof found), 0);
@@ -54,8 +54,8 @@ int64_t BlockLog::bookkeeping_bytes() const {
   return static_cast<int64_t>(entries_.capacity() * sizeof(Entry) + table_.capacity() * sizeof(int64_t));
 }
 
-// The commit is there twice. The second copy is on the disk before the first is begun: a crash leaves nothing but zeros
-// at the first one, or one of them whole. What begins with anything else, and neither copy is whole, has been damaged.
+// The commit has two copies. The second copy is durable before the first is written, so a crash leaves zeros in the
+// first, or one whole copy. Anything else without a whole copy is damage.
 std::optional<BlockLog::Commit> BlockLog::read_commit() const {
   bool begun = false;
   for (const int64_t place : {int64_t{0}, kSecondCopy}) {
@@ -159,7 +159,7 @@ void BlockLog::make_writable() {
   commit_uncertain_ = false;
 }
 
-// After a refusal the system forgets which data it could not write; only what is written again counts.
+// After a failed sync the system forgets which data was not written, so all of it must be written again.
 void BlockLog::rewrite() {
   std::vector<uint8_t> block(static_cast<size_t>(block_bytes_));
   for (int64_t slot = 0; slot < num_entries(); ++slot) {
@@ -174,23 +174,23 @@ void BlockLog::rewrite() {
 
 void BlockLog::write_commit(int64_t generation, uint64_t digest) {
   make_writable();
-  if (doubtful_) rewrite();
+  if (write_failed_) rewrite();
   const auto bytes = static_cast<size_t>(num_entries()) * sizeof(Entry);
   file_.write(entries_.data(), static_cast<int64_t>(bytes), offset(num_entries()));
-  doubtful_ = true;  // unless all goes well
+  write_failed_ = true;  // cleared on success
   file_.sync();
   Commit commit{{}, kLogVersion, 0, identity_, generation, num_entries(), crc32c(entries_.data(), bytes), 0, digest, 0};
   std::memcpy(commit.magic, kLogMagic, sizeof commit.magic);
   commit.checksum = checksum_of(commit);
   commit_uncertain_ = true;
-  // Each copy up to where the next thing begins, so that a log without slots is whole, too.
+  // Pads each copy to the start of the next part, so that a log without slots has its full size.
   std::vector<uint8_t> half(kSecondCopy);
   std::memcpy(half.data(), &commit, sizeof commit);
   for (const int64_t place : {kSecondCopy, int64_t{0}}) {
     file_.write(half.data(), kSecondCopy, place);
     file_.sync();
   }
-  commit_uncertain_ = doubtful_ = false;
+  commit_uncertain_ = write_failed_ = false;
 }
 
 void BlockLog::set_committed(int64_t generation, uint64_t digest) {
@@ -201,7 +201,7 @@ void BlockLog::set_committed(int64_t generation, uint64_t digest) {
 
 void BlockLog::truncate() {
   file_.truncate(0);
-  commit_uncertain_ = doubtful_ = false;
+  commit_uncertain_ = write_failed_ = false;
 }
 
 void BlockLog::discard() {

@@ -37,7 +37,7 @@ std::vector<int64_t> BlockTable::choose_victims(int64_t count) {
   std::vector<int64_t> victims;
   victims.reserve(static_cast<size_t>(count));
   const auto frames = static_cast<int64_t>(frames_.size());
-  // Two rounds: the first takes the second chances away.
+  // Two rounds: the first one clears the referenced bits.
   for (int64_t steps = 2 * frames; static_cast<int64_t>(victims.size()) < count; --steps) {
     if (steps < 0) throw std::logic_error("BlockTable::choose_victims: more than there are");
     hand_ = hand_ + 1 < frames ? hand_ + 1 : 0;

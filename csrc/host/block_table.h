@@ -1,5 +1,5 @@
-// The blocks of a window that have memory, and the order in which they give it up. It has no files and no threads: the
-// owner's mutex guards it.
+// State of the blocks of a window, and clock (second-chance) eviction. It has no files and no threads; the owner's
+// mutex guards it.
 #pragma once
 
 #include <cstddef>
@@ -10,18 +10,18 @@ namespace rec_kernels::host {
 
 class BlockTable {
  public:
-  // The state of a block: a set of these.
+  // Bit flags of a block's state.
   enum Flag : uint8_t {
-    kResident = 1,     // its data is in the window
-    kReferenced = 2,   // asked for since the clock's hand came by
-    kDirty = 4,        // resident, and neither the log nor the main file has the data
-    kPinned = 8,       // of the load that holds
-    kPrefetched = 16,  // waits for its load
-    kMoving = 32,      // on its way, into the window or (when resident) out of it: threads are at its memory
-    kWanted = 64,      // named by the call that is running
+    kResident = 1,     // data is in the window
+    kReferenced = 2,   // used since the clock hand passed
+    kDirty = 4,        // resident, and not yet in the log or the main file
+    kPinned = 8,       // pinned by the current load
+    kPrefetched = 16,  // prefetched and not yet used by a load
+    kMoving = 32,      // being read into the window or, if resident, written out; its memory is in use
+    kWanted = 64,      // needed by the running call
   };
 
-  // Takes all the memory that it will ever need: afterwards nothing throws but the lists that calls return.
+  // Allocates all memory: later calls throw only for the vectors that they return.
   BlockTable(int64_t num_blocks, int64_t capacity);
 
   int64_t capacity() const { return capacity_; }  // in blocks
@@ -43,19 +43,19 @@ class BlockTable {
     held_ += difference(kPinned | kPrefetched);
   }
 
-  // A resident or arriving block has a frame, of which there are `capacity`.
+  // Every resident or arriving block has one of `capacity` frames.
   int64_t free_frames() const { return capacity_ - used_; }
   int64_t take_frame(int64_t block);
   void give_frame(int64_t frame);
-  // Takes the frames of `count` blocks that are resident, not held, not moving, not wanted: those that were not
-  // referenced for a round of the hand. They are moving then. There must be so many.
+  // Selects `count` victims among resident blocks that are not held, moving or wanted, by the clock algorithm, and
+  // marks them as moving. That many must exist.
   std::vector<int64_t> choose_victims(int64_t count);
-  // Resident blocks that are dirty.
+  // Resident dirty blocks.
   std::vector<int64_t> dirty_blocks() const;
 
  private:
   std::vector<uint8_t> states_;
-  std::vector<int64_t> frames_, free_;  // frames_: the block, or -1; longer when first needed
+  std::vector<int64_t> frames_, free_;  // frames_: block per frame, or -1; grown on demand
   int64_t capacity_, used_ = 0, hand_ = 0, resident_ = 0, dirty_ = 0, prefetched_ = 0, held_ = 0;
 };
 

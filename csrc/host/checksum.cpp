@@ -11,11 +11,11 @@
 namespace rec_kernels::host {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli's, bits reversed
+constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli, bits reversed
 
 using Table = std::array<uint32_t, 256>;
 
-// tables[k][b]: what byte b does to the remainder when k more bytes follow it.
+// tables[k][b]: contribution of byte b to the remainder when k more bytes follow.
 std::array<Table, 8> byte_tables() {
   std::array<Table, 8> tables{};
   for (uint32_t b = 0; b < 256; ++b) {
@@ -48,11 +48,11 @@ uint32_t remainder_by_table(uint32_t r, const uint8_t* p, size_t bytes) {
 
 #if defined(__SSE4_2__)
 
-// The instruction takes 3 cycles and can start in every cycle: three lanes of a block at a time. 3 x 1360 of 4096
-// bytes.
+// The instruction has a latency of 3 cycles and a throughput of 1, so three lanes of a block are interleaved: 3 x 1360
+// of 4096 bytes.
 constexpr size_t kLane = 1360;
 
-// shift[k][b]: what byte k of a remainder becomes when kLane zero bytes follow.
+// shift[k][b]: contribution of value b of byte k of a remainder after kLane zero bytes.
 std::array<Table, 4> lane_tables() {
   std::array<Table, 4> shift{};
   const std::vector<uint8_t> zeros(kLane);
@@ -75,7 +75,7 @@ uint32_t remainder(uint32_t r, const uint8_t* p, size_t bytes) {
       b = _mm_crc32_u64(b, word(p + kLane + i));
       c = _mm_crc32_u64(c, word(p + 2 * kLane + i));
     }
-    // The remainder of a sum is the sum of the remainders.
+    // Remainders are linear over XOR.
     r = shifted(shifted(static_cast<uint32_t>(a)) ^ static_cast<uint32_t>(b)) ^ static_cast<uint32_t>(c);
   }
   uint64_t a = r;

@@ -1,4 +1,4 @@
-// CRC32C (Castagnoli), as in iSCSI and ext4: with the instruction where the compiler's target has it, else by tables.
+// CRC32C (Castagnoli), as in iSCSI and ext4: using the CPU instruction if the compiler's target has it, else tables.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,12 @@
 
 namespace rec_kernels::host {
 
-// The checksum of the bytes before, whose checksum is `before`, and these.
+// Extends the checksum `before` of the preceding bytes by these bytes.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
-// crc32c without the instruction; it is here so that tests can compare the two.
+// crc32c() without the instruction, exposed for tests.
 uint32_t crc32c_by_table(const void* data, size_t bytes, uint32_t before = 0);
 
-// The checksum of a record that holds it (as zero), and of the bytes behind it.
+// Checksum of a record, with its own checksum field as zero, and of the bytes after it.
 template <class Record>
 uint32_t checksum_of(Record record, const std::string& more = {}) {
   record.checksum = 0;

@@ -1,4 +1,4 @@
-// Exceptions of host code, which host.cpp turns into Python's.
+// Exceptions of host code, which host.cpp translates to Python.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ class SystemError : public std::runtime_error {
   std::string path_;
 };
 
-// Bytes that are not what was written: an OSError with the code that Linux's file systems use for a wrong checksum.
+// Data corruption: an OSError with the code that Linux file systems use for checksum errors.
 SystemError corrupted(const std::string& text, const std::string& path);
 
-// Makes the error for a refusal of the operating system, with the reason in its words.
+// Makes the error for a failed system call, with the system's message.
 SystemError refused(int code, const std::string& what, const std::string& path);
 
 // MemoryError: more memory is needed at once than was allowed.

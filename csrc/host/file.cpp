@@ -49,7 +49,7 @@ void File::close() noexcept {
 }
 
 int64_t File::size() const {
-  // Nothing reads or writes at the file's own position. (fstat has a name that glibc before 2.33 lacks.)
+  // The file position is not used otherwise. (The symbol of fstat does not exist in glibc before 2.33.)
   const off_t end = ::lseek(handle_, 0, SEEK_END);
   if (end < 0) throw refused(errno, "its size cannot be read", path_);
   return end;
@@ -62,7 +62,7 @@ int64_t File::names() const {
   return found.stx_nlink;
 }
 
-// Linux moves at most 2 GiB with one call, and says how much.
+// Linux transfers at most 2 GiB per call and returns the amount.
 void File::read(void* to, int64_t bytes, int64_t offset) const {
   for (int64_t done = 0; done < bytes;) {
     const int64_t left = bytes - done;

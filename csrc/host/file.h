@@ -1,4 +1,4 @@
-// A file that is read and written at offsets; every refusal of the operating system is an exception with the path.
+// A file with positional reads and writes; every failed system call throws with the path.
 #pragma once
 
 #include <sys/uio.h>
@@ -24,18 +24,18 @@ class File {
   int64_t size() const;
   // Number of names (hard links) of the file.
   int64_t names() const;
-  // All of the bytes, or an exception. Any number of threads at once.
+  // Read or write all bytes, or throw. Thread-safe.
   void read(void* to, int64_t bytes, int64_t offset) const;
   void write(const void* from, int64_t bytes, int64_t offset) const;
-  // Writes ranges of memory one behind the other.
+  // Writes ranges of memory consecutively.
   void write(std::vector<iovec> ranges, int64_t offset) const;
   void truncate(int64_t bytes) const;
   void sync() const;
   // Makes the file's name durable.
   void sync_folder() const;
-  // Nobody else may have it open with a lock: an exception with EWOULDBLOCK otherwise.
+  // Locks the file exclusively; throws EWOULDBLOCK if another process holds the lock.
   void lock() const;
-  // Gives the lock back, too, also where a forked process still has the file.
+  // Also releases the lock, even if a forked process still has the file open.
   void close() noexcept;
 
  private:
@@ -43,7 +43,7 @@ class File {
   int handle_;
 };
 
-// The path of what `path` names, without symbolic links; `path` itself where there is nothing.
+// Resolves symbolic links; returns `path` itself if it does not exist.
 std::string resolved(const std::string& path);
 
 }  // namespace rec_kernels::host

@@ -1,4 +1,4 @@
-// Python's `rec_kernels._host`: host objects with a state, which cannot be tensors.
+// Python module `rec_kernels._host`: stateful host objects that cannot be tensors.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -21,7 +21,7 @@ namespace py = pybind11;
 namespace rec_kernels::host {
 namespace {
 
-// A forked process has the object but not its threads: it can neither use it nor end it.
+// A forked process has the object without its threads, so it can neither use nor destroy it.
 struct EndWhereMade {
   void operator()(RowFile* file) const {
     if (file->made_by_this_process()) delete file;
@@ -29,7 +29,7 @@ struct EndWhereMade {
 };
 using Handle = std::unique_ptr<RowFile, EndWhereMade>;
 
-// Throws for the libraries of ops, which have no Python in them: csrc/core/errors.cpp.
+// Throws ValueError on behalf of the op libraries, which do not link Python (csrc/core/errors.cpp).
 [[noreturn]] void throw_value_error(const char* message) { throw py::value_error(message); }
 
 std::string file_path(const py::object& path) {
@@ -72,7 +72,7 @@ Integers integers(const py::object& argument, const char* name) {
   const py::array array = py::array::ensure(argument);
   if (!array) throw py::type_error(join(name, " must be an array of int64"));
   if (array.ndim() != 1) throw std::invalid_argument(join(name, " must have 1 dimension, got ", array.ndim()));
-  if (array.size() == 0) return Integers(0);  // of whatever dtype: numpy makes float64 of an empty list
+  if (array.size() == 0) return Integers(0);  // any dtype: numpy converts an empty list to float64
   if (!array.dtype().is(py::dtype::of<int64_t>()) && !array.dtype().equal(py::dtype::of<int64_t>()))
     throw py::type_error(join(name, " must be int64, got ", std::string(py::str(array.dtype()))));
   return Integers(array);
@@ -123,7 +123,7 @@ Handle open(const py::object& path, const std::string& layout, int64_t memory_bu
   return Handle(RowFile::open(name, layout, memory_budget, threads_or_default(threads), generation).release());
 }
 
-// The window as an array, which keeps its memory alive.
+// The window as an array that keeps its memory alive.
 py::array_t<uint8_t> window(const RowFile& file) {
   auto owner = std::make_unique<std::shared_ptr<Window>>(file.window());
   uint8_t* const data = (*owner)->data();

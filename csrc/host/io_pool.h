@@ -1,4 +1,4 @@
-// Threads that wait for the disk.
+// Thread pool for blocking I/O.
 #pragma once
 
 #include <atomic>
@@ -19,15 +19,15 @@ class IoPool {
   using Work = std::function<void(int64_t)>;
 
   explicit IoPool(int64_t threads);
-  ~IoPool();  // after the work that was started
+  ~IoPool();  // waits for started work
   IoPool(const IoPool&) = delete;
   IoPool& operator=(const IoPool&) = delete;
 
   int64_t threads() const { return static_cast<int64_t>(threads_.size()); }
-  // Before all work that waits, with the caller's help; returns when it is done. Throws nothing: where there is no
-  // memory to tell other threads of it, the caller does it all.
+  // Runs a job ahead of the queue, also on the calling thread, and returns when it is done. Never throws: if memory for
+  // the queue is lacking, the caller does all the work.
   void run(int64_t count, const Work& work) noexcept;
-  // After all work that waits; returns at once. After an exception none of it was begun.
+  // Appends a job to the queue and returns at once. After an exception, none of it has started.
   void start(int64_t count, Work work);
 
  private:

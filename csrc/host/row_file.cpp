@@ -55,8 +55,8 @@ std::unique_ptr<RowFile> RowFile::create(const std::string& path, int64_t num_by
   BlockFile main = BlockFile::create(path, num_bytes, block_bytes, layout);
   try {
     std::unique_ptr<RowFile> file(new RowFile(std::move(main), memory_budget, threads));
-    file->log_.discard();  // what a file of this name has left that is gone
-    file->usable_ = true;
+    file->log_.discard();  // discard the log of an earlier, deleted file of this name
+    file->owns_log_ = true;
     return file;
   } catch (...) {
     ::unlink(path.c_str());
@@ -72,7 +72,7 @@ std::unique_ptr<RowFile> RowFile::open(const std::string& path, const std::strin
   return file;
 }
 
-// Decides between the generation of the main file and the next one, which a committed log has.
+// Chooses between the generation of the main file and the next one, of a committed log.
 void RowFile::recover(std::optional<int64_t> generation) {
   const int64_t in_main = main_.generation();
   const std::optional<int64_t> in_log = log_.find_commit();
@@ -97,14 +97,14 @@ void RowFile::recover(std::optional<int64_t> generation) {
     copy_log_to_main(lock);
   }
   generation_ = log_.committed() ? log_.generation() : main_.generation();
-  usable_ = true;
+  owns_log_ = true;
 }
 
 RowFile::~RowFile() { close(); }
 
 bool RowFile::made_by_this_process() const { return ::getpid() == process_; }
 
-// A lock may be held for ever in a forked process: by a thread that it does not have.
+// In a forked process a lock may be held forever by a thread that does not exist there.
 RowFile::Lock RowFile::locked(std::mutex& mutex) const {
   if (!made_by_this_process())
     throw std::runtime_error(join("the row file ", path(), " was opened by process ", process_,
@@ -134,7 +134,7 @@ std::vector<Span> RowFile::spans(const int64_t* starts, const int64_t* sizes, in
   return spans;
 }
 
-// The distinct blocks, marked; at most one more than fit.
+// Marks the distinct blocks and returns them; at most one more than fit.
 std::vector<int64_t> RowFile::want(const std::vector<Span>& spans) {
   int64_t most = 0;
   for (const Span& span : spans) most = std::min(most + span.last + 1 - span.first, table_.capacity());
@@ -158,7 +158,7 @@ int64_t RowFile::count(const std::vector<int64_t>& blocks, uint8_t any) const {
   return std::count_if(blocks.begin(), blocks.end(), [&](int64_t b) { return table_.has(b, any); });
 }
 
-// `others` blocks are held beside those that are wanted.
+// Checks the capacity for the wanted blocks in addition to `others` held ones.
 void RowFile::check_budget(const char* call, const std::vector<Span>& spans, const std::vector<int64_t>& wanted,
                            int64_t others) const {
   if (static_cast<int64_t>(wanted.size()) + others <= table_.capacity()) return;
@@ -168,7 +168,7 @@ void RowFile::check_budget(const char* call, const std::vector<Span>& spans, con
                          " bytes)", held, ", but memory_budget is ", memory_budget_, " bytes"));
 }
 
-// Dirty blocks can only go to the log while it waits for no one.
+// Dirty blocks can only be written to the log if it has no commit to apply.
 void RowFile::prepare_log(Lock& lock, const std::vector<int64_t>& wanted) {
   const int64_t arriving = std::count_if(wanted.begin(), wanted.end(), [&](int64_t b) {
     return !table_.has(b, Flag::kResident) || table_.has(b, Flag::kMoving);
@@ -193,7 +193,7 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
     unwant(wanted);
     throw;
   }
-  // The pinned blocks are this call's from here on.
+  // From here on, the pinned blocks belong to this call.
   release_pins();
   ++counts_.loads;
   counts_.hits += count(wanted, Flag::kResident | Flag::kMoving);
@@ -204,7 +204,7 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
   try {
     bring_in(lock);
   } catch (...) {
-    settle(lock);  // a block that arrives could not make room while nothing holds it
+    settle(lock);  // wait: an arriving block that is not held cannot be evicted
     release_pins();
     throw;
   }
@@ -212,7 +212,7 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
     for (const int64_t b : pinned_) table_.change(b, Flag::kDirty, 0);
 }
 
-// Loads what is pinned and not resident.
+// Loads pinned blocks that are not resident.
 void RowFile::bring_in(Lock& lock) {
   for (;;) {
     const std::shared_ptr<Batch> batch = plan(pinned_);
@@ -221,7 +221,7 @@ void RowFile::bring_in(Lock& lock) {
       pool_->run(batch->num_chunks(), [this, &batch](int64_t chunk) { execute(*batch, chunk); });
       lock.lock();
     }
-    // Waits for blocks that a prefetch moves: if it fails, or has moved them out, this call loads them.
+    // Wait for blocks that a prefetch is moving; load them here if it failed or evicted them.
     for (const int64_t b : pinned_) moved_.wait(lock, [&] { return !table_.has(b, Flag::kMoving); });
     if (batch && batch->error) std::rethrow_exception(batch->error);
     if (count(pinned_, Flag::kResident) == static_cast<int64_t>(pinned_.size())) return;
@@ -241,13 +241,13 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
     check_budget("prefetch", spans, wanted, table_.held() - count(wanted, Flag::kPinned | Flag::kPrefetched));
     prepare_log(lock, wanted);
     prefetched_.reserve(prefetched_.size() + wanted.size());
-    under_way_.reserve(under_way_.size() + 1);
+    in_flight_.reserve(in_flight_.size() + 1);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     unwant(wanted);
     throw;
   }
-  // A block that makes room for a prefetch before has to be out first; few are, and it takes the time of a write.
+  // A victim of an earlier prefetch must be written out first; this is rare and takes one write.
   for (const int64_t b : wanted)
     moved_.wait(lock, [&] { return !table_.has(b, Flag::kResident) || !table_.has(b, Flag::kMoving); });
   for (const int64_t b : wanted) {
@@ -259,12 +259,12 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
   batch->in_background = true;
   counts_.prefetched += static_cast<int64_t>(batch->reads.size());
   const auto ended = [](const std::shared_ptr<Batch>& b) { return b->chunks_left == 0; };
-  under_way_.erase(std::remove_if(under_way_.begin(), under_way_.end(), ended), under_way_.end());
-  under_way_.push_back(batch);
+  in_flight_.erase(std::remove_if(in_flight_.begin(), in_flight_.end(), ended), in_flight_.end());
+  in_flight_.push_back(batch);
   chunks_under_way_ += batch->chunks_left;
   try {
     pool_->start(batch->num_chunks(), [this, batch](int64_t chunk) { execute(*batch, chunk); });
-  } catch (...) {  // every chunk gives back what was planned
+  } catch (...) {  // release everything that was planned
     batch->cancelled = true;
     lock.unlock();
     for (int64_t chunk = 0; chunk < batch->num_chunks(); ++chunk) execute(*batch, chunk);
@@ -279,7 +279,7 @@ void RowFile::cancel_prefetch() {
 }
 
 void RowFile::end_prefetch(Lock& lock) {
-  for (const std::shared_ptr<Batch>& batch : under_way_) batch->cancelled = true;
+  for (const std::shared_ptr<Batch>& batch : in_flight_) batch->cancelled = true;
   settle(lock);
   for (const int64_t b : prefetched_) table_.change(b, 0, Flag::kPrefetched);
   prefetched_.clear();
@@ -304,7 +304,7 @@ void RowFile::mark_dirty(const std::vector<Span>& spans) {
 
 void RowFile::settle(Lock& lock) {
   moved_.wait(lock, [&] { return chunks_under_way_ == 0; });
-  under_way_.clear();
+  in_flight_.clear();
 }
 
 void RowFile::close() {
@@ -317,8 +317,8 @@ void RowFile::close() {
   lock.unlock();
   pool_.reset();
   try {
-    if (usable_ && !log_.committed()) log_.truncate();
-  } catch (const std::exception&) {  // without a commit it counts for nothing anyway
+    if (owns_log_ && !log_.committed()) log_.truncate();
+  } catch (const std::exception&) {  // a log without a commit is ignored anyway
   }
   window_->drop(0, main_.num_blocks() * block_bytes_);
   log_.close();

@@ -1,10 +1,10 @@
-// The bytes of embedding tables in a file that is larger than the memory for them: a window on the file, into which
-// blocks are loaded and from which they are dropped. docs/row_file.md has the contract and the argument why a crash
-// leaves one generation or the next; block_file.h and block_log.h have the format.
+// Embedding tables in a file that is larger than memory: a window of virtual memory into which blocks are loaded and
+// from which they are evicted. docs/row_file.md has the contract and explains why a crash leaves one generation or the
+// next; block_file.h and block_log.h have the format.
 //
-// One call at a time (`turn_`) changes what is loaded. Beside it only the pool's threads work, on chunks of a batch: a
-// chunk takes some blocks out of the window, then brings at least as many in, so that memory never exceeds the budget,
-// whatever the order of the chunks. Numbers and states are under `mutex_`; files are read and written outside of it.
+// One call at a time (`turn_`) changes what is loaded, while the pool's threads process chunks of its batch: a chunk
+// evicts some blocks, then loads at least as many, so that memory never exceeds the budget in any order of chunks.
+// `mutex_` guards all state; files are read and written without it.
 #pragma once
 
 #include <sys/types.h>
@@ -30,7 +30,7 @@ namespace rec_kernels::host {
 
 struct Move;
 
-// Blocks first to last that a range of bytes touches.
+// Range of blocks, first to last, that a range of bytes overlaps.
 struct Span {
   int64_t first, last;
 };
@@ -94,7 +94,7 @@ class RowFile {
   void end_prefetch(Lock& lock);
   void settle(Lock& lock);
 
-  // Work on a chunk, on any thread.
+  // Process a chunk, on any thread.
   void execute(Batch& batch, int64_t chunk);
   bool take_out(Batch& batch, int64_t chunk, std::exception_ptr& error);
   void read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error);
@@ -117,20 +117,20 @@ class RowFile {
   const std::shared_ptr<Window> window_;
   const pid_t process_;
 
-  std::mutex turn_;  // taken before mutex_
+  std::mutex turn_;  // locked before mutex_
   mutable std::mutex mutex_;
-  std::condition_variable moved_;  // a chunk has ended
+  std::condition_variable moved_;  // a chunk has finished
   BlockTable table_;
   RowFileStats counts_;
   int64_t generation_ = 0;
-  bool usable_ = false;  // the log is this object's to empty: what it had before was looked at
+  bool owns_log_ = false;  // the existing log was examined, so this object may empty it
   bool closed_ = false;
-  std::vector<int64_t> pinned_;                    // by the load that holds
+  std::vector<int64_t> pinned_;                    // by the current load
   std::vector<int64_t> prefetched_;                // may name blocks whose prefetch has failed
-  std::vector<std::shared_ptr<Batch>> under_way_;  // of prefetch
+  std::vector<std::shared_ptr<Batch>> in_flight_;  // prefetches in progress
   int64_t chunks_under_way_ = 0;
-  std::unique_ptr<IoPool> pool_;  // none when closed, before the rest goes
-  BlockLog log_;                  // last: where anything before it fails, no log is left
+  std::unique_ptr<IoPool> pool_;  // reset first when closing
+  BlockLog log_;                  // last member: if an earlier one fails, no log file is created
 };
 
 }  // namespace rec_kernels::host

@@ -1,4 +1,4 @@
-// Blocks that go into the window of a row file, and those that make room for them.
+// A batch of blocks to load into the window of a row file, and their victims.
 #pragma once
 
 #include <algorithm>
@@ -11,22 +11,22 @@
 
 namespace rec_kernels::host {
 
-// A block on its way.
+// A block to be read or evicted.
 struct Move {
   int64_t block;
-  int64_t frame = -1;  // of a block that is read
-  int64_t slot = -1;   // in the log, to read it from or write it to; -1: read from the main file, or not to be written
-  uint32_t checksum = 0;  // expected of what is read; of what was written
-  bool done = false;      // was read, was written
+  int64_t frame = -1;     // target of a read
+  int64_t slot = -1;      // log slot to read from or write to; -1: read from the main file, or do not write
+  uint32_t checksum = 0;  // expected checksum of a read, or checksum of what was written
+  bool done = false;      // has been read or written
 };
 
 struct RowFile::Batch {
-  std::vector<Move> reads, victims;  // in the order of the blocks; no more victims than reads
+  std::vector<Move> reads, victims;  // sorted by block; at most as many victims as reads
   size_t reads_per_chunk = 1;
   bool in_background = false;
   std::atomic<bool> cancelled{false};
   int64_t chunks_left = 0;   // guarded by mutex_
-  std::exception_ptr error;  // the first; guarded by mutex_
+  std::exception_ptr error;  // the first error; guarded by mutex_
 
   int64_t num_chunks() const { return static_cast<int64_t>((reads.size() + reads_per_chunk - 1) / reads_per_chunk); }
   size_t first_read(int64_t chunk) const {

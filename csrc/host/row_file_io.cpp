@@ -1,4 +1,4 @@
-// The part of a row file that reads and writes: chunks of a batch, the flush, the copy of the log into the main file.
+// I/O of a row file: chunks of a batch, the flush, and the checkpoint of the log into the main file.
 #include <algorithm>
 
 #include "core/host_device.h"
@@ -10,10 +10,10 @@ namespace {
 
 using Flag = BlockTable::Flag;
 
-// Large enough that handing a chunk to a thread costs nothing beside it, small enough to stay in a core's cache.
+// Large enough to amortize scheduling a chunk, small enough to stay in a core's cache.
 constexpr int64_t kChunkBytes = 256 << 10;
 
-// Adds a range of memory; neighbours become one.
+// Appends a range of memory; merges adjacent ranges.
 void add_range(std::vector<iovec>& ranges, uint8_t* begin, int64_t bytes) {
   const auto size = static_cast<size_t>(bytes);
   if (!ranges.empty() && static_cast<uint8_t*>(ranges.back().iov_base) + ranges.back().iov_len == begin)
@@ -21,14 +21,14 @@ void add_range(std::vector<iovec>& ranges, uint8_t* begin, int64_t bytes) {
   else ranges.push_back({begin, size});
 }
 
-// True for two blocks to be read that follow one another in the window and in their file.
+// True if two reads are adjacent both in the window and in their file.
 bool neighbours(const Move& a, const Move& b) {
   return b.block == a.block + 1 && (a.slot < 0 ? b.slot < 0 : b.slot == a.slot + 1);
 }
 
 }  // namespace
 
-// Plans reads and their victims; null when there is nothing to read. All of these blocks are moving from here on.
+// Plans reads and their victims, and marks all of them as moving; null if there is nothing to read.
 std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted) {
   auto batch = std::make_shared<Batch>();
   std::vector<Move>& reads = batch->reads;
@@ -39,7 +39,7 @@ std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted
   const auto count = static_cast<int64_t>(reads.size()), too_many = std::max<int64_t>(0, count - table_.free_frames());
   batch->victims.reserve(static_cast<size_t>(too_many));
   log_.reserve(too_many);
-  for (const int64_t b : table_.choose_victims(too_many)) {  // from here on nothing throws
+  for (const int64_t b : table_.choose_victims(too_many)) {  // nothing throws after this point
     batch->victims.push_back({b});
     if (table_.has(b, Flag::kDirty)) batch->victims.back().slot = log_.assign(b);
   }
@@ -49,7 +49,7 @@ std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted
     read.slot = log_.find(read.block);
     read.checksum = read.slot < 0 ? main_.checksum(read.block) : log_.checksum(read.slot);
   }
-  // A few chunks for each thread, where there is enough to read.
+  // A few chunks per thread, if there is enough to read.
   const int64_t most = std::max<int64_t>(1, kChunkBytes / block_bytes_);
   batch->reads_per_chunk =
       static_cast<size_t>(std::clamp(count / (2 * pool_->threads()), std::min<int64_t>(8, most), most));
@@ -71,12 +71,11 @@ void RowFile::execute(Batch& batch, int64_t chunk) {
   conclude(batch, chunk, room, error);
 }
 
-// Makes room: true if all victims of the chunk are out of the window, where what is read has memory then; otherwise all
-// are in it.
+// Evicts all victims of a chunk and populates the memory of its reads; returns false if all victims stay in the window.
 bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
   const size_t first = batch.first_victim(chunk), last = batch.first_victim(chunk + 1);
   try {
-    // One at a time: ext4 caches what a call writes as one large piece, in which a later write of a block takes longer.
+    // One block per call: ext4 caches a large write as one piece, in which rewriting a block is slower.
     for (size_t i = first; i < last; ++i)
       if (Move& victim = batch.victims[i]; victim.slot >= 0) write_to_log(&victim, &victim + 1);
     std::vector<iovec> out, in;
@@ -92,7 +91,7 @@ bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
   return true;
 }
 
-// Neighbours in the window, and in the main file or the log.
+// Reads blocks that are adjacent in the window and in the main file or the log.
 void RowFile::read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error) {
   const Move& begin = batch.reads[first];
   const auto count = static_cast<int64_t>(last - first);
@@ -145,7 +144,7 @@ void RowFile::conclude(Batch& batch, int64_t chunk, bool room, const std::except
   moved_.notify_all();
 }
 
-// Writes blocks in neighbouring slots at once.
+// Writes blocks in adjacent slots with one call.
 void RowFile::write_to_log(Move* first, Move* last) const {
   while (first < last) {
     std::vector<iovec> blocks;
@@ -166,7 +165,7 @@ void RowFile::note_written(const Move& move) {
   ++counts_.blocks_written;
 }
 
-// Work on entries `first` to `last` - 1, on all threads; the first exception.
+// Calls work(first, last) for chunks of `count` entries on all threads; returns the first exception.
 std::exception_ptr RowFile::in_chunks(int64_t count, const std::function<void(int64_t, int64_t)>& work) {
   std::exception_ptr error;
   const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
@@ -181,7 +180,7 @@ std::exception_ptr RowFile::in_chunks(int64_t count, const std::function<void(in
   return error;
 }
 
-// All dirty blocks into the log; those that could not be written stay dirty.
+// Writes all dirty blocks to the log; blocks that could not be written stay dirty.
 void RowFile::write_dirty(Lock& lock) {
   std::vector<Move> moves;
   moves.reserve(static_cast<size_t>(table_.dirty()));
@@ -190,7 +189,7 @@ void RowFile::write_dirty(Lock& lock) {
     moves.push_back({b});
     moves.back().slot = log_.assign(b);
   }
-  // In the order of the slots, which need not be that of the blocks: neighbours are written at once.
+  // Sorted by slot, which may differ from the order of blocks, to write adjacent slots together.
   std::sort(moves.begin(), moves.end(), [](const Move& a, const Move& b) { return a.slot < b.slot; });
   lock.unlock();
   const std::exception_ptr error = in_chunks(static_cast<int64_t>(moves.size()), [&](int64_t first, int64_t last) {
@@ -227,7 +226,7 @@ void RowFile::apply() {
   if (log_.committed()) copy_log_to_main(lock);
 }
 
-// Returns with the lock held; after an exception it is not, and the log still has everything.
+// Returns with the lock held, but not after an exception, when the log is still complete.
 void RowFile::copy_log_to_main(Lock& lock) {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   lock.unlock();
@@ -242,7 +241,7 @@ void RowFile::copy_log_to_main(Lock& lock) {
   log_.forget();
 }
 
-// Reads blocks one behind the other, those in neighbouring slots at once.
+// Reads blocks consecutively, adjacent slots with one call.
 void RowFile::read_entries(const LogEntry* entries, int64_t count, uint8_t* to) const {
   for (int64_t i = 0, end = 0; i < count; i = end) {
     for (++end; end < count && entries[end].slot == entries[end - 1].slot + 1;) ++end;
@@ -253,7 +252,7 @@ void RowFile::read_entries(const LogEntry* entries, int64_t count, uint8_t* to) 
       throw damaged({entries[i].block, -1, entries[i].slot});
 }
 
-// Before anything depends on a log that was found: a damaged one leaves the main file to whoever asks for it.
+// Verifies an existing log before it is used; if it is damaged, the main file can still be opened on request.
 void RowFile::check_log() {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   main_.check_digest(entries, log_.digest());
@@ -264,7 +263,7 @@ void RowFile::check_log() {
   if (error) std::rethrow_exception(error);
 }
 
-// Neighbours are written at once.
+// Adjacent blocks are written with one call.
 void RowFile::copy_entries(const LogEntry* entries, int64_t count) const {
   const std::unique_ptr<uint8_t[]> blocks(new uint8_t[static_cast<size_t>(count * block_bytes_)]);
   read_entries(entries, count, blocks.get());

@@ -14,7 +14,7 @@
 namespace rec_kernels::host {
 namespace {
 
-// System calls by number: the C library may be older than the kernel, and the headers older than both.
+// Raw system calls: the C library and headers may be older than the kernel.
 int handle_of_this_process() {
 #if defined(SYS_pidfd_open) && defined(SYS_process_madvise)
   return static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0));
@@ -27,7 +27,7 @@ int handle_of_this_process() {
 constexpr int MADV_POPULATE_WRITE = 23;
 #endif
 
-// Number of bytes advised, or -1.
+// Returns the number of bytes advised, or -1.
 int64_t advise_together([[maybe_unused]] int process, [[maybe_unused]] const iovec* ranges,
                         [[maybe_unused]] size_t count, [[maybe_unused]] int advice) {
 #if defined(SYS_pidfd_open) && defined(SYS_process_madvise)
@@ -47,7 +47,7 @@ Window::Window(int64_t num_bytes) : num_bytes_(num_bytes > 0 ? num_bytes : page_
                            " bytes of virtual memory for the window: ", std::generic_category().message(errno)));
   data_ = static_cast<uint8_t*>(address);
   self_ = handle_of_this_process();
-  // A huge page would bring in the memory of blocks that nobody loaded. A kernel without them refuses: as good.
+  // Huge pages would allocate memory of blocks that were not loaded. A kernel without them fails here, which is fine.
   ::madvise(address, static_cast<size_t>(num_bytes_), MADV_NOHUGEPAGE);
 }
 
@@ -57,21 +57,21 @@ Window::~Window() {
 }
 
 void Window::drop(int64_t offset, int64_t bytes) const {
-  // Refused only where the process has locked all its memory, which it then meant to keep.
+  // Fails only if the process has locked all its memory.
   if (bytes > 0) ::madvise(data_ + offset, static_cast<size_t>(bytes), MADV_DONTNEED);
 }
 
-// One range at a time, every other processor that runs this process is interrupted for each of them, which takes
-// longer than reading a block. Newer kernels take many ranges of one's own process and interrupt once.
+// Each call interrupts every processor that runs this process (TLB shootdown), which takes longer than reading a block.
+// Newer kernels accept many ranges per call and interrupt once.
 void Window::drop(const std::vector<iovec>& ranges) const {
   for (size_t next = advise(ranges, MADV_DONTNEED); next < ranges.size(); ++next)
     drop(static_cast<const uint8_t*>(ranges[next].iov_base) - data_, static_cast<int64_t>(ranges[next].iov_len));
 }
 
-// A kernel that cannot leaves it to the page faults of what is read.
+// Without kernel support, reads cause page faults instead.
 void Window::populate(const std::vector<iovec>& ranges) const { advise(ranges, MADV_POPULATE_WRITE); }
 
-// Returns how many ranges, from the first on, have been advised together with others.
+// Returns how many leading ranges were advised in batches.
 size_t Window::advise(const std::vector<iovec>& ranges, int advice) const {
   size_t next = 0;
   while (self_ >= 0 && together_ && next + 1 < ranges.size()) {

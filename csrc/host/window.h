@@ -1,5 +1,5 @@
-// A range of virtual memory as large as the data of a row file. Memory is behind those of its pages that were written
-// and not dropped since; the others read as zeros.
+// A range of virtual memory as large as the data of a row file. Only pages that were written and not dropped since have
+// memory; the others read as zeros.
 #pragma once
 
 #include <sys/uio.h>
@@ -18,11 +18,11 @@ class Window {
   Window& operator=(const Window&) = delete;
 
   uint8_t* data() const { return data_; }
-  // Gives the memory of whole pages back.
+  // Releases the memory of whole pages.
   void drop(int64_t offset, int64_t bytes) const;
-  // Drops ranges of addresses.
+  // Releases the memory of ranges.
   void drop(const std::vector<iovec>& ranges) const;
-  // Gives ranges of addresses memory, of zeros, before they are written to, where the kernel does so for all at once.
+  // Populates ranges with zeroed memory before they are written, if the kernel can do it in one call.
   void populate(const std::vector<iovec>& ranges) const;
   static int64_t page_bytes();
 
@@ -31,8 +31,8 @@ class Window {
 
   uint8_t* data_;
   int64_t num_bytes_;
-  int self_;                                  // a handle of this process, or -1
-  mutable std::atomic<bool> together_{true};  // whether the kernel takes several ranges at once
+  int self_;                                  // pidfd of this process, or -1
+  mutable std::atomic<bool> together_{true};  // the kernel accepts several ranges per call
 };
 
 }  // namespace rec_kernels::host

@@ -1,4 +1,4 @@
-// Other Python threads run while a call works or waits.
+// Releases the GIL during a call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,10 +6,10 @@
 
 namespace rec_kernels::host {
 
-// Releases the GIL for a scope, like pybind11::gil_scoped_release, and also lets a daemon thread come back too late.
-// While the interpreter ends, Python before 3.14 ends a thread that wants the GIL with pthread_exit, which unwinds the
-// stack like an exception: out of a destructor that is std::terminate. Here the thread waits for the end of the process
-// instead, as it does in Python 3.14. Its C++ objects live on: their destructors may need the GIL.
+// Releases the GIL for a scope, like pybind11::gil_scoped_release, but safe for daemon threads at interpreter shutdown.
+// Python before 3.14 then ends a thread that acquires the GIL with pthread_exit, which unwinds the stack like an
+// exception and calls std::terminate in a destructor. Here the thread blocks until the process ends instead, like in
+// Python 3.14. Its C++ objects are not destroyed, since their destructors may need the GIL.
 class WithoutGil {
  public:
   WithoutGil() : thread_(PyEval_SaveThread()) {}
@@ -18,7 +18,7 @@ class WithoutGil {
   ~WithoutGil() {
     try {
       PyEval_RestoreThread(thread_);
-    } catch (...) {  // nothing but the unwinding of pthread_exit; leaving this block would end the process
+    } catch (...) {  // only the unwinding of pthread_exit; leaving this block would terminate the process
       while (true) pause();
     }
   }
