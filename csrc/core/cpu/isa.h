@@ -1,7 +1,10 @@
 // CPU kernels are compiled once per instruction set; the best one that the machine supports is selected when the
-// library is loaded. A kernel table is a struct of function pointers with     template <CpuIsa> static const MyKernels
-// table; which each instruction set's object file specialises for `CpuIsa::RK_ISA`. CMakeLists.txt defines
-// RK_NEWER_ISAS where it compiles v3 and v4.
+// library is loaded. A kernel table is a struct of function pointers, declared as
+//
+//     template <CpuIsa> static const MyKernels table;
+//
+// which each instruction set's object file specialises for `CpuIsa::RK_ISA`. CMakeLists.txt defines RK_NEWER_ISAS where
+// it compiles v3 and v4.
 #pragma once
 
 namespace rec_kernels {
