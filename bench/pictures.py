@@ -30,7 +30,7 @@ MIB = 2**20
 
 def save(figure: Figure, path: Path, dpi: int) -> None:
     """Writes the figure as a PNG file, in place of what is there."""
-    with files.replacing(path) as file:
+    with files.atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=dpi)
 
 

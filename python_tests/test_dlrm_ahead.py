@@ -10,7 +10,7 @@ from dlrm_cases import Changed
 from dlrm_tiny import TinyData
 
 from rec_kernels.dlrm import DLRM, TrainConfig, train
-from rec_kernels.dlrm.data import DataError, ahead
+from rec_kernels.dlrm.data import DataError, prefetch
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -20,7 +20,7 @@ def test_an_exception_of_the_data_thread_arrives():
         yield 1
         raise DataError("line 2 is bad")
 
-    arrived = ahead(items())
+    arrived = prefetch(items())
     assert next(arrived) == 1
     with pytest.raises(DataError, match="line 2 is bad"):
         next(arrived)
@@ -33,7 +33,7 @@ def test_the_data_thread_computes_alone():
     torch.set_num_threads(2)
     try:
         seen = []
-        for number in ahead(torch.get_num_threads() for _ in range(3)):
+        for number in prefetch(torch.get_num_threads() for _ in range(3)):
             seen.append((number, torch.get_num_threads()))
         thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
         thread.start()
@@ -53,9 +53,9 @@ def test_readers_within_readers_leave_the_number_of_threads_alone():
 
     torch.set_num_threads(3)
     try:
-        assert list(ahead(ahead(iter(range(5))))) == list(range(5))
+        assert list(prefetch(prefetch(iter(range(5))))) == list(range(5))
         in_thread(look)  # a new one
-        in_thread(lambda: (torch.set_num_threads(2), list(ahead(iter(range(2)))), look()))
+        in_thread(lambda: (torch.set_num_threads(2), list(prefetch(iter(range(2)))), look()))
         look()
     finally:
         torch.set_num_threads(before)
@@ -89,6 +89,6 @@ def in_thread(work):
 
 
 def test_leaving_early_ends_the_data_thread():
-    for _ in ahead(iter(range(100))):
+    for _ in prefetch(iter(range(100))):
         break
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]

@@ -213,7 +213,7 @@ def with_a_long_line() -> bytes:
     return text(make_lines(9)) + b"0" * 3 * BLOCK
 
 
-LONG = rf"behind row 9: a line of more than {BLOCK} bytes; expected are"
+LONG = rf"after row 9: a line of more than {BLOCK} bytes; expected are"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ LONG = rf"behind row 9: a line of more than {BLOCK} bytes; expected are"
         (lambda: text(make_lines(9)) + b"\n" + text(make_lines(9)), r"Row #10: label is blank;"),
         (lambda: b"label\tI1\n" + text(make_lines(9)), r"Row #1: Expected 40 columns, got 2: label\tI1;"),
         (with_a_long_line, LONG),
-        (lambda: b"", r"behind row 0: Empty CSV file; expected are lines"),
+        (lambda: b"", r"after row 0: Empty CSV file; expected are lines"),
         (lambda: text(make_lines(6)), r"has 6 rows, needed are 7 or more"),
     ],
     ids=["blank line", "names", "long line", "empty", "few rows"],
@@ -259,7 +259,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def test_damaged_gzip_is_refused(tmp_path, kind):
     file = tmp_path / "a.tsv.gz"
     file.write_bytes(damaged(text(make_lines(3000)))[kind])
-    with pytest.raises(DataError, match=rf"{file}.*(behind row \d+: |Row #\d+: )"):
+    with pytest.raises(DataError, match=rf"{file}.*(after row \d+: |Row #\d+: )"):
         Criteo(file, data_dir=tmp_path / "store")
     assert not list((tmp_path / "store").iterdir())
 

@@ -85,7 +85,7 @@ def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytes
     """Drawing in pieces of any size gives the same initial weights."""
     config = TrainConfig(**PLAIN, embedding="hash", threshold=14)
     whole = build_model(config, data)
-    monkeypatch.setattr(model, "_SKIPPED_AT_ONCE", 7)
+    monkeypatch.setattr(model, "_SKIP_CHUNK", 7)
     pieces = build_model(config, data)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), pieces.parameters(), strict=True))
 

@@ -145,7 +145,7 @@ def test_a_folder_is_trained_by_one_process(tmp_path):
     train(config, data)
     program = (
         "import sys; from pathlib import Path; from rec_kernels.dlrm import runs\n"
-        "with runs.claimed(Path(sys.argv[1])):\n    print('claimed', flush=True); sys.stdin.read()"
+        "with runs.locked(Path(sys.argv[1])):\n    print('claimed', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "one")], stdin=-1, stdout=-1) as other:
         assert other.stdout.readline() == b"claimed\n"

@@ -173,7 +173,7 @@ def test_curves_put_evaluations_and_the_test_where_they_were():
     assert test == [[3000, 0.4321]]
     assert auc.lines[-1].get_xydata().tolist() == [[3000, 0.8765]]
     assert [text.get_text() for text in loss.get_legend().get_texts()][1:] == [
-        "on the rows set apart",
+        "on the held-out rows",
         "test, model frozen: 0.4321",
     ]
 
@@ -202,7 +202,7 @@ def test_options_that_are_not_at_their_default_come_first(write):
     start = page.texts.index("default") + 1
     assert page.texts[start : start + 6] == ["weeks", "4", "-", "bottom", "32,16", "64"]
     assert page.texts[start + 6 : start + 9] == ["lr", "0.05", "0.05"]
-    assert any(text.startswith("2 of 5 options are not at their default") for text in page.texts)
+    assert any(text.startswith("2 of 5 options differ from their default") for text in page.texts)
     assert sum(attributes.get("class") == "strong" for _, attributes in page.elements) == 3  # and the total of the time
 
 

@@ -131,7 +131,7 @@ def test_refused(tmp_path: Path, option: dict) -> None:
     """Options that sharded tables cannot have are refused by name before there is a run."""
     (name, value), told = next(iter(option.items())), on(2, str(tmp_path), "tiny", 0, False, option)
     assert told[0] == told[1]
-    assert told[0].startswith(f"TrainingError: {name} is {value!r}, which tables that several processes share out")
+    assert told[0].startswith(f"TrainingError: {name} is {value!r}, which tables sharded over several processes")
     assert not list(tmp_path.iterdir())
 
 

@@ -213,7 +213,7 @@ def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{where}: {option!r} cannot differ between configurations, allowed are {allowed_here}")
         if option in values:
             raise ValueError(f"{where}: {option!r} is given twice")
-        kind = allowed[option].metadata["kind"]
+        kind = allowed[option].metadata["parse"]
         try:
             values[option] = kind(value.replace("+", ",") if kind is widths else value)
         except ValueError as error:
@@ -226,7 +226,7 @@ def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
 def comparable_defaults() -> dict[str, Any]:
     """The options in which configurations may differ, those that decide the outcome, and their defaults."""
     fields = {option.name: option for option in dataclasses.fields(TrainConfig)}
-    return {n: o.default for n, o in fields.items() if n == "path" or not (o.metadata["how"] or n == "seed")}
+    return {n: o.default for n, o in fields.items() if n == "path" or not (o.metadata["execution"] or n == "seed")}
 
 
 def run(comparison: Comparison) -> dict[str, dict[int, dict]]:

@@ -19,7 +19,7 @@ from bench import pictures
 from bench.studies.compare import Comparison, comparable_defaults
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.files import TEXT, Check, Each, Maybe, mismatch, whole
+from rec_kernels.dlrm.files import TEXT, Check, Each, Maybe, mismatch, integer
 from rec_kernels.dlrm.files import number as a_number
 from rec_kernels.dlrm.page import number
 from rec_kernels.dlrm.runs import MACHINE
@@ -37,7 +37,7 @@ _RUNS: dict[str, dict[str, Any]] = {
 _MEANS = [(_NONE, _NONE), (a_number(), _NONE), (a_number(), a_number())]  # of no pair, of one, of more
 _DIFFERENCES = [{"mean": mean, "low": bound, "high": bound} for mean, bound in _MEANS]
 _DIFFERENCE = Check("a difference", lambda value: any(mismatch(value, shape, "") is None for shape in _DIFFERENCES))
-_SIZES = dict.fromkeys(("parameters", "weight_bytes", "table_bytes"), Maybe(whole(1)))
+_SIZES = dict.fromkeys(("parameters", "weight_bytes", "table_bytes"), Maybe(integer(1)))
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -126,7 +126,7 @@ def is_result(value: dict) -> bool:
 
 
 def _is_run(run: dict) -> bool:
-    shape = {"seed": whole(0, 2**64 - 1), "run": TEXT} | _RUNS[run["outcome"]]
+    shape = {"seed": integer(0, 2**64 - 1), "run": TEXT} | _RUNS[run["outcome"]]
     return mismatch(run, shape, "") is None
 
 

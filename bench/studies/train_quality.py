@@ -23,8 +23,8 @@ import bench
 from bench.script import machine, options_of, parser_of, positive
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, TrainConfig, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
-from rec_kernels.dlrm.data import ahead
-from rec_kernels.dlrm.ranks import ALONE
+from rec_kernels.dlrm.data import prefetch
+from rec_kernels.dlrm.ranks import SINGLE_PROCESS
 from rec_kernels.dlrm.reader import dedup_batch
 from rec_kernels.dlrm.scores import predict, score
 
@@ -162,7 +162,7 @@ class Together:
 class Changed:
     """The rows of a data set, every batch changed: what ``predict`` asks of a reader."""
 
-    ranks = ALONE
+    ranks = SINGLE_PROCESS
 
     def __init__(self, data: CompleteJourney, batch_size: int, change: Callable[[Batch], Batch]):
         self.data, self.batch_size, self.change = data, batch_size, change
@@ -192,7 +192,7 @@ def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict
         optimizer = Together(optimizer, tables(model.table_parameters(), lr=config.lr))
     rows = Changed(data, config.batch_size, CHANGES[implementation])
     started = time.perf_counter()
-    for batch in ahead(rows.batches("train", config.batch_size)):
+    for batch in prefetch(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)
         optimizer.zero_grad()
         loss.backward()

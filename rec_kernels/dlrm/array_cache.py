@@ -1,7 +1,6 @@
-"""Prepared data on disk: one ``.npy`` file per array and a manifest that says what they must be.
+"""Prepared data on disk: a directory of memory-mapped ``.npy`` files and a manifest with their checksums.
 
-Files are memory-mapped and never unpickled. A directory appears under its final name only when complete, and
-is rebuilt when a file is missing, truncated or altered, or was written for another format or source.
+A directory gets its name when it is complete, and is rebuilt if a file is missing or altered, or the source differs.
 """
 
 from __future__ import annotations
@@ -21,35 +20,32 @@ from tqdm import tqdm
 from rec_kernels.dlrm.data import DataError
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 20  # bytes
 
-#: Makes what a directory is to hold, by name: arrays, and facts, which are JSON values of the manifest. Arrays that do
-#: not fit into memory it may write by itself, as ``<name>.npy`` into the folder that it is given.
+#: Returns arrays and facts (JSON values for the manifest) by name; may write arrays that do not fit into memory to the
+#: given folder as ``<name>.npy`` instead.
 Build = Callable[[Path], dict[str, Any]]
 
 
 class PreparedError(DataError):
-    """A prepared directory cannot be used as it is."""
+    """A prepared directory is not usable and must be rebuilt."""
 
 
 def base_directory(data_dir: str | Path | None) -> Path:
-    """Folder of the prepared data: ``data_dir``, or ``~/.cache/rec_kernels``."""
+    """The folder of prepared data: ``data_dir``, or ``~/.cache/rec_kernels``."""
     return Path(data_dir) if data_dir is not None else Path.home() / ".cache" / "rec_kernels"
 
 
 def open_directory(directory: Path, identity: dict[str, Any], build: Build) -> dict[str, Any]:
-    """Opens the arrays in ``directory``, which is written first if it is missing or not usable.
+    """Read ``directory``; build it first if it is missing, not usable or has another identity.
 
     Args:
-        directory: of the prepared data.
-        identity: what it was made of, as JSON values (lists, no tuples): of anything else it is made anew.
-        build: makes it.
+        identity: identifies the source and options, as JSON values (lists, not tuples).
 
     Returns:
         The arrays, memory-mapped and read-only, and the facts, by name.
 
     Raises:
-        OSError: they could not be written; what was there before is untouched.
+        OSError: the directory could not be written; a previous one is unchanged.
     """
     if directory.exists():
         try:
@@ -61,7 +57,7 @@ def open_directory(directory: Path, identity: dict[str, Any], build: Build) -> d
 
 
 def write_directory(directory: Path, identity: dict[str, Any], build: Build) -> None:
-    """Write what ``build`` makes as ``directory``, replacing what is there; no reader ever sees a part of it."""
+    """Build ``directory`` under a temporary name, then replace it by renaming."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         fresh = Path(scratch) / "new"
@@ -80,11 +76,7 @@ def write_directory(directory: Path, identity: dict[str, Any], build: Build) -> 
 
 
 def read_directory(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Arrays, memory-mapped after checking every byte of them against the manifest, and facts, by name.
-
-    Raises:
-        PreparedError: names the file and what is wrong with it.
-    """
+    """Verify all checksums and return arrays, memory-mapped, and facts; PreparedError names an invalid file."""
     path = directory / MANIFEST
     try:
         values = json.loads(path.read_text())
@@ -100,14 +92,14 @@ def read_directory(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
             if (found := _fingerprint(file)) != expected:
                 raise PreparedError(f"{file} holds {found}, the manifest says {expected}")
             mapped = np.load(file, mmap_mode="r", allow_pickle=False)
-            values[name] = np.asarray(mapped)  # a plain view: slices of np.memmap take three times as long
+            values[name] = np.asarray(mapped)  # slicing an np.memmap takes three times as long
         except (OSError, ValueError) as error:
             raise PreparedError(f"{file} cannot be read: {error!r}") from error
     return values
 
 
 def fingerprint(directory: Path) -> str:
-    """Fingerprint of a prepared directory's contents, independent of its place and of its source."""
+    """A fingerprint of a prepared directory's arrays, independent of its path and source."""
     files = json.loads((directory / MANIFEST).read_text())["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
@@ -115,15 +107,15 @@ def fingerprint(directory: Path) -> str:
 def _fingerprint(file: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     with file.open("rb") as content:
-        while chunk := content.read(CHUNK):
+        while chunk := content.read(1 << 20):
             digest.update(chunk)
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def ids_by_appearance(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, int]:
-    """Ids 1, 2, ... of values [N] in order of first appearance; 0 for one whose first appearance is a test row.
+    """Map values [N] to ids 1, 2, ... in order of first appearance; 0 for values not in the first ``train_rows`` rows.
 
-    Rows [0, train_rows) are for training, 1 or more. Returns int64 [N], and the rows of the table, row 0 included.
+    Returns int64 [N], and the number of table rows, including row 0. ``train_rows`` is 1 or more.
     """
     codes = pd.factorize(values)[0]
     seen = int(codes[:train_rows].max()) + 1
@@ -131,12 +123,11 @@ def ids_by_appearance(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, 
 
 
 def mix64(keys: np.ndarray) -> np.ndarray:
-    """A well-mixed 64-bit number for each key: the output of SplitMix64 whose state is the key.
+    """Hash keys by SplitMix64, a bijection; uint64 of any shape.
 
-    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014. Keys and numbers are uint64
-    of any shape; different keys give different numbers.
+    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
-    # Arrays of integers wrap around without a warning, as the method wants it.
+    # Integer arrays wrap around without a warning, as the hash requires.
     mixed = np.asarray(keys, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Checks of a data set's members and batches before they are used: errors name the argument, the value, its place."""
+"""Checks of a data set's members and batches; errors name the argument, the value and its place."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rec_kernels.ops.layout_records import ID_DTYPES
 
 
 class WrongBatchError(Exception):
-    """A fault of a batch."""
+    """A batch is invalid."""
 
 
 def whole_number(data: DataSet, value: Any, what: str, least: int = 0) -> int:
-    """The int of a number that a data set gives; DataError if it is not whole or too small."""
+    """Convert a data set's number to int; DataError if it is no integer or below ``least``."""
     if not isinstance(value, Integral) or value < least:
         raise DataError(f"data set {data.name!r}: {what} is {value!r}, must be a whole number of {least} or more")
-    return int(value)  # of NumPy's, which no checkpoint has
+    return int(value)  # checkpoints cannot hold NumPy's integers
 
 
 def checked_features(data: DataSet) -> list[Feature]:
-    """The features of a data set; DataError if they are not what they should be."""
+    """The features of a data set; DataError if they are invalid."""
     features = []
     for feature in data.features:
         where = f"data set {data.name!r}: a feature is {feature!r}, "
@@ -51,19 +51,14 @@ def checked_features(data: DataSet) -> list[Feature]:
 
 
 def checked_batch(batch: Any, features: Sequence[Feature], num_dense: int, rows: int) -> Batch:
-    """The batch with ``dense`` and ``label`` in float32; labels [B, 1] become [B].
-
-    Args:
-        batch: as a data set gives it.
-        features, num_dense: of the data set.
-        rows: B.
+    """Check a data set's batch of ``rows`` rows; ``dense`` and ``label`` become float32, labels [B, 1] become [B].
 
     Raises:
-        WrongBatchError: it is not what ``Batch`` says.
+        WrongBatchError: the batch is not as ``Batch`` describes.
     """
     if not isinstance(batch, Batch):
         raise WrongBatchError(f"it is {type(batch).__name__}, must be rec_kernels.dlrm.Batch")
-    label = _floats(batch.label, "label")
+    label = _to_float32(batch.label, "label")
     label = label.squeeze(1) if label.ndim == 2 and label.shape[1] == 1 else label
     if label.ndim != 1:
         raise WrongBatchError(f"label has shape {list(label.shape)}, must be [B] or [B, 1]")
@@ -73,7 +68,7 @@ def checked_batch(batch: Any, features: Sequence[Feature], num_dense: int, rows:
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise WrongBatchError(f"label[{row}] is {label[row].item()}, must be 0 or 1")
-    dense, expected = _floats(batch.dense, "dense"), [rows, num_dense]
+    dense, expected = _to_float32(batch.dense, "dense"), [rows, num_dense]
     if list(dense.shape) != expected:
         raise WrongBatchError(f"dense has shape {list(dense.shape)}, must be {expected}: [rows of label, num_dense]")
     if not _all_finite(dense):
@@ -98,7 +93,7 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
             )
         if (jagged.keys() or name == "shared") and jagged.stride() != rows:
             raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
-        ids = stored_in(jagged).values()
+        ids = (jagged.stored() if hasattr(jagged, "stored") else jagged).values()
         if ids.dtype not in ID_DTYPES:
             raise WrongBatchError(f"ids of {name} are {ids.dtype}, must be torch.int32 or torch.int64")
         weights = weights_of(jagged)
@@ -120,7 +115,7 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
         raise WrongBatchError(f"features and shared have keys {unused}, which no Feature has: add one for each")
 
 
-def _floats(value: Any, name: str) -> Tensor:
+def _to_float32(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise WrongBatchError(f"{name} is {type(value).__name__}, must be a tensor")
     if value.is_complex():
@@ -131,23 +126,18 @@ def _floats(value: Any, name: str) -> Tensor:
 
 
 def _all_finite(values: Tensor) -> bool:
-    # The sum is finite only if all are; it is five times as fast to make.
+    # A finite sum, which is five times as fast to compute, implies finite values.
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def stored_in(jagged: Any) -> Any:
-    """The container in which a jagged container has each bag once, or itself."""
-    return jagged.stored() if hasattr(jagged, "stored") else jagged
-
-
 def weights_of(jagged: Any) -> Tensor | None:
-    """Weights of the ids that a jagged container stores; None without."""
-    stored = stored_in(jagged)
+    """The weights of a jagged container's stored ids; None without weights."""
+    stored = jagged.stored() if hasattr(jagged, "stored") else jagged
     return stored.weights_or_none() if hasattr(stored, "weights_or_none") else None
 
 
-def place_of(error: Exception) -> str:
-    """The last line of code that is not of this package, as in "my_clicks.py, line 31"."""
+def user_code_line(error: Exception) -> str:
+    """The innermost line of a traceback outside this package, as in "my_clicks.py, line 31"."""
     package, frames = Path(__file__).parents[1], traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if package not in Path(frame.filename).parents]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else "this package"

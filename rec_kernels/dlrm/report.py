@@ -1,4 +1,4 @@
-"""Report of a run: its scores as text, its curves as pictures, and a page with all of it."""
+"""Report of a run: scores as text, curves as a figure, and an HTML page."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.page import number, size
 from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
 
-#: Models, for a reader.
 TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
 MODEL_PARTS = ("forward", "backward", "optimizer")
-#: The reason why the curves may lie apart.
+#: Explains the gap between the training and test curves.
 STILL_LEARNING = (
-    "In the first epoch a row's training score comes before the model learns from it, and after it has learned from "
-    "all rows until the last batch. The test is of the model as the training left it, on rows later and later. Where "
-    "habits change with time, the training AUC therefore lies above the test's, without overfitting."
+    "In the first epoch, each batch is scored before the model learns from it, by a model trained up to the batch "
+    "before. The test scores a frozen model on rows that are later and later. Where behavior changes with time, the "
+    "training AUC is therefore above the test AUC without overfitting."
 )
 SCORES = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
 
 def scores(record: dict, split: str) -> list[tuple[str, str, str]]:
-    """Name, value, and what a text says after it, of each score of a record of ``score``."""
+    """The scores of a record as (name, value, explanation)."""
     return [
         (f"{split} AUC", number(record["auc"]), ""),
         ("log loss", number(record["log_loss"]), ""),
@@ -47,27 +46,27 @@ def scores(record: dict, split: str) -> list[tuple[str, str, str]]:
 def facts(test: dict) -> dict[str, str]:
     """Further facts of a test record, by name."""
     seconds, rate = test["train_seconds"], test["examples_per_second"]
-    said = {
+    found = {
         "training": f"{test['train_examples']:,} rows in {seconds:.1f} s, {rate:,.0f} examples/s",
         "tables": memory(test["tables"]),
     }
     if any(test["tiers"].get(name) for name in ("cache_bytes", "host_bytes", "file_bytes")):
         since = f" after step {step}, where the run was resumed" if (step := test.get("counted_from")) else ""
-        said["tiers"] = tiers(test["tiers"]) + since
+        found["tiers"] = tiers(test["tiers"]) + since
     if "dedup" in test:
-        factor = test.get("dedup_factor")  # None where "auto" has measured none
+        factor = test.get("dedup_factor")  # measured by "auto" only
         once = "once" if factor is None else f"once: {factor:.1f}x fewer ids"
-        said["shared bags"] = once if test["dedup"] else "one for every row"
+        found["shared bags"] = once if test["dedup"] else "one for every row"
     flops = f"{test['flops_per_example']:,} FLOPs of a row's forward"
-    said["dense part"] = f"{test['dense_parameters']:,} parameters; {flops}"
+    found["dense part"] = f"{test['dense_parameters']:,} parameters; {flops}"
     if ranks := test.get("ranks"):
         tables, peaks = (", ".join(size(rank[key]) for rank in ranks) for key in ("table_bytes", "peak_memory_bytes"))
-        said["processes"] = f"{len(ranks)}: tables of {tables}; peak memory {peaks}"
-    return said | {"device": test["device"], "peak memory": f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"}
+        found["processes"] = f"{len(ranks)}: tables of {tables}; peak memory {peaks}"
+    return found | {"device": test["device"], "peak memory": f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"}
 
 
 def tiers(report: dict[str, int]) -> str:
-    """A ``tier_report()``, as in "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
+    """Format a ``tier_report()``: "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
     memory = "host memory" if report.get("host_bytes") else "memory"
     parts = [f"cache {size(report['cache_bytes'])}", f"rows in {memory} {size(report['row_bytes'])}"]
     moved = f"moved {size(report['moved_bytes'])}"
@@ -78,7 +77,7 @@ def tiers(report: dict[str, int]) -> str:
 
 
 def memory(tables: Sequence[dict]) -> str:
-    """Bytes of tables, row caches included, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
+    """Format the bytes of tables and row caches: "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
     state = sum(table["state_bytes"] for table in tables)
     weights = sum(table["weight_bytes"] + table.get("cache_bytes", 0) for table in tables)
     full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
@@ -92,7 +91,7 @@ def _with_total(tables: Sequence[dict], keys: Sequence[str]) -> list[dict]:
 
 
 def memory_rows(tables: Sequence[dict]) -> list[tuple]:
-    """A ``memory_report()`` as rows of texts, the header and the sums first, then the tables, the largest first."""
+    """Format a ``memory_report()`` as rows: the header, the total, then the tables by decreasing size."""
 
     def both(t: dict) -> int:
         return t["weight_bytes"] + t["state_bytes"]
@@ -107,7 +106,7 @@ def memory_rows(tables: Sequence[dict]) -> list[tuple]:
 
 
 def cache_rows(tables: Sequence[dict]) -> list[tuple]:
-    """As ``memory_rows``, of row caches: rows that they hold, inserted and evicted ones; empty without a cache."""
+    """Format the row caches' counters like ``memory_rows``; empty without a cache."""
     keys = ("cached_rows", "lookups", "hits", "inserted", "evicted", "written", "left_out")
     cached = [table for table in tables if "cache_bytes" in table]
     rows = [("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys))]
@@ -118,12 +117,12 @@ def cache_rows(tables: Sequence[dict]) -> list[tuple]:
 
 
 def scores_text(record: dict, split: str) -> str:
-    """The record of ``score`` as text for a person."""
+    """Format the scores of a record as text."""
     return "\n".join(f"{name:<20}{value}{meaning}" for name, value, meaning in scores(record, split))
 
 
 def summary(test: dict) -> str:
-    """The test record as text for a person."""
+    """Format the test record as text."""
     parts = []
     for header, *rows in filter(None, (memory_rows(test["tables"]), cache_rows(test["tables"]))):
         names, *columns = zip(*rows, strict=True)
@@ -133,11 +132,11 @@ def summary(test: dict) -> str:
 
 
 def write(directory: Path) -> None:
-    """Write ``report.html`` of a run from its config and records, however far it got; it needs nothing but itself.
+    """Write ``report.html`` of a complete or incomplete run from its config and records.
 
     Raises:
         OSError: the run has no ``config.json``, or its folder cannot be written to.
-        DataError: ``config.json`` or ``metrics.jsonl`` is not what a run writes.
+        DataError: ``config.json`` or ``metrics.jsonl`` is invalid.
     """
     settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
@@ -149,12 +148,7 @@ def write(directory: Path) -> None:
 
 
 def render(name: str, settings: dict, records: list[dict]) -> str:
-    """The page, as HTML in which every text is escaped.
-
-    Args:
-        name: of the run. settings: content of ``config.json``.
-        records: of ``metrics.jsonl``; none of them has to be there.
-    """
+    """The HTML page of a run, from the content of ``config.json`` and the records, of which any may be missing."""
     test = next(iter(_of_kind("test", records)), None)
     tables = about = ""
     if test is not None:
@@ -184,7 +178,7 @@ def _status(records: list[dict], test: dict | None) -> str:
 
 
 def _scores(records: list[dict], test: dict | None) -> str:
-    """The last scores there are, as big numbers."""
+    """The latest scores, in large type."""
     train = _of_kind("train", records)
     if test is not None:
         shown = scores(test, "test")
@@ -198,7 +192,7 @@ def _scores(records: list[dict], test: dict | None) -> str:
 
 
 def _time(train: list[dict]) -> str:
-    """Seconds and share of every part of the steps; the share that is not the model's."""
+    """Seconds and share of every part of the steps."""
     if not train:
         return ""
     seconds = {part: sum(record["seconds"][part] for record in train) for part in train[0]["seconds"]}
@@ -207,20 +201,20 @@ def _time(train: list[dict]) -> str:
     outside = training - sum(seconds[part] for part in MODEL_PARTS)
     rows = [("total", f"{total:,.2f}", ""), *((part, f"{s:,.2f}", f"{s / total:.1%}") for part, s in seconds.items())]
     return page.table(("part", "seconds", "share"), rows, strong=1) + (
-        f"<p>Outside the model (data, other): {outside / training:.1%} of the training time, evaluations left out. "
-        "Backward includes the update of the tables, optimizer is that of all but the tables, data is the time spent "
-        "waiting for a batch. The test is not in the table.</p>"
+        f"<p>Outside the model (data, other): {outside / training:.1%} of the training time without evaluations. "
+        "Backward includes the tables' update, optimizer is the update of dense parameters, data is the time spent "
+        "waiting for a batch. The test is not included.</p>"
     )
 
 
 def _configuration(config: dict) -> str:
-    """The options that are not at their default first."""
+    """All options; those that differ from their default come first."""
     defaults = {option.name: option.default for option in dataclasses.fields(TrainConfig)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     changed = [name for name in values if values[name] != defaults.get(name)]
     names = [*changed, *(name for name in values if name not in changed)]
     rows = [(name, option_text(values[name]), option_text(defaults.get(name))) for name in names]
-    note = f"<p>{len(changed)} of {len(names)} options are not at their default; they come first.</p>"
+    note = f"<p>{len(changed)} of {len(names)} options differ from their default; they come first.</p>"
     return note + page.table(("option", "value", "default"), rows, kind="text", strong=len(changed))
 
 
@@ -237,7 +231,7 @@ def _curves(records: list[dict]) -> str:
 
 
 def draw(records: list[dict]) -> Figure | None:
-    """Loss, AUC, and a rate that changes, over the rows trained on, one below the other; None without a record."""
+    """Draw loss, AUC and a changing learning rate over the rows trained on; None without a record."""
     if not (train := _of_kind("train", records)):
         return None
     changes = len({record["lr"] for record in train}) > 1
@@ -256,11 +250,11 @@ def draw(records: list[dict]) -> Figure | None:
 
 
 def _draw_scores(axes: Axes, records: list[dict], key: str, steps: list, examples: list) -> None:
-    """Draws a score at the evaluations, and of the test. Between two of ``steps``, each has as many examples."""
+    """Draw a score of the evaluations, whose positions are interpolated between records, and of the test."""
     evaluations = [r for r in _of_kind("eval", records) if r[key] is not None]
     if evaluations:
         where = np.interp([r["step"] for r in evaluations], steps, examples)
-        split = "rows set apart" if evaluations[0]["split"] == "valid" else "test rows"
+        split = "held-out rows" if evaluations[0]["split"] == "valid" else "test rows"
         axes.plot(where, [r[key] for r in evaluations], "s", ms=4, color="tab:green", label=f"on the {split}")
     for test in _of_kind("test", records)[:1]:
         if (value := test[key]) is not None:

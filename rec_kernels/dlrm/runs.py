@@ -1,4 +1,4 @@
-"""A run: its folder, which has its name and its records, and what ends it early: errors, Ctrl-C and SIGTERM."""
+"""A run's folder, config and records, and the errors and signals that end it early."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ import torch
 
 from rec_kernels.dlrm import devices, files
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.files import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
+from rec_kernels.dlrm.files import FLAG, TEXT, Each, Maybe, integer, mismatch, number, short_repr
 
 RUN_NAMES = "at most 200 letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 
-#: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
+#: Timed parts of a step; "other" is the remaining time.
 PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
 
 _TABLE = {
     **dict.fromkeys(("name", "format"), TEXT),
-    **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole()),
+    **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), integer()),
 }
-MACHINE = {"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT), "processes?": whole(2)}
+MACHINE = {"cpu": TEXT, "threads": integer(), "gpu": Maybe(TEXT), "processes?": integer(2)}
 _SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
-# Fields that are read, by kind of record, without the report's tiers and profile.
+# Fields that readers use, by kind of record.
 _RECORDS = {
     "train": {
-        **dict.fromkeys(("step", "examples"), whole()),
+        **dict.fromkeys(("step", "examples"), integer()),
         **dict.fromkeys(("loss", "auc"), Maybe(number())),
         "lr": number(),
         "seconds": dict.fromkeys(PARTS, number()),
     },
-    "eval": {"step": whole(), "split": TEXT, **_SCORES},
-    "failed": {"step": whole(), "error": TEXT},
+    "eval": {"step": integer(), "split": TEXT, **_SCORES},
+    "failed": {"step": integer(), "error": TEXT},
     "test": {
         **_SCORES,
         **dict.fromkeys(("normalized_entropy", "calibration"), Maybe(number())),
         **dict.fromkeys(("accuracy", "base_rate", "examples_per_second", "train_seconds"), number()),
-        **dict.fromkeys(("step", "examples", "train_examples", "peak_memory_bytes", "dense_parameters"), whole()),
-        "flops_per_example": whole(),
+        **dict.fromkeys(("step", "examples", "train_examples", "peak_memory_bytes", "dense_parameters"), integer()),
+        "flops_per_example": integer(),
         "stopped_early": FLAG,
         "device": TEXT,
         "tables": Each(_TABLE),
-        "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), whole())),
+        "ranks?": Each(dict.fromkeys(("table_bytes", "peak_memory_bytes"), integer())),
         "machines": Each(MACHINE),
-        "counted_from?": whole(),
+        "counted_from?": integer(),
         "dedup?": FLAG,
         "dedup_factor?": Maybe(number()),
     },
@@ -63,15 +63,15 @@ _RECORDS = {
 
 
 class TrainingError(RuntimeError):
-    """The training cannot go on."""
+    """The training cannot continue."""
 
 
 class NotFiniteError(TrainingError):
-    """A loss or a prediction is not finite: the same config comes to it again, whatever else is changed."""
+    """A loss or a prediction is not finite; a run of the same config will fail in the same way."""
 
 
 class RunInterruptedError(Exception):
-    """Ctrl-C or SIGTERM; a checkpoint has been written to ``directory``."""
+    """Ctrl-C or SIGTERM stopped the run, which has written a checkpoint to ``directory``."""
 
     def __init__(self, message: str, directory: Path):
         super().__init__(message)
@@ -79,11 +79,11 @@ class RunInterruptedError(Exception):
 
 
 class RunExistsError(RuntimeError):
-    """A run of that name is there already; nothing is overwritten."""
+    """A run of this name exists already, or is being trained."""
 
 
 def is_run_name(name: str) -> bool:
-    """True if ``name`` can be a run's folder."""
+    """True if ``name`` is valid for a run's folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name) is not None
 
 
@@ -94,7 +94,7 @@ def refuse_existing(runs_dir: str, name: str) -> None:
 
 
 def create_run(runs_dir: str, name: str | None, default: str) -> Path:
-    """Create the folder of run ``name``, or of the first free of ``default``, ``default-2``, ..."""
+    """Create the folder ``name``, or the first unused of ``default``, ``default-2``, ..."""
     for attempt in itertools.count(1):
         if name is not None:
             refuse_existing(runs_dir, name)
@@ -106,10 +106,10 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """Keeps other trainings away from a run's folder; the claim ends with the process and those that it has forked.
+def locked(directory: Path) -> Iterator[None]:
+    """Lock a run's folder against other trainings; the lock ends with the process and its forks.
 
-    Nobody is kept away where the file system locks no folders, as those of networks may.
+    File systems without locks of folders, such as some network file systems, are not locked.
     """
     folder = os.open(directory, os.O_RDONLY)
     try:
@@ -118,47 +118,45 @@ def claimed(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise RunExistsError(f"another process trains {directory}: wait for it, or stop it") from error
         except OSError:
-            pass  # no locks here
+            pass  # not supported by the file system
         yield
     finally:
         os.close(folder)
 
 
 def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = None) -> None:
-    """Write ``config.json``; ``dedup``: what the option came to. ``gpu``: that the run begins on, if any."""
+    """Write ``config.json``: options, versions (with the GPU's name, if any) and the outcome of option ``dedup``."""
     versions = devices.versions() | ({} if gpu is None else {"gpu": gpu})
     settings = {"config": config, "versions": versions, "dedup": dedup}
     files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 class Records:
-    """``metrics.jsonl`` of a run: one JSON object per line, written anew with every record where they are ``kept``.
+    """``metrics.jsonl`` of a run: one JSON object per line; not written unless ``writes``.
 
-    DataError: of all members, the file is not what it should be.
+    Raises:
+        DataError: from all methods, the file is invalid.
     """
 
-    def __init__(self, directory: Path, *, kept: bool = True):
-        self.path, self._kept, self._text = directory / METRICS, kept, ""
+    def __init__(self, directory: Path, *, writes: bool = True):
+        self.path, self._writes, self._text = directory / METRICS, writes, ""
 
     def append(self, record: dict) -> None:
-        """Appends a record; it is on the disk when this returns."""
-        self._text += json.dumps(record) + "\n"
-        self._write()
+        """Append a record and sync the file."""
+        self._write(self._text + json.dumps(record) + "\n")
 
-    def _write(self) -> None:
-        if self._kept:
-            with files.replacing(self.path, durable=True) as file:
-                file.write(self._text.encode())
+    def _write(self, text: str) -> None:
+        self._text = text
+        if self._writes:
+            with files.atomic_write(self.path, durable=True) as file:
+                file.write(text.encode())
 
     def mark(self) -> int:
-        """End of the file, in bytes."""
+        """The size of the file in bytes."""
         return len(self._text.encode())
 
     def rewind(self, mark: int) -> None:
-        """Drops what was appended after ``mark``: a resumed run records it again.
-
-        ValueError: the file is shorter than that, or no record ends there. It then stays as it was.
-        """
+        """Truncate the file to ``mark`` bytes; ValueError, without a change, unless a record ends there."""
         files.refuse_special(self.path)
         text = files.read_text(self.path, mark) if self.path.exists() else ""
         if (end := len(text.encode())) < mark:
@@ -166,15 +164,14 @@ class Records:
         self._parsed(text)
         if mark and not text.endswith("\n"):
             raise ValueError(f"records is {mark}, where no line of {self.path} ends")
-        self._text = text
-        self._write()
+        self._write(text)
 
     def read(self) -> list[dict]:
-        """All records; not a last one that was cut short. DataError names the line that is no record."""
+        """Read all records except a truncated last one; DataError names an invalid line."""
         return self._parsed(files.read_text(self.path) if self.path.exists() else "")
 
     def _parsed(self, text: str) -> list[dict]:
-        lines = text.split("\n")[:-1]  # after the last "\n" there is nothing, or what was cut short
+        lines = text.split("\n")[:-1]  # the last part is empty or a truncated record
         return [_record(line, f"{self.path}, line {at}") for at, line in enumerate(lines, 1)]
 
 
@@ -182,27 +179,27 @@ def _record(line: str, where: str) -> dict:
     record = files.parse_json(line, where)
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _RECORDS:
-        raise DataError(f"{where} is no record: its kind is {shown(kind)}, allowed are {', '.join(_RECORDS)}")
+        raise DataError(f"{where} is no record: its kind is {short_repr(kind)}, allowed are {', '.join(_RECORDS)}")
     if wrong := mismatch(record, _RECORDS[kind], ""):
         raise DataError(f"{where} is no record: {wrong}")
     return record
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process."""
+    """The peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory was not enough; the CPU's have no type of their own."""
+    """True if an error means out of memory; torch has no error type for the CPU's."""
     texts = ("DefaultCPUAllocator", "(out of memory?)")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in texts)
 
 
 @contextlib.contextmanager
 def stop_at_signal() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, so that a step ends before the run does. A second one ends it at once."""
+    """An event that the first Ctrl-C or SIGTERM sets; a second one raises KeyboardInterrupt."""
     event = threading.Event()
 
     def stop(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run on several processes: TorchRec's planner shards the tables, its pipeline trains, DDP has all but the tables."""
+"""A run on several ranks: tables sharded by a TorchRec plan, dense parameters in DDP, TorchRec's training pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrec.streamable import Pipelineable
 import rec_kernels as rk
 from rec_kernels.dlrm import checkpoint, runs
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.data import Batch, ahead
+from rec_kernels.dlrm.data import Batch, prefetch
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.ranks import Ranks
 from rec_kernels.dlrm.scores import Clock
@@ -32,8 +32,8 @@ from rec_kernels.dlrm.train import Run
 
 
 def shard_tables(model: DLRM, config: TrainConfig, ranks: Ranks, device: torch.device) -> None:
-    """Puts this process's shards in the place of the model's tables, which are on the meta device; a collective."""
-    # Losses are divided by the rows of all processes: "torchrec" takes the mean over processes, as DDP does.
+    """Replace the model's tables, which are on the meta device, by this rank's shards; a collective."""
+    # Gradients are averaged over ranks ("torchrec"), as in DDP; ``_loss`` multiplies by the world size.
     sharder, world = rk.distributed.EmbeddingBagCollectionSharder(gradient="torchrec"), ranks.world_size
     topology = Topology(world, device.type, local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     planner = rk.distributed.planner(
@@ -41,7 +41,7 @@ def shard_tables(model: DLRM, config: TrainConfig, ranks: Ranks, device: torch.d
         [sharder],
         topology,
         batch_size=max(config.batch_size // world, 1),
-        storage_reservation=FixedPercentageStorageReservation(0.15),  # beside tables, for MLPs and batches
+        storage_reservation=FixedPercentageStorageReservation(0.15),  # for MLPs and batches
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD).plan["embeddings"]
     env = ShardingEnv.from_process_group(dist.group.WORLD)
@@ -52,27 +52,20 @@ Pipelineable.register(Batch)
 
 
 class Step(nn.Module):
-    """The loss of a batch as TorchRec's pipeline trains it: it finds the tables' argument by tracing ``forward``.
-
-    Args:
-        model: with sharded tables. loss: makes the loss of logits and a batch; a module, so that it is not traced.
-    """
+    """Forward and loss for TorchRec's pipeline, which traces ``forward``; ``loss`` is a module to avoid tracing."""
 
     def __init__(self, model: DLRM, loss: nn.Module) -> None:
         super().__init__()
         self.model, self.loss = model, loss
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The loss, and with it logits and labels."""
+        """Compute (loss, (logits, labels))."""
         logits = self.model.logits(batch.dense, self.model.embeddings(batch.features).values())
         return self.loss(logits, batch), (logits.detach(), batch.label)
 
 
 class ShardedRun(Run):
-    """A training run on several processes, each of which calls every method.
-
-    Logits, labels and scores are of all processes; times of the parts of a step are the first one's.
-    """
+    """A training run on several ranks; every method is a collective. Recorded times are those of rank 0."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -81,14 +74,15 @@ class ShardedRun(Run):
         step = DistributedModelParallel(
             Step(self.model, loss), plan=ShardingPlan({}), sharders=[], device=self.model.device
         )
-        later = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)  # a step may have several batches
-        self._pipeline = TrainPipelineSparseDist(step, later, self.model.device)
+        # ``Run._step`` calls the optimizer itself, because a step may have several batches.
+        no_optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
+        self._pipeline = TrainPipelineSparseDist(step, no_optimizer, self.model.device)
 
     def _batches(self) -> Generator[Batch]:
-        """The batches from step ``self.step`` on; the pipeline is two ahead of the step."""
+        """Yield the batches from step ``self.step`` on; the pipeline reads two batches ahead."""
         first = self._first_batch()
         for _ in range(self.step // self.steps_per_epoch, self.config.epochs):
-            yield from ahead(self.data.batches("train", self.config.batch_size, first))
+            yield from prefetch(self.data.batches("train", self.config.batch_size, first))
             first = 0
 
     def _learn(self, batches: Any, rows: int, clock: Clock) -> None:
@@ -97,13 +91,13 @@ class ShardedRun(Run):
         clock.lap("backward")
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The loss whose mean over processes is the step's; NotFiniteError on all processes if one's is not finite."""
+        """The loss, of which the step's is the mean over ranks; NotFiniteError on all ranks if any is not finite."""
         loss = binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
         value, ranks = loss.item(), self.data.ranks
-        if ranks.any(not math.isfinite(value)):
-            values = ranks.all(value)
+        if ranks.any_true(not math.isfinite(value)):
+            values = ranks.all_gather(value)
             worst = next(rank for rank, value in enumerate(values) if not math.isfinite(value))
-            raise self._refuse(values[worst])
+            raise self._not_finite(values[worst])
         self._clock.lap("forward")
         return loss * (ranks.world_size / self._rows)
 
@@ -112,10 +106,12 @@ class ShardedRun(Run):
         return super()._scores(split)
 
     def _sizes(self) -> dict:
-        """Tables of all processes, and the memory of each."""
-        report: list[dict] = self.model.own_tables.memory_report()
+        """Sizes of all ranks' tables, and the memory of each rank."""
+        report: list[dict] = self.model.local_tables.memory_report()
         own = sum(t["weight_bytes"] + t["state_bytes"] for t in report)
-        found: list[dict] = self.data.ranks.all({"table_bytes": own, "peak_memory_bytes": runs.peak_memory_bytes()})
+        found: list[dict] = self.data.ranks.all_gather(
+            {"table_bytes": own, "peak_memory_bytes": runs.peak_memory_bytes()}
+        )
         return {
             "tables": self.model.embeddings.memory_report(),
             "tiers": self.model.embeddings.tier_report(),
@@ -127,11 +123,13 @@ class ShardedRun(Run):
         model = state["model"]
         shards = {name: t for name, t in model.items() if isinstance(t, ShardedTensor)}
         rest = {name: t for name, t in model.items() if name not in shards}
-        folder = self.data.ranks.once(lambda: checkpoint.new_folder(self.directory, self.step))
+        folder = self.data.ranks.on_rank_0(lambda: checkpoint.new_folder(self.directory, self.step))
         try:
             checkpoint.save_shards(folder, shards)
         except OSError:
             if self.writes:
-                shutil.rmtree(folder, ignore_errors=True)  # a full disk gets back what it took
+                shutil.rmtree(folder, ignore_errors=True)  # free the space on a full disk
             raise
-        self.data.ranks.once(lambda: super(ShardedRun, self)._write(state | {"model": rest, "shards": folder.name}))
+        self.data.ranks.on_rank_0(
+            lambda: super(ShardedRun, self)._write(state | {"model": rest, "shards": folder.name})
+        )

@@ -1,8 +1,8 @@
-"""Generated click logs of any size, with a label that can be learnt: for trying out, and for benches of big tables.
+"""Synthetic click logs of any size with a learnable label, for trials and for benchmarks of large tables.
 
-docs/data.md says how rows are drawn. The label's logistic model has a hidden weight per dense column and per id of a
-feature, made by hashing so that none are stored; a history counts with its mean. Blocks of BLOCK rows are made from a
-generator each, so that any row can be had without those before it and no row depends on the batch size.
+docs/data.md describes the distributions. The label's logistic model has a hidden weight per dense column and per id,
+computed by hashing; a history contributes its mean. Every block of BLOCK rows has its own random generator, so that
+rows can be accessed at random and do not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from rec_kernels.dlrm.array_cache import mix64
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 
 SEED = 0
-ROWS = 1_000_000  # for training
-TEST_SHARE = 7  # the test has one row per so many rows for training
+ROWS = 1_000_000  # training rows
+TEST_SHARE = 7  # training rows per test row
 TABLE_ROWS = 100_000
 BLOCK = 8192
 EXPONENT = 1.05  # of Zipf's law
 MEAN_SESSION = 9  # rows, geometric
-UNCHANGED = 1.0  # probability of the history of the session's row before
-MEAN_HISTORY = 20  # ids, geometric from 0 on
+UNCHANGED = 1.0  # probability that a row keeps the history of the previous row in its session
+MEAN_HISTORY = 20  # ids, geometric from 0
 LONGEST_HISTORY = 5  # times the mean
 NUM_DENSE = 8
-BIAS = -1.5  # of the logit; a quarter of the labels is 1
+BIAS = -1.5  # of the logit; about a quarter of the labels is 1
 DENSE_WEIGHT, ID_WEIGHT, HISTORY_WEIGHT = 0.25, 0.5, 2.0  # standard deviations of the hidden weights
 
-# Feature -> its table has table_rows / so many rows, and 2 or more.
+# A feature's table has table_rows / divisor rows, at least 2.
 DIVISORS = {
     "user": 1,
     "item": 1,
@@ -44,33 +44,33 @@ DIVISORS = {
     "device": 10_000,
 }
 MOST_HISTORY = 10_000
-HISTORY = "history"  # of items, with a table of its own
-SCATTER = 2_654_435_761  # a prime above every table size: rank -> (rank * SCATTER + shift) mod E is one-to-one
+HISTORY = "history"
+SCATTER = 2_654_435_761  # a prime above every table size, so that rank -> (rank * SCATTER + shift) mod E is a bijection
 MOST_TABLE_ROWS = 2**31 - 1  # ids are int32, and rank * SCATTER must fit into 64 bits
 
 
 class _Block(NamedTuple):
-    """n rows with U histories."""
+    """n rows with U distinct histories."""
 
     dense: np.ndarray  # float32 [n, 8]
     ids: np.ndarray  # int32 [8, n]
-    bag: np.ndarray  # int64 [n], the history of each row: non-decreasing, from 0
+    bag: np.ndarray  # int64 [n], index of each row's history, non-decreasing
     offsets: np.ndarray  # int64 [U + 1], of the histories
-    history: np.ndarray  # int32 [offsets[-1]], the ids in them
-    logit: np.ndarray  # float64 [n], of which the label was drawn: no model can know more
+    history: np.ndarray  # int32 [offsets[-1]], their ids
+    logit: np.ndarray  # float64 [n], of the label's distribution: the best possible prediction
     label: np.ndarray  # float32 [n]
 
 
 class Synthetic(Rows):
-    """The data set (``rec_kernels.dlrm.data.DataSet``).
+    """The data set (``rec_kernels.dlrm.DataSet``).
 
     Args:
-        rows: for training, 7 or more; a seventh as many for the test.
-        table_rows: of the largest tables; the others have a fixed share of it.
-        samples_per_session: mean rows S of a session, geometric, 1 or more.
-        unchanged: probability d that a row has the history of the row before it in its session. A history is shared by
-            S / (1 + (S - 1) (1 - d)) rows in the mean.
-        history: mean ids of a history, 1 to 10,000.
+        rows: training rows, 7 or more; the test has a seventh as many.
+        table_rows: rows of the largest tables; others have a fixed fraction of it.
+        samples_per_session: mean rows S per session, geometric, 1 or more.
+        unchanged: probability d that a row keeps the history of the previous row in its session. The mean number of
+            rows per history is S / (1 + (S - 1) (1 - d)).
+        history: mean ids per history, 1 to 10,000.
 
     Raises:
         DataError: an argument is out of range.
@@ -92,20 +92,20 @@ class Synthetic(Rows):
         allowed += [("samples_per_session", samples_per_session, 1, BLOCK), ("unchanged", unchanged, 0, 1)]
         for name, value, least, most in allowed:
             if not least <= value <= most:
-                told = f"{least} or more" if most == math.inf else f"{least} to {most}"
-                raise DataError(f"{name} is {value}, allowed are {told}")
+                bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                raise DataError(f"{name} is {value}, allowed are {bounds}")
         self._session, self._unchanged, self._history = samples_per_session, unchanged, history
-        # Other sessions are other rows, and so another data set.
+        # Options that change the rows are part of the name.
         parts: list[tuple[str, float, float]] = [("session", samples_per_session, MEAN_SESSION)]
         parts += [("unchanged", unchanged, UNCHANGED), ("history", history, MEAN_HISTORY)]
-        self.name = "-".join(["synthetic", *(f"{name}{value:g}" for name, value, usual in parts if value != usual)])
+        self.name = "-".join(["synthetic", *(f"{name}{value:g}" for name, value, default in parts if value != default)])
         self.train_rows, self.rows = rows, rows + rows // TEST_SHARE
         self._block = lru_cache(2)(self._make_block)
         self.features = [Feature(name, max(table_rows // divisor, 2)) for name, divisor in DIVISORS.items()]
         self.features.append(Feature(HISTORY, max(table_rows, 2), pooling="mean", shared=True))
 
     def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows, which are of one split."""
+        """Make the batch of these rows, which are in one split."""
         split, start = (0, 0) if rows.start < self.train_rows else (1, self.train_rows)
         first, last = rows.start - start, rows.stop - start
         dense, ids, label, histories = [], [], [], []
@@ -127,11 +127,11 @@ class Synthetic(Rows):
         )
 
     def _make_block(self, split: int, number: int) -> _Block:
-        """Rows [number * BLOCK, (number + 1) * BLOCK) of the training (0) or test (1), also those beyond the end."""
+        """Make rows [number * BLOCK, (number + 1) * BLOCK) of the training (0) or test (1) split, or beyond its end."""
         rng = np.random.default_rng([SEED, split, number])
         new = rng.random(BLOCK) < 1 / self._session
         new[0] = True
-        if self._unchanged < 1:  # else the generator is not asked, and the rows are those of sessions with one history
+        if self._unchanged < 1:  # drawing for 1 would change the other rows of the recorded default
             new |= rng.random(BLOCK) >= self._unchanged
         bag = np.cumsum(new) - 1
         lengths = rng.geometric(1 / (self._history + 1), bag[-1] + 1) - 1
@@ -154,7 +154,7 @@ class Synthetic(Rows):
 
 def _zipf(rng: np.random.Generator, count: int, feature: int, num_embeddings: int) -> np.ndarray:
     """Ids int32 [count]; the k-th most frequent has a probability proportional to the integral of x^-EXPONENT over
-    [k, k + 1], so that no table of probabilities is needed."""
+    [k, k + 1], which needs no table of probabilities."""
     power = 1 - EXPONENT
     x = (1 + rng.random(count) * ((num_embeddings + 1) ** power - 1)) ** (1 / power)
     rank = np.minimum(x.astype(np.int64) - 1, num_embeddings - 1)  # rounding can give x = num_embeddings + 1
@@ -163,6 +163,6 @@ def _zipf(rng: np.random.Generator, count: int, feature: int, num_embeddings: in
 
 
 def _hidden_weight(ids: np.ndarray, feature: int) -> np.ndarray:
-    """A weight per id of a feature, float64, uniform with mean 0 and variance 1."""
+    """The weights of a feature's ids, float64, uniform with mean 0 and variance 1."""
     bits = mix64((np.int64(feature + 1) << np.int64(40)) + ids.astype(np.int64)) >> np.uint64(11)
     return (bits / 2.0**52 - 1) * 3**0.5

@@ -1,4 +1,4 @@
-"""Train DLRM through a data set in time order and score it on what comes after."""
+"""Train a model on a data set in time order and test it on later rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,136 +19,124 @@ from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, report, runs
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.data import Batch, DataError, DataSet, ahead
+from rec_kernels.dlrm.data import Batch, DataError, DataSet, prefetch
 from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.model_factory import build_model, restored_model
-from rec_kernels.dlrm.ranks import Ranks, joined_ranks
+from rec_kernels.dlrm.ranks import Ranks, process_group
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.runs import NotFiniteError, RunInterruptedError, TrainingError, stop_at_signal
 from rec_kernels.dlrm.scores import Clock, Window, predict, score
 from rec_kernels.threads import ShortWaits
 
-WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
-POSITION = ("step", "seconds", "best", "worse", "stopped_early", "machines")  # of a Run, in its checkpoint
+WINDOWS = 20  # points of the training curves; the AUC of each needs a sort
+POSITION = ("step", "seconds", "best", "worse", "stopped_early", "machines")  # attributes of Run in its checkpoint
 
 
 def train(
     config: TrainConfig, data: DataSet | None = None, *, resume: Path | None = None, progress: bool = True
 ) -> dict:
-    """Train, test, and write the run's folder, also one of several processes that torchrun has started.
+    """Train, test, and write the run's folder, on one process or on those started by torchrun.
 
-    A report that cannot be written is a warning, with the reason: it hides no result and no error.
+    A report that cannot be written is a warning, so that it hides neither the result nor an error.
 
     Args:
-        config: of the run; when it is resumed, what decides the outcome must be as it was.
+        config: on resume, options that affect the outcome must be equal to the run's.
         data: the data set; by default the one that ``config.data`` names.
-        resume: folder of a run to go on with: the outcome has the bits of a run that was never stopped.
+        resume: folder of a run to resume, to the bits of an uninterrupted run.
         progress: show a progress bar.
 
     Returns:
         The test record, and "directory", the folder of the run.
 
     Raises:
-        DataError: the data or the checkpoint is missing or not what it should be, or of another config.
+        DataError: the data or the checkpoint is missing, invalid, or of another config.
         RunExistsError: a run named ``config.run`` exists, or another process trains the one to resume.
-        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or no
-            model has the options.
+        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or
+            the options define no valid model.
         DeviceError: ``config.device`` cannot be used.
-        IndexError: the data has an id that its table has no row for.
+        IndexError: an id is out of range.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
-    with joined_ranks(config.device) as ranks, ExitStack() as held:
-        run = _begin(config, data, resume, ranks, held)
+    with process_group(config.device) as ranks, ExitStack() as stack:
+        run = _open_run(config, data, resume, ranks, stack)
         run.progress = progress and run.writes
         try:
-            # No signal ends it while a failure is written, either: torchrun stops all processes.
-            with stop_at_signal() as stop, ShortWaits(), _recorded(run):
+            # Signals stay deferred while a failure is recorded: torchrun stops all processes after the first failure.
+            with stop_at_signal() as stop, ShortWaits(), _record_failure(run):
                 run.fit(stop)
-            with _recorded(run):
+            with _record_failure(run):
                 test = run.test()
         finally:
-            run.model.own_tables.close()
+            run.model.local_tables.close()
         _report(run)
         return test | {"directory": str(run.directory)}
 
 
 @contextmanager
-def _recorded(run: Run) -> Iterator[None]:
-    """Within it, what ends a run early gets into its folder, and an error says where it happened."""
+def _record_failure(run: Run) -> Iterator[None]:
+    """Write a failure or an interruption in the block to the run's folder, and add context to some errors."""
+    config = run.config
     try:
         yield
     except RunInterruptedError:
         _report(run)
         raise
     except Exception as error:
-        cause = getattr(error, "cause", type(error).__name__)  # of another process's error: its type
-        with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
+        cause = getattr(error, "cause", type(error).__name__)  # "cause" is set on errors received from another rank
+        with suppress(OSError, DataError):  # a full disk or a link must not hide the error
             run.records.append({"kind": "failed", "step": run.step + 1, "cause": cause, "error": str(error) or cause})
             if run.writes:
                 report.write(run.directory)
-        if (explained := _explained(run, error)) is not None:
-            raise explained from error
+        if isinstance(error, MemoryError) and config.backing == "disk":
+            now = f"memory_budget is {config.memory_budget!r}, batch_size {config.batch_size}"
+            raise TrainingError(f"{error} ({now})") from error
+        where = f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}"
+        if isinstance(error, IndexError):  # a GPU reports it a step later
+            raise IndexError(where) from error
+        if hasattr(error, "cause"):
+            raise TrainingError(where) from error
         raise
 
 
-def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks, held: ExitStack) -> Run:
-    """The run of ``train``, with its folder, which is this training's alone while ``held`` is open."""
-    alone = ranks.world_size == 1
-    if not alone:
-        _refuse_unsharded(config)
-    device = devices.find(config.device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    if resume is None and config.run is not None:
-        ranks.once(lambda: runs.refuse_existing(config.runs_dir, str(config.run)))
-    reader = ranks.in_turn(lambda: Reader(config, data, resume, ranks))
-    ranks.same({"options": str(config), "data": str(checkpoint.identity(reader)), "resume": str(resume)})
-    name = config.run_name(reader.name)
-    directory = resume or ranks.once(lambda: runs.create_run(config.runs_dir, config.run, name))
-    try:
-        ranks.once(lambda: held.enter_context(runs.claimed(directory)))
-        if resume is None and ranks.rank == 0:
-            runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
-        if alone:
-            return Run(config, reader, directory, resume=resume is not None)
-        from rec_kernels.dlrm.sharded import ShardedRun  # imports TorchRec
-
-        return ShardedRun(config, reader, directory, resume=resume is not None)
-    except BaseException:
-        if resume is None and ranks.rank == 0:
-            shutil.rmtree(directory)  # nothing was trained: the next run may have its name
-        raise
-
-
-#: Options that several processes cannot have, with what they can.
-UNSHARDED: dict[str, tuple] = {
+#: Values that sharded tables support, of options that do not support all.
+SHARDED_VALUES: dict[str, tuple] = {
     "backing": ("device", "host"),
     "embedding": ("full", "hash", "qr", "qr_add", "qr_concat"),
     "dedup": ("auto", "off"),
 }
 
 
-def _refuse_unsharded(config: TrainConfig) -> None:
-    for name, allowed in UNSHARDED.items():
-        if (value := getattr(config, name)) not in allowed:
+def _open_run(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks, stack: ExitStack) -> Run:
+    """Create or resume a run; its folder is locked until ``stack`` closes."""
+    single = ranks.world_size == 1
+    for name, allowed in SHARDED_VALUES.items():
+        if not single and (value := getattr(config, name)) not in allowed:
             raise TrainingError(
-                f"{name} is {value!r}, which tables that several processes share out cannot have yet: allowed is "
+                f"{name} is {value!r}, which tables sharded over several processes do not support: allowed is "
                 f"{' or '.join(map(repr, allowed))}, or one process"
             )
+    device = devices.find(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if resume is None and config.run is not None:
+        ranks.on_rank_0(lambda: runs.refuse_existing(config.runs_dir, str(config.run)))
+    reader = ranks.local_rank_0_first(lambda: Reader(config, data, resume, ranks))
+    ranks.require_equal({"options": str(config), "data": str(checkpoint.identity(reader)), "resume": str(resume)})
+    name = config.run_name(reader.name)
+    directory = resume or ranks.on_rank_0(lambda: runs.create_run(config.runs_dir, config.run, name))
+    try:
+        ranks.on_rank_0(lambda: stack.enter_context(runs.locked(directory)))
+        if resume is None and ranks.rank == 0:
+            runs.write_config(directory, dataclasses.asdict(config), reader.dedup._asdict(), devices.gpu_name(device))
+        if single:
+            return Run(config, reader, directory, resume=resume is not None)
+        from rec_kernels.dlrm.sharded import ShardedRun  # imports TorchRec
 
-
-def _explained(run: Run, error: Exception) -> Exception | None:
-    """An error that says where another one happened or what to do about it; None: it does so itself."""
-    config = run.config
-    if isinstance(error, MemoryError) and config.backing == "disk":
-        now = f"memory_budget is {config.memory_budget!r}, batch_size {config.batch_size}"
-        return TrainingError(f"{error} ({now})")
-    where = f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}"
-    if isinstance(error, IndexError):  # a GPU tells a step later
-        return IndexError(where)
-    if hasattr(error, "cause"):  # another process has told this one of it
-        return TrainingError(where)
-    return None
+        return ShardedRun(config, reader, directory, resume=resume is not None)
+    except BaseException:
+        if resume is None and ranks.rank == 0:
+            shutil.rmtree(directory)  # nothing was trained: free the name
+        raise
 
 
 def _report(run: Run) -> None:
@@ -160,13 +149,13 @@ def _report(run: Run) -> None:
 
 
 def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test", device: str | None = None) -> dict:
-    """Scores of a run's last checkpoint on "test", or on "valid", the rows that its config set apart.
+    """Score a run's last checkpoint on the split "test" or "valid", the held-out rows.
 
     Args:
-        directory: of the run. data: as of ``train``. device: "cpu" or "cuda"; by default that of the run.
+        directory: folder of the run. data: as in ``train``. device: "cpu" or "cuda"; by default the run's.
 
     Raises:
-        DataError: the run, its checkpoint or its data is missing or not what it should be. Others: as of ``train``.
+        DataError: the run, its checkpoint or its data is missing or invalid. Others: as in ``train``.
     """
     config = TrainConfig.read(directory)
     try:
@@ -175,8 +164,8 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory}: {error}") from error
     if data is None:
         refuse_to_run_code(config, directory)
-    with joined_ranks(config.device) as ranks:
-        reader = ranks.in_turn(lambda: Reader(config, data, directory, ranks))
+    with process_group(config.device) as ranks:
+        reader = ranks.local_rank_0_first(lambda: Reader(config, data, directory, ranks))
         if reader.num_rows(split) == 0:
             raise DataError(f"{directory} has no rows in split {split!r}")
         if config.threads is not None:
@@ -185,11 +174,11 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         try:
             return score(*predict(model, reader, split))
         finally:
-            model.own_tables.close()
+            model.local_tables.close()
 
 
 def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
-    """Raise DataError if the data of a run's config is a function: a file does not decide what is executed."""
+    """Raise DataError if the data of a run's config is a function: a file must not decide which code is executed."""
     if ":" in config.data:
         raise DataError(
             f"{directory} has data {config.data!r}, a function to be called: say so with --data {config.data}"
@@ -197,11 +186,11 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
 
 
 class Run:
-    """A training run in progress: model, optimizers, where it is, and what it has recorded."""
+    """A training run in progress: model, optimizers, position and records."""
 
     def __init__(self, config: TrainConfig, data: Reader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        self.writes = data.ranks.rank == 0  # the run's files
+        self.writes = data.ranks.rank == 0
         state = checkpoint.read(directory, config, data) if resume else None
         self.model = (
             build_model(config, data, directory) if state is None else restored_model(config, data, directory, state)
@@ -210,21 +199,18 @@ class Run:
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
-        self.records = runs.Records(directory, kept=self.writes)
+        self.records = runs.Records(directory, writes=self.writes)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-        self.machines: list[dict] = []  # that it has computed on
-        self.counted_from = 0  # the step behind which its tables have counted lookups and bytes
+        self.machines: list[dict] = []
+        self.counted_from = 0  # the tables' counters start after this step
         self.window = Window(ranks=data.ranks)
         self.progress = True
         if state is not None:
             self._restore(state)
 
     def fit(self, stop: threading.Event | None = None) -> None:
-        """Trains until the end, an early stop, or ``stop``.
-
-        A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
-        """
-        window, machine = -(-self.steps // WINDOWS), devices.here(self.model.device, self.data.ranks.world_size)
+        """Train until the last step, an early stop, or ``stop``; raises RunInterruptedError for ``stop``."""
+        window, machine = -(-self.steps // WINDOWS), devices.machine(self.model.device, self.data.ranks.world_size)
         if self.step < self.steps and not self.stopped_early and machine not in self.machines:
             self.machines.append(machine)
         total = self.data.num_rows("train") * self.config.epochs
@@ -240,19 +226,19 @@ class Run:
                     self._evaluate()
                 if self.stopped_early:
                     break
-                if stop is not None and self.data.ranks.any(stop.is_set()):
+                if stop is not None and self.data.ranks.any_true(stop.is_set()):
                     self.save()
                     raise RunInterruptedError(f"interrupted after step {self.step} of {self.steps}", self.directory)
                 if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
                     self.save()
-                if following is not None and self.config.backing == "host":  # nothing comes between any more
+                if following is not None and self.config.backing == "host":  # after evaluations, which use the cache
                     self.model.prefetch(following)
         if self.window.steps:  # stopped early
             self._close_window()
         self.save()
 
     def test(self) -> dict:
-        """Scores the test rows, records and returns them."""
+        """Score the test rows; records and returns the test record."""
         scores, sizes = self._scores("test"), self._sizes()
         test = {
             "kind": "test",
@@ -279,11 +265,11 @@ class Run:
         return score(*predict(self.model, self.data, split))
 
     def _sizes(self) -> dict:
-        tables, peak = self.model.own_tables, runs.peak_memory_bytes()
+        tables, peak = self.model.local_tables, runs.peak_memory_bytes()
         return {"tables": tables.memory_report(), "tiers": tables.tier_report(), "peak_memory_bytes": peak}
 
     def save(self) -> None:
-        """Writes the checkpoint."""
+        """Write the checkpoint."""
         self._write(
             {
                 "data": checkpoint.identity(self.data),
@@ -300,8 +286,8 @@ class Run:
         checkpoint.save(self.directory, state)
 
     def _restore(self, state: dict) -> None:
-        """Restores all but the model."""
-        with checkpoint.fitting(self.directory):
+        """Restore everything but the model."""
+        with checkpoint.as_data_error(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
             for name in POSITION:
@@ -316,29 +302,20 @@ class Run:
         return epochs * rows + min(batches * self.config.batch_size, rows)
 
     def _first_batch(self) -> int:
-        """Number in the epoch of the next step's first batch."""
+        """Index in the epoch of the next step's first batch."""
         return self.step % self.steps_per_epoch * self.config.accumulate
 
-    def _rows_of(self, first: int) -> int:
-        """Rows of the step whose first batch in the epoch is ``first``."""
-        size = self.config.batch_size
-        return min(self.config.accumulate * size, self.data.num_rows("train") - first * size)
-
     def _batches(self) -> Generator[Any]:
-        """The batches from step ``self.step`` on, each with the one after it in the epoch, for ``_learn``."""
+        """Yield (batch, next batch of the epoch or None) from step ``self.step`` on, for ``_learn``."""
         while self.step < self.steps:
             read = self.data.batches("train", self.config.batch_size, self._first_batch())
-            read = ahead(devices.moved(read, self.model.device))
-            batch = next(read, None)
-            while batch is not None:
-                following = next(read, None)  # no more than one: the reader makes those after it beside the step
-                yield batch, following
-                batch = following
+            yield from pairwise(chain(prefetch(devices.to_device(read, self.model.device)), [None]))
 
     def _step(self, batches: Generator[Any]) -> tuple[int, Batch | None]:
-        """One update from the step's batches; returns their rows, and the batch after them in the epoch."""
+        """Make one update; returns its rows, and the batch after it in the epoch."""
         c, first, following = self.config, self._first_batch(), None
-        count, rows = min(c.accumulate, self.batches_per_epoch - first), self._rows_of(first)
+        count = min(c.accumulate, self.batches_per_epoch - first)
+        rows = min(c.accumulate * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
         for optimizer, base in ((self.dense_optimizer, c.dense_lr), (self.model.embeddings.fused_optimizer, c.lr)):
             for group in optimizer.param_groups:
                 group["lr"] = c.learning_rate(base, self.step)
@@ -349,7 +326,7 @@ class Run:
             for _ in range(count):
                 following = self._learn(batches, rows, clock)
         if count > 1:
-            clock.lap("backward")  # the update of the tables
+            clock.lap("backward")  # the tables are updated at the end of accumulate()
         self.dense_optimizer.step()
         clock.lap("optimizer")
         self.step += 1
@@ -357,7 +334,7 @@ class Run:
         return rows, following
 
     def _learn(self, batches: Generator[Any], rows: int, clock: Clock) -> Batch | None:
-        """Forward and backward of the next batch of a step of ``rows``; returns the batch after it."""
+        """Forward and backward of the next batch in a step of ``rows`` rows; returns the batch after it."""
         batch, following = next(batches)
         share = len(batch.label) / rows
         clock.lap("data")
@@ -368,22 +345,21 @@ class Run:
         value = loss.item()
         clock.lap("forward")
         if not math.isfinite(value):
-            raise self._refuse(value)
+            raise self._not_finite(value)
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
         return following
 
-    def _refuse(self, loss: float) -> NotFiniteError:
-        first = self._first_batch()
+    def _not_finite(self, loss: float) -> NotFiniteError:
         return NotFiniteError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite: try a smaller lr (now "
             f"{self.config.lr}) or dense_lr (now {self.config.dense_lr}), or look at the data: the step begins with "
-            f"batch {first} of the epoch"
+            f"batch {self._first_batch()} of the epoch"
         )
 
     def _close_window(self) -> float:
-        """Records the steps since the last record; returns their mean loss."""
+        """Record the steps since the last record; returns their mean loss."""
         epoch = (self.step - 1) // self.steps_per_epoch
         record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
         record["lr"] = self.config.learning_rate(self.config.lr, self.step - 1)
