@@ -19,7 +19,7 @@ from bench import pictures
 from bench.studies.compare import Comparison, comparable_defaults
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.files import TEXT, Check, Each, Maybe, mismatch, integer
+from rec_kernels.dlrm.files import TEXT, Check, Each, Maybe, integer, mismatch
 from rec_kernels.dlrm.files import number as a_number
 from rec_kernels.dlrm.page import number
 from rec_kernels.dlrm.runs import MACHINE
