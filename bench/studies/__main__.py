@@ -39,31 +39,31 @@ def _add_compare(commands: Any) -> None:
         "configurations",
         nargs="*",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="the first is what the others are compared with; widths are joined by +, as in wide:bottom=128+64",
+        help="the first is the reference; widths are joined by +, as in wide:bottom=128+64",
     )
     command.add_argument(
         "--format",
         metavar="FORMAT,...",
-        help=f"format of the tables' rows, or a list, the first being what the others are compared with: every "
+        help=f"row format, or a list with the reference first: every "
         f"configuration in every format; {', '.join(FORMATS)} (default: fp32)",
     )
     command.add_argument(
         "--rounding",
         metavar="ROUNDING,...",
-        help=f"of updated rows that are not fp32, or a list: every format with every rounding; {', '.join(ROUNDINGS)} "
+        help=f"rounding of updated rows, or a list: every format with every rounding; {', '.join(ROUNDINGS)} "
         f"(default: {ROUNDINGS[0]})",
     )
     command.add_argument(
         "--embedding",
         metavar="KIND,...",
-        help=f"kind of tables, or a list: every configuration with each; {', '.join(EMBEDDINGS)} (default: full)",
+        help=f"table compression, or a list: every configuration with each; {', '.join(EMBEDDINGS)} (default: full)",
     )
     command.add_argument(
         "--model",
         metavar="MODEL,...",
         help=f"model, or a list: every configuration with each; {', '.join(MODELS)} (default: dlrm)",
     )
-    command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
+    command.add_argument("--seeds", default="8", help="number of seeds, or a list as in 0,1,2 (default: 8)")
     command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
     add_options(command, without=("run", "seed", "format", "rounding", "embedding", "model"))
 
@@ -71,24 +71,28 @@ def _add_compare(commands: Any) -> None:
 def _add_reproduce(commands: Any) -> None:
     command = commands.add_parser(
         "reproduce",
-        help="train a list of comparisons and set what papers claim beside what comes out",
+        help="train a list of comparisons and check papers' claims",
         description="Train a list of comparisons and set what papers claim beside what comes out: one page with "
         "pictures, in runs/reproduce or runs/reproduce-quick. Given again, the command goes on where it stopped.",
     )
     command.set_defaults(run_command=_reproduce)
-    command.add_argument("--list", action="store_true", help="print the experiments and what they take, do nothing")
-    command.add_argument("--quick", action="store_true", help="fewer weeks and seeds, the same experiments")
-    command.add_argument("--only", metavar="NAME,...", help="only these experiments; the page keeps those there are")
-    command.add_argument("--movielens", metavar="PATH", help="folder of a MovieLens data set, for what needs one")
+    command.add_argument("--list", action="store_true", help="print the experiments with their costs and exit")
+    command.add_argument("--quick", action="store_true", help="run the same experiments with fewer weeks and seeds")
+    command.add_argument(
+        "--only", metavar="NAME,...", help="run only these experiments; the page keeps earlier results"
+    )
+    command.add_argument(
+        "--movielens", metavar="PATH", help="folder of a MovieLens data set, required by some experiments"
+    )
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    command.add_argument("--runs-dir", default="runs", help="folder that gets the folder of runs (default: runs)")
-    command.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    command.add_argument("--runs-dir", default="runs", help="parent folder of the runs' folder (default: runs)")
+    command.add_argument("--data-dir", help="folder for prepared data (default: ~/.cache/rec_kernels)")
 
 
 def _add_roofline(commands: Any) -> None:
     command = commands.add_parser(
         "roofline",
-        help="set the parts of a run's steps beside the machine's limits",
+        help="compare the parts of a run's steps with the machine's limits",
         description="Set the seconds of each part of a finished run's steps beside what their bytes and products take "
         "at the limits of this machine, which are measured.",
     )

@@ -1,4 +1,4 @@
-"""A paper's claims: each has the number of ours that answers it, and the rule that says whether it is met."""
+"""Papers' claims: the measure that tests each claim, and the rule for its verdict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A number of ours.
+    """A measured value.
 
     Args:
         value: None if the runs that it needs are not there.
@@ -45,7 +45,7 @@ class Finding:
 
 
 def over_seeds(values: list[float]) -> Finding:
-    """The mean of a value of every seed, and its interval."""
+    """The mean over seeds and its confidence interval."""
     if not values:
         return Finding(None, pairs=0)
     mean, half = float(np.mean(values)), half_width(values)
@@ -54,7 +54,7 @@ def over_seeds(values: list[float]) -> Finding:
 
 
 def _failed(result: dict, names: Sequence[str]) -> int:
-    """Runs of these configurations that did not finish."""
+    """Unfinished runs of these configurations."""
     return sum(run["outcome"] != "test" for name in names for run in _configuration(result, name)["runs"])
 
 
@@ -63,14 +63,14 @@ def _configuration(result: dict, name: str) -> dict:
 
 
 def _scores(result: dict, name: str, key: str) -> dict[int, float]:
-    """A number of the finished runs of a configuration, by their seed."""
+    """A value of a configuration's finished runs, by seed."""
     runs = _configuration(result, name)["runs"]
     return {run["seed"]: run[key] for run in runs if run["outcome"] == "test" and run[key] is not None}
 
 
 @dataclass(frozen=True)
 class Auc:
-    """Difference between a configuration's test AUC and another's of the same seed, or the mean of several."""
+    """Paired difference of a configuration's test AUC to another's, or to the mean of several."""
 
     name: str
     over: tuple[str, ...]
@@ -78,7 +78,7 @@ class Auc:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The configurations that it needs."""
+        """The configurations that the measure requires."""
         return self.name, *self.over
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Auc:
         return f"AUC, {self.name} - {over if len(self.over) == 1 else f'the mean of {over}'}"
 
     def __call__(self, result: dict) -> Finding:
-        """Computes the finding from the result of ``compare_report.summarise``."""
+        """Compute the finding from the result of ``compare_report.summarise``."""
         own, *others = (_scores(result, name, "auc") for name in self.names)
         seeds = sorted(set(own).intersection(*others))
         found = over_seeds([own[seed] - sum(other[seed] for other in others) / len(others) for seed in seeds])
@@ -94,20 +94,20 @@ class Auc:
 
 
 class _OfTwo:
-    """A number of two configurations."""
+    """A measure of two configurations."""
 
     name: str
     than: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The configurations that it needs."""
+        """The configurations that the measure requires."""
         return self.name, self.than
 
 
 @dataclass(frozen=True)
 class Faster(_OfTwo):
-    """Ratio of a configuration's training examples per second to another's of the same seed."""
+    """Paired ratio of a configuration's training examples per second to another's."""
 
     name: str
     than: str
@@ -117,7 +117,7 @@ class Faster(_OfTwo):
         return f"examples/s, {self.name} / {self.than}"
 
     def __call__(self, result: dict) -> Finding:
-        """Computes the finding from the result of ``compare_report.summarise``."""
+        """Compute the finding from the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "examples_per_second") for name in self.names)
         found = over_seeds([own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())])
         return dataclasses.replace(found, failed=_failed(result, self.names), unlike=self._unlike(result))
@@ -131,7 +131,7 @@ class Faster(_OfTwo):
 
 @dataclass(frozen=True)
 class Same(_OfTwo):
-    """Minus the largest magnitude, over the seeds, of the difference of two configurations' test AUCs: 0 at best."""
+    """Negated maximum over seeds of the absolute difference of two test AUCs; the best value is 0."""
 
     name: str
     than: str
@@ -141,7 +141,7 @@ class Same(_OfTwo):
         return f"AUC, -|{self.name} - {self.than}| where it is largest"
 
     def __call__(self, result: dict) -> Finding:
-        """Computes the finding from the result of ``compare_report.summarise``."""
+        """Compute the finding from the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "auc") for name in self.names)
         apart = [abs(own[seed] - other[seed]) for seed in own.keys() & other.keys()]
         return Finding(-max(apart) if apart else None, failed=_failed(result, self.names))
@@ -149,7 +149,7 @@ class Same(_OfTwo):
 
 @dataclass(frozen=True)
 class Fewer(_OfTwo):
-    """Factor by which a configuration has fewer "parameters" or "weight_bytes" (of rows and cache) than another."""
+    """Ratio of another configuration's "parameters" or "weight_bytes" (rows and cache) to a configuration's."""
 
     what: str
     name: str
@@ -161,14 +161,14 @@ class Fewer(_OfTwo):
         return f"{what}, {self.than} / {self.name}"
 
     def __call__(self, result: dict) -> Finding:
-        """Computes the finding from the result of ``compare_report.summarise``."""
+        """Compute the finding from the result of ``compare_report.summarise``."""
         own, other = (_configuration(result, name)[self.what] for name in self.names)
         return Finding(None if own is None or other is None else other / own)
 
 
 @dataclass(frozen=True)
 class Premise:
-    """A size that a claim speaks of: ``measure`` must be within the bounds, or the claim is about something else.
+    """A premise of a claim: the claim applies only if ``measure`` is within the bounds.
 
     Both bounds are needed: what a model of half the size reaches, one of a twentieth may miss.
     """
@@ -178,7 +178,7 @@ class Premise:
     at_most: float
 
     def __call__(self, result: dict | None) -> dict:
-        """Its number and whether it holds, as plain data; None without a number."""
+        """The measured value and its verdict, as plain data; None without a value."""
         value = None if result is None else self.measure(result).value
         holds = None if value is None else self.at_least <= value <= self.at_most
         about = {"measure": str(self.measure), "value": value, "holds": holds}
@@ -209,7 +209,7 @@ class Claim:
 
 
 def judge(finding: Finding, at_least: float, *, strictly: bool = False) -> tuple[str, str]:
-    """The verdict of ``RULE``, and why; ``strictly``: the bound must be exceeded."""
+    """The verdict by ``RULE`` and its reason; ``strictly``: the bound must be exceeded."""
     reaches = operator.gt if strictly else operator.ge
     above, below = ("is above", "is not above") if strictly else ("reaches", "is below")
     if finding.value is None:
@@ -230,7 +230,7 @@ def judge(finding: Finding, at_least: float, *, strictly: bool = False) -> tuple
 
 
 def answer(claim: Claim, result: dict | None) -> dict:
-    """A claim, our number and the verdict as plain data; ``result`` is that of ``compare_report.summarise``, if any."""
+    """A claim, the measured value and the verdict as plain data; ``result`` is from ``compare_report.summarise``."""
     finding = Finding(None) if result is None else claim.measure(result)
     verdict, why = judge(finding, claim.at_least, strictly=claim.strictly)
     premises = [premise(result) for premise in claim.premises]
@@ -255,7 +255,7 @@ def answer(claim: Claim, result: dict | None) -> dict:
 
 
 def seeds_to_tell(claim: dict) -> int | None:
-    """The seeds whose interval would leave the bound out, if our number and its spread stayed as they are.
+    """The number of seeds at which the interval would exclude the bound, for unchanged mean and spread.
 
     Args:
         claim: of ``answer``, with an interval.
@@ -271,7 +271,7 @@ def seeds_to_tell(claim: dict) -> int | None:
 
 
 def shortfall(claim: dict) -> str:
-    """Says what a claim of ``answer`` that cannot be told lacks: "0.0015 from the bound, ±0.0022: 15 seeds would tell".
+    """Describe why a claim is undecided, e.g. "0.0015 from the bound, ±0.0022: 15 seeds would tell".
 
     It is empty with any other verdict, and the reason where there is no interval, or sizes or machines are at fault.
     """

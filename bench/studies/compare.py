@@ -1,4 +1,4 @@
-"""Configurations side by side over paired seeds: ``python -m bench.studies compare``."""
+"""Comparison of configurations over paired seeds: ``python -m bench.studies compare``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rec_kernels.dlrm.reader import open_data
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, NotFiniteError, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import train
 
-# All that decides what open_data gives.
+# Options that determine the data set.
 DATA_OPTIONS = ("data", "data_dir", *sorted({name for data in DATA for name in options_of(data)}))
 MOST_SEEDS = 1000
 
@@ -71,7 +71,7 @@ def plan(
     models: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """The comparison that a command line asks for.
+    """Create the comparison of a command line.
 
     Args:
         configurations: "NAME" or "NAME:option=value,option=value"; options are those of ``TrainConfig``, widths of
@@ -101,7 +101,7 @@ def plan(
         "-".join(filter(None, names)): networks[names[0]] | kinds[names[1]] | rows[names[2]]
         for names in itertools.product(networks, kinds, rows)
     }
-    # Options that lists set, with their flags: a variant named "int8" must not get fp32 from another option.
+    # Options set by lists, with their flags: another option must not override a variant, e.g. "int8" with fp32.
     listed = {} if "" in rows else dict.fromkeys(("format", "rounding"), "--format or --rounding")
     listed |= {} if "" in kinds else {"embedding": "--embedding"}
     listed |= {} if "" in networks else {"model": "--model"}
@@ -120,7 +120,7 @@ def plan(
 def _configs(
     configurations: Sequence[str], base: TrainConfig, variants: dict[str, dict], listed: dict[str, str]
 ) -> dict[str, TrainConfig]:
-    """Every configuration in every variant, by name; ``listed``: the flags of options that a list gives."""
+    """Every configuration in every variant, by name; ``listed``: flags of the options that lists set."""
     configs: dict[str, TrainConfig] = {}
     for text in configurations or [None]:
         key, given = ("", {}) if text is None else parse_configuration(text)
@@ -146,7 +146,7 @@ def _configs(
 
 
 def _kinds(option: str, text: str, allowed: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Each of a list of an option's values by its name; by "" if there is one."""
+    """The values in an option's list by name; a single value has the name ""."""
     names = text.split(",")
     if not set(names) <= set(allowed) or len(set(names)) < len(names):
         raise ValueError(f"{option} is {text!r}, allowed is {', '.join(allowed)}, or several of them")
@@ -154,7 +154,7 @@ def _kinds(option: str, text: str, allowed: Sequence[str]) -> dict[str, dict[str
 
 
 def _variants(formats: str, roundings: str) -> dict[str, dict[str, str]]:
-    """The options "format" and "rounding" by "int8-nearest", "fp32", ...; by "" if neither of the two is a list."""
+    """The options "format" and "rounding" by "int8-nearest", "fp32", ...; by "" if neither is a list."""
     lists = {}
     for option, text, allowed in (("format", formats, FORMATS), ("rounding", roundings, ROUNDINGS)):
         lists[option] = names = text.split(",")
@@ -195,7 +195,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of "NAME" or "NAME:option=value,...", as in ``plan``."""
+    """Parse "NAME" or "NAME:option=value,..." to the name and options."""
     name, colon, given = text.partition(":")
     where = f"configuration {text!r}"
     if not is_run_name(name):
@@ -224,13 +224,13 @@ def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def comparable_defaults() -> dict[str, Any]:
-    """The options in which configurations may differ, those that decide the outcome, and their defaults."""
+    """The options that configurations may differ in, i.e. those that affect the outcome, with defaults."""
     fields = {option.name: option for option in dataclasses.fields(TrainConfig)}
     return {n: o.default for n, o in fields.items() if n == "path" or not (o.metadata["execution"] or n == "seed")}
 
 
 def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
-    """Train what is not trained yet.
+    """Train the missing runs.
 
     Finished runs are kept, as are those whose loss was not finite, which fail while the others go on. One that was
     interrupted, or failed for another reason, goes on from its checkpoint or begins anew.
@@ -249,25 +249,25 @@ def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
     data: dict[tuple, DataSet] = {}
     outcomes: dict[str, dict[int, dict]] = {name: {} for name in comparison.configs}
     with _locked(comparison.folder), tqdm(total=len(pairs), desc="runs", unit="run") as bar:
-        # All of them before the first is trained: an error should not come after an hour.
+        # All configs are checked before the first training, so that errors do not come after an hour.
         for name, seed in pairs:
             _check(comparison.run_config(name, seed))
         for name, seed in pairs:
             config = comparison.run_config(name, seed)
             bar.set_postfix_str(config.run)
             outcomes[name][seed] = _outcome(Path(config.runs_dir) / config.run) or _train(config, data)
-            gc.collect()  # a model is part of reference cycles; those of many runs would wait for each other
+            gc.collect()  # frees models, which are in reference cycles
             bar.update()
     return outcomes
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes away from the folder, which is made if need be; the lock ends with the process."""
+    """Create the folder if it is missing and lock it against other processes; the lock ends with the process."""
     if (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} is a run, not a comparison: choose another name")
     folder.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, no pipe is waited for
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # follow no link, do not wait for a pipe
     with open(os.open(folder / ".lock", flags, 0o666), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -284,7 +284,7 @@ def _check(config: TrainConfig) -> None:
     before = TrainConfig.read(directory)
     differences = changes(before.outcome(), config.outcome())
     places = [None if path is None else Path(path).resolve() for path in (before.path, config.path)]
-    if places[0] != places[1]:  # a finished run is kept unseen, whatever data is elsewhere
+    if places[0] != places[1]:  # a finished run is valid wherever its data is now
         differences.append(f"path is {config.path!r}, was {before.path!r}")
     if differences:
         raise RunExistsError(
@@ -294,11 +294,11 @@ def _check(config: TrainConfig) -> None:
 
 
 def _outcome(directory: Path) -> dict | None:
-    """The record that ends a run, or None: what fails for another reason than its loss may go better next time."""
+    """The final record of a run, or None; failures other than a loss that is not finite are retried."""
     try:
         records = Records(directory).read()
     except DataError as error:
-        if _has_checkpoint(directory):  # resuming tells it, or drops what comes after the checkpoint
+        if _has_checkpoint(directory):  # resuming reports it, or drops records after the checkpoint
             return None
         raise DataError(f"{error}; there is no {checkpoint.NAME}, so delete {directory} to train it anew") from error
     last = records[-1] if records else {"kind": "none"}
@@ -307,18 +307,18 @@ def _outcome(directory: Path) -> dict | None:
 
 
 def _has_checkpoint(directory: Path) -> bool:
-    return os.path.lexists(directory / checkpoint.NAME)  # of a link that leads nowhere, too: nothing is deleted then
+    return os.path.lexists(directory / checkpoint.NAME)  # also for a broken link, so that nothing is deleted
 
 
 def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
-    """Begins a run or goes on with it; returns the record that ends it."""
+    """Start or resume a run; returns its final record."""
     key = tuple(getattr(config, option) for option in DATA_OPTIONS)
     if key not in opened:
         opened[key] = open_data(config)
     directory = Path(config.runs_dir) / config.run
     resume = directory if _has_checkpoint(directory) else None
     if resume is None and directory.exists():
-        shutil.rmtree(directory)  # killed before its first checkpoint: nothing to go on from
+        shutil.rmtree(directory)  # killed before its first checkpoint
     try:
         train(config, opened[key], resume=resume, progress=False)
     except NotFiniteError:

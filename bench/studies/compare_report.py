@@ -1,4 +1,4 @@
-"""Reports a comparison: means, paired differences and their intervals, as JSON, as Markdown and as a picture."""
+"""Report of a comparison: means, paired differences and intervals, as JSON, Markdown and a figure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rec_kernels.dlrm.files import number as a_number
 from rec_kernels.dlrm.page import number
 from rec_kernels.dlrm.runs import MACHINE
 
-ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as the differences that one looks for
+ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as typical differences
 CONFIDENCE = 0.95
-COLORS = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]  # the usual ten, then their light kin
+COLORS = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]  # ten colors, then their light variants
 SCORES = (("auc", "test AUC", 1), ("log_loss", "test log loss", -1))  # 1: more is better
 
 _RATE, _NONE = a_number(1e-9), Check("null", lambda value: value is None)
@@ -34,7 +34,7 @@ _RUNS: dict[str, dict[str, Any]] = {
     "test": {"auc": Maybe(a_number()), "examples_per_second": _RATE, "machines?": Maybe(Each(MACHINE))},
     "failed": {"error": TEXT},
 }
-_MEANS = [(_NONE, _NONE), (a_number(), _NONE), (a_number(), a_number())]  # of no pair, of one, of more
+_MEANS = [(_NONE, _NONE), (a_number(), _NONE), (a_number(), a_number())]  # for 0, 1 and more pairs
 _DIFFERENCES = [{"mean": mean, "low": bound, "high": bound} for mean, bound in _MEANS]
 _DIFFERENCE = Check("a difference", lambda value: any(mismatch(value, shape, "") is None for shape in _DIFFERENCES))
 _SIZES = dict.fromkeys(("parameters", "weight_bytes", "table_bytes"), Maybe(integer(1)))
@@ -111,7 +111,7 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
 
 
 def is_result(value: dict) -> bool:
-    """True if a result read from a file, of the right configurations, has all that is computed with or shown."""
+    """True if a result read from a file, of the right configurations, has all required fields."""
     first, *others = value["configurations"]
     common: dict[str, Any] = {"auc": {"mean": Maybe(a_number())}, **_SIZES, "examples_per_second": Maybe(_RATE)}
     compared = common | {"auc": common["auc"] | {"difference": _DIFFERENCE}}
@@ -131,7 +131,7 @@ def _is_run(run: dict) -> bool:
 
 
 def changed_options(config: TrainConfig) -> dict:
-    """The options that decide the outcome, the seed aside, and are not at their default."""
+    """The options, except the seed, that affect the outcome and differ from their default."""
     changed = {name: (getattr(config, name), default) for name, default in comparable_defaults().items()}
     return {name: list(v) if isinstance(v, tuple) else v for name, (v, default) in changed.items() if v != default}
 
@@ -155,7 +155,7 @@ def _score(outcomes: dict[str, dict[int, dict]], reference: str, name: str, key:
 
 
 def _cost(records: list[dict]) -> dict:
-    """Parameters, bytes of rows, of optimizer state and of both, and examples per second; None if no run ended."""
+    """Parameters, bytes of rows, of optimizer state and of both, and examples/s; None without a finished run."""
     tests = [record for record in records if record["kind"] == "test"]
     if not tests:
         return dict.fromkeys(("parameters", "weight_bytes", "state_bytes", "table_bytes", "examples_per_second"))
@@ -173,7 +173,7 @@ def _cost(records: list[dict]) -> dict:
 
 
 def markdown(title: str, result: dict) -> str:
-    """The result of ``summarise`` for a person."""
+    """The result of ``summarise`` as Markdown."""
     parts = [f"# Comparison {title}", _notes(result)]
     parts += [f"## {label}\n\n{_score_table(result, key)}" for key, label, _ in SCORES]
     parts.append(f"## Cost\n\n{_cost_table(result)}")
@@ -209,7 +209,7 @@ def _notes(result: dict) -> str:
 
 
 def machines_note(result: dict) -> str | None:
-    """Note on why examples per second do not compare; None if all runs are of one machine."""
+    """A note that examples per second are not comparable; None if all runs used one machine."""
     found = machines_of(run for c in result["configurations"] for run in c["runs"])
     if len(found) < 2:
         return None
@@ -219,7 +219,7 @@ def machines_note(result: dict) -> str | None:
 
 
 def machines_of(runs: Iterable[dict]) -> list[str]:
-    """Every machine of the finished runs of a comparison once, as text.
+    """Descriptions of the distinct machines of a comparison's finished runs.
 
     Args:
         runs: each with "machines", those that it computed on one after the other; of a run from before they were
@@ -273,7 +273,7 @@ def _cost_table(result: dict) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown table whose columns are aligned as text, too."""
+    """A Markdown table with columns aligned in the source."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)) + " |" for row in rows]
@@ -281,7 +281,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(result: dict) -> Figure:
-    """Over the bytes of tables and state: the mean test AUC, and its paired difference to the reference.
+    """Plot the mean test AUC and its paired difference to the reference over the bytes of tables and state.
 
     Bars are 95 % intervals. Those of the means are not paired, hence wider than what they say about a difference.
     """

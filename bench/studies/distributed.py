@@ -1,4 +1,4 @@
-"""Numbers of training on several processes of this machine, with gloo: quality, bytes, time and memory.
+"""Measurements of training on several processes of this machine with gloo: quality, bytes, time and memory.
 
 auc     test AUC of examples/train_torchrec.py on 1, 2 and 4 processes, over paired seeds, with an interval
 bytes   bytes that a process sends in a step, by plan, counted where the collectives are called
@@ -29,7 +29,7 @@ PARTS = {"auc": (1, 2, 4), "bytes": (2, 4), "step": (2,), "memory": (2,)}
 
 
 def on_processes(world: int, part: str, options: argparse.Namespace) -> dict:
-    """Returns what ``bench.studies.distributed_ranks`` finds on so many processes."""
+    """Run ``bench.studies.distributed_ranks`` on this number of processes and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m"]
@@ -41,7 +41,7 @@ def on_processes(world: int, part: str, options: argparse.Namespace) -> dict:
 
 
 def paired(found: dict[str, list[float]], seed: int = 0) -> dict:
-    """Mean AUC of each number of processes, and its difference to one process with a bootstrapped 95 % interval."""
+    """Mean AUC by number of processes, and its difference to one process with a bootstrapped 95 % interval."""
     alone, result = np.array(found["1"]), {}
     generator = np.random.default_rng(seed)
     for world, each in found.items():
@@ -53,12 +53,12 @@ def paired(found: dict[str, list[float]], seed: int = 0) -> dict:
 
 
 def quartiles(numbers: list[float]) -> list[float]:
-    """The lower quartile, the median and the upper one."""
+    """The lower quartile, the median and the upper quartile."""
     return statistics.quantiles(numbers, n=4, method="inclusive")
 
 
 def summarised(part: str, found: dict[str, dict]) -> dict:
-    """A part's result for the file."""
+    """The result of a part of the study."""
     if part == "auc":
         each = {world: result["auc"] for world, result in found.items()}
         return {"seeds": len(each["1"]), "each": each, "paired": paired(each)}
@@ -69,9 +69,11 @@ def summarised(part: str, found: dict[str, dict]) -> dict:
 
 def main() -> None:
     parser = parser_of(__doc__, "distributed.json")
-    parser.add_argument("parts", nargs="+", choices=PARTS, help="of the study")
-    parser.add_argument("--weeks", type=positive, default=8, help="of Complete Journey, for auc and bytes (default: 8)")
-    parser.add_argument("--seeds", type=positive, default=32, help="of auc (default: 32)")
+    parser.add_argument("parts", nargs="+", choices=PARTS, help="parts of the study to run")
+    parser.add_argument(
+        "--weeks", type=positive, default=8, help="weeks of Complete Journey for auc and bytes (default: 8)"
+    )
+    parser.add_argument("--seeds", type=positive, default=32, help="seeds of auc (default: 32)")
     options = options_of(parser)
     result = json.loads(options.output.read_text()) if options.output.exists() else {}
     for part in options.parts:

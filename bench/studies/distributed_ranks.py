@@ -1,4 +1,4 @@
-"""One process of bench.studies.distributed: it is started by torch.distributed.run, and the first one writes."""
+"""A rank of bench.studies.distributed, started by torch.distributed.run; rank 0 writes the result."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ IDS = 8  # of a bag, in the mean
 
 
 class Counted:
-    """Bytes that this process has sent to others, by kind of collective, and seconds in them."""
+    """Bytes sent to other ranks by kind of collective, and seconds spent in collectives."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = defaultdict(int)
         self.seconds = 0.0
-        self._is_inside = False  # a collective, which may wait for itself
+        self._is_inside = False  # a collective; nested ones are not counted
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Within it, the collectives of torch.distributed are counted; DDP's own, in C++, are not."""
+        """Count the collectives of torch.distributed in the block; DDP's, in C++, are not counted."""
         own = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")}
         for name, function in own.items():
             setattr(dist, name, self._counted(name, function))
@@ -87,13 +87,13 @@ class Counted:
 
 
 def auc(weeks: int, seeds: int) -> dict:
-    """Test AUC of the example, a seed each."""
+    """Test AUCs of the example, one per seed."""
     data = Purchases(weeks)
     return {"auc": [train_torchrec.train(data, seed=seed) for seed in range(seeds)]}
 
 
 def sent_bytes(weeks: int, seeds: int) -> dict:
-    """Bytes that a process sends in a step of the example's model, in the mean over processes and steps."""
+    """Mean bytes sent per process and step of the example's model."""
     data, found = Purchases(weeks), {}
     planned = {kind: {"sharding_types": (kind,)} for kind in ("table_wise", "row_wise", "column_wise", "data_parallel")}
     wires = {
@@ -124,7 +124,7 @@ def sent_bytes(weeks: int, seeds: int) -> dict:
 def _parallel(
     model: nn.Module, sharder: Any, batch: int, constraints: dict | None = None, promised: dict | None = None
 ) -> nn.Module:
-    """The model by the plan of this package's planner, or with ``constraints`` of TorchRec's."""
+    """The model sharded by this package's planner, or by TorchRec's with ``constraints``."""
     world = dist.get_world_size()
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     if constraints is None:
@@ -141,14 +141,14 @@ def _parallel(
 
 
 def _mean(numbers: dict[str, float]) -> dict[str, float]:
-    """The mean over processes."""
+    """The mean over ranks."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, numbers)
     return {key: sum(f.get(key, 0) for f in found) / len(found) for key in sorted({k for f in found for k in f})}
 
 
 class Tables(nn.Module):
-    """A collection and a layer that DDP has."""
+    """A sharded collection and a data-parallel layer."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _batch(step: int) -> KeyedJaggedTensor:
 
 
 def step_times(weeks: int, seeds: int) -> dict:
-    """Milliseconds of forward and backward of both packages, and of what their collectives take of a step, in turns."""
+    """Milliseconds of forward, backward and collectives of a step for both packages, measured alternately."""
     theirs = [
         EmbeddingBagConfig(num_embeddings=n, embedding_dim=DIM, name=f"t{i}", feature_names=[f"f{i}"])
         for i, n in enumerate(ROWS)
@@ -209,9 +209,9 @@ def step_times(weeks: int, seeds: int) -> dict:
 
 
 def memory(weeks: int, seeds: int) -> dict:
-    """Bytes of each process: promised by the planner, of its tables and their state, and what the process grew by."""
+    """Bytes per process: the planner's estimate, tables and state, and the growth of the process."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, promised = _resident("VmRSS"), dict[int, int]()
     sharder = rk.distributed.EmbeddingBagCollectionSharder()
     model = _parallel(Tables(_ours()), sharder, BATCH, promised=promised)

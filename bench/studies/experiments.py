@@ -1,4 +1,4 @@
-"""The comparisons that ``python -m bench.studies reproduce`` trains, and the claims that they answer."""
+"""The comparisons of ``python -m bench.studies reproduce``, and the claims that they test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALL_ROUNDED = "the paper: every tensor of the network in bfloat16; here: rows of
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison, as ``python -m bench.studies compare`` makes it.
+    """A comparison as of ``python -m bench.studies compare``.
 
     Args:
         name: of its folder.
@@ -69,13 +69,13 @@ class Experiment:
     needs_path: bool = False
 
     def plan(self, base: TrainConfig, *, quick: bool = False, path: str | None = None) -> Comparison:
-        """The comparison in ``base.runs_dir``, carried out as ``base`` says; ``path`` is for one that needs it."""
+        """The comparison in ``base.runs_dir`` with the execution options of ``base``; ``path``: of the data."""
         config = dataclasses.replace(base, **self._options(quick), path=path if self.needs_path else None)
         lists = {f"{option}s": value for option, value in self.lists.items()}
         return plan(self.configurations, config, self._seeds(quick), self.name, **lists)
 
     def command(self, *, quick: bool = False) -> str:
-        """The command line that trains the same."""
+        """The equivalent command line."""
         given = dict(self.lists) | ({"path": "PATH"} if self.needs_path else {}) | self._options(quick)
         values = {o: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for o, v in given.items()}
         flags = [part for option, value in values.items() for part in (f"--{option.replace('_', '-')}", value)]
@@ -91,12 +91,12 @@ class Experiment:
 
 
 def _fewer(name: str, than: str, times: float, within: float = A_TENTH) -> Premise:
-    """Requires ``times`` fewer parameters, up to the factor ``within`` either way."""
+    """A premise of ``times`` fewer parameters, within the factor ``within``."""
     return Premise(Fewer("parameters", name, than), times * within, times / within)
 
 
 def _quotients(differs: str) -> tuple[Claim, ...]:
-    """Claims on quotients and remainders beside hashing, for either data set."""
+    """Claims on quotient-remainder tables against hashing, for both data sets."""
     better = "beats hashing at about the same number of parameters"
     return (
         *(
@@ -117,7 +117,7 @@ def _quotients(differs: str) -> tuple[Claim, ...]:
 
 
 def _narrower(size: str, name: str, narrow: str, times: float, differs: str) -> Claim:
-    """Narrower rows for larger tables alone, beside narrow ones for all: so many times fewer, and about as many."""
+    """Mixed dimensions against narrow rows in all tables: fewer parameters, and about as many."""
     sizes = _fewer(name, "full", times), _fewer(name, narrow, 1)
     says, measure = f"better than rows of one width, {size}", Auc(name, (narrow,))
     return Claim(says, MIXED, measure, 0.0, differs, strictly=True, premises=sizes)

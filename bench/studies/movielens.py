@@ -1,4 +1,4 @@
-"""MovieLens as a click-style task: does this user give this movie 4 stars or more?
+"""MovieLens as a binary task: does this user rate this movie with 4 stars or more?
 
 Source: F. M. Harper and J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015. The files
 are GroupLens' (https://grouplens.org/datasets/movielens), under terms of use of their own.
@@ -26,11 +26,11 @@ from bench.studies.movielens_reader import USERS, Source, find, read_movies, rea
 from rec_kernels.dlrm.array_cache import base_directory, fingerprint, ids_by_appearance, open_directory
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 
-FORMAT = 1  # raise it whenever the same source gives other arrays
+FORMAT = 1  # increase when the same source gives different arrays
 LIKED = 4  # stars
-TEST_SHARE = 10  # a user's last rating of so many is for the test
+TEST_SHARE = 10  # ratings of a user per test rating
 HISTORY_LENGTH = 50
-PRIOR = 5  # ratings, half of them of LIKED or more, that every mean begins with
+PRIOR = 5  # ratings, half of them LIKED or more, of the prior of every mean
 DAY, HOUR = 86_400, 3_600  # seconds
 FIRST_WEEKDAY = 3  # of 1970-01-01, a Thursday; Monday is 0
 GENRE, HISTORY = "genre", "history"
@@ -39,7 +39,7 @@ DENSE = ("users_ratings", "movies_ratings", "users_mean", "movies_mean")
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows for training, then those for the test, each part in the order of time, then user, then movie.
+    """Training rows, then test rows, each sorted by time, user and movie.
 
     Args:
         ids: int32 [F, N], a row for each feature of one id, in the order of ``num_embeddings``; 0 means "unseen in
@@ -68,7 +68,7 @@ class Prepared:
 
 
 class MovieLens(Rows):
-    """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
+    """The data set (``rec_kernels.dlrm.DataSet``), prepared on the first use.
 
     Args:
         path: the folder of a MovieLens data set, or its file of ratings: ``u.data``, ``ratings.dat``, ``ratings.csv``
@@ -99,11 +99,11 @@ class MovieLens(Rows):
         self.features = [Feature(name, count) for name, count in rows.items() if name not in (GENRE, HISTORY)]
         self._one_hot = [feature.name for feature in self.features]
         self.features.append(Feature(GENRE, rows[GENRE], pooling="mean"))
-        # Ratings of one user in one second are neighbours, and have one past.
+        # Ratings of a user in the same second are neighbours with equal histories.
         self.features.append(Feature(HISTORY, rows[HISTORY], pooling="mean", shared=True))
 
     def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows."""
+        """Make the batch of these rows."""
         data = self.prepared
         ids = data.ids[:, rows].ravel()
         movie = data.movie[rows]
@@ -150,7 +150,7 @@ def _read(source: Source, progress: bool) -> Prepared:
 
 
 def build(ratings: pd.DataFrame, movies: pd.DataFrame, users: pd.DataFrame | None) -> Prepared:
-    """Turns the frames of ``movielens_reader`` into arrays; the order of their rows does not matter."""
+    """Convert the frames of ``movielens_reader`` to arrays, independent of the order of their rows."""
     test = _is_test(ratings["user"].to_numpy(), ratings["timestamp"].to_numpy())
     order = np.lexsort((ratings["movie"], ratings["user"], ratings["timestamp"], test))
     rows, train_rows = ratings.iloc[order], len(ratings) - int(test.sum())
@@ -169,7 +169,7 @@ def build(ratings: pd.DataFrame, movies: pd.DataFrame, users: pd.DataFrame | Non
 
 
 def _is_test(user: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """True for the last tenth of each user's ratings, less those of the same second as the last trained one."""
+    """True for the last tenth of each user's ratings, except those in the second of the last training rating."""
     order = np.lexsort((time, user))
     starts = np.flatnonzero(np.r_[True, np.diff(user[order]) != 0])
     counts = np.diff(np.r_[starts, len(user)])
@@ -182,7 +182,7 @@ def _is_test(user: np.ndarray, time: np.ndarray) -> np.ndarray:
 def _feature_values(
     rows: pd.DataFrame, position: np.ndarray, movies: pd.DataFrame, users: pd.DataFrame | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and raw values [N] of each feature of one id; hours are UTC's: nothing tells where a user lives."""
+    """Name and raw values [N] of each one-hot feature; hours are UTC, because users' time zones are unknown."""
     time = rows["timestamp"].to_numpy()
     yield "user", rows["user"].to_numpy()
     yield "movie", rows["movie"].to_numpy()
@@ -196,7 +196,7 @@ def _feature_values(
 
 
 def _genres(of_movies: pd.Series, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Offsets [movies + 2] and ids of every movie's genres, and the rows of their table.
+    """Offsets [movies + 2] and ids of every movie's genres, and the number of table rows.
 
     Args:
         of_movies: tuples of names.
@@ -238,7 +238,7 @@ def _past(
 
 
 class _Before:
-    """Sums over a group's rows at earlier times.
+    """Sums over a group's earlier rows.
 
     Args:
         group, time: int64 [N].
@@ -257,7 +257,7 @@ class _Before:
         self._time = np.maximum.accumulate(np.where(new_time, position, 0))
 
     def sums(self, amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of int64 [N]: over all earlier groups in ``order``, and over the group's rows at earlier times."""
+        """Sums of int64 [N]: over all earlier groups in ``order``, and over the group's earlier rows."""
         total = np.concatenate([[0], np.cumsum(amount[self.order])])
         groups, own = np.empty_like(amount), np.empty_like(amount)
         groups[self.order] = total[self._group]

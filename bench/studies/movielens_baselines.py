@@ -17,7 +17,7 @@ ITERATIONS = 2000
 
 
 def group_mean(data: Prepared, feature: str) -> np.ndarray:
-    """Mean label of the training rows of a row's user or movie, shrunk to that of all, float64 [N]."""
+    """Mean training label of each row's user or movie, shrunk to the global mean, float64 [N]."""
     ids, label = data.ids[list(data.num_embeddings).index(feature)], data.label[: data.train_rows]
     trained, rows = ids[: data.train_rows], data.num_embeddings[feature]
     likes, counts = np.bincount(trained, label, minlength=rows), np.bincount(trained, minlength=rows)
@@ -25,7 +25,7 @@ def group_mean(data: Prepared, feature: str) -> np.ndarray:
 
 
 def one_hot(data: Prepared, features: list[str]) -> sparse.csr_matrix:
-    """[N, sum of the tables' rows]."""
+    """One-hot encoding, [N, sum of the tables' rows]."""
     names, columns = list(data.num_embeddings), []
     for name in features:
         ids = data.ids[names.index(name)]
@@ -35,7 +35,7 @@ def one_hot(data: Prepared, features: list[str]) -> sparse.csr_matrix:
 
 
 def genres(data: Prepared) -> sparse.csr_matrix:
-    """Shares of the genres of each row's movie, [N, rows of the table]."""
+    """Genre fractions of each row's movie, [N, table rows]."""
     lengths = np.diff(data.genre_offsets)
     shares = np.repeat(1 / np.maximum(lengths, 1), lengths)
     shape = len(lengths), data.num_embeddings[GENRE]

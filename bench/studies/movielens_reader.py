@@ -29,7 +29,7 @@ NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
 YEAR_IN_TITLE = re.compile(r"\(([0-9]{4})[^()]*\)\s*$")  # "Heat (1995)", of series "(2004-2006)"
 NO_GENRES = "(no genres listed)"
 
-# The flags of u.item in their order.
+# The genre columns of u.item in their order.
 GENRES = (
     *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
     *("Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
@@ -61,7 +61,7 @@ class Text(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The files of a data set, by name or suffix, and how they are written; the one of users may be missing."""
+    """A layout of a data set: its files by name or suffix, and their formats; the users' file is optional."""
 
     ratings: tuple[str, Text]
     movies: tuple[str, Text]
@@ -85,14 +85,14 @@ LAYOUTS = {
 
 
 class File(NamedTuple):
-    """A file and how it is written."""
+    """A file and its format."""
 
     path: Path
     text: Text
 
 
 class Source(NamedTuple):
-    """The files of a data set; ``users`` is None where there is no such file."""
+    """The files of a data set; ``users`` is None without such a file."""
 
     ratings: File
     movies: File
@@ -171,7 +171,7 @@ def read_ratings(file: File) -> pd.DataFrame:
 
 def _read(file: File) -> pa.Table:
     columns, needed = _columns(file, RATINGS), list(RATINGS)
-    # pyarrow's separators have one character: between two colons lies an empty column.
+    # pyarrow's separators have one character: "::" gives an empty column in between.
     if file.text.separator == "::":
         columns = [name for own in columns for name in (own, f":{own}")][:-1]
         needed = columns
@@ -193,7 +193,7 @@ def _read(file: File) -> pa.Table:
 
 
 def _explain(file: File, error: Exception) -> DataError:
-    """Finds the error in a file of ratings by reading it again, line by line."""
+    """Find the error in a file of ratings by reading it again line by line."""
     try:
         for line, record in _records(file, RATINGS):
             for name in ("user", "movie"):
@@ -230,14 +230,14 @@ def _flagged(file: File, line: int, record: dict[str, str]) -> tuple[str, ...]:
 
 
 def _genres(text: str, separator: str) -> tuple[str, ...]:
-    """Splits genres at "|", or at spaces in files whose columns are separated by tabs."""
+    """Split genres at "|", or at spaces in tab-separated files."""
     if text == NO_GENRES:
         return (text,)
     return tuple(text.split() if separator == "\t" else filter(None, text.split("|")))
 
 
 def _year(record: dict[str, str]) -> int:
-    """Year of release, from its column, else from the title, else from the date of release; 0 if none has it."""
+    """Year of release from its column, the title or the date of release; 0 if none has it."""
     year = re.fullmatch(r"([0-9]{4})", record.get("year", "").strip())
     year = year or YEAR_IN_TITLE.search(record.get("title", ""))
     year = year or re.search(r"([0-9]{4})$", record.get("date", "").strip())
@@ -255,7 +255,7 @@ def read_users(file: File) -> pd.DataFrame:
 
 
 def _unique(file: File, key: str, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
-    """``_records`` whose ``key`` is a whole number that no two have."""
+    """``_records`` with a ``key`` that must be a unique whole number."""
     lines: dict[int, int] = {}
     for line, record in _records(file, needed):
         value = _whole(file, line, key, record[key])
@@ -266,7 +266,7 @@ def _unique(file: File, key: str, needed: tuple[str, ...]) -> Iterator[tuple[int
 
 
 def _columns(file: File, needed: tuple[str, ...]) -> list[str]:
-    """Names of the columns."""
+    """The column names."""
     if file.text.columns is not None:
         return list(file.text.columns)
     with file.path.open(encoding="utf-8-sig", errors="replace", newline="\n") as lines:
@@ -291,7 +291,7 @@ def _records(file: File, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[st
         DataError: a line has too few or too many columns, or is too long; says which.
     """
     columns, separator = _columns(file, needed), file.text.separator
-    # Old files are Latin-1: what cannot be read are letters of titles, which are not used.
+    # Old files are Latin-1; only letters of titles, which are not used, fail to decode.
     with file.path.open(encoding="utf-8-sig", errors="replace", newline="\n") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LINE), ""), 1):
             where = f"{file.path}, line {number}"

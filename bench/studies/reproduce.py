@@ -1,4 +1,4 @@
-"""Every technique's promise on real data: ``python -m bench.studies reproduce``."""
+"""Reproduction of papers' claims on real data: ``python -m bench.studies reproduce``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Gets a folder per experiment, and the page."""
+        """The folder of the page and of the experiments' folders."""
         return Path(self.base.runs_dir) / ("reproduce-quick" if self.quick else "reproduce")
 
     def plan(self, experiment: Experiment) -> compare.Comparison:
@@ -64,12 +64,12 @@ class Request:
         return experiment.plan(base, quick=self.quick, path=self.movielens)
 
     def chosen(self) -> tuple[Experiment, ...]:
-        """The experiments that are asked for, in the order of the list."""
+        """The selected experiments in the order of the list."""
         return tuple(e for e in EXPERIMENTS if e.name in self.only or not self.only)
 
 
 def listing() -> str:
-    """The list, for a person."""
+    """The list of experiments as text."""
     lines = []
     for experiment in EXPERIMENTS:
         path, count = "; needs --movielens PATH" if experiment.needs_path else "", len(experiment.claims)
@@ -84,7 +84,7 @@ def listing() -> str:
 
 
 def run(request: Request) -> dict:
-    """Trains what is not trained yet, writes the page after every experiment, and returns ``results.json``.
+    """Train the missing runs, write the page after every experiment, and return ``results.json``.
 
     An experiment that fails is told on the page, and the others go on.
 
@@ -108,7 +108,7 @@ def run(request: Request) -> dict:
 
 
 def _write(request: Request, states: dict[str, dict]) -> dict:
-    """Writes what there is, ``results.json`` first and in one step; returns it."""
+    """Write ``results.json`` atomically, then the page; returns the results."""
     results = gather(request, states)
     files.write_text(request.folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
     reproduce_report.write(request.folder, results)
@@ -116,14 +116,14 @@ def _write(request: Request, states: dict[str, dict]) -> dict:
 
 
 def _clocks() -> dict[str, float]:
-    """Seconds, and those of this process's threads, which other work on the machine does not stretch."""
+    """Wall-clock seconds, and CPU seconds of this process, which do not depend on other load."""
     return dict(zip(CLOCKS, (time.monotonic(), time.process_time()), strict=True))
 
 
 def _attempt(request: Request, experiment: Experiment) -> dict:
-    """Trains a comparison and writes its files and pictures; returns its state."""
+    """Train a comparison and write its files and pictures; returns its state."""
     if experiment.needs_path and request.movielens is None:
-        if _result(request, experiment) is not None:  # of an earlier call, which knew the path
+        if _result(request, experiment) is not None:  # of an earlier call with the path
             return {"status": DONE}
         return {"status": LEFT_OUT, "why": "give --movielens PATH, the folder of a MovieLens data set"}
     try:
@@ -134,7 +134,7 @@ def _attempt(request: Request, experiment: Experiment) -> dict:
         pictures.save(reproduce_pictures.speed(result), comparison.folder / reproduce_report.SPEED, dpi=110)
     except RunInterruptedError:
         raise
-    except Exception as error:  # whatever it is: hours of other experiments do not end with it
+    except Exception as error:  # any error: other experiments continue
         traceback.print_exc()
         print(f"{experiment.name} failed: {error}", file=sys.stderr)
         return {"status": FAILED, "why": f"{type(error).__name__}: {error}"}
@@ -142,23 +142,23 @@ def _attempt(request: Request, experiment: Experiment) -> dict:
 
 
 def _earlier(folder: Path) -> dict[str, dict]:
-    """The states that an earlier call left, by experiment."""
+    """The states saved by an earlier call, by experiment."""
     try:
         entries = files.read_json(folder / RESULTS)["experiments"]
         return {e["name"]: {key: e[key] for key in ("status", "why", *CLOCKS) if e[key] is not None} for e in entries}
-    except (OSError, DataError, KeyError, TypeError):  # none, or not ours: only times and reasons are lost
+    except (OSError, DataError, KeyError, TypeError):  # missing or invalid: only times and reasons are lost
         return {}
 
 
 def gather(request: Request, states: dict[str, dict]) -> dict:
-    """Everything there is, as plain data: of this call and of those before it."""
+    """All results of this and earlier calls, as plain data."""
     entries = []
     for experiment in EXPERIMENTS:
         state = {"status": NOT_RUN, "why": None} | dict.fromkeys(CLOCKS) | states.get(experiment.name, {})
         result = _result(request, experiment) if state["status"] in (DONE, NOT_RUN) else None
         if state["status"] == DONE and result is None:
             state |= {"status": NOT_RUN, "why": "what an earlier call left is of another list, or gone"}
-        elif result is not None:  # of an earlier call, too, whose results.json is not there any more
+        elif result is not None:  # also of an earlier call without results.json
             state |= {"status": DONE, "why": None}
         minutes = experiment.quick_minutes if request.quick else experiment.minutes
         command = experiment.command(quick=request.quick)
@@ -173,7 +173,7 @@ def gather(request: Request, states: dict[str, dict]) -> dict:
 
 
 def _result(request: Request, experiment: Experiment) -> dict | None:
-    """The result that the comparison left; None if it is none, or not of this plan, wherever its data is."""
+    """The comparison's saved result; None if it is missing, invalid or of another plan, except for the data's path."""
     plan = request.plan(experiment)
     try:
         result = files.read_json(plan.folder / "compare.json")
@@ -186,14 +186,14 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 
 def _machine() -> dict:
-    """Describes this machine and its packages."""
+    """Describe this machine and its packages."""
     versions = devices.versions()
     packages = {package: versions[package] for package in ("rec_kernels", "torch")}
     return {"cpu": devices.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
 
 
 def failures(results: dict, names: Sequence[str]) -> list[str]:
-    """Reasons why experiments among ``names`` failed, or why all of them were left out."""
+    """Reasons why experiments in ``names`` failed, or why all were skipped."""
     chosen = [entry for entry in results["experiments"] if entry["name"] in names]
     all_out = all(entry["status"] == LEFT_OUT for entry in chosen)
     return [f"{entry['name']}: {entry['why']}" for entry in chosen if all_out or entry["status"] == FAILED]

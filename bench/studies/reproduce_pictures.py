@@ -1,4 +1,4 @@
-"""Pictures of what ``reproduce`` measured: claims beside their bounds, AUC over bytes, examples per second."""
+"""Figures of ``reproduce``: claims and their bounds, AUC over bytes, examples per second."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Faster, shortfall
 from bench.studies.compare_report import COLORS, half_width
 
 VERDICT_COLORS = {MET: "#1a7f37", NOT_MET: "#b00020", CANNOT_TELL: "#8a6d00"}
-VERDICT_MARKERS = {MET: "o", NOT_MET: "X", CANNOT_TELL: "D"}  # told apart without colours, too
+VERDICT_MARKERS = {MET: "o", NOT_MET: "X", CANNOT_TELL: "D"}  # distinguishable without colors
 PANELS = (("AUC", "test AUC, difference of paired seeds"), ("times", "times"))
 ROW = 0.27  # inches
 
 
 def claims(entries: Sequence[dict]) -> Figure | None:
-    """Every claim with a number: ours with its 95 % interval, the bound, and what it takes to tell where one cannot.
+    """Draw every measured claim: value, 95 % interval, bound, and the seeds required if it is undecided.
 
     Args:
         entries: those of ``results.json``, with "name" and "claims".
@@ -63,7 +63,7 @@ def _draw_claims(axes: Axes, rows: list[tuple[str, dict]]) -> None:
 
 
 def quality_over_bytes(entries: Sequence[dict]) -> Figure | None:
-    """All techniques in one: what a configuration loses in AUC, over its share of the reference's bytes.
+    """Draw the AUC lost by every configuration over its fraction of the reference's bytes.
 
     Shown are experiments on the default model and data that change the bytes. The configurations that none with fewer
     bytes outdoes are named.
@@ -95,7 +95,7 @@ def quality_over_bytes(entries: Sequence[dict]) -> Figure | None:
 
 
 def _name_above(axes: Axes, points: Sequence[tuple[str, float]]) -> None:
-    """Names along the upper edge, where they hide nothing; of neighbours that are too close, the smaller stays."""
+    """Put names along the upper edge; of neighbours that are too close, the smaller is kept."""
     last = 0.0
     for name, x in points:
         axes.axvline(x, color="gray", linewidth=0.6, linestyle=":")
@@ -110,12 +110,12 @@ def _is_comparable(result: dict | None) -> bool:
         return False
     reference = result["configurations"][0]
     sizes = {c["table_bytes"] for c in result["configurations"] if c["table_bytes"] is not None}
-    # Weeks are those of the whole list, not of this experiment.
+    # The weeks are those of the whole list.
     return set(reference["options"]) <= {"weeks"} and len(sizes) > 1 and reference["table_bytes"] is not None
 
 
 def _points(result: dict) -> list[tuple[str, float, float, float]]:
-    """Name, share of bytes, difference of the AUC and half its interval, for every configuration but the reference."""
+    """Name, fraction of bytes, AUC difference and half its interval of every configuration but the reference."""
     whole = result["configurations"][0]["table_bytes"]
     points = []
     for c in result["configurations"][1:]:
@@ -127,7 +127,7 @@ def _points(result: dict) -> list[tuple[str, float, float, float]]:
 
 
 def _frontier(points: Sequence[tuple[str, float, float, float]]) -> list[tuple[str, float, float, float]]:
-    """The points that no smaller one reaches, from the smallest on."""
+    """The Pareto front: points that no smaller one reaches, by increasing size."""
     best, kept = float("-inf"), []
     for point in sorted(points, key=lambda point: (point[1], -point[2])):
         if point[2] > best:
@@ -137,7 +137,7 @@ def _frontier(points: Sequence[tuple[str, float, float, float]]) -> list[tuple[s
 
 
 def speed(result: dict) -> Figure:
-    """Examples per second of every configuration, mean over the seeds and 95 % interval, and times the reference's.
+    """Draw examples per second of every configuration: mean, 95 % interval, and ratio to the reference.
 
     The times are the mean over the seeds, as in the claims.
     """

@@ -1,4 +1,4 @@
-"""The page of ``reproduce``: Markdown and HTML from the same parts, and its pictures."""
+"""The page of ``reproduce`` in Markdown and HTML, and its figures."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CLAIMS, BYTES, SPEED, COMPARISON = "claims.png", "bytes.png", "speed.png", "comp
 
 @dataclass(frozen=True)
 class Table:
-    """A part of the page; the first row is the header."""
+    """A table of the page; the first row is the header."""
 
     rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A part of the page; the path is in the page's folder."""
+    """A picture of the page; the path is relative to the page's folder."""
 
     path: str
     shows: str
@@ -35,7 +35,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Code:
-    """A part of the page: a line for the shell."""
+    """A shell command of the page."""
 
     text: str
 
@@ -53,7 +53,7 @@ def write(folder: Path, results: dict) -> None:
     entries = results["experiments"]
     figures = {CLAIMS: reproduce_pictures.claims(entries), BYTES: reproduce_pictures.quality_over_bytes(entries)}
     for name, figure in figures.items():
-        (folder / name).unlink(missing_ok=True)  # one of an earlier call is of other numbers
+        (folder / name).unlink(missing_ok=True)  # a picture of an earlier call is outdated
         if figure is not None:
             pictures.save(figure, folder / name, dpi=110)
     title = "Reproduced" + (" quickly" if results["quick"] else "")
@@ -63,7 +63,7 @@ def write(folder: Path, results: dict) -> None:
 
 
 def markdown(folder: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> str:
-    """The page as Markdown; pictures that are not in ``folder`` are left out."""
+    """The page as Markdown, without pictures that are not in ``folder``."""
     lines = [f"# {title}"]
     for heading, parts in sections:
         lines.append(f"## {heading}")
@@ -78,7 +78,7 @@ def markdown(folder: Path, title: str, sections: Sequence[tuple[str, Sequence[Pa
 
 
 def html(folder: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> str:
-    """The page as one HTML file with its pictures in it."""
+    """The page as one HTML file with embedded pictures."""
 
     def content(part: Part) -> str:
         if isinstance(part, Table):
@@ -139,7 +139,7 @@ def _claims(results: dict) -> list[Part]:
 
 
 def _numbers(claim: dict) -> tuple[str, str, str]:
-    """Our number, its interval and the bound."""
+    """The measured value, its interval and the bound."""
 
     def text(value: float | None) -> str:
         if value is None:

@@ -1,4 +1,4 @@
-"""Costs of a step's parts at the machine's limits: bytes that must move, products that must be computed.
+"""Roofline model of a step's parts: bytes that must be moved and FLOPs of matrix products.
 
 A part takes at least as long as its bytes at the rate of a copy, and as its products at that of a large matrix product.
 """
@@ -77,7 +77,7 @@ def _of_tables(
 
 
 class _Traffic(TorchDispatchMode):
-    """Adds up the bytes of inputs and outputs of operations, but for views of memory."""
+    """Sum the bytes of inputs and outputs of operations, except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ class _Traffic(TorchDispatchMode):
 
 
 def _of_layers(model: DLRM, batch: Batch) -> int:
-    """Bytes of inputs and outputs of the dense side's operations, parameters among them, in a forward."""
-    # Pooled embeddings of zeros: a lookup would count in caches.
+    """Bytes of inputs, outputs and parameters of the dense side's operations in a forward."""
+    # Pooled embeddings are zeros, because a lookup would change cache counters.
     sparse = torch.zeros(len(batch.label), model.num_features, model.embedding_dim, device=model.device)
     sparse = sparse.to(model.embeddings.output_dtype)
     with torch.no_grad(), _Traffic() as traffic:
@@ -126,7 +126,7 @@ def _fastest(work: Callable[[], object]) -> float:
 
 
 def profile(run: Path, data: DataSet | None = None) -> dict:
-    """The seconds of each part of a batch, in the mean of a run, beside those at the limits of this machine.
+    """The mean seconds per batch of each part of a run, and the times at this machine's limits.
 
     All are of a batch: of a step with several, its share. Bytes and products are those of the last step of whole
     batches, on the model of the run's checkpoint.
@@ -192,7 +192,7 @@ def beside_limits(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flo
 
 
 def markdown(profile: dict) -> str:
-    """A profile for a person."""
+    """Format a profile as text."""
     rows = [("part", "ms", "MB", "MFLOP", "ms at the limits", "share")]
     for part, cost in profile["parts"].items():
         ms, least = (f"{1000 * cost[key]:.3f}" for key in ("seconds", "least_seconds"))

@@ -36,7 +36,7 @@ def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
 
 
 class PlainInteraction(nn.Module):
-    """torch's way to the result of ``rk.dot_interaction``."""
+    """``rk.dot_interaction`` in plain torch."""
 
     def __init__(self, num_features: int, embedding_dim: int):
         super().__init__()
@@ -50,14 +50,14 @@ class PlainInteraction(nn.Module):
 
 
 class NoCollection(nn.Module):
-    """In place of a collection, where the tables are a model's own."""
+    """A stub collection for models with their own tables."""
 
     def check(self) -> None:
-        """Nothing is told late."""
+        """Do nothing: torch reports errors immediately."""
 
 
 class TorchDLRM(DLRM):
-    """DLRM with torch's interaction, without tables: ``embeddings`` go when their weights have been taken."""
+    """DLRM with torch's interaction; the base class of models with their own tables."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
         super().__init__(features, num_dense, interaction=PlainInteraction, **options)
@@ -83,7 +83,7 @@ class RecipeDLRM(TorchDLRM):
         self.embeddings = NoCollection()
 
     def table_parameters(self) -> list[nn.Parameter]:
-        """Weights of the tables, for an optimizer that takes sparse gradients."""
+        """The tables' weights, for an optimizer of sparse gradients."""
         return list(self.tables.parameters())
 
     def pooled(self, batch: Batch) -> torch.Tensor:
@@ -96,7 +96,7 @@ class RecipeDLRM(TorchDLRM):
 
 
 class TunedDLRM(TorchDLRM):
-    """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
+    """DLRM with one concatenated table; ids are shifted by the row offset of their table."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
         super().__init__(features, num_dense, **options)
@@ -107,7 +107,7 @@ class TunedDLRM(TorchDLRM):
         self.embeddings = NoCollection()
 
     def table_parameters(self) -> list[nn.Parameter]:
-        """The one table, for an optimizer that takes sparse gradients."""
+        """The table's weight, for an optimizer of sparse gradients."""
         return [self.table]
 
     def pooled(self, batch: Batch) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Together:
 
 
 class Changed:
-    """The rows of a data set, every batch changed: what ``predict`` asks of a reader."""
+    """A reader for ``predict`` that converts every batch of a data set."""
 
     ranks = SINGLE_PROCESS
 
@@ -169,7 +169,7 @@ class Changed:
         self.name, self.num_rows = data.name, data.num_rows
 
     def batches(self, split: str, batch_size: int) -> Iterator[Batch]:
-        """The batches of a split."""
+        """Yield the converted batches of a split."""
         return map(self.change, self.data.batches(split, batch_size))
 
 
@@ -182,7 +182,7 @@ CHANGES: dict[str, Callable[[Batch], Batch]] = {
 
 
 def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict:
-    """Train and test one implementation; returns its scores and the speed of the training, reading included."""
+    """Train and test an implementation; returns its scores and the training speed, including reading."""
     model = IMPLEMENTATIONS[implementation](
         data.features, data.num_dense, embedding_dim=config.embedding_dim, seed=config.seed
     )
@@ -202,7 +202,7 @@ def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict
 
 
 def read_finished(path: Path, settings: dict) -> list[dict]:
-    """Pairs in ``path``; exits with the reason if they were trained with other settings."""
+    """The saved pairs in ``path``; exits with the reason if their settings differ."""
     if not path.exists():
         return []
     found = json.loads(path.read_text())
@@ -246,7 +246,7 @@ def main() -> None:
     settings["threads"] = torch.get_num_threads()  # speeds of other numbers are not comparable
     runs = read_finished(options.output, settings)
     for seed in range(options.seeds):
-        turn = seed % len(IMPLEMENTATIONS)  # who goes first wakes the machine up
+        turn = seed % len(IMPLEMENTATIONS)  # the first one warms up the machine
         for name in [*IMPLEMENTATIONS][turn:] + [*IMPLEMENTATIONS][:turn]:
             if any(entry["implementation"] == name and entry["seed"] == seed for entry in runs):
                 continue
