@@ -71,10 +71,9 @@ def checked_batch(batch: Any, features: Sequence[Feature], num_dense: int, rows:
     dense, expected = _to_float32(batch.dense, "dense"), [rows, num_dense]
     if list(dense.shape) != expected:
         raise WrongBatchError(f"dense has shape {list(dense.shape)}, must be {expected}: [rows of label, num_dense]")
-    if not _all_finite(dense):
-        row, column = (~dense.isfinite()).nonzero()[0].tolist()
-        value = batch.dense[row, column].item()
-        raise WrongBatchError(f"dense[{row}, {column}] is {value}, must be a finite number of float32 (row, column)")
+    if place := _first_not_finite(dense):
+        value = batch.dense[tuple(place)].item()
+        raise WrongBatchError(f"dense{place} is {value}, must be a finite number of float32 (row, column)")
     _check_bags(batch, features, rows)
     return batch._replace(dense=dense, label=label)
 
@@ -99,17 +98,16 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
         weights = weights_of(jagged)
         if weights is not None and weights.dtype != torch.float32:
             raise WrongBatchError(f"weights of {name} are {weights.dtype}, must be torch.float32")
-        if weights is not None and not _all_finite(weights):
-            first = int((~weights.isfinite()).nonzero()[0])
-            raise WrongBatchError(f"weights[{first}] of {name} is {weights[first].item()}, must be finite")
+        if weights is not None and (place := _first_not_finite(weights)):
+            raise WrongBatchError(f"weights{place} of {name} is {weights[tuple(place)].item()}, must be finite")
     have = list(itertools.chain(*(jagged.keys() for jagged in given.values())))
     if len(set(have)) < len(have):
         twice = sorted({name for name in have if have.count(name) > 1})
         raise WrongBatchError(f"features and shared have keys {twice} more than once")
     for feature in features:
         if feature.name not in have:
-            place = "features or shared" if feature.shared else "features"
-            raise WrongBatchError(f"{place} has keys {have}, which lack that of feature {feature.name!r}")
+            part = "features or shared" if feature.shared else "features"
+            raise WrongBatchError(f"{part} has keys {have}, which lack that of feature {feature.name!r}")
     names = {feature.name for feature in features}
     if unused := [name for name in have if name not in names]:
         raise WrongBatchError(f"features and shared have keys {unused}, which no Feature has: add one for each")
@@ -125,9 +123,10 @@ def _to_float32(value: Any, name: str) -> Tensor:
     return value.detach().float()
 
 
-def _all_finite(values: Tensor) -> bool:
-    # A finite sum, which is five times as fast to compute, implies finite values.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+def _first_not_finite(values: Tensor) -> list[int] | None:
+    if values.sum().isfinite():  # implies finite values, and is five times as fast as checking each
+        return None
+    return next(iter((~values.isfinite()).nonzero().tolist()), None)
 
 
 def weights_of(jagged: Any) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import math
 import os
 import pickle
@@ -138,12 +137,6 @@ def load(directory: Path) -> dict[str, Any]:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise DataError(f"{path} has format {found!r}, expected {FORMAT}: another version wrote it, so train anew")
     return state
-
-
-def new_folder(directory: Path, step: int) -> Path:
-    """An unused path for the shards of a step."""
-    names = (directory / f"shards-{step}-{number}" for number in itertools.count())
-    return next(path for path in names if not os.path.lexists(path))
 
 
 def save_shards(folder: Path, shards: dict[str, Any]) -> None:

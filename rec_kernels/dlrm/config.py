@@ -79,18 +79,20 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
 
 
-def _option(default: Any, parse: Callable, help: str, allowed: str, check: Callable[[Any], bool], **more: Any) -> Any:
+def _option(
+    default: Any, parse: Callable, help: str, allowed: str, check: Callable, of="", execution=False, names=()
+) -> Any:
     """Define an option; None is a valid value if it is the default.
 
     Args:
         parse: converts the flag's text to a value.
         allowed: describes the values that ``check`` accepts.
-        more: ``of``, the only models or data sets that have the option, separated by spaces; ``execution``, True if it
-            does not affect the outcome and may change on resume; ``names``, all values of an enumeration.
+        of: the only models or data sets that have the option, separated by spaces.
+        execution: the option does not affect the outcome and may change on resume.
+        names: all values of an enumeration.
     """
-    metadata = {"parse": parse, "help": help, "allowed": allowed, "check": check}
-    metadata |= {"of": more.get("of", "").split(), "execution": more.get("execution", False)}
-    return field(default=default, metadata=metadata | {"names": tuple(more.get("names", ()))})
+    metadata = {"parse": parse, "help": help, "allowed": allowed, "check": check, "of": of.split()}
+    return field(default=default, metadata=metadata | {"execution": execution, "names": tuple(names)})
 
 
 def _count(default: int | None, help: str, least: int = 1, most: int = 0, bits: int = 63, **more) -> Any:

@@ -48,7 +48,7 @@ class Criteo(Rows):
 
     Args:
         path: a file, plain or ``.gz``, or a folder of such files, read in the order of their names.
-        rows: use only the first rows; None for all.
+        rows: use only the first rows; None for all. Files are read and checked in blocks, also beyond the last row.
         table_rows: None for a vocabulary per column: ids in order of first appearance, 0 for values not in the training
             rows. Or R, for ids SplitMix64(column * 2^33 + value) mod R, where a blank has the value 2^32.
         data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default.
@@ -176,22 +176,18 @@ def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[pa.Recor
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=not progress) as bar:
         for file in files:
-            yield from _read_file(file, bar)
-
-
-def _read_file(file: Path, bar: tqdm) -> Iterator[pa.RecordBatch]:
-    done, before = 0, bar.n
-    with pa.OSFile(str(file)) as source:
-        try:
-            for block in _open(pa.CompressedInputStream(source, "gzip") if file.suffix.lower() == ".gz" else source):
-                rows = _convert(block)
-                done += len(rows)
-                bar.update(before + source.tell() - bar.n)
-                yield rows
-        except _MalformedError as error:
-            raise DataError(f"{file}, Row #{done + error.row + 1}: {error}; {EXPECTED}") from error
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{file}, {_placed(str(error), done)}; {EXPECTED}") from error
+            done, before, is_gzip = 0, bar.n, file.suffix.lower() == ".gz"
+            with pa.OSFile(str(file)) as source:
+                try:
+                    for block in _open(pa.CompressedInputStream(source, "gzip") if is_gzip else source):
+                        rows = _convert(block)
+                        done += len(rows)
+                        bar.update(before + source.tell() - bar.n)
+                        yield rows
+                except _MalformedError as error:
+                    raise DataError(f"{file}, Row #{done + error.row + 1}: {error}; {EXPECTED}") from error
+                except (pa.ArrowInvalid, OSError) as error:
+                    raise DataError(f"{file}, {_placed(str(error), done)}; {EXPECTED}") from error
 
 
 def _placed(text: str, done: int) -> str:

@@ -77,7 +77,11 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
         DataError: the checkpoint does not fit. Others: as in ``build_model``.
     """
     with checkpoint.as_data_error(directory):
-        generation = _file_generation(state["model"])
+        found, generation = state["model"].get("embeddings.file_generation"), None
+        if found is not None:
+            if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
+                raise ValueError(f"file_generation is {short_repr(found)}, allowed is an int64 of 0 or more")
+            generation = int(found)
     if (in_file := generation is not None) != (config.backing == "disk"):  # before build_model creates a file
         there, wanted = ("a file", "disk") if in_file else ("memory", "device or --backing host")
         raise DataError(
@@ -117,15 +121,6 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
     budget = parse_size(config.memory_budget)
     file: dict[str, Any] = {"path": directory / FILE, "memory_budget": budget, "generation": generation}
     return rk.RowCache(**options, backing="disk", **file)
-
-
-def _file_generation(state: dict) -> int | None:
-    found = state.get("embeddings.file_generation")
-    if found is None:
-        return None
-    if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
-        raise ValueError(f"file_generation is {short_repr(found)}, allowed is an int64 of 0 or more")
-    return int(found)
 
 
 def _interaction(config: TrainConfig) -> Callable[[int, int], nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -123,7 +124,8 @@ class ShardedRun(Run):
         model = state["model"]
         shards = {name: t for name, t in model.items() if isinstance(t, ShardedTensor)}
         rest = {name: t for name, t in model.items() if name not in shards}
-        folder = self.data.ranks.on_rank_0(lambda: checkpoint.new_folder(self.directory, self.step))
+        folders = (self.directory / f"shards-{self.step}-{number}" for number in itertools.count())
+        folder = self.data.ranks.on_rank_0(lambda: next(path for path in folders if not os.path.lexists(path)))
         try:
             checkpoint.save_shards(folder, shards)
         except OSError:
