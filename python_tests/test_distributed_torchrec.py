@@ -287,16 +287,16 @@ def test_page() -> None:
     assert str(told.value) in " ".join(text.split())
 
 
-BY_ROWS = "in parts, which are split by rows only; it can be sharded table_wise, row_wise, table_row"
+BY_ROWS = "in parts, which can be split by rows only; it can be sharded table_wise, row_wise, table_row"
 REFUSED = [
-    (Case("column_wise", optimizer="rowwise_adagrad"), "t0.* column_wise: RowwiseAdagrad keeps one number .* row_wise"),
-    (Case("column_wise", optimizers=(None, "rowwise_adagrad", None)), "t1.* column_wise: RowwiseAdagrad keeps one"),
-    (Case("column_wise", optimizer="lamb"), "LAMB scales an update by the length of the row"),
-    (Case("column_wise", optimizer="clipped"), "clip_grad_norm=0.5 clips by the length"),
-    (Case("grid_shard", "int8"), "rows of format int8 have scales of all their columns; it can be sharded table_wise"),
+    (Case("column_wise", optimizer="rowwise_adagrad"), "t0.* column_wise: RowwiseAdagrad has one state .* row_wise"),
+    (Case("column_wise", optimizers=(None, "rowwise_adagrad", None)), "t1.* column_wise: RowwiseAdagrad has one"),
+    (Case("column_wise", optimizer="lamb"), "LAMB scales an update by the norm of the whole row"),
+    (Case("column_wise", optimizer="clipped"), "clip_grad_norm=0.5 clips by the norm"),
+    (Case("grid_shard", "int8"), "rows of format int8 have scales that span all columns; it can be sharded table_wise"),
     (
         Case("row_wise", compression=rk.MixedDimension(6)),
-        "a matrix for its rows, .*; it can be sharded table_wise, data_parallel",
+        "a projection, .*; it can be sharded table_wise, data_parallel",
     ),
     (Case("grid_shard", optimizer="sgd", compression=rk.QuotientRemainder(10)), BY_ROWS),
     (Case("column_wise", optimizer="sgd", compression=rk.QuotientRemainder(10, "concat")), BY_ROWS),

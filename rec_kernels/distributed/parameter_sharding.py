@@ -52,25 +52,25 @@ def needs_whole_rows(optimizer: Optimizer | None) -> str:
     if optimizer is None:
         return ""
     if not all(optimizer.state.values()):
-        return f"{type(optimizer).__name__} keeps one number of a row's gradient, of all columns"
+        return f"{type(optimizer).__name__} has one state value per row, of all its columns"
     if isinstance(optimizer, LAMB):
-        return "LAMB scales an update by the length of the row, of all columns"
+        return "LAMB scales an update by the norm of the whole row"
     if optimizer.clip_grad_norm is not None:
-        return f"clip_grad_norm={optimizer.clip_grad_norm} clips by the length of a row's gradient, of all columns"
+        return f"clip_grad_norm={optimizer.clip_grad_norm} clips by the norm of a whole row's gradient"
     return ""
 
 
 def sharding_refusal(table: EmbeddingConfig, optimizer: Optimizer | None, sharding_type: str) -> str:
     """Why a table, with its own optimizer or this one, cannot have this sharding type; "": it can."""
     if sharding_type not in SHARDING_TYPES:
-        return "it is no sharding type that rk.distributed has"
+        return "rk.distributed has no such sharding type"
     if table.projection and sharding_type in _BY_COLUMNS + _BY_ROWS:
-        return f"{table.compression} has a matrix for its rows, which is on the rank that pools them all"
+        return f"{table.compression} has a projection, which is on the one rank that pools its rows"
     if len(table.stored) > 1 and sharding_type in _BY_COLUMNS:
-        return f"{table.compression} keeps it in parts, which are split by rows only"
+        return f"{table.compression} stores it in parts, which can be split by rows only"
     if sharding_type in _BY_COLUMNS:
         if table.format not in FLOAT_DTYPES:
-            return f"rows of format {table.format} have scales of all their columns"
+            return f"rows of format {table.format} have scales that span all columns"
         return needs_whole_rows(table.optimizer or optimizer)
     return ""
 
