@@ -210,8 +210,8 @@ def test_collectives(row_wise: str) -> None:
     assert pool(2).run(HERE, "collectives", Case("row_wise", row_wise=row_wise)) == [wanted] * 2
 
 
-def test_arriving_containers() -> None:
-    """They are what one process returns: copies, pickles and moves have the numbers, which are waited for once."""
+def test_lazy_containers() -> None:
+    """They are what one process returns: copies, pickles and moves have the values, and wait once."""
     from rec_kernels.distributed.output_dist import LazyJaggedTensor, LazyKeyedTensor
 
     calls: list[int] = []

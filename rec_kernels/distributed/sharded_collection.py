@@ -83,7 +83,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         choices = {"gradient": gradient, "row_wise": row_wise, "wire": str(wire)}
-        agreement.check_same_on_all_ranks(_described(module, shards) | choices, group)
+        agreement.check_same_on_all_ranks(_options_by_name(module, shards) | choices, group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.tables, self._features, self.output_dims = module.tables, module._features, module._features.output_dims
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
@@ -561,7 +561,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             self.backward_sync.num_backwards = 0  # the ranks' states are equal again
 
 
-def _described(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
+def _options_by_name(module: TableCollection, shards: list[Shard]) -> dict[str, str]:
     """The options that must be equal on all ranks, by name."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check, module.is_weighted()
