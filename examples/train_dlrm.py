@@ -84,7 +84,7 @@ class DLRM(nn.Module):
 def main() -> float:
     """Trains one epoch on the first six sevenths of the rows, and returns the AUC on the rest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weeks", type=int, default=53, choices=range(1, 54), metavar="N", help="first N weeks only")
+    parser.add_argument("--weeks", type=int, default=53, choices=range(1, 54), metavar="N", help="weeks to use")
     parser.add_argument("--format", default="fp32", choices=rk.BAG_FORMATS, help="row format of tables (%(default)s)")
     options = parser.parse_args()
 

@@ -211,7 +211,7 @@ def test_comparisons_delete_no_run_that_is_not_understood(tmp_path):
     with pytest.raises(DataError, match=r"line \d is no record: .*; there is no checkpoint\.pt, so delete"):
         compare.run(plan)
     (run / checkpoint.NAME).symlink_to(tmp_path / "unmounted")
-    with pytest.raises(DataError, match=r"b-seed0 has no checkpoint\.pt: nothing to go on from"):
+    with pytest.raises(DataError, match=r"b-seed0 has no checkpoint\.pt: nothing to resume from"):
         compare.run(plan)
     assert (run / "metrics.jsonl").read_text() == before + '{"kind": "test"}\n'
     (run / checkpoint.NAME).unlink()

@@ -169,12 +169,12 @@ def test_evaluate(whole) -> None:
         (
             "device",
             "disk",
-            r"checkpoint\.pt has its tables in memory, and backing is 'disk': go on with --backing device or",
+            r"checkpoint\.pt has its tables in memory, and backing is 'disk': use --backing device or",
         ),
         (
             "disk",
             "device",
-            r"checkpoint\.pt has its tables in a file, and backing is 'device': go on with --backing disk",
+            r"checkpoint\.pt has its tables in a file, and backing is 'device': use --backing disk",
         ),
     ],
 )

@@ -133,14 +133,16 @@ def test_other_formats_are_refused_with_the_way_out(
     before = (run / checkpoint.NAME).read_bytes()
     assert main(["train", "--resume", str(run), "--format", "bf16", "--rounding", "nearest"]) == 1
     error = capsys.readouterr().err
-    assert "another config: format is 'bf16', was 'int8'; rounding is 'nearest', was 'stochastic': a run goes" in error
+    assert (
+        "another config: format is 'bf16', was 'int8'; rounding is 'nearest', was 'stochastic': a run resumes" in error
+    )
     assert "leave that out, or train anew without --resume" in error
     settings = json.loads((run / "config.json").read_text())
     settings["config"]["format"] = "mx9"
     (run / "config.json").write_text(json.dumps(settings))
     for command in (["train", "--resume", str(run)], ["evaluate", str(run)]):
         assert main(command) == 1
-        message = "was trained with another config: format is 'mx9', was 'int8': a run goes on"
+        message = "was trained with another config: format is 'mx9', was 'int8': a run resumes"
         assert message in capsys.readouterr().err
     assert (run / checkpoint.NAME).read_bytes() == before
     settings["config"]["format"] = "fp8"

@@ -180,7 +180,7 @@ def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data_dir, whole
     assert signal.getsignal(number) == before
     text = capsys.readouterr().err
     assert "interrupted after step 2 of" in text
-    assert f"go on with --resume {run}" in text
+    assert f"continue with --resume {run}" in text
     assert main(["train", "--resume", str(run)]) == 0
     assert_same(run, whole)
 
@@ -195,7 +195,7 @@ def test_signals_to_a_program(number, data, data_dir, whole, tmp_path):
     process.send_signal(number)
     _, text = process.communicate(timeout=300)
     assert process.returncode == 130, text
-    assert f"go on with --resume {run}" in text
+    assert f"continue with --resume {run}" in text
     assert main(["train", "--resume", str(run)]) == 0
     assert_same(run, whole)
 
@@ -209,7 +209,7 @@ def test_another_config_is_refused_with_the_differences(copied, capsys):
     edited.write_text(edited.read_text().replace('"lr": 0.05', '"lr": 0.5').replace('"threads": 2', '"threads": 1'))
     assert main(["train", "--resume", str(copied)]) == 1
     assert main(["evaluate", str(copied)]) == 1
-    message = r"was trained with another config: lr is 0\.5, was 0\.05: a run goes on as it began"
+    message = r"was trained with another config: lr is 0\.5, was 0\.05: a run resumes with its own options"
     assert len(re.findall(message, capsys.readouterr().err)) == 2
 
 

@@ -140,7 +140,7 @@ def test_interruption_tells_how_to_go_on(command, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(compare, "train", interrupted)
     assert command("a", "b:lr=0.5") == 130
-    assert "interrupted after step 3 of 4; the same command goes on from there" in capsys.readouterr().err
+    assert "interrupted after step 3 of 4; repeat the command to resume" in capsys.readouterr().err
 
 
 def test_folders_of_others_are_refused(command, tmp_path, capsys):

@@ -273,7 +273,10 @@ def test_an_interruption_leaves_a_page_and_goes_on(command, tmp_path, monkeypatc
 
     monkeypatch.setattr(compare, "train", interrupted)
     assert command() == 130
-    assert f"the same command goes on; so far: {tmp_path / 'reproduce' / 'report.md'}" in capsys.readouterr().err
+    assert (
+        f"repeat the command to resume; results so far: {tmp_path / 'reproduce' / 'report.md'}"
+        in capsys.readouterr().err
+    )
     found = entries(tmp_path / "reproduce")
     assert [e["status"] for e in found.values()] == ["done", "not finished", "not run"]
     assert "Not finished: interrupted." in (tmp_path / "reproduce" / "report.md").read_text()

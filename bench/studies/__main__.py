@@ -32,7 +32,7 @@ def _add_compare(commands: Any) -> None:
         description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
         "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
         "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Given again, the command "
-        "goes on where it stopped. Other flags are options of all configurations.",
+        "resumes. Other flags are options of all configurations.",
     )
     command.set_defaults(run_command=_compare)
     command.add_argument(
@@ -73,7 +73,7 @@ def _add_reproduce(commands: Any) -> None:
         "reproduce",
         help="train a list of comparisons and check papers' claims",
         description="Train a list of comparisons and set what papers claim beside what comes out: one page with "
-        "pictures, in runs/reproduce or runs/reproduce-quick. Given again, the command goes on where it stopped.",
+        "pictures, in runs/reproduce or runs/reproduce-quick. An interrupted command resumes when repeated.",
     )
     command.set_defaults(run_command=_reproduce)
     command.add_argument("--list", action="store_true", help="print the experiments with their costs and exit")
@@ -114,7 +114,7 @@ def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
     try:
         outcomes = compare.run(plan)
     except RunInterruptedError as interrupted:
-        print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
+        print(f"{interrupted}; repeat the command to resume", file=sys.stderr)
         raise KeyboardInterrupt from interrupted
     print(f"{compare_report.write(plan, compare_report.summarise(plan, outcomes))}\nwritten to {plan.folder}")
 
@@ -132,7 +132,7 @@ def _reproduce(parser: argparse.ArgumentParser, options: dict) -> int:
     try:
         results = reproduce.run(request)
     except (RunInterruptedError, KeyboardInterrupt) as interrupted:
-        print(f"the same command goes on; so far: {request.folder / 'report.md'}", file=sys.stderr)
+        print(f"repeat the command to resume; results so far: {request.folder / 'report.md'}", file=sys.stderr)
         raise KeyboardInterrupt from interrupted
     print(f"{reproduce_report.counts(results)}\nwritten to {request.folder / 'report.html'}")
     failed = reproduce.failures(results, [experiment.name for experiment in request.chosen()])

@@ -29,11 +29,11 @@ class Finding:
     """A measured value.
 
     Args:
-        value: None if the runs that it needs are not there.
-        low, high: its 95 % interval over the seeds; None below 2 of them.
-        pairs: seeds that it is from; None for a count, which is the same for all.
-        failed: runs that it needs and that did not finish.
-        unlike: why the runs that it is from do not compare; empty if they do.
+        value: None if required runs are missing.
+        low, high: 95 % interval over the seeds; None below 2 seeds.
+        pairs: number of seeds; None for a count, which is equal for all seeds.
+        failed: number of required runs that did not finish.
+        unlike: the reason why the runs are not comparable; empty if they are.
     """
 
     value: float | None
@@ -170,7 +170,7 @@ class Fewer(_OfTwo):
 class Premise:
     """A premise of a claim: the claim applies only if ``measure`` is within the bounds.
 
-    Both bounds are needed: what a model of half the size reaches, one of a twentieth may miss.
+    Both bounds matter: a quality at half the size may be out of reach at a twentieth.
     """
 
     measure: Fewer
@@ -191,12 +191,12 @@ class Claim:
 
     Args:
         says: the claim.
-        source: the paper, as "arXiv:2211.05239", or "target" for one that this project set itself.
-        measure: the number of ours that answers it.
-        at_least: the bound that the number must reach.
-        differs: how what is measured here differs from what the paper measured.
-        strictly: the number must be above the bound: what is equal is not better.
-        premises: the sizes that it speaks of.
+        source: the paper, as "arXiv:2211.05239", or "target" for this project's own.
+        measure: the measure that tests the claim.
+        at_least: lower bound of the measured value.
+        differs: differences between this measurement and the paper's.
+        strictly: the value must be above the bound, not equal.
+        premises: the sizes for which the claim holds.
     """
 
     says: str
@@ -273,7 +273,7 @@ def seeds_to_tell(claim: dict) -> int | None:
 def shortfall(claim: dict) -> str:
     """Describe why a claim is undecided, e.g. "0.0015 from the bound, ±0.0022: 15 seeds would tell".
 
-    It is empty with any other verdict, and the reason where there is no interval, or sizes or machines are at fault.
+    Empty for other verdicts; the reason of the verdict without an interval, or if sizes or machines do not fit.
     """
     if claim["verdict"] != CANNOT_TELL:
         return ""

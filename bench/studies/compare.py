@@ -44,9 +44,9 @@ class Comparison:
     """Configurations to train and compare.
 
     Args:
-        folder: gets a folder per run and the results.
-        configs: the configurations by name, the first being what the others are compared with.
-        seeds: every configuration is trained once with each.
+        folder: parent of the runs' folders and of the results.
+        configs: the configurations by name; the first one is the reference.
+        seeds: every configuration is trained once per seed.
     """
 
     folder: Path
@@ -76,18 +76,16 @@ def plan(
     Args:
         configurations: "NAME" or "NAME:option=value,option=value"; options are those of ``TrainConfig``, widths of
             layers are joined by "+" ("bottom=64+32").
-        base: the options that a configuration does not give.
+        base: the default options of the configurations.
         seeds: a count N for 0, 1, ..., N - 1, or a list "3,5,8".
         name: of the folder in ``base.runs_dir``.
-        formats, roundings: None: as ``base``. Lists, as in "fp32,int8": every configuration in every format with every
-            rounding, named "NAME-int8-nearest", or without configurations "int8-nearest". fp32 is not rounded, so it is
-            there once.
-        embeddings: the same of kinds of tables, as in "full,hash,qr": every configuration with each, in every format,
-            named "NAME-qr-int8-nearest". A configuration gives itself what no list gives.
-        models: the same of models, as in "dlrm,dcnv2": every configuration with each, named
-            "NAME-dcnv2-qr-int8-nearest".
-        given: options of ``base`` that were asked for, with their values: each must change one of the configurations'
-            models.
+        formats, roundings: lists, as in "fp32,int8": every configuration in every format with every rounding, named
+            "NAME-int8-nearest", or without configurations "int8-nearest"; fp32 only once, as it is not rounded. None:
+            those of ``base``.
+        embeddings: a list of table compressions, as in "full,hash,qr", in every format, named "NAME-qr-int8-nearest".
+            A configuration cannot set options that a list sets.
+        models: a list of models, as in "dlrm,dcnv2", named "NAME-dcnv2-qr-int8-nearest".
+        given: options of ``base`` given on the command line, with their values: each must affect a configuration.
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
@@ -176,7 +174,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     """ "8" -> (0, ..., 7); "3,5" -> (3, 5).
 
     Raises:
-        ValueError: not numbers, none, too many, negative or too large ones, or one of them twice.
+        ValueError: seeds that are not numbers, missing, too many, out of range or repeated.
     """
     message = (
         f"seeds is {text!r}, allowed is a count of 1 to {MOST_SEEDS}, or different seeds of 0 or more, below 2**64, as "
@@ -232,18 +230,18 @@ def comparable_defaults() -> dict[str, Any]:
 def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
     """Train the missing runs.
 
-    Finished runs are kept, as are those whose loss was not finite, which fail while the others go on. One that was
-    interrupted, or failed for another reason, goes on from its checkpoint or begins anew.
+    Finished runs and runs whose loss was not finite are kept. Runs that were interrupted or failed for another reason
+    are resumed from their checkpoint or started again. A failed run does not stop the others.
 
     Returns:
-        By configuration and seed, the run's "test" or "failed" record.
+        The run's "test" or "failed" record by configuration and seed.
 
     Raises:
-        RunExistsError: a run is there with another config, the folder is itself a run, or another process is at it.
-        DataError: the data is missing or not what it should be, a run's folder is a link, or its records are not what
-            a run writes and there is no checkpoint to go on from.
-        TrainingError: a batch is too large for the memory budget. IndexError: the data has a wrong id.
-        RunInterruptedError: Ctrl-C or SIGTERM; called again, ``run`` goes on.
+        RunExistsError: a run exists with another config, the folder is itself a run, or another process uses it.
+        DataError: the data is missing or invalid, a run's folder is a link, or its records are invalid and it has no
+            checkpoint to resume.
+        TrainingError: a batch is too large for the memory budget. IndexError: an id is out of range.
+        RunInterruptedError: Ctrl-C or SIGTERM; a repeated call resumes.
     """
     pairs = [(name, seed) for seed in comparison.seeds for name in comparison.configs]
     data: dict[tuple, DataSet] = {}

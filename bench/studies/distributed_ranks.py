@@ -34,7 +34,7 @@ ROWS = (200_000, 200_000, 50_000, 50_000, 1000, 1000, 100, 100)  # of the tables
 IDS = 8  # of a bag, in the mean
 
 
-class Counted:
+class CollectiveCounter:
     """Bytes sent to other ranks by kind of collective, and seconds spent in collectives."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def sent_bytes(weeks: int, seeds: int) -> dict:
         sharder = rk.distributed.EmbeddingBagCollectionSharder(**options)
         constraints = sharder.constraints(model.tables) if name == "torchrec_planner" else None
         parallel = _parallel(model, sharder, BATCH, constraints)
-        counted = Counted()
+        counted = CollectiveCounter()
         with counted.patched():
             for step in range(STEPS):
                 start = step * BATCH
@@ -191,7 +191,7 @@ def step_times(weeks: int, seeds: int) -> dict:
     for step in range(ROUNDS + 3):
         features = _batch(step)
         for name in sorted(models, reverse=step % 2 == 1):
-            counted = Counted()
+            counted = CollectiveCounter()
             dist.barrier()
             with counted.patched():
                 ticks = [time.perf_counter()]

@@ -3,9 +3,9 @@
 Source: F. M. Harper and J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015. The files
 are GroupLens' (https://grouplens.org/datasets/movielens), under terms of use of their own.
 
-The last tenth of each user's ratings is the test. Whatever a row says of the past is of *earlier training ratings*:
-those before its second. No label of a test row is in any feature. But the training rows are all others, also those that
-other users gave after a test row: a split by time would leave few users with rows on both sides.
+The last tenth of each user's ratings is the test. Features of the past use *earlier training ratings*, from before the
+row's second; labels of test rows are in no feature. Training rows include ratings that other users gave after a test
+row: a split by time would leave few users with rows in both splits.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Prepared:
             training".
         dense: float32 [N, 4], the columns of ``DENSE``: log1p of counts, and means.
         label: float32 [N], 1 for ``LIKED`` stars or more.
-        movie: int32 [N], the row's bag of genres.
-        genre_offsets: int64 [bags + 1] into ``genres``; the last bag, of movies that are not listed, is empty.
+        movie: int32 [N], index of the row's bag of genres.
+        genre_offsets: int64 [bags + 1] into ``genres``; the last bag, for unlisted movies, is empty.
         genres: int32, ids of "genre".
-        past: int64 [2, N], begin and end in ``seen`` of what the user rated before, at most 50 movies.
+        past: int64 [2, N], begin and end in ``seen`` of the user's previous movies, at most 50.
         seen: int32, ids of "movie": the training rows by user, time and movie.
-        num_embeddings: rows of the table of each feature, row 0 included; "genre" and "history" are the last.
+        num_embeddings: table rows by feature, including row 0; "genre" and "history" are the last.
         train_rows: first test row.
     """
 
@@ -80,7 +80,7 @@ class MovieLens(Rows):
         prepared: its rows.
 
     Raises:
-        DataError: files are missing or malformed, or no user has enough ratings for a test; says where.
+        DataError: files are missing or malformed, or no user has enough ratings for a test; names the place.
         OSError: the prepared data cannot be written.
     """
 
@@ -226,7 +226,7 @@ def _past(
     dense = np.empty((len(rows), len(DENSE)), dtype=np.float32)
     for column, name in enumerate(("user", "movie")):
         group = rows[name].to_numpy()
-        before = _Before(group, time)
+        before = _EarlierSums(group, time)
         (_, count), (_, likes) = before.sums(trained), before.sums(liked)
         dense[:, column] = np.log1p(count)
         dense[:, 2 + column] = (likes + PRIOR / 2) / (count + PRIOR)
@@ -237,14 +237,14 @@ def _past(
     return dense, past, seen
 
 
-class _Before:
+class _EarlierSums:
     """Sums over a group's earlier rows.
 
     Args:
         group, time: int64 [N].
 
     Attributes:
-        order: rows by group, then time, then as they are.
+        order: rows sorted by group, then time (stable).
     """
 
     def __init__(self, group: np.ndarray, time: np.ndarray):

@@ -1,6 +1,6 @@
 """Ratings, movies and users of MovieLens, from the files that GroupLens publishes or RecBole's atomic files.
 
-Every layout is text, a record per line. What is said of a wrong file names its line.
+Every layout is text, a record per line. Errors name the file and its line.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _explain(file: File, error: Exception) -> DataError:
 
 
 def read_movies(file: File) -> pd.DataFrame:
-    """A row per movie: "movie", int64; "year" of release, int64, 0 where none is told; "genres", tuples of names.
+    """A row per movie: "movie", int64; "year" of release, int64, 0 if unknown; "genres", tuples of names.
 
     Raises:
         DataError: the file is malformed, or a movie is there twice; says where.

@@ -33,13 +33,13 @@ class Request:
     """Request for a set of experiments.
 
     Args:
-        base: how runs are carried out: ``threads``, ``runs_dir``, ``data_dir``.
-        only: names of experiments; none: all of them.
+        base: execution options: ``threads``, ``runs_dir``, ``data_dir``.
+        only: names of experiments; empty: all.
         quick: fewer weeks and seeds.
-        movielens: folder of a MovieLens data set; None leaves out what needs it.
+        movielens: folder of a MovieLens data set; None skips experiments that need one.
 
     Raises:
-        ValueError: a name that no experiment has, or one twice.
+        ValueError: a name is unknown or repeated.
     """
 
     base: TrainConfig
@@ -86,10 +86,10 @@ def listing() -> str:
 def run(request: Request) -> dict:
     """Train the missing runs, write the page after every experiment, and return ``results.json``.
 
-    An experiment that fails is told on the page, and the others go on.
+    A failed experiment is listed on the page; the others continue.
 
     Raises:
-        RunInterruptedError, KeyboardInterrupt: called again, ``run`` goes on.
+        RunInterruptedError, KeyboardInterrupt: a repeated call resumes.
         OSError: the folder cannot be written to.
     """
     request.folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def claims(entries: Sequence[dict]) -> Figure | None:
         entries: those of ``results.json``, with "name" and "claims".
 
     Returns:
-        None if there is no number.
+        None without a measured claim.
     """
     shown = {
         unit: [(e["name"], c) for e in entries for c in e["claims"] if c["unit"] == unit and c["value"] is not None]
@@ -65,8 +65,8 @@ def _draw_claims(axes: Axes, rows: list[tuple[str, dict]]) -> None:
 def quality_over_bytes(entries: Sequence[dict]) -> Figure | None:
     """Draw the AUC lost by every configuration over its fraction of the reference's bytes.
 
-    Shown are experiments on the default model and data that change the bytes. The configurations that none with fewer
-    bytes outdoes are named.
+    The figure has the experiments on the default model and data that change the bytes; configurations on the Pareto
+    front are named.
     """
     series = {e["name"]: _points(e["result"]) for e in entries if _is_comparable(e["result"])}
     if not series:

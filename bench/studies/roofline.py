@@ -1,6 +1,6 @@
 """Roofline model of a step's parts: bytes that must be moved and FLOPs of matrix products.
 
-A part takes at least as long as its bytes at the rate of a copy, and as its products at that of a large matrix product.
+A part's lower bound is the time of its bytes at a copy's rate and of its FLOPs at a large matrix product's rate.
 """
 
 from __future__ import annotations
@@ -104,8 +104,10 @@ def _of_layers(model: DLRM, batch: Batch) -> int:
 
 @functools.cache
 def limits(threads: int, dtype: torch.dtype) -> dict[str, float]:
-    """Measures this machine's limits with so many threads: bytes per second of a copy of 64 MiB, read and written, and
-    operations per second of a matrix product of ``dtype``. Takes about 0.1 s; the fastest of five turns counts."""
+    """Measure bytes per second of a copy of 64 MiB (read and written) and FLOP/s of a matrix product of ``dtype``.
+
+    The fastest of five turns counts, about 0.1 s in all.
+    """
     source = torch.ones(_COPIED // 4)
     target = torch.empty_like(source)
     a = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
@@ -128,16 +130,16 @@ def _fastest(work: Callable[[], object]) -> float:
 def profile(run: Path, data: DataSet | None = None) -> dict:
     """The mean seconds per batch of each part of a run, and the times at this machine's limits.
 
-    All are of a batch: of a step with several, its share. Bytes and products are those of the last step of whole
-    batches, on the model of the run's checkpoint.
+    All values are per batch. Bytes and FLOPs are those of the last step of full batches, on the model of the run's
+    checkpoint.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         data: the data set; by default the one that the run's config names.
 
     Raises:
-        DataError: the run is not finished, it is one of a GPU, whose times of parts are the host's, it has no whole
-            batch, or its data or checkpoint is missing or not what it should be.
+        DataError: the run is not finished, ran on a GPU, whose times of parts are the host's, has no full batch, or its
+            data or checkpoint is missing or invalid.
     """
     config, records = TrainConfig.read(run), Records(run).read()
     train, test = ([r for r in records if r["kind"] == kind] for kind in ("train", "test"))
@@ -159,10 +161,10 @@ def profile(run: Path, data: DataSet | None = None) -> dict:
 
 
 def last_step(data: Reader, config: TrainConfig) -> list[Batch]:
-    """The batches of the last step of an epoch that has whole ones only; of data for less than a step, those there are.
+    """The batches of an epoch's last step of full batches only, or all full batches if they are fewer than a step.
 
     Raises:
-        DataError: there is no whole batch.
+        DataError: the data has no full batch.
     """
     whole = data.num_rows("train") // config.batch_size
     count = min(config.accumulate, whole)
@@ -173,10 +175,10 @@ def last_step(data: Reader, config: TrainConfig) -> list[Batch]:
 
 
 def beside_limits(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flops_per_example: int) -> dict:
-    """The profile of a run from its parts.
+    """The profile of a run.
 
     Args:
-        step: whole batches of one step.
+        step: full batches of one step.
         train: the records of the training. flops_per_example: of a row's forward.
     """
     limit, parts = limits(torch.get_num_threads(), dtype_of(model.precision)), {}

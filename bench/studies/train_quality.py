@@ -4,7 +4,7 @@ All train one model on the same batches, read ahead on a thread, from the same i
 concatenated table, every distinct history once as ours, plain torch's interaction and a row-wise Adagrad in plain
 torch; "recipe" is the usual one: an nn.EmbeddingBag(sparse=True) per table, a history for every row, and torch's own
 Adagrad, which is element-wise. Seeds take turns. Finished (implementation, seed) pairs in the result file
-are kept, so an interrupted run goes on where it stopped.
+are kept, so that an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
     return {name: tables[name].weight.detach() for name in tables}
 
 
-class PlainInteraction(nn.Module):
+class TorchInteraction(nn.Module):
     """``rk.dot_interaction`` in plain torch."""
 
     def __init__(self, num_features: int, embedding_dim: int):
@@ -49,7 +49,7 @@ class PlainInteraction(nn.Module):
         return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
 
 
-class NoCollection(nn.Module):
+class StubCollection(nn.Module):
     """A stub collection for models with their own tables."""
 
     def check(self) -> None:
@@ -60,7 +60,7 @@ class TorchDLRM(DLRM):
     """DLRM with torch's interaction; the base class of models with their own tables."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
-        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
+        super().__init__(features, num_dense, interaction=TorchInteraction, **options)
 
     def dense_parameters(self) -> list[nn.Parameter]:
         return [*self.bottom.parameters(), *self.top.parameters()]
@@ -80,7 +80,7 @@ class RecipeDLRM(TorchDLRM):
                 for feature, weight in weights.items()
             }
         )
-        self.embeddings = NoCollection()
+        self.embeddings = StubCollection()
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The tables' weights, for an optimizer of sparse gradients."""
@@ -104,7 +104,7 @@ class TunedDLRM(TorchDLRM):
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
         self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
-        self.embeddings = NoCollection()
+        self.embeddings = StubCollection()
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The table's weight, for an optimizer of sparse gradients."""
@@ -144,7 +144,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 weight[rows] -= rate.unsqueeze(1) * values
 
 
-class Together:
+class CombinedOptimizer:
     """Several optimizers as one."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
@@ -159,7 +159,7 @@ class Together:
             optimizer.step()
 
 
-class Changed:
+class ConvertingReader:
     """A reader for ``predict`` that converts every batch of a data set."""
 
     ranks = SINGLE_PROCESS
@@ -189,8 +189,8 @@ def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
     if implementation != "ours":
         tables = RowwiseAdagrad if implementation == "torch" else torch.optim.Adagrad
-        optimizer = Together(optimizer, tables(model.table_parameters(), lr=config.lr))
-    rows = Changed(data, config.batch_size, CHANGES[implementation])
+        optimizer = CombinedOptimizer(optimizer, tables(model.table_parameters(), lr=config.lr))
+    rows = ConvertingReader(data, config.batch_size, CHANGES[implementation])
     started = time.perf_counter()
     for batch in prefetch(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)

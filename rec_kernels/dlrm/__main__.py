@@ -100,7 +100,7 @@ def config_of_run(parser: argparse.ArgumentParser, options: dict) -> TrainConfig
 def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     resume, show = options.pop("resume"), options.pop("show_config")
     if resume is not None and (moved := {"run", "runs_dir"} & options.keys()):
-        parser.error(f"{sorted(moved)[0]} is given beside resume, and a run goes on in its own folder: leave it out")
+        parser.error(f"{sorted(moved)[0]} is given beside resume, and a run resumes in its own folder: leave it out")
     config = config_of(parser, options, resume)
     try:
         refuse_options_without_effect(options, [config])
@@ -138,7 +138,7 @@ def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
         return 141
     except RunInterruptedError as interrupted:
-        print(f"{interrupted}; go on with --resume {interrupted.directory}", file=sys.stderr)
+        print(f"{interrupted}; continue with --resume {interrupted.directory}", file=sys.stderr)
         return 130
     except Exception as error:
         if not (isinstance(error, REPORTED_ERRORS) or out_of_memory(error)):

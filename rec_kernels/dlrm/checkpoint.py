@@ -128,7 +128,7 @@ def load(directory: Path) -> dict[str, Any]:
         if damaged is None:
             state = torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError as error:
-        raise DataError(f"{directory} has no {NAME}: nothing to go on from") from error
+        raise DataError(f"{directory} has no {NAME}: nothing to resume from") from error
     except Exception as error:  # damaged files make zipfile and torch raise errors of many types
         raise DataError(f"{path} is damaged: {error!r}") from error
     if damaged is not None:
@@ -225,8 +225,8 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
             here = {name: here[name] for name in options}
         if changed := changes(options, here):
             raise DataError(
-                f"{directory} was trained with another config: {'; '.join(changed)}: a run goes on as it began, so "
-                "leave that out, or train anew without --resume"
+                f"{directory} was trained with another config: {'; '.join(changed)}: a run resumes with its own "
+                "options, so leave that out, or train anew without --resume"
             )
         if found != expected:
             raise DataError(f"{path} was made with other data: {short_repr(found, 1000)}, here are {expected}")

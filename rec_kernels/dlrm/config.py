@@ -148,7 +148,9 @@ class TrainConfig:
         of="completejourney",
     )
     table_rows: int | None = _count(
-        None, "criteo: hash ids to this many rows per table; synthetic: largest table (100000)", of="criteo synthetic"
+        None,
+        "hash ids to this many rows per table; synthetic: rows of the largest tables (100000)",
+        of="criteo synthetic",
     )
     history: int | None = _count(
         None, "maximum history length, 10 to 200 (default: 50); synthetic: mean (20)", of="completejourney synthetic"

@@ -83,10 +83,10 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
                 raise ValueError(f"file_generation is {short_repr(found)}, allowed is an int64 of 0 or more")
             generation = int(found)
     if (in_file := generation is not None) != (config.backing == "disk"):  # before build_model creates a file
-        there, wanted = ("a file", "disk") if in_file else ("memory", "device or --backing host")
+        place, allowed = ("a file", "disk") if in_file else ("memory", "device or --backing host")
         raise DataError(
-            f"{directory / checkpoint.NAME} has its tables in {there}, and backing is {config.backing!r}: go on with "
-            f"--backing {wanted}"
+            f"{directory / checkpoint.NAME} has its tables in {place}, and backing is {config.backing!r}: use "
+            f"--backing {allowed}"
         )
     model = build_model(config, data, directory, generation)
     try:
@@ -115,7 +115,7 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
     if config.backing != "disk":
         return rk.RowCache(**options, backing=config.backing)
     if directory is None:
-        raise DataError("backing 'disk' is for runs, whose folder has the tables' file")
+        raise DataError("backing 'disk' needs the folder of a run, for the tables' file")
     for name in (FILE, f"{FILE}.log"):
         files.refuse_foreign(directory / name)
     budget = parse_size(config.memory_budget)
