@@ -169,7 +169,7 @@ def test_lookups_of_training_that_train_nothing_are_told_once(format: str, pools
 def test_layers_of_training_that_train_nothing_are_told_once(make_layer: type[rk.Embedding]) -> None:
     """Layers of rows that torch cannot train, unless they are frozen."""
     ids = torch.tensor([[1, 2]])
-    layer = make_layer(9, 4, dtype=torch.bfloat16)
+    layer = make_layer(9, 4, format="bf16")
     with pytest.warns(UserWarning, match=UNTRAINED % ("weight", "bf16")):
         layer(ids)
     with warnings.catch_warnings():
