@@ -1,4 +1,4 @@
-"""The ops under torch.autocast."""
+"""Registration of the ops' behaviour under torch.autocast."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ALL_KEYS = torch._C.DispatchKeySet(_KEYS["cpu"]) | torch._C.DispatchKeySet(_KEY
 
 
 def register(op: str, prepare: Callable[[tuple, str], tuple]) -> None:
-    """Under autocast, ``rec_kernels::<op>`` computes with ``prepare(its arguments, "cpu" or "cuda")``.
+    """Register an autocast kernel that calls ``rec_kernels::<op>`` with ``prepare(arguments, "cpu" or "cuda")``.
 
-    The op itself runs as without autocast; autograd sees what ``prepare`` does.
+    The op itself runs without autocast; autograd records the casts of ``prepare``.
     """
     for device in _KEYS:
         _register(op, device, prepare)
@@ -34,9 +34,9 @@ def _register(op: str, device: str, prepare: Callable[[tuple, str], tuple]) -> N
 
 
 def to_lower_precision(inputs: tuple, device: str) -> tuple:
-    """Arguments of an op as torch.bmm takes them: those on the device and narrower than float64 in autocast's dtype.
+    """Cast floating-point tensors on the device, except float64, to autocast's dtype, as torch.bmm does.
 
-    torch.library.register_autocast knows only a dtype that is fixed when the op is registered.
+    torch.library.register_autocast supports only a dtype that is fixed at registration.
     """
     dtype = torch.get_autocast_dtype(device)
 

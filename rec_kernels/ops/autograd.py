@@ -1,8 +1,8 @@
-"""Autograd of the package's ops: one registration for all of them, and what ops have no derivative of.
+"""Autograd registration of the package's ops, and refusal of derivatives that do not exist.
 
-``register_autograd`` has the meaning of ``torch.library.register_autograd``, whose walks over schema and arguments take
-83 microseconds a call at 17 arguments and 294 at 35 where a gradient is required. It also refuses forward-mode
-tangents, which would be dropped below autograd: the derivative would be zero.
+``register_autograd`` replaces ``torch.library.register_autograd``, whose traversal of schema and arguments takes
+83 microseconds per call with 17 arguments and 294 with 35 if a gradient is required. It also refuses forward-mode
+tangents: below autograd they would be dropped, and the derivative would be zero.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from torch.utils import _pytree as pytree
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
-_has_torch_function = torch._C._has_torch_function  # the classes of some tensors, or a mode, want to see a call
+_has_torch_function = torch._C._has_torch_function  # whether a tensor subclass or a mode overrides the call
 
-#: Ops that ``register_autograd`` has given a gradient, by the id of their overload, whose hash is slow.
+#: Ops registered by ``register_autograd``, keyed by id() of their overload, whose hash is slow.
 _differentiable: dict[int, Differentiable] = {}
-#: Backward ops whose derivative is refused.
+#: Backward ops without a derivative.
 REFUSED: set[str] = set()
 
 
 def overload_of(op: str) -> torch._ops.OpOverload:
-    """The op called "scale_rows", or the overload of one called "embedding_bag.layout"."""
+    """Return the default overload of an op ("scale_rows"), or a named one ("embedding_bag.layout")."""
     name, _, overload = op.partition(".")
     return getattr(getattr(_ops, name), overload or "default")
 
 
 @functools.cache
 def signature_of(op: str) -> dict[str, object]:
-    """Name -> default of the arguments of ``rec_kernels::<op>``, in schema order."""
+    """Map name -> default of the arguments of ``rec_kernels::<op>``, in schema order."""
     return {a.name: a.default_value for a in overload_of(op)._schema.arguments}
 
 
 @functools.cache
-def places_of(op: str) -> dict[str, int]:
-    """Name -> place of the arguments of ``rec_kernels::<op>`` in its schema."""
+def positions_of(op: str) -> dict[str, int]:
+    """Map name -> position of the arguments of ``rec_kernels::<op>``."""
     return {name: i for i, name in enumerate(signature_of(op))}
 
 
 def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
-    """The arguments of a call by their names in the schema, as far as they were given."""
+    """Map the passed arguments of a call to their names in the schema."""
     arguments = dict(zip(signature_of(op), inputs, strict=False))
     return arguments | given if given else arguments
 
 
 def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls an op that has a gradient, past the ways of the dispatcher that a small call spends most of its time on.
+    """Call a differentiable op without the dispatcher, whose overhead dominates a small call.
 
-    Its autograd kernel, which is Python, is called as a function. The dispatcher itself is needed while torch compiles,
-    for tangents, inside transforms of torch.func and torch.vmap, whose tensors do not say that they require a gradient,
-    under autocast, and where a TorchFunctionMode or tensors with a ``__torch_function__`` of their own see the call.
+    The op's autograd kernel, a Python function, is called directly. The dispatcher is needed while torch compiles, for
+    tangents, under autocast, inside transforms of torch.func and torch.vmap, whose tensors do not report that they
+    require a gradient, and where a TorchFunctionMode or a ``__torch_function__`` overrides the call.
     """
     if not (
         torch.compiler.is_compiling()
@@ -67,22 +67,23 @@ def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
         op = _differentiable[id(overload)]
         inputs = op.inputs(args, kwargs) if kwargs else args
         if not (
-            _has_torch_function(inputs) or (op.list_place is not None and _has_torch_function(inputs[op.list_place]))
+            _has_torch_function(inputs)
+            or (op.list_position is not None and _has_torch_function(inputs[op.list_position]))
         ):
             return op(inputs)
     return overload(*args, **kwargs)
 
 
 def register_autograd(op: str, backward: Callable, *, setup_context: Callable | None = None) -> None:
-    """Gives ``rec_kernels::<op>`` a gradient.
+    """Register the gradient of ``rec_kernels::<op>``.
 
     Args:
-        op: its name. At most one argument may be a list of tensors; results are tensors.
-        backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each argument of the schema (of a single
-            argument, also the gradient alone); for a list of tensors, a list of them. ``ctx.needs_input_grad`` has an
-            element, or a list of them, for each argument.
-        setup_context: ``setup_context(ctx, inputs, output)`` keeps what ``backward`` needs. ``inputs`` are all
-            arguments of the schema, defaults included.
+        op: name of the op. At most one argument may be a list of tensors; results are tensors.
+        backward: ``backward(ctx, *grads)`` returns a gradient or None per argument of the schema, and a list of them
+            for a list of tensors. With a single argument it may return the gradient alone. ``ctx.needs_input_grad``
+            has the same structure.
+        setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs. ``inputs`` are all
+            arguments of the schema, including defaults.
     """
     differentiable = Differentiable(op, backward, setup_context)
     _differentiable[id(overload_of(op))] = differentiable
@@ -95,79 +96,79 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
 
 
 class Differentiable:
-    """An op with a gradient: calling it is what its autograd kernel does.
+    """Autograd kernel of an op, as a callable.
 
-    torch walks over the arguments of an ``autograd.Function``: it is given those that require gradients, and all
-    arguments as one object.
+    torch traverses the arguments of an ``autograd.Function``. To keep that short, the function takes the tensors that
+    require gradients, and all arguments as one object.
     """
 
     def __init__(self, op: str, backward: Callable, setup_context: Callable | None) -> None:
         self._overload, self._defaults = overload_of(op), tuple(signature_of(op).values())
         self._count = len(self._defaults)
-        self._places = places_of(op)
+        self._positions = positions_of(op)
         types = [str(a.type) for a in self._overload._schema.arguments]
         tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Optional[Tensor]")]
         # The dispatcher drops trailing arguments that equal their defaults.
         self._tensors = [[i for i in tensors if i < count] for count in range(len(types) + 1)]
-        self.list_place = types.index("List[Tensor]") if "List[Tensor]" in types else None
+        self.list_position = types.index("List[Tensor]") if "List[Tensor]" in types else None
         self._backward, self._setup_context = backward, setup_context
-        # torch's compiled autograd takes no bound method as a backward.
+        # torch's compiled autograd accepts no bound method as a backward.
         backward_ = staticmethod(lambda *grads: self._gradients(*grads))
         methods = {"forward": staticmethod(self._forward), "backward": backward_}
         function = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
-        # Function.apply calls this where no transform of torch.func is active; a direct call takes half the time.
+        # Function.apply calls this if no transform of torch.func is active; a direct call takes half the time.
         self._apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
-        """The arguments by place, up to the last one by name."""
-        inputs, places = self.completed(args), self._places
+        """Return the arguments by position, up to the last one passed by keyword."""
+        inputs, positions = self.completed(args), self._positions
         for name, given in kwargs.items():
-            inputs[places[name]] = given
-        del inputs[max(map(places.__getitem__, kwargs)) + 1 :]
+            inputs[positions[name]] = given
+        del inputs[max(map(positions.__getitem__, kwargs)) + 1 :]
         return inputs
 
     def completed(self, inputs: Sequence) -> list:
-        """All arguments by place: ``inputs``, and the defaults of those behind them."""
+        """Return all arguments by position: ``inputs``, then the defaults of the rest."""
         return [*inputs, *self._defaults[len(inputs) :]]
 
-    def _require_grad(self, inputs: Sequence) -> list[int]:
-        """Places of the arguments that require gradients, and of the list if a tensor in it does."""
-        wanted = []  # filled by a loop, as other lists here: a comprehension is a call, whose time is that of the rest
+    def _requiring_grad(self, inputs: Sequence) -> list[int]:
+        """Return the positions of arguments that require gradients, including the list if a tensor in it does."""
+        grad_positions = []  # filled by a loop, as other lists here: a comprehension's call would double the time
         for i in self._tensors[len(inputs)]:
             if (given := inputs[i]) is not None and getattr(given, "requires_grad", False):
-                wanted.append(i)
-        if self.list_place is not None and any(t.requires_grad for t in inputs[self.list_place]):
-            wanted.append(self.list_place)
-            wanted.sort()
-        return wanted
+                grad_positions.append(i)
+        if self.list_position is not None and any(t.requires_grad for t in inputs[self.list_position]):
+            grad_positions.append(self.list_position)
+            grad_positions.sort()
+        return grad_positions
 
     def __call__(self, inputs: Sequence) -> Any:
-        wanted = self._require_grad(inputs) if torch.is_grad_enabled() else ()
-        if not wanted:
+        grad_positions = self._requiring_grad(inputs) if torch.is_grad_enabled() else ()
+        if not grad_positions:
             with torch._C._AutoDispatchBelowAutograd():
                 return self._overload(*inputs)
         tensors: list[Tensor] = []
-        for i in wanted:
-            if i == self.list_place:
+        for i in grad_positions:
+            if i == self.list_position:
                 tensors += inputs[i]
             else:
                 tensors.append(inputs[i])
         if not torch._C._are_functorch_transforms_active():
-            return self._apply((inputs, wanted), *tensors)
-        with enable_single_level_autograd_function():  # a node of this level, as kernels of torch's own ops make them
-            return self._apply((inputs, wanted), *tensors)
+            return self._apply((inputs, grad_positions), *tensors)
+        with enable_single_level_autograd_function():  # a node of this level, as in torch's own ops
+            return self._apply((inputs, grad_positions), *tensors)
 
     def _forward(self, ctx: Any, given: tuple[Sequence, list[int]], *_: Tensor) -> Any:
-        inputs, wanted = given
+        inputs, grad_positions = given
         needs: list[Any] = [False] * self._count
-        for i in wanted:
+        for i in grad_positions:
             needs[i] = True
-        if self.list_place is not None:
-            needs[self.list_place] = [t.requires_grad for t in inputs[self.list_place]]
-        ctx.needs_input_grad, ctx.wanted = needs, wanted
+        if self.list_position is not None:
+            needs[self.list_position] = [t.requires_grad for t in inputs[self.list_position]]
+        ctx.needs_input_grad, ctx.grad_positions = needs, grad_positions
         with torch._C._AutoDispatchBelowAutograd():
             if torch._C._are_functorch_transforms_active():
-                with torch.enable_grad():  # the transforms outside have nodes of their own
+                with torch.enable_grad():  # outer transforms record their own nodes
                     output = self._overload(*inputs)
             else:
                 output = self._overload(*inputs)
@@ -179,31 +180,31 @@ class Differentiable:
         for grad in grads:
             if grad is not None:
                 break
-        else:  # of ops that have set_materialize_grads(False)
-            found: Any = ctx.needs_input_grad
-            return None, *(None for i in ctx.wanted for _ in (found[i] if i == self.list_place else (i,)))
-        found = self._backward(ctx, *grads)
-        if isinstance(found, Tensor):  # an op of one argument: not a tuple of its rows
-            found = (found,)
+        else:  # all None: the op called set_materialize_grads(False)
+            needs: Any = ctx.needs_input_grad
+            return None, *(None for i in ctx.grad_positions for _ in (needs[i] if i == self.list_position else (i,)))
+        by_argument = self._backward(ctx, *grads)
+        if isinstance(by_argument, Tensor):  # an op of one argument: do not iterate over rows
+            by_argument = (by_argument,)
         gradients: list[Tensor | None] = [None]
-        for i in ctx.wanted:
-            if i == self.list_place:
-                gradients += found[i]
+        for i in ctx.grad_positions:
+            if i == self.list_position:
+                gradients += by_argument[i]
             else:
-                gradients.append(found[i])
+                gradients.append(by_argument[i])
         return tuple(gradients)
 
 
 def node_of_op(output: Tensor) -> Any:
-    """The node of the op that an output is of, or None. Ids of a subclass of Tensor make it an alias of that."""
+    """Return the autograd node of the op that computed ``output``, or None, past the alias of a Tensor subclass."""
     node: Any = output.grad_fn
     if node is None or type(node).__weakrefoffset__:
         return node
-    return node.next_functions[0][0]  # torch's own nodes have no references
+    return node.next_functions[0][0]  # torch's own nodes have no weak references
 
 
 def refuse_tangents(op: str, inputs: Iterable[object]) -> None:
-    """Raises NotImplementedError if an argument of ``rec_kernels::<op>``, or a tensor in a list, has a tangent."""
+    """Raise NotImplementedError if an argument of ``rec_kernels::<op>``, or a tensor in a list, has a tangent."""
     if forward_ad._current_level < 0:
         return
     for given in inputs:
@@ -215,8 +216,8 @@ def refuse_tangents(op: str, inputs: Iterable[object]) -> None:
                 )
 
 
-def refuse_second(op: str) -> None:
-    """Has the second derivative through ``rec_kernels::<op>``, a backward op, raise RuntimeError."""
+def refuse_second_derivative(op: str) -> None:
+    """Make second derivatives through ``rec_kernels::<op>``, a backward op, raise RuntimeError."""
 
     def backward(ctx, *_) -> NoReturn:
         _refuse(op)
@@ -226,23 +227,23 @@ def refuse_second(op: str) -> None:
 
 
 def differentiable_once(op: str, backward: Callable) -> Callable:
-    """``backward`` of ``rec_kernels::<op>``, whose results raise RuntimeError where they are differentiated.
+    """Wrap ``backward`` of ``rec_kernels::<op>`` so that differentiating its results raises RuntimeError.
 
-    For backward ops that cannot afford an autograd of their own. Results depend on the gradients that come in and on
-    the saved tensors, as far as these require gradients. (``torch.autograd.function.once_differentiable`` refuses only
-    where the gradient that comes in is differentiable, too; where it is not, of a sum, say, the derivative is silently
-    left out. It also depends on a leaf of its own: torch.autograd.grad would find its inputs unused.)
+    This suits backward ops for which an autograd registration would be too slow. Results depend on those incoming
+    gradients and saved tensors that require gradients. ``torch.autograd.function.once_differentiable`` does not
+    suffice: it raises only if the incoming gradient is differentiable, too, and otherwise (a sum's, for example)
+    silently drops the derivative. It also depends on its own leaf: torch.autograd.grad would find its inputs unused.
     """
 
     @functools.wraps(backward)
     def refusing(ctx, *grads) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        ctx = _RereadableContext(ctx)
-        given = (*grads, *ctx.saved_tensors)
-        # Inside of torch.func's transforms, a tensor may require a gradient of another level.
+        ctx = _SavedOnceContext(ctx)
+        tensors = (*grads, *ctx.saved_tensors)
+        # Inside torch.func's transforms, a tensor may require a gradient at another level.
         any_level = torch._C._are_functorch_transforms_active()
-        sources = [t for t in given if isinstance(t, Tensor) and (any_level or t.requires_grad)]
+        sources = [t for t in tensors if isinstance(t, Tensor) and (any_level or t.requires_grad)]
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not sources:
@@ -252,8 +253,8 @@ def differentiable_once(op: str, backward: Callable) -> Callable:
     return refusing
 
 
-class _RereadableContext:
-    """A backward's ``ctx`` whose saved tensors may be read twice; activation checkpointing allows it once."""
+class _SavedOnceContext:
+    """Wrapper of a backward's ``ctx`` that reads saved tensors once, as activation checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -263,7 +264,7 @@ class _RereadableContext:
 
 
 class _Refusal(torch.autograd.Function):
-    """A tensor as it is, which depends on others; its derivative is refused."""
+    """Identity of a result that also depends on its sources; its backward raises."""
 
     generate_vmap_rule = True
 

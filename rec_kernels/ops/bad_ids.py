@@ -1,11 +1,11 @@
-"""Messages about ids and offsets that lookups refuse, in the words of the caller and with what to write instead."""
+"""Rewrites error messages about invalid ids and offsets in terms of the caller's arguments, with advice."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-#: The ops' words for an id, at the beginning of a message; for a feature; for one of ``torch.nn.EmbeddingBag``'s bags.
+#: Patterns in the ops' messages: an id, at the start; a feature; a bag of ``torch.nn.EmbeddingBag``.
 _ID = re.compile(r"(?:values|input)\[(\d+)\] = ")
 _NEGATIVE = re.compile(r"values\[\d+\] = -")
 _FEATURE = re.compile(r"\(feature (\d+), ")
@@ -18,38 +18,39 @@ _ADVICE = (
 
 
 def advice_on(value: int) -> str:
-    """The end of a message about an id that no table has: advice, if it is negative."""
+    """Return advice to append to a message about an id out of range; empty unless the id is negative."""
     return _ADVICE if value < 0 else ""
 
 
 def explained(text: str, features: Sequence[str]) -> str:
-    """The message of a lookup in a collection: with its feature's name, and once with advice on a negative id."""
+    """Name the feature in the message of a collection's lookup, and append advice once if the id is negative."""
     text = _FEATURE.sub(lambda found: f"(feature {features[int(found[1])]!r}, ", text, count=1)
     return text + _ADVICE if _NEGATIVE.match(text) and _ADVICE not in text else text
 
 
 def explain(error: Exception, features: Sequence[str]) -> None:
-    """Has an error of the ops say what ``explained`` does; ``features`` are the names of the collection's."""
+    """Rewrite an op's error by ``explained``; ``features`` are the collection's feature names."""
     if error.args:
         error.args = (explained(str(error.args[0]), features), *error.args[1:])
 
 
 def explain_input(error: Exception, shape: Sequence[int], *, pools: bool = True) -> None:
-    """Has an error of a lookup speak of ``torch.nn.EmbeddingBag``'s arguments, or without ``pools`` of Embedding's.
+    """Rewrite a lookup's error in terms of the arguments of ``torch.nn.EmbeddingBag``.
 
     Args:
-        shape: of ``input``, of which the op was given the elements, one after the other.
+        shape: shape of ``input``, which the op received flattened.
+        pools: False for ``torch.nn.Embedding``, which has no bags.
     """
     if not error.args:
         return
     text = str(error.args[0]).removesuffix(_ADVICE).replace("ids of this feature must", "ids must")
     text = _BAG.sub(r"(\1)", text, count=1).replace("the number of values", "the number of ids")
     if found := _ID.match(text):
-        place, at = [], int(found[1])
+        indices, at = [], int(found[1])
         for size in reversed(shape):
             at, index = divmod(at, max(size, 1))
-            place.append(str(index))
-        name = f"input[{', '.join(reversed(place))}]" if place else "input"
+            indices.append(str(index))
+        name = f"input[{', '.join(reversed(indices))}]" if indices else "input"
         rest = text[found.end() :]
         text = f"{name} = {rest if pools else re.sub(r' [(]bag [0-9]+[)]', '', rest, count=1)}"
     error.args = (text, *error.args[1:])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
-from rec_kernels.ops.autograd import call, refuse_second, register_autograd
+from rec_kernels.ops.autograd import call, refuse_second_derivative, register_autograd
 from rec_kernels.ops.fakes import check_one_device, check_rank, check_shape
 
 _ops = torch.ops.rec_kernels
@@ -80,5 +80,5 @@ def _backward(ctx, grad: Tensor):
 
 
 register_autograd("dot_interaction", _backward, setup_context=_setup)
-refuse_second("dot_interaction_backward")
+refuse_second_derivative("dot_interaction_backward")
 autocast.register("dot_interaction", autocast.to_lower_precision)

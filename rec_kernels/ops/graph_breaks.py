@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves out of its graphs, or has as one node. It is imported on use, which is slow."""
+"""Functions that torch.compile runs outside of its graphs, or as one node. Imported on use: the import is slow."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def check_in_python(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs)
 
 @torch._dynamo.allow_in_graph
 def look_up_and_update(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``look_up_with_updates``, whose Python runs when the node is traced into ops, and those of its backward."""
+    """``look_up_with_updates`` as one node; its Python runs when AOT autograd traces the forward and backward."""
     return look_up_with_updates(updates, args, kwargs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import in_triton
-from rec_kernels.ops.autograd import call, refuse_second, register_autograd
+from rec_kernels.ops.autograd import call, refuse_second_derivative, register_autograd
 from rec_kernels.ops.fakes import check_one_device, check_rank, check_size
 from rec_kernels.ops.layout_records import check, listed
 
@@ -126,7 +126,7 @@ def _backward(ctx, grad: Tensor):
 
 
 register_autograd("grouped_projection", _backward, setup_context=_setup)
-refuse_second("grouped_projection_backward_input")
-refuse_second("grouped_projection_backward_weights")
+refuse_second_derivative("grouped_projection_backward_input")
+refuse_second_derivative("grouped_projection_backward_weights")
 for _device in ("cpu", "cuda"):
     torch.library.register_autocast("rec_kernels::grouped_projection", _device, torch.float32)

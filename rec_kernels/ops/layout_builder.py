@@ -34,7 +34,7 @@ from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 
 
 class Builder:
-    """Builder of a layout's records, one column at a time."""
+    """Builder of a layout's records, one column at a time; it checks each argument as it writes it."""
 
     def __init__(
         self, rows: list[int], dims: list[int], partitions: IdPartitions | None, formats: Sequence[str] | None
@@ -47,7 +47,7 @@ class Builder:
         self.formats = ["fp32"] * count if formats is None else sized(formats, count, "formats", "parts")
         self.starts = self._part_starts(partitions, count)
         self.partitioned = partitions is not None
-        self.ways = 0  # of the sets of a row cache; there is none
+        self.ways = 0  # slots per set of the row cache; 0 without a cache
         for i, record in enumerate(self.records):
             check(1 <= dims[i] < 2**31, f"embedding_dims[{i}] = {dims[i]} must be in [1, 2^31)")
             check(rows[i] >= 0, f"num_embeddings[{i}] = {rows[i]} must not be negative")
@@ -93,7 +93,7 @@ class Builder:
         return row_bytes(self.formats[i], self.records[i][Column.embedding_dim])
 
     def place_features(self, partitions: IdPartitions | None) -> None:
-        """Writes id limits, divisors and moduli, by which a feature's ids find rows."""
+        """Write id limits, divisors and moduli, which map a feature's ids to rows."""
         if partitions is None:
             for record in self.records:
                 rows = record[Column.num_embeddings]
@@ -156,7 +156,7 @@ class Builder:
         state_offsets: Sequence[int] | None,
         table_ids: Sequence[int] | None,
     ) -> None:
-        """Writes the offsets of tables in weights, rows and state."""
+        """Write the tables' offsets in weights, linear rows and state, and the table ids."""
         size, element = len(self.records), 1 if self.is_bytes else 4
         rows = [r[Column.num_embeddings] for r in self.records]
         elements = [r[Column.num_embeddings] * r[Column.embedding_dim] for r in self.records]
@@ -172,7 +172,7 @@ class Builder:
         }
         for column, (given, name, lengths) in places.items():
             if given is None:
-                starts = self._one_after_another(lengths, column)
+                starts = self._consecutive_starts(lengths, column)
             else:
                 starts = sized_integers(given, size, name, "parts")
             bits = 60 if column == Column.weight_offset and not self.is_bytes else 62
@@ -193,8 +193,8 @@ class Builder:
             check(0 <= ids[i] < MAX_TABLE_ID, f"table_ids[{i}] = {ids[i]} must be in [0, {MAX_TABLE_ID})")
             record[Column.table_id] = ids[i]
 
-    def _one_after_another(self, lengths: list[int], column: Column) -> list[int]:
-        """Starts of consecutive parts; parts of one table share one state and so its start."""
+    def _consecutive_starts(self, lengths: list[int], column: Column) -> list[int]:
+        """Return the starts of consecutive parts; parts of one table share its state, so they have the same start."""
         tables: dict[int, int] = {}
         starts, end = [], 0
         for i, length in enumerate(lengths):
@@ -205,7 +205,7 @@ class Builder:
         return starts
 
     def place_shards(self, shards: Shards | None) -> None:
-        """Writes where each part lies in its whole table."""
+        """Write the position of each part within its unsharded table."""
         check_kind(shards, Shards, "shards")
         if shards is None:
             for record in self.records:
@@ -229,7 +229,7 @@ class Builder:
             record[Column.table_rows] = whole[i]
 
     def place_columns(self) -> None:
-        """Columns of the output, which follow one another; parts that are added or multiplied share them."""
+        """Write consecutive output columns; parts that are added or multiplied share theirs."""
         column = 0
         self.widths = []
         for first, last in itertools.pairwise(self.starts):
@@ -246,9 +246,9 @@ class Builder:
     def set_flags(self, **given: Sequence[bool] | None) -> None:
         """Write the per-feature flags ``mean`` and ``frozen`` to the parts of each feature."""
         for name, values in given.items():
-            of = [False] * self.num_features if values is None else flags(values, self.num_features, name)
+            by_feature = [False] * self.num_features if values is None else flags(values, self.num_features, name)
             for record in self.records:
-                record[Column[name]] = int(of[record[Column.feature]])
+                record[Column[name]] = int(by_feature[record[Column.feature]])
 
     def set_padding(self, padding_idx: Sequence[int | None] | None) -> None:
         """Write each feature's padding id; call it after ``place_features``, which writes the id limits."""
@@ -266,7 +266,7 @@ class Builder:
                 record[Column.id_limit] = EVERY_OTHER_ID
 
     def place_cache(self, cache: CachePlaces | None) -> None:
-        """Writes the places of rows in a row cache."""
+        """Write the cache sets of each part's rows."""
         check_kind(cache, CachePlaces, "cache")
         if cache is None:
             return
@@ -290,14 +290,14 @@ class Builder:
         check_cache_apart(self.records, self.ways)
 
     def check_tables(self) -> None:
-        """Checks which parts share memory, and marks tables whose rows a feature multiplies: every user must know."""
+        """Check which parts share memory, and mark every part of a table whose rows are multiplied."""
         check_tables(self.records, self._name, 1 if self.is_bytes else 4)
         multiplied = {r[Column.row_offset] for r in self.records if r[Column.combine] == 2 and r[Column.num_embeddings]}
         for record in self.records:
             record[Column.multiplied] = int(record[Column.row_offset] in multiplied)
 
     def order_by_row(self) -> None:
-        """Writes ``by_row``: the parts ordered by their rows; empty tables, which occupy nothing, come first."""
+        """Write ``by_row``: the parts sorted by linear row; empty tables come first."""
 
         def key(i: int) -> tuple[bool, int, int]:
             return self.records[i][Column.num_embeddings] > 0, self.records[i][Column.row_offset], i
@@ -306,16 +306,16 @@ class Builder:
             record[Column.by_row] = part
 
     def sizes(self, widest: int | None, num_rows: int | None) -> list[int]:
-        """Returns ``layout_sizes``."""
+        """Return ``layout_sizes``."""
         least = max(self.widths, default=0)
         wide = least if widest is None else integer(widest, "widest_feature")
         check(wide >= least, f"widest_feature = {wide} must be {least}, the most columns of a feature, or more")
         rows = max((r[Column.row_offset] + r[Column.num_embeddings] for r in self.records), default=0)
-        above = rows if num_rows is None else integer(num_rows, "num_rows")
+        bound = rows if num_rows is None else integer(num_rows, "num_rows")
         most = "the most of row_offsets + num_embeddings"
         hashes = any(r[Column.id_limit] in (EVERY_ID, EVERY_OTHER_ID) for r in self.records)
-        check(above >= rows, f"num_rows = {above} must be {rows}, {most}, or more")
-        given = {
+        check(bound >= rows, f"num_rows = {bound} must be {rows}, {most}, or more")
+        flag_values = {
             Flag.any_mean: any(r[Column.mean] for r in self.records),
             Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),
             Flag.bytes: self.is_bytes,
@@ -328,11 +328,11 @@ class Builder:
             Size.num_features: self.num_features,
             Size.output_dim: self.output_dim,
             Size.widest_feature: wide,
-            Size.num_rows: above,
+            Size.num_rows: bound,
             Size.max_embedding_dim: max((r[Column.embedding_dim] for r in self.records), default=0),
             Size.most_parts: max((b - a for a, b in itertools.pairwise(self.starts)), default=1),
             Size.cache_ways: self.ways,
             Size.formats: sum({1 << r[Column.format] for r in self.records}) or 1,
-            Size.flags: sum(flag for flag, so in given.items() if so),
+            Size.flags: sum(flag for flag, is_set in flag_values.items() if is_set),
         }
         return [sizes[size] for size in Size]

@@ -1,4 +1,4 @@
-"""Checks which parts of a layout share memory."""
+"""Checks that parts of a layout share tables and cache sets wholly or not at all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TypeAlias
 from rec_kernels.ops.layout_records import Column, Records, check
 from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 
-#: Name of a part in messages.
+#: Returns the name of a part for messages.
 NameOf: TypeAlias = Callable[[int], str]
 
-#: The arguments of ``table_layout`` that say where a table lies and what it is.
+#: The arguments of ``table_layout`` that describe a table and its position.
 _ARGUMENTS = {
     Column.num_embeddings: "num_embeddings",
     Column.embedding_dim: "embedding_dims",
@@ -31,7 +31,7 @@ _ARGUMENTS = {
 
 
 def check_cache_apart(records: Records, ways: int) -> None:
-    """Checks that tables share their sets and memory in the row cache wholly or not at all."""
+    """Check that tables share their sets and memory in the row cache wholly or not at all."""
 
     def extent(i: int) -> tuple[int, int, int, int, int]:
         r = records[i]
@@ -55,30 +55,31 @@ def check_cache_apart(records: Records, ways: int) -> None:
 
 
 def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
-    """Features share a whole table, or nothing; the parts of a feature read different tables.
+    """Check that features share whole tables or nothing, and that the parts of a feature read different tables.
 
-    ``element_bytes``: of what weight_offsets were given in.
+    Args:
+        element_bytes: bytes of the unit of ``weight_offsets``.
     """
-    same = (
+    identity = (
         *(Column.row_offset, Column.weight_offset, Column.num_embeddings, Column.embedding_dim),
         *(Column.format, Column.table_id),
     )
     tables: dict[tuple[int, ...], int] = {}
-    of_feature: dict[tuple[int, int], int] = {}
+    parts_by_row: dict[tuple[int, int], int] = {}
     for i, record in enumerate(records):
         if record[Column.num_embeddings] == 0:
             continue  # occupies nothing
-        first = tables.setdefault(tuple(record[c] for c in same), i)
+        first = tables.setdefault(tuple(record[c] for c in identity), i)
         if first != i:
             _check_same_table(records, name_of, first, i)
         feature, row = record[Column.feature], record[Column.row_offset]
-        other = of_feature.setdefault((feature, row), i) - records[feature][Column.part_start]
+        other = parts_by_row.setdefault((feature, row), i) - records[feature][Column.part_start]
         rule = "the parts of a feature must read different tables"
         of_part = f"row_offsets[{i}] = {row}, of {name_of(i)}, is that of its part {other}"
-        check(of_feature[feature, row] == i, f"{of_part}: {rule}")
+        check(parts_by_row[feature, row] == i, f"{of_part}: {rule}")
     for column in (Column.row_offset, Column.weight_offset, Column.state_offset):
         for a, b in _overlapping(records, list(tables.values()), column):
-            here, there = (_as_given(column, records[i][column], element_bytes) for i in (b, a))
+            here, there = (_argument_value(column, records[i][column], element_bytes) for i in (b, a))
             where = f"lies in the table of {name_of(a)}"
             if here == there:
                 where = f"is that of {name_of(a)}, but {_differences(records, a, b, element_bytes)}"
@@ -86,19 +87,19 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
 
 
 def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
-    """The arguments in which two tables differ that start at the same place, with both values."""
+    """List the arguments in which two tables with the same start differ, with both values."""
     found = []
     for column in (
         *(Column.num_embeddings, Column.embedding_dim, Column.format, Column.row_offset, Column.weight_offset),
         *(Column.state_offset, Column.table_id),
     ):
-        here, there = (_as_given(column, records[i][column], element_bytes) for i in (b, a))
+        here, there = (_argument_value(column, records[i][column], element_bytes) for i in (b, a))
         if here != there:
             found.append(f"{_ARGUMENTS[column]}[{b}] = {here} is not its {there}")
     return ", ".join(found)
 
 
-def _as_given(column: Column, number: int, element_bytes: int) -> int | str:
+def _argument_value(column: Column, number: int, element_bytes: int) -> int | str:
     if column == Column.format:
         return f'"{ROW_FORMATS[number]}"'
     return number // element_bytes if column == Column.weight_offset else number
@@ -115,7 +116,7 @@ def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> 
 
 
 def _overlapping(records: Records, tables: list[int], column: Column) -> Iterator[tuple[int, int]]:
-    """Pairs of tables of which the second starts before the end of the first."""
+    """Yield neighbouring tables where the second starts before the end of the first."""
 
     def end(record: list[int]) -> int:
         rows, dim = record[Column.num_embeddings], record[Column.embedding_dim]

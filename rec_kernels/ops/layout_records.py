@@ -1,4 +1,4 @@
-"""The record of a part in a layout: csrc/embedding_bag/table_layout.h is the contract."""
+"""Columns of a layout's records, and checks of its arguments; csrc/embedding_bag/table_layout.h is the contract."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-#: A record for each part.
+#: One record per part.
 Records: TypeAlias = "list[list[int]]"
 
 #: The dtypes of ids, offsets and lengths.
 ID_DTYPES = (torch.int32, torch.int64)
 #: The row formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
-#: Combination of an id's parts, by its number.
+#: Combinations of an id's parts, by their code in the records.
 COMBINE = ("concat", "add", "mult")
 #: The most parts of an id that the kernels combine.
 MAX_PARTS = 4
 MAX_TABLE_ID = 65536
 MAX_WAYS = 1024
-#: A counter of noise has 44 bits for the row.
+#: The counter of the random number generator of stochastic rounding has 44 bits for the row.
 MAX_NOISY_ROWS = 2**44
-#: A table's elements; its bytes, and the place where it starts, are below 2^62 then.
+#: Maximum elements of a table; it keeps its bytes and its offset below 2^62.
 MAX_ELEMENTS = 2**59
 LARGEST = 2**63 - 1
 
@@ -39,7 +39,7 @@ Column = IntEnum(
     "cache_sets cache_first_set cache_row_offset by_row",
     start=0,
 )
-#: ``id_limit`` where every integer is an id, and where every one but ``padding_idx`` is.
+#: ``id_limit`` of features that accept every integer, and every integer but ``padding_idx``.
 EVERY_ID = -1
 EVERY_OTHER_ID = -2
 #: The elements of layout_sizes: struct LayoutSizes.
@@ -63,14 +63,14 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True)
 class IdPartitions:
-    """Maps an id to rows of several tables: in part p, row ``id // divisors[p] % moduli[p]``.
+    """Mapping of an id to rows of several tables: in part p, row ``id // divisors[p] % moduli[p]``.
 
     Attributes:
         starts: [F + 1] feature f has parts [starts[f], starts[f + 1]), at least one and at most 4.
-        divisors, moduli: [P] of each part.
-        id_limits: [F] ids of the feature are in [0, id_limit). None, of a feature of one part with divisor 1: every
-            integer is an id, negative ones, too, and its row is ``id % modulus`` as Python and torch have it.
-        combine: [F] what the rows of an id's parts become: "concat" (or 0), "add" (1), "mult" (2).
+        divisors, moduli: [P] divisor and modulus of each part.
+        id_limits: [F] ids of the feature are in [0, id_limit). None, for a feature of one part with divisor 1: every
+            integer is an id, including negative ones, and its row is ``id % modulus`` as in Python and torch.
+        combine: [F] how the rows of an id's parts are combined: "concat" (or 0), "add" (1), "mult" (2).
     """
 
     starts: Sequence[int]
@@ -82,10 +82,10 @@ class IdPartitions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Places each part in its whole table, whose noise of stochastic rounding it uses.
+    """Position of each part within its unsharded table, which determines its random numbers in stochastic rounding.
 
     Attributes:
-        table_rows: [P] rows of the whole table.
+        table_rows: [P] rows of the unsharded table.
         first_rows: [P] the shard's first row there.
         first_columns: [P] the shard's first column there, a multiple of 4, and of 16 for MX formats.
     """
@@ -97,14 +97,13 @@ class Shards:
 
 @dataclass(frozen=True)
 class CachePlaces:
-    """Places of the tables' rows in a row cache (docs/numerics.md, "Row cache").
+    """Sets and slots of the tables' rows in a row cache (docs/numerics.md, "Row cache").
 
     Attributes:
-        ways: slots of a set.
-        sets: [parts] how many sets the rows of each part's table are spread over; 0: the table is not cached.
-        first_sets: [parts] the first of them.
-        row_offsets: [parts] the element of ``cache_rows`` at which slot 0 would start, were all slots of the width of
-            this table.
+        ways: slots per set.
+        sets: [parts] number of sets for the rows of each part's table; 0: the table is not cached.
+        first_sets: [parts] first of these sets.
+        row_offsets: [parts] element of ``cache_rows`` at which slot 0 would start if all slots had this table's width.
     """
 
     ways: int
@@ -114,7 +113,7 @@ class CachePlaces:
 
 
 def check(good: bool, message: str) -> None:
-    """Raises ValueError(message) unless good."""
+    """Raise ValueError(message) unless ``good``."""
     if not good:
         raise ValueError(message)
 
@@ -124,13 +123,13 @@ def check_kind(value: object, kind: type, name: str) -> None:
 
 
 def check_tensor(name: str, t: object) -> None:
-    """Raises TypeError unless argument ``name`` is a tensor."""
+    """Raise TypeError unless argument ``name`` is a tensor."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
 
 def listed(values: Iterable[T] | None, name: str) -> list[T]:
-    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:  # a 0-dim tensor says that it is iterable
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:  # a 0-dim tensor is an instance of Iterable
         raise ValueError(f"{name} = {values!r} must be a list, an array or a tensor of one dimension")
     return list(values)
 
@@ -146,7 +145,7 @@ def _is_flag(value: object) -> bool:
 
 
 def integer(value: SupportsIndex, name: str) -> int:
-    """Python's integer, of a number that is one; booleans are none."""
+    """Convert an integer of any type to a Python int; booleans are refused."""
     try:
         number = None if _is_flag(value) else operator.index(value)
     except TypeError:
@@ -159,12 +158,12 @@ def integer(value: SupportsIndex, name: str) -> int:
 
 
 def integer_or_symbol(value: Any, name: str) -> Any:
-    """``integer``, or a symbol that stands for one in torch's programs, as it is."""
+    """Convert like ``integer``, but return a torch.SymInt unchanged."""
     return value if type(value) is int or isinstance(value, torch.SymInt) else integer(value, name)
 
 
 def integers(values: Iterable[SupportsIndex] | None, name: str) -> list[int]:
-    """Python's integers, of a list, an array or a tensor of them."""
+    """Convert a list, an array or a tensor of integers to Python ints."""
     return [integer(value, f"{name}[{i}]") for i, value in enumerate(listed(values, name))]
 
 
@@ -173,7 +172,7 @@ def sized_integers(values: Iterable[SupportsIndex] | None, size: int, name: str,
 
 
 def flags(values: Iterable[object] | None, features: int, name: str) -> list[bool]:
-    """One for each of the features, of booleans or of 0 and 1, in a list, an array or a tensor."""
+    """Convert a list, an array or a tensor of booleans, or of 0 and 1, to one bool per feature."""
     found = []
     given: list[Any] = sized(values, features, name, "features")
     for f, value in enumerate(given):

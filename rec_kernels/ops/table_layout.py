@@ -1,7 +1,7 @@
-"""``table_layout``: where the tables of an embedding_bag call lie, and what becomes of their rows, as one value.
+"""``table_layout``: the memory layout of an embedding_bag call's tables, and how their rows are combined.
 
-csrc/embedding_bag/table_layout.h is the contract: a record for each part of a feature, and a short list of what the
-host must know. Nobody else writes records; the kernels check of them only what their safety needs.
+csrc/embedding_bag/table_layout.h is the contract: one record per part of a feature, and a short summary for the host.
+Only this module writes records; the kernels check only what memory safety needs.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ __all__ = [
 
 
 class TableLayout(NamedTuple):
-    """A layout of tables, which ops take as ``layout`` and ``layout_sizes``.
+    """Layout of the tables of a call, which ops take as ``layout`` and ``layout_sizes``.
 
     Attributes:
-        layout: [parts, columns] int64, a record for each part of a feature, on the device of the ids.
-        layout_sizes: what the host must know of all records.
+        layout: [parts, columns] int64, one record per part of a feature, on the device of the ids.
+        layout_sizes: summary of the records that the host needs, a list of 9 integers.
     """
 
     layout: Tensor
     layout_sizes: list[int]
 
     def column(self, column: Column) -> Tensor:
-        """[parts]: a column of the layout, a view."""
+        """Return one column of the layout as a view, [parts]."""
         return self.layout[:, column]
 
 
-def _between_graphs(make: Callable[P, TableLayout]) -> Callable[P, TableLayout]:
-    """Has torch.compile call the function between two graphs: it cannot trace it."""
+def _break_graph(make: Callable[P, TableLayout]) -> Callable[P, TableLayout]:
+    """Decorate a function that torch.compile cannot trace: compiled code breaks the graph to call it."""
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> TableLayout:
@@ -72,7 +72,7 @@ def _between_graphs(make: Callable[P, TableLayout]) -> Callable[P, TableLayout]:
     return made
 
 
-@_between_graphs
+@_break_graph
 def table_layout(
     num_embeddings: Sequence[int],
     embedding_dims: Sequence[int],
@@ -92,33 +92,33 @@ def table_layout(
     num_rows: int | None = None,
     device: torch.device | str | None = None,
 ) -> TableLayout:
-    """The layout of F features, each of which reads one table or, with ``partitions``, several parts; P parts in all.
+    """Build the layout of F features, each of which reads one table or, with ``partitions``, several parts.
 
-    ``rk.table_layout([1000, 50], [16, 8])`` is two tables of a feature each, one after the other in flat weights.
+    P is the number of parts of all features. ``rk.table_layout([1000, 50], [16, 8])`` describes two tables with one
+    feature each, stored consecutively in flat weights.
 
     Args:
         num_embeddings, embedding_dims: [P] E and D of each part's table.
-        weight_offsets: [P] where each table starts in the flat ``weights``, in elements: floats, or with ``formats``
-            bytes. Default: the tables lie one after the other, without gaps.
-        row_offsets: [P] the linear row of each table's row 0. Default: rows are numbered through. Parts that read one
-            table have its offsets.
-        formats: [P] one of ``BAG_FORMATS`` each; ``weights`` is uint8 then. Default: float32.
+        weight_offsets: [P] start of each table in the flat ``weights``, in elements: floats, or bytes with ``formats``.
+            Default: tables are consecutive, without gaps.
+        row_offsets: [P] linear row of each table's row 0. Default: rows are numbered consecutively over the tables.
+            Parts that read the same table have the same offsets.
+        formats: [P] row formats, from ``BAG_FORMATS``; ``weights`` is then uint8. Default: float32.
         mean: [F] whether bags are averaged. Default: summed.
-        frozen: [F] whether ids give no gradient; ``set_frozen`` changes it later. Default: none.
-        padding_idx: [F] the id that sums, averages and gradients leave out, or None. Default: none.
-        table_ids: [P] the numbers of the tables in stochastic rounding's noise, in [0, 65536). Default: 0.
-        state_offsets: [P] where each table starts in optimizer state for every element. Default: tables without gaps.
-        partitions: how ids find rows. Default: every feature reads one table, and ids, in [0, E), are its rows.
-        shards: where the tables are in whole ones. Default: they are whole.
-        cache: where rows may lie in a row cache.
-        widest_feature: columns of the output of calls with ``bag_starts``. Default: of the widest feature.
-        num_rows: above every linear row. Default: the least.
-        device: of the layout.
+        frozen: [F] whether the feature produces no gradient; ``set_frozen`` changes it later. Default: none is frozen.
+        padding_idx: [F] the id excluded from sums, averages and gradients, or None. Default: None.
+        table_ids: [P] table numbers, in [0, 65536), that select the random numbers of stochastic rounding. Default: 0.
+        state_offsets: [P] start of each table in per-element optimizer state. Default: consecutive, without gaps.
+        partitions: mapping of ids to rows. Default: every feature reads one table, and ids in [0, E) are its rows.
+        shards: position of each part within its unsharded table. Default: tables are unsharded.
+        cache: sets of a row cache for the rows of each part. Default: nothing is cached.
+        widest_feature: number of output columns of calls with ``bag_starts``. Default: that of the widest feature.
+        num_rows: upper bound of the linear rows, exclusive. Default: the smallest such bound.
+        device: device of the layout.
 
     Raises:
-        ValueError: a list of another length than said above, or a number out of its range; tables, their state or
-            their places in a cache that overlap in part. The message names the argument, the element, and what is
-            allowed.
+        ValueError: a list of the wrong length, or a value out of range; tables, their state or their cache slots that
+            overlap partially. The message names the argument, the element, and what is allowed.
     """
     rows, dims = integers(num_embeddings, "num_embeddings"), integers(embedding_dims, "embedding_dims")
     build = Builder(rows, dims, partitions, formats)
@@ -136,16 +136,16 @@ def table_layout(
 
 
 def set_frozen(layout: TableLayout | Tensor, frozen: Sequence[bool]) -> None:
-    """Changes, in place, which features of a layout give no gradient.
+    """Change in place which features of a layout produce no gradient.
 
     Args:
-        layout: a ``TableLayout``, or its ``layout``, [parts, columns] int64. Of the latter, the number of features is
-            read from the records: a GPU is waited for, except in compiled code and while it captures.
+        layout: a ``TableLayout``, or its ``layout``, [parts, columns] int64. With the latter, the number of features is
+            read from the records, which synchronizes with a GPU, except in compiled code and during graph capture.
         frozen: [F] booleans, or 1 and 0.
 
     Raises:
-        ValueError: what is no layout; another number of elements than features; an element that is neither true nor
-            false. RuntimeError: a layout that was made in inference mode, outside of it.
+        ValueError: ``layout`` is not a layout, or ``frozen`` does not have one boolean per feature.
+        RuntimeError: a layout created in inference mode is changed outside of it.
     """
     records = layout.layout if isinstance(layout, TableLayout) else layout
     is_layout = isinstance(records, Tensor) and records.dtype == torch.int64 and records.shape[1:] == (len(Column),)
@@ -167,5 +167,5 @@ def set_frozen(layout: TableLayout | Tensor, frozen: Sequence[bool]) -> None:
     records[:, Column.frozen] = numbers[records[:, Column.feature]]
 
 
-# torch.load(weights_only=True) makes no object of a class that it was not told of.
+# torch.load(weights_only=True) rejects classes that are not on its list.
 torch.serialization.add_safe_globals([TableLayout])

@@ -1,10 +1,10 @@
-"""In-place ops of the package move version counters, and are refused where torch's in-place ops are.
+"""Version counters of in-place ops, which raise in the same cases as torch's in-place ops.
 
-torch's own ops have generated kernels for this, under the dispatch key ADInplaceOrView. An op that is registered with a
-schema alone has none: autograd would take gradients of tensors that have changed since it saved them, and leaves that
-require grad would change without an error. So every op whose schema has a ``Tensor(a!)`` gets a kernel here.
+torch generates kernels for this under the dispatch key ADInplaceOrView, but only for its own ops. Without one, autograd
+would compute gradients from tensors that have changed since it saved them, and leaves that require grad would change
+without an error. So this module registers a kernel for every op with a ``Tensor(a!)`` in its schema.
 
-The package's own updates call the ops below these kernels, which would cost a training step 9 microseconds.
+The package's own updates bypass these kernels, which would add 9 microseconds to a training step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 
 
 def _changed(op: str) -> dict[int, str]:
-    """Place -> name of the arguments that an op changes."""
+    """Map position -> name of the arguments that an op changes."""
     arguments = overload_of(op)._schema.arguments
     return {i: a.name for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
 
@@ -31,22 +31,22 @@ def _in_place_ops() -> dict[str, dict[int, str]]:
     return {op: changed for op in sorted(names) if (changed := _changed(op))}
 
 
-#: Op -> place -> name of the arguments that it changes.
+#: Op -> position -> name of the arguments that it changes.
 _IN_PLACE = _in_place_ops()
 _SIGNATURES = {op: signature_of(op) for op in _IN_PLACE}
 _OVERLOADS = {op: overload_of(op) for op in _IN_PLACE}
 
 
 def call_in_place(op: str, arguments: dict[str, Any]) -> None:
-    """``torch.ops.rec_kernels.<op>`` as the package's own updates: counters move, and nothing is refused."""
+    """Call ``torch.ops.rec_kernels.<op>`` for the package's updates: increment version counters, skip the checks."""
     given = {**_SIGNATURES[op], **arguments}
-    call_uncounted(op, *given.values())  # by place, which dozens of arguments by name are slower than
+    call_uncounted(op, *given.values())  # by position: dozens of keyword arguments are slower
     increment_version([t for t in map(given.get, _IN_PLACE[op].values()) if t is not None])
 
 
 def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls an in-place op without moving version counters: a row cache moves rows without changing their values."""
-    if torch.compiler.is_compiling():  # torch's compilers cannot trace the guard, and leave counters to the op
+    """Call an in-place op without incrementing version counters: a row cache moves rows but keeps their values."""
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the guard; the op increments counters
         return _OVERLOADS[op](*args, **kwargs)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return _OVERLOADS[op](*args, **kwargs)
@@ -56,10 +56,10 @@ def _register(op: str) -> None:
     overload, changed = _OVERLOADS[op], _IN_PLACE[op]
 
     def kernel(keyset: torch.DispatchKeySet, *inputs: object) -> object:
-        # The dispatcher has dropped trailing arguments that equal their defaults.
+        # The dispatcher drops trailing arguments that equal their defaults.
         tensors = []
-        for place, name in changed.items():
-            if place < len(inputs) and isinstance(t := inputs[place], Tensor):
+        for position, name in changed.items():
+            if position < len(inputs) and isinstance(t := inputs[position], Tensor):
                 _refuse(op, name, t)
                 tensors.append(t)
         results = overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *inputs)
@@ -70,7 +70,7 @@ def _register(op: str) -> None:
 
 
 def _refuse(op: str, name: str, t: Tensor) -> None:
-    """Raises RuntimeError where torch's in-place ops do, and where a derivative would be needed."""
+    """Raise RuntimeError where torch's in-place ops do, and where a derivative would be needed."""
     if t.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed: "
