@@ -14,8 +14,8 @@ PART = re.compile(r"(<!-- generated: tuning (\w+) -->\n).*?(<!-- end generated -
 NAMES = {
     "base": "base",
     "tables": "T, tables",
-    "batch": "B, bags of a table",
-    "bag": "L, ids of a bag",
+    "batch": "B, bags per table",
+    "bag": "L, ids per bag",
     "dim": "D, columns",
     "zipf": "Zipf exponent",
     "format": "row format",
@@ -62,7 +62,7 @@ def prices(document: dict) -> str:
     found = [bench.table(("measured rate", "GB/s"), loops)]
     if rates["decode"]:
         coded = ((f"`{f}`", f"{rates['decode'][f]:.3f}", f"{rates['encode'][f]:.3f}") for f in rates["decode"])
-        found.append(bench.table(("format", "decode, ns a column", "encode, ns a column"), coded))
+        found.append(bench.table(("format", "decode, ns per column", "encode, ns per column"), coded))
     return "\n\n".join([*found, fitted_prices(document["model"])])
 
 
@@ -72,10 +72,10 @@ def fitted_prices(model: dict) -> str:
     values = [
         ("call, us", lookup["call"] / 1e3),
         ("id, ns", lookup["id"]),
-        ("output, ns a byte", lookup["byte of output"]),
+        ("output, ns per byte", lookup["byte of output"]),
         ("call', us", backward["call"] / 1e3),
         ("id', ns", backward["id or row"]),
-        ("gradient, ns a byte", backward["byte of gradient"]),
+        ("gradient, ns per byte", backward["byte of gradient"]),
         ("caches, MB", model["caches_bytes"] / 1e6),
         ("near, MB", model["near_bytes"] / 1e6),
     ]
