@@ -62,14 +62,14 @@ def _break_graph(make: Callable[P, TableLayout]) -> Callable[P, TableLayout]:
     """Decorate a function that torch.compile cannot trace: compiled code breaks the graph to call it."""
 
     @functools.wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> TableLayout:
+    def call_outside_graph(*args: P.args, **kwargs: P.kwargs) -> TableLayout:
         if torch.compiler.is_compiling():
             from rec_kernels.ops.graph_breaks import make_layout
 
             return make_layout(make, *args, **kwargs)
         return make(*args, **kwargs)
 
-    return made
+    return call_outside_graph
 
 
 @_break_graph
