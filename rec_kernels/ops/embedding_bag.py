@@ -245,7 +245,7 @@ def _sparse_gradient(a: dict) -> tuple[Tensor, Tensor, Tensor]:
     return row_ids, a["grad"].new_empty(dynamic_size()), starts
 
 
-def _factors_gradient(a: dict) -> Tensor:
+def _per_sample_weights_gradient(a: dict) -> Tensor:
     check_devices(a)
     return a["grad"].new_empty(a["values"].shape)
 
@@ -255,6 +255,6 @@ for _op in ("embedding_bag.layout", "embedding_bag_tables.layout", "embedding_ba
 for _of in ("layout", "table"):
     register_fake(f"embedding_bag_backward_dense.{_of}", _dense_gradient)
     register_fake(f"embedding_bag_backward_sparse.{_of}", _sparse_gradient)
-    register_fake(f"embedding_bag_backward_per_sample_weights.{_of}", _factors_gradient)
+    register_fake(f"embedding_bag_backward_per_sample_weights.{_of}", _per_sample_weights_gradient)
 register_fake("embedding_bag.table", _fake_table_lookup)
 register_fake("embedding_bag_backward_fused_.layout", check_devices)

@@ -220,8 +220,8 @@ def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offse
 def _setup_fused(ctx, inputs, output) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "rec_kernels::embedding_bag_fused.layout updates tables in its backward, which transforms of torch.func "
-            "would call never or several times: take its gradient by torch.autograd, outside of them"
+            "rec_kernels::embedding_bag_fused.layout updates tables in its backward, which torch.func transforms may "
+            "never call, or call several times: compute its gradient by torch.autograd, outside of them"
         )
     a = arguments_of("embedding_bag_fused.layout", inputs)
     # Attributes, not saved tensors: if a module is used twice in one graph, the first update changes them between the
@@ -249,13 +249,13 @@ def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | No
     token = ctx.token
     if getattr(token, "has_other_scaler", False):
         raise RuntimeError(
-            "set_grad_scaler() was called between a lookup and its backward, whose gradients would be taken for those "
-            "of another scale: call it before the lookup; no table was changed"
+            "set_grad_scaler() was called between a lookup and its backward, which would apply the wrong scale to its "
+            "gradients: call it before the lookup; no table was changed"
         )
     if getattr(token, "has_moved", False):
         raise RuntimeError(
-            "the collection was moved, to other memory, between a lookup and its backward, which would update the "
-            "tables where they were: move it before the lookup; no table was changed"
+            "the collection was moved to other memory between a lookup and its backward, which would update the old "
+            "memory: move it before the lookup; no table was changed"
         )
     # The token's owner may run the update. It is an attribute of the tensor, because autograd passes only tensors on.
     take_over = getattr(token, "take_over", None)
@@ -344,10 +344,10 @@ def _check_version(watched: Tensor, version: int) -> None:
     # Only gradients that read rows are checked; all others tolerate updated tables.
     if watched._version != version:
         raise RuntimeError(
-            "the tables have changed since this lookup, and its gradients, of products of rows or of "
-            "per_sample_weights, need the rows as they were. "
-            "This lookup updates nothing; what another one of the same backward has updated stays so. If that is what "
-            "has changed them: make both lookups and their backwards inside accumulate() of the collection, which "
+            "the tables have changed since this lookup, but its gradients, of products of rows or of "
+            "per_sample_weights, need the rows that the forward read. "
+            "This lookup updates nothing; updates by other lookups of the same backward are kept. If one of those "
+            "changed the tables, run both lookups and their backwards inside accumulate() of the collection, which "
             "updates once, at its end"
         )
 
