@@ -84,10 +84,11 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
-    """Raises an error unless ``x`` has the dtype ``own`` of a layer's parameters, or, under autocast, a float dtype.
+    """Raises an error unless ``x`` has the dtype ``own`` of a layer's parameters or, under autocast, any of three.
 
     Raises:
-        TypeError: ``x`` is not a tensor. ValueError: it has another dtype.
+        TypeError: ``x`` is not a tensor. ValueError: its dtype is not ``own``, nor, under autocast, float32, float16 or
+            bfloat16.
     """
     check_tensor(name, x)
     if x.dtype == own:

@@ -1,4 +1,4 @@
-"""Functions that torch.compile runs outside of its graphs, or while tracing only.
+"""Functions that torch.compile runs outside of its graphs or only while it traces, and one that it would leave out.
 
 Callers import this module lazily: the decorators load torch's compiler, which takes as long to import as torch.
 """

@@ -157,10 +157,9 @@ def _error(position: int, lookup: _Lookup, features: list[tuple[str, int | None]
 
 
 def _describe_origin(position: int, lookup: _Lookup) -> str | None:
-    """Describes what is wrong with the batch that features were selected from; None if nothing is, or there is no
-    batch.
+    """Describes what is wrong with the batch that features were selected from; None if nothing is, or without a batch.
 
-    The kernels report a bad first offset for features selected from a batch with bad offsets.
+    For features of a bad batch, a lookup reports their first offset, or that the first one starts in the wrong place.
     """
     origin = None if lookup.given is None else lookup.given.origin
     if origin is None or (text := origin.describe_bad()) is not None or position == BAD_LAYOUT:

@@ -1,7 +1,7 @@
 """fake_quantize with rounding "nearest" in torch ops, which torch.compile fuses with their neighbours.
 
 docs/numerics.md ("Row formats") has the formulas. Codes are decoded at once, never packed. Powers of two are built from
-their bits. Each row has one division, in float64 and rounded to float32, which gives the correctly rounded quotient
+their bits. Divisions are once per row, in float64 and rounded to float32, which gives the correctly rounded quotient
 however the compiler implements division. Values are rounded by integer arithmetic on their bits, because a compiler may
 eliminate a conversion to a narrow dtype and back.
 """

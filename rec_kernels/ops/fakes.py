@@ -12,7 +12,7 @@ from rec_kernels.ops.autograd import arguments_of
 
 
 def register_fake(op: str, fake: Callable[[dict[str, Any]], Any]) -> None:
-    """Register ``fake`` as the fake kernel of ``rec_kernels::<op>``; it takes a dict of the call's arguments."""
+    """Register ``fake`` as the fake kernel of ``rec_kernels::<op>``; it takes a dict of the arguments given."""
 
     @torch.library.register_fake(f"rec_kernels::{op}")
     def _(*inputs, **given):

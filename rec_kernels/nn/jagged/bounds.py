@@ -37,8 +37,7 @@ def resolve_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | No
 
     Raises:
         ValueError: ``values`` is not empty and neither argument is given; a dtype, shape or device does not match;
-            lengths
-        and offsets are inconsistent. TypeError: an argument is not a tensor.
+            lengths and offsets are inconsistent. TypeError: an argument is not a tensor.
     """
     if offsets is None:
         if lengths is None:

@@ -18,7 +18,7 @@ class JaggedContainer:
     """Base class that copies and moves a container by the names of its attributes.
 
     ``_tensors`` are tensors, nested containers, or None; ``_plain`` are plain values; ``_cached`` are cached facts
-    about the tensors, None where unknown, which are not copied.
+    about these tensors, None where unknown; a container made of other tensors starts without them.
     """
 
     _tensors: ClassVar[tuple[str, ...]]

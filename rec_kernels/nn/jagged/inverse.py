@@ -257,8 +257,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
 
         Raises:
             ValueError: ``keys`` is a string, not a list. KeyError: an unknown feature. IndexError: on a GPU, a window
-                is
-            outside of the values.
+            is outside of the values.
         """
         check_keys(keys, self._keys)
         if isinstance(self._unique, KeyedJaggedWindows):

@@ -76,7 +76,7 @@ class KeyedTensor(JaggedContainer):
 
         Raises:
             ValueError: the number of tensors differs from the number of keys, or a tensor is not [B, D] with the same
-                B.
+            B.
         """
         _check_dims(key_dim=key_dim, cat_dim=cat_dim)
         tensors = list(tensors)
@@ -115,8 +115,7 @@ class KeyedTensor(JaggedContainer):
 
         Raises:
             ValueError: the number of names differs from the number of groups, or names repeat. KeyError: no tensor has
-                a
-            key.
+            a key.
         """
         if len(keys) != len(groups):
             raise ValueError(f"keys must name each of {len(groups)} groups, got {list(keys)}")

@@ -144,9 +144,8 @@ class JaggedTensor(BagContainer):
         """Creates a tensor without rows, as in TorchRec, except that offsets are [0].
 
         Args:
-            is_weighted: whether the result has (empty) weights. values_dtype, weights_dtype: None: torch's default
-                dtype.
-            lengths_dtype: int32 or int64.
+            is_weighted: whether the result has (empty) weights. lengths_dtype: int32 or int64.
+            values_dtype, weights_dtype: None: torch's default dtype.
         """
         weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
         return JaggedTensor(
@@ -187,7 +186,7 @@ class KeyedJaggedTensor(BatchFacts):
         lengths: [F * B] bag lengths, each at least 0, with a sum of at most N, or
         offsets: [F * B + 1], non-decreasing, in [0, N]; or both, if consistent. Pooled lookups skip ids in no bag,
             before the first offset or after the last.
-        stride: B, required for a batch without keys only; None: derived from lengths or offsets.
+        stride: B, for a batch without keys, whose tensors do not show it; None: derived from lengths or offsets.
         stride_per_key_per_rank: F lists, each of which sums to the feature's batch size: as stride_per_key.
         stride_per_key: F batch sizes, if they differ between features; lengths or offsets then cover their sum.
         length_per_key, offset_per_key: number of ids per feature, and where each feature's ids start, if the host knows
@@ -422,9 +421,8 @@ class KeyedJaggedTensor(BatchFacts):
         """Creates a batch without features, as in TorchRec, except that ids are int64 by default.
 
         Args:
-            is_weighted: whether the result has (empty) weights. values_dtype, weights_dtype: None: torch's default
-                dtype.
-            lengths_dtype: int32 or int64.
+            is_weighted: whether the result has (empty) weights. lengths_dtype: int32 or int64.
+            values_dtype, weights_dtype: None: torch's default dtype.
         """
         values = torch.zeros(0, dtype=values_dtype, device=device)
         weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
@@ -503,8 +501,7 @@ class KeyedJaggedTensor(BatchFacts):
 
         Raises:
             ValueError: the number of tensors differs from the number of keys, shapes, dtypes or devices do not match,
-                or
-            offsets do not start at 0 or decrease. TypeError: an item is not a tensor.
+            or offsets do not start at 0 or decrease. TypeError: an item is not a tensor.
         """
         return KeyedJaggedTensor(**build.from_offsets_list(keys, values, offsets, weights))
 

@@ -78,8 +78,7 @@ class KeyedJaggedWindows(OffsetsContainer):
 
         Raises:
             ValueError: the batch has weights or inverse indices, is not on the CPU, or has bad offsets. TypeError:
-                ``kjt``
-            is not a batch.
+            ``kjt`` is not a batch.
         """
         check_batch("kjt", kjt)
         if kjt.weights_or_none() is not None:

@@ -260,7 +260,7 @@ def shown(module: object, tables: Iterable[EmbeddingConfig], *others: str) -> st
 
 
 def describe(table: EmbeddingConfig) -> str:
-    """One line with the table's name, size and every option that is not the default."""
+    """One line: name, size, format unless fp32, compression, pooling, and the table's own lr and optimizer."""
     ids = "every id" if table.num_embeddings is None else table.num_embeddings
     parts = [f"{table.name}: {ids} x {table.embedding_dim}"]
     if table.format != "fp32":

@@ -147,7 +147,7 @@ class _Candidate:
 
     @property
     def most(self) -> float:
-        """The maximum uses per byte of any row."""
+        """The most uses per byte of a row, or of a table that gets slots for all rows or none."""
         return -float(self._negated[0]) / self._step_bytes
 
     def above(self, least: float) -> int:

@@ -113,7 +113,7 @@ class RowCache:
 
     def sets(self, slots: float) -> int:
         """The number of sets, at least 1, that provide ``slots`` slots."""
-        # fraction * rows may be slightly above a whole number because of floating-point error.
+        # fraction * rows may be slightly off a whole number because of floating-point error.
         return max(1, -(-math.floor(slots + 1e-6) // self.ways))
 
 

@@ -186,7 +186,7 @@ class DenseGradients:
         return any(name in nodes and runs(nodes[name]) for name in names)
 
     def _warn_of_others(self) -> None:
-        """Emits a UserWarning if torch was owner to run an optimizer in the backward for the tables: it never runs."""
+        """Emits a UserWarning if an optimizer was set to run in the backward for the tables: it never runs."""
         if found := in_backward(self.weights):
             warnings.warn(
                 f"{type(found[0]).__name__} was applied in the backward to tables that a fused optimizer updates: it "
