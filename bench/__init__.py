@@ -29,7 +29,7 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]], texts: Collect
 
 
 def commit() -> dict[str, object]:
-    """The commit checked out: "commit" by `git describe`, "" if nobody knows; "dirty" if tracked files differ."""
+    """The commit checked out: "commit" by `git describe`, "" if it is unknown; "dirty" if tracked files differ."""
     described = ["git", "describe", "--always", "--tags", "--dirty"]
     try:
         name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -29,7 +29,7 @@ def recipe(dense: Tensor, sparse: Tensor) -> Tensor:
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """Strictly lower triangle of x x^T. The gradient is gathered into a symmetric matrix: one product in place of two.
+    """Strictly lower triangle of x x^T. The gradient is gathered into a symmetric matrix: one product instead of two.
 
     Plain autograd scatters it, which takes longer than all else.
     """

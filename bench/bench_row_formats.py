@@ -22,7 +22,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def quantizers(format: str, rounding: str) -> dict[str, Function]:
-    """Implementation -> its function of rows of floats; the same bytes. Nobody else rounds stochastically."""
+    """Implementation -> its function of rows of floats; the same bytes. Peers do not round stochastically."""
     step, ops = torch.tensor(1), fbgemm_ops()
     ours = {"ours": lambda x: rk.quantize_rows(x, format, rounding=rounding, seed=step, step=step)}
     prepack = {"int8": quantized.embedding_bag_byte_prepack, "int4": quantized.embedding_bag_4bit_prepack}

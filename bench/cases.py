@@ -68,7 +68,7 @@ class Pass(NamedTuple):
 
     Args:
         ops: their stems.
-        workloads: in place of the ops' own; none: these.
+        workloads: instead of the ops' own; none: these.
         rounds: calls of an implementation that are timed.
         threads: of torch; 0: its choice.
         only: texts; cases whose titles have none of them are left out.

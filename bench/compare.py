@@ -2,8 +2,8 @@
 
 BEFORE and AFTER are files, or COMMIT:PATH of files that git has. A ratio is AFTER's time over BEFORE's, of geometric
 means over the passes; its interval is Welch's, of the logarithms. "Others" are the least and the largest ratio of the
-group's implementations whose code did not change (torch, FBGEMM, bare loops): what the machine alone has moved. What
-else differs between the runs is told: machine, threads, versions of torch and FBGEMM, rounds of a pass.
+group's implementations whose code did not change (torch, FBGEMM, bare loops): what the machine alone has moved. Other
+differences between the runs are listed: machine, threads, versions of torch and FBGEMM, rounds of a pass.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _worst(row: dict, name: str, number: int) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measures, prints and, if asked to, writes; ``given``: in place of the command line."""
+    """Measure, print and optionally write the results; ``given``: arguments instead of the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the JSON file and the table of docs/results.md")
     write = parser.parse_args(given).write

@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def save(figure: Figure, path: Path, dpi: int) -> None:
-    """Writes the figure as a PNG file, in place of what is there."""
+    """Write the figure as a PNG file, replacing an existing one."""
     with files.atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=dpi)
 

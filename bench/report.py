@@ -19,7 +19,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f
 LIMIT_COLOUR = "#777777"
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 INCHES_PER_GROUP, DPI = 0.85, 100
-#: More groups than this would make a picture that nobody reads.
+#: Pictures of more groups than this would be unreadable.
 MOST_GROUPS = 24
 
 

@@ -238,7 +238,7 @@ def _past(
 
 
 class _EarlierSums:
-    """Sums over a group's earlier rows.
+    """Sums over a group's rows at earlier times.
 
     Args:
         group, time: int64 [N].
@@ -257,7 +257,7 @@ class _EarlierSums:
         self._time = np.maximum.accumulate(np.where(new_time, position, 0))
 
     def sums(self, amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of int64 [N]: over all earlier groups in ``order``, and over the group's earlier rows."""
+        """Sums of int64 [N]: over all earlier groups in ``order``, and over the group's rows at earlier times."""
         total = np.concatenate([[0], np.cumsum(amount[self.order])])
         groups, own = np.empty_like(amount), np.empty_like(amount)
         groups[self.order] = total[self._group]

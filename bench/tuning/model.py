@@ -169,7 +169,7 @@ def fit(costs: Sequence[Cost], measured: Sequence[float]) -> dict[str, float]:
     weight = 1 / np.asarray(measured)
     target = 1 - weight * np.array([sum(cost.known.values()) for cost in costs])
     columns = {name: weight * np.array([cost.counts[name] for cost in costs]) for name in names}
-    kept = [name for name in names if columns[name].any()]  # what nobody pays for has no price to be found
+    kept = [name for name in names if columns[name].any()]  # a count of zero in all points has no price
     while kept:
         # Columns differ by powers of ten: scaled, so that none is lost.
         size = np.array([np.linalg.norm(columns[name]) for name in kept])

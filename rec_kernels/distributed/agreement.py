@@ -21,7 +21,7 @@ class OtherRankError(RuntimeError):
     """An error of another rank.
 
     Args:
-        message: the rank and its error's message. cause: name of the type of the first rank's error.
+        message: the rank and its error's message. cause: name of the type of the first such error.
     """
 
     def __init__(self, message: str, cause: str = "RuntimeError") -> None:  # unpickling passes only the message

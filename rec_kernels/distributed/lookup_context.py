@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LookupContext(Multistreamable):
-    """TorchRec's ``ShardedModuleContext`` of one lookup of all ranks, which its output dist and backward share.
+    """The state that output dist and backward of a lookup share, as TorchRec's ``ShardedModuleContext``.
 
     Attributes:
         splits_awaitable: the exchange of splits, until the lookup is computed.

@@ -53,12 +53,12 @@ class PooledOutputDist(OutputDist):
         if self._reduced is not None:
             received.append(self._reduced.wait())
         self._columns = self._reduced = self._replicas = None
-        routes, lookups = self.module.routes, self.module.lookup_map
+        routes, lookup_map = self.module.routes, self.module.lookup_map
         out = routes.assemble_output(received, self.ctx.bag_counts)
-        if not lookups.has_parts:
+        if not lookup_map.has_parts:
             return out
         blocks = out.split(routes.dims, dim=1)
-        return torch.cat([self.combiner.combine(f, blocks) for f in range(len(lookups.features))], dim=1)
+        return torch.cat([self.combiner.combine(f, blocks) for f in range(len(lookup_map.features))], dim=1)
 
     def start_backward(self, grad: Tensor) -> None:
         """Starts to send each rank the header and the gradients of its columns.

@@ -50,7 +50,7 @@ class Routes:
     """Lists what every rank looks up, in order, and assembles outputs from it; the same on every rank.
 
     Args:
-        parts: the lookups, their tables and shards. rank: this process's.
+        lookup_map: the lookups, their tables and shards. rank: this process's.
         world_size: the number of ranks. pooled: whether a lookup has a row per bag instead of per id.
         row_wise: ``EmbeddingBagCollectionSharder``'s, of pooled lookups.
 
@@ -59,9 +59,9 @@ class Routes:
         num_features: F, the number of lookups. dims: their columns. dim: the sum of these.
         pooled: as given.
         limits: F numbers of ids, None: any integer. padding: F ids that are left out, -1: none.
-        sent_columns: for each rank, the columns that it sends per sample: all but reduced ones and replicas.
+        sent_columns: for each rank, the number of columns that it sends per sample: not reduced ones, not replicas.
         reduced_columns: output columns that a reduce-scatter adds. replica_columns: the number of those of replicas.
-        entry_columns: for each rank, the columns of its entries.
+        entry_columns: for each rank, the number of columns of its entries.
         mean_entries: for each rank, its entries that divide gradients by the ids of a bag. mean_features: theirs.
         unpooled_features: those that receive a row per id, which this rank pools.
         combined_features: those whose rows of parts are combined id by id on this rank.
@@ -72,17 +72,17 @@ class Routes:
 
     def __init__(
         self,
-        parts: LookupMap,
+        lookup_map: LookupMap,
         rank: int,
         world_size: int,
         *,
         pooled: bool = True,
         row_wise: str = "ordered",
     ) -> None:
-        tables, shards, owners = parts.tables, parts.shards, [lookup.table for lookup in parts.lookups]
+        tables, shards, owners = lookup_map.tables, lookup_map.shards, [lookup.table for lookup in lookup_map.lookups]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
         self.padding = [-1 if tables[i].padding_idx is None else tables[i].padding_idx for i in owners]
-        self.dims = parts.dims
+        self.dims = lookup_map.dims
         self._starts = [0, *itertools.accumulate(self.dims)]
         self.dim = self._starts[-1]
         self.rank, self.world_size, self.pooled = rank, world_size, pooled
@@ -94,9 +94,9 @@ class Routes:
         ends = {place: (*sorted(rows), tables[place[0]].planned_rows) for place, rows in firsts.items()}
 
         split = {table for (table, _), bounds in ends.items() if len(bounds) > 2}
-        by_id = parts.combined_tables | (split if row_wise == "exact" else set()) if pooled else set()
+        by_id = lookup_map.combined_tables | (split if row_wise == "exact" else set()) if pooled else set()
         self.unpooled_features = [f for f, owner in enumerate(owners) if owner in by_id]
-        self.combined_features = [f for f, owner in enumerate(owners) if owner in parts.combined_tables]
+        self.combined_features = [f for f, owner in enumerate(owners) if owner in lookup_map.combined_tables]
         self.unweighted_features = {*self.unpooled_features, *self.combined_features}
 
         def order(shard: Shard) -> int:
@@ -104,10 +104,12 @@ class Routes:
 
         for shard in sorted(shards, key=order):  # stable
             table, bounds = tables[shard.table], ends[shard.table, shard.first_column]
-            is_part = pooled and (len(bounds) > 2 or shard.table in parts.part_tables)
+            is_part = pooled and (len(bounds) > 2 or shard.table in lookup_map.part_tables)
             mean = is_part and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
-                self.entries[shard.rank].append(Entry(feature, shard, bounds, mean, shard.table in parts.part_tables))
+                self.entries[shard.rank].append(
+                    Entry(feature, shard, bounds, mean, shard.table in lookup_map.part_tables)
+                )
         self.gradient_blocks = [_blocks(own) for own in self.entries]
         self.sent_blocks = [_blocks([e for e in own if not self._is_not_sent(e)]) for own in self.entries]
         self.entry_columns = [sum(columns for columns, _ in own) for own in self.gradient_blocks]

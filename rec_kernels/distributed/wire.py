@@ -12,8 +12,8 @@ from rec_kernels.ops.row_formats import ROW_FORMATS
 class Wire:
     """Row formats in which pooled columns, or rows of ids, and their gradients are sent, as TorchRec's qcomms.
 
-    One row is encoded per bag, or per id, and shard. A rank also rounds rows that it does not send, so that values do
-    not depend on the plan. Rows that the format would not make smaller are sent as float32.
+    One row is encoded per bag, or per id, and shard. A rank also rounds the rows for its own samples, so that values do
+    not depend on the rank of a sample. Rows that the format would not make smaller are sent as float32.
 
     Args:
         forward: of pooled columns or rows; None: float32, not rounded.

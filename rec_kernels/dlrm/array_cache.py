@@ -1,6 +1,7 @@
 """Prepared data on disk: a directory of memory-mapped ``.npy`` files and a manifest with their checksums.
 
-A directory gets its name when it is complete, and is rebuilt if a file is missing or altered, or the source differs.
+A directory gets its name when it is complete, and is rebuilt if a file is missing or altered, or the source or format
+differs. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class TrainConfig:
     )
     table_rows: int | None = _count(
         None,
-        "hash ids to this many rows per table; synthetic: rows of the largest tables (100000)",
+        "hash ids to this many rows per table (default: a row per value); synthetic: largest table (100000)",
         of="criteo synthetic",
     )
     history: int | None = _count(
@@ -202,7 +202,7 @@ class TrainConfig:
     dense_lr: float = _learning_rate(0.001, "learning rate of Adam, which trains the dense parameters")
     warmup_steps: int = _count(0, "steps of linear warm-up of both learning rates", 0)
     decay_start: int = _count(0, "step at which both learning rates begin to decay", 0)
-    decay_steps: int = _count(0, "steps of quadratic decay to 0 (0: no decay)", 0)
+    decay_steps: int = _count(0, "steps of quadratic decay (0: no decay)", 0)
 
     epochs: int = _count(1, "passes over the training rows")
     batch_size: int = _count(2048, "rows per batch")

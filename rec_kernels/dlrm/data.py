@@ -41,7 +41,8 @@ class Batch(NamedTuple):
 
     Args:
         dense: float32 [B, num_dense].
-        features: the features that are not shared, B bags each; after ``joined()``, all features.
+        features: a KeyedJaggedTensor of the features that are not shared, B bags each; after ``joined()``, all
+            features, possibly as an InverseKeyedJaggedTensor.
         label: float32 [B], 0 or 1.
         shared: the shared features: a KeyedJaggedTensor of B bags each, or an InverseKeyedJaggedTensor of B rows if the
             data set knows which rows have equal bags; None without shared features.
@@ -143,7 +144,7 @@ class Rows:
     """Base of data sets with random access to rows.
 
     Attributes:
-        rows: number of rows. train_rows: the first rows, for training; the others are test rows.
+        rows: number of rows. train_rows: number of training rows, which come first; the others are test rows.
         label: float32 [rows]. dense: float32 [rows, num_dense].
         ids: int32 [F, rows], of the first F features, which have one id per row. A subclass that overrides
             ``batch_of`` needs none of the three.

@@ -43,7 +43,7 @@ class DotInteraction(nn.Module):
 class CrossInteraction(nn.Module):
     """DCN V2's low-rank cross layers over the dense vector and the pooled embeddings, its stacked structure.
 
-    Source: R. Wang et al. (arXiv:2008.13535); behind DLRM's bottom MLP, as in MLPerf's DLRM-DCNv2.
+    Source: R. Wang et al. (arXiv:2008.13535); after DLRM's bottom MLP, as in MLPerf's DLRM-DCNv2.
     """
 
     def __init__(self, num_features: int, embedding_dim: int, num_layers: int, low_rank: int):
@@ -94,7 +94,8 @@ class DLRM(nn.Module):
         optimizer: fused optimizer of the tables, by default row-wise Adagrad with lr 0.05. The caller's optimizer
             updates ``dense_parameters()``.
         seed: of the initial weights and of stochastic rounding. Weights are equal in all formats except for rounding.
-            Uncompressed tables are uniform(-1/sqrt(E), 1/sqrt(E)), and do not depend on which others are compressed.
+            Uncompressed tables are uniform(-1/sqrt(E), 1/sqrt(E)); they and the MLPs do not depend on which tables are
+            compressed.
         cache: row cache of the tables.
         sharded: create the tables on the meta device, to be sharded.
         precision: "fp32", or "bf16" for torch.autocast of MLPs and interaction, with pooled embeddings rounded by the
@@ -131,8 +132,8 @@ class DLRM(nn.Module):
         noise = seed % 2**63
         options: dict[str, Any] = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
         options["output_dtype"] = dtype_of(precision)
-        # Compressed tables and the interaction use the default generator, seeded with ~seed: the streams of equal seeds
-        # are equal. torch.manual_seed would also reseed GPUs.
+        # Compressed tables and the interaction use the default generator. Its seed is ~seed, because seed would repeat
+        # the values of ``generator``. torch.manual_seed would also reseed GPUs.
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(~noise % 2**32)
             options["device"] = "meta" if sharded else None
@@ -144,7 +145,7 @@ class DLRM(nn.Module):
         width: Any = self.interaction.out_features
         self.top = _mlp([width, *top, 1], generator, final_relu=False)
         if activations != "fp32":
-            rk.row_bytes(activations, 1)  # raises for an unknown format
+            rk.row_bytes(activations, 1)  # raises for an unknown format now, not in the first step
             for module in self.modules():
                 if module is self.interaction or isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(functools.partial(_quantize, activations))

@@ -111,11 +111,11 @@ def dedup_batch(batch: Batch, windows: bool = False) -> Batch:
 class Reader:
     """The batches of a run.
 
-    The split "valid" is the last ``config.valid_fraction`` of the training rows, in full batches.
+    The split "valid" is the last training batches, ``config.valid_fraction`` of them, rounded.
 
     Args:
         data: the data set; by default the one that ``config.data`` names.
-        run: folder of a run to resume: the decision of dedup "auto" is read from it.
+        run: folder of a run to resume or evaluate: the decision of dedup "auto" is read from it.
         ranks: with several, each has its rows of every batch, without deduplication.
 
     Raises:
