@@ -40,7 +40,7 @@ class CollectiveCounter:
     def __init__(self) -> None:
         self.bytes: dict[str, int] = defaultdict(int)
         self.seconds = 0.0
-        self._is_inside = False  # a collective; nested ones are not counted
+        self._is_inside = False  # a collective, whose own wait is not timed twice
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
