@@ -67,7 +67,7 @@ struct Bags {
   const void* offsets;
   const float* per_sample_weights;  // or null
   int64_t num_ids;
-  int64_t num_offsets;  // feature stored; the offset after the last one is num_ids, as in torch
+  int64_t num_offsets;  // number of stored offsets; the offset after the last one is num_ids, as in torch
   int64_t num_bags;     // F * B, or the last element of `starts`
   int64_t num_features;
   int64_t batch;          // B; unused with `starts` but no `groups`

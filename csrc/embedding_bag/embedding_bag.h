@@ -135,7 +135,7 @@ inline Sizes sizes_of(const Shape& shape) { return {shape.data(), shape.size()};
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
 // Checks rank, dtype and device of the tables of embedding_bag_tables, and that they fill `weights`.
 RK_EXPORT void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables);
-// Checks that tables are float32: torch has no gradient for other formats.
+// Checks that tables are float32: rows of other formats have no gradient for torch, only fused updates.
 RK_EXPORT void check_trainable(const Layout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 // Data pointer of an optional one-element float32 tensor, or of an optional status; null if absent.

@@ -144,6 +144,7 @@ RK_HOST_DEVICE TableShard shard_of(const TablePart& p) {
   return {static_cast<uint32_t>(p.table_id), static_cast<uint32_t>(p.first_column / 4), p.first_row};
 }
 
+// True if 0 <= part <= whole.
 RK_HOST_DEVICE bool at_most(int64_t part, int64_t whole) { return part >= 0 && part <= whole; }
 
 // True if [first, first + count) is within [0, whole).

@@ -3,12 +3,12 @@
 // All integers are little-endian; gaps between the parts are zeros.
 //
 //   byte 0,     the commit, 64 bytes, twice: magic "RKROWLOG"; u32 version = 1; u32 CRC32C of these 64 bytes (with
-//   byte 2048   this field zero); u64 identity of the main file; i64 generation, one more than the main file's; i64
-// entries; u32 CRC32C of the index; u32 zero; u64 digest of the main file's checksums               once the blocks are
-// there (block_file.h); zeros. Written once everything below is durable.               If it is zeros, the log is
-// ignored; anything else without a whole copy is damage.   byte 4096   slots, block_bytes each: the blocks, in the
-// order in which they were first logged.   then        index, 16 bytes for each slot: i64 block; u32 checksum of the
-// block, as in the main file; u32 zero.
+//   byte 2048   this field zero); u64 identity of the main file; i64 generation, one more than the main file's;
+//               i64 entries; u32 CRC32C of the index; u32 zero; u64 digest of the main file's checksums once the blocks
+//               are there (block_file.h); zeros. Written once everything below is durable. If it is zeros, the log is
+//               ignored; anything else without a whole copy is damage.
+//   byte 4096   slots, block_bytes each: the blocks, in the order in which they were first logged.
+//   then        index, 16 bytes for each slot: i64 block; u32 checksum of the block, as in the main file; u32 zero.
 #pragma once
 
 #include <cstdint>
@@ -89,7 +89,7 @@ class BlockLog {
   uint64_t identity_;
   bool committed_ = false;
   bool commit_uncertain_ = false;  // a commit that was reported as failed may be on the disk
-  bool write_failed_ = false;      // a write has failed: later writes may be lost as well
+  bool write_failed_ = false;      // a commit has failed: slots may be lost, and the next one writes all again
   int64_t generation_ = 0;
   uint64_t digest_ = 0;
   std::vector<Entry> entries_;  // by slot

@@ -33,7 +33,7 @@ class File {
   void sync() const;
   // Makes the file's name durable.
   void sync_folder() const;
-  // Locks the file exclusively; throws EWOULDBLOCK if another process holds the lock.
+  // Locks the file exclusively; throws EWOULDBLOCK if it is open with a lock, in this process or another.
   void lock() const;
   // Also releases the lock, even if a forked process still has the file open.
   void close() noexcept;

@@ -4,11 +4,13 @@
 // least 1: the rows of feature f's table per bucket; its ids are in [0, block_sizes[f] * num_buckets). Id i goes to
 // bucket i / block_sizes[f] as i % block_sizes[f]. Returns new tensors:
 //   output [N], output_offsets [num_buckets * bags + 1] of offsets' dtype: bags (bucket, feature, sample), which keep
-// the   order of ids; output_weights [N], or [0] without `weights` [N] float32; positions [N] int64: the output
-// position of   each id; status (jagged/jagged.h: positions in `values`). An id out of range raises IndexError on the
-// CPU. On a GPU, a negative id goes unchanged to bucket 0, and an id too large goes to the last bucket, minus that
-// bucket's first row, so that the shard's lookup reports it as well. Offsets must start at 0 and end at N: ValueError
-// on the CPU; on a GPU, the output has zeros for ids outside of all bags after the last bag, and their position is -1.
+//   the order of ids; output_weights [N], or [0] without `weights` [N] float32; positions [N] int64: the output
+//   position of each id; status (jagged/jagged.h: positions in `values`).
+//
+// An id out of range raises IndexError on the CPU. On a GPU, a negative id goes unchanged to bucket 0, and an id too
+// large goes to the last bucket, minus that bucket's first row, so that the shard's lookup reports it as well. Offsets
+// must start at 0 and end at N: ValueError on the CPU; on a GPU, the output has a zero after the last bag for each id
+// outside of all bags, whose position is -1.
 // On a GPU with bad offsets (bags may overlap) or a block size below 1 (the status is kBadLayout), all output bags are
 // empty. Differentiable in weights.
 #pragma once

@@ -20,8 +20,9 @@
 // The layout of ops that encode rows must have all cached tables: rows of other tables are never evicted or flushed.
 //
 // row_cache_plan (CPU only) returns the linear rows that an insertion and the following lookup and update will read in
-// their tables, and the rows that they may write there: evicted dirty rows, and rows that get no slot. Without
-// `inserts`: the same for a lookup and update alone.
+// their tables, and the rows that they may write there: evicted rows that are dirty, or that an update of
+// the previous batch may still make dirty, and rows that get no slot. Without `inserts`: the same for a lookup and
+// update alone.
 #pragma once
 
 #include "embedding_bag/update.h"
@@ -67,7 +68,7 @@ struct ArgumentsOf<const CacheBags&> {
                       const std::string&>;
 };
 
-// Uses of a cache, which need different tensors: kFind no rows, kUpdate all, kFlush no marks.
+// Uses of a cache, which need different tensors: kFind tags and marks, kUpdate all, kFlush all but marks.
 enum class CacheUse { kFind, kUpdate, kFlush };
 
 // Unchecked policy of an insertion and its counts.

@@ -9,8 +9,9 @@
 //
 // dequantize_rows. The inverse, into a new [N, D] of a float dtype, rounded to nearest. docs/numerics.md has the maths.
 //
-// fake_quantize. Both in one op, from x [..., D] to a new tensor of x's shape and dtype. Without status: a row that the
-// format cannot encode becomes NaN. Straight-through gradient (identity).
+// fake_quantize. Both in one op, from x [..., D] to a new tensor of x's shape and dtype; rows are counted over all
+// leading dimensions. Without status: a row that the format cannot encode becomes NaN. Straight-through gradient
+// (identity).
 #pragma once
 
 #include "core/boxing.h"

@@ -42,8 +42,8 @@ class Pool {
     return block;
   }
 
-  // Adds a block to the pool, evicting the least recently used ones; returns false if it does not fit. Allocates
-  // nothing.
+  // Adds a block to the pool, evicting the least recently used ones; returns false if it does not fit or another
+  // thread has the lock. Allocates nothing.
   bool keep(ScratchBlock block) {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock() || block.size > kMaxPooledScratch) return false;

@@ -235,7 +235,7 @@ RK_HOST_DEVICE WordLanes choose_by_bit(uint32_t bits, uint32_t if_clear, uint32_
 #endif
 }
 
-// Loads four registers of 8-bit or 4-bit codes at p.
+// Stores four registers of 8-bit or 4-bit codes at p.
 template <int kBits>
 RK_HOST_DEVICE void store_four(uint8_t* p, const WordLanes* v) {
 #if defined(__AVX512F__)

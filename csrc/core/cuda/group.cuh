@@ -69,7 +69,7 @@ struct Group {
   }
 };
 
-// Remaining columns of a row after `first`, clamped to kBlocks * 4 * G so that they fit in 32 bits.
+// Number of columns of a row in [first, columns), clamped to kBlocks * 4 * G so that they fit in 32 bits.
 template <int G, int kBlocks>
 __device__ __forceinline__ int columns_left(int64_t first, int64_t columns) {
   constexpr int kMost = kBlocks * 4 * G;

@@ -18,7 +18,7 @@ struct CacheInput {
 // read.
 BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArguments& cache, CacheUse use);
 
-// Reads the cache of a call whose layout has been checked against it. CacheUse::kFind needs no cache_rows.
+// Reads the cache of a call whose layout has been checked against it. CacheUse::kFind sets only tags and marks.
 CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse use = CacheUse::kUpdate);
 
 // Checks the slots that a lookup reads from, so that kernels may dereference them.

@@ -12,7 +12,7 @@ inline namespace RK_ISA {
 void pool_partitioned(const PoolArgs& a, const Part& f, const PooledBags& k);
 void pool_composed(const PoolArgs& a, const Part* parts, int64_t count, const PooledBags& k);
 
-// True if a part's table exceeds the L2 cache, so that its rows should be prefetched.
+// True if a part's table is larger than 256 KiB. The rows of a smaller one stay in the cache and are not prefetched.
 RK_HOST_DEVICE bool exceeds_cache(const Part& part) { return part.num_embeddings * part.row_bytes > 1 << 18; }
 
 // Returns an id's row in a part as floats: a pointer into the table, or the row decoded into scratch [D].

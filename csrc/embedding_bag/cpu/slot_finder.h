@@ -86,7 +86,7 @@ class SlotFinder {
 
   const CacheView cache_;  // copies, which stores to slots cannot alias
   const CachePlace place_;
-  const int64_t marked_ways_;
+  const int64_t marked_ways_;  // ways at the start of a set whose marks one mask covers
 };
 
 }  // namespace RK_ISA

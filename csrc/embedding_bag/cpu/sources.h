@@ -119,7 +119,7 @@ struct Composition {
   int64_t row_bytes;
 };
 
-// Sums or products of the rows of several parts, computed in registers. kParts: their index, or 0 if not constant.
+// Sums or products of the rows of several parts, computed in registers. kParts: their number, or 0 if not constant.
 template <class Block, int kParts, bool kMultiply>
 struct ComposedRows : Block {
   Composition c;

@@ -193,7 +193,7 @@ Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Argum
   return out;
 }
 
-// Writes the width of each run, and 0 after the last run; all 0 for bad offsets.
+// Writes the width of each run, and 0 after the last run; all 0 for a bad layout or bad offsets.
 __global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, const int64_t* status, int64_t* dims) {
   const int64_t runs = *status < 0 ? 0 : *a.runs.num_runs;
   for (int64_t r = Group<1>::first(); r <= a.runs.most_runs; r += Group<1>::stride())

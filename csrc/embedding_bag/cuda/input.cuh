@@ -147,7 +147,7 @@ struct BagInput : BagTensors {
   LayoutSizes sizes{};
   OptionalTensor mapped{};     // owns parts.mapped
   OptionalTensor groups{};     // [2, F], owns bags.groups; empty without deduplicated bags
-  OptionalTensor masked{};     // owns bags.ids, a copy that new_status() fills with skipped ids masked
+  OptionalTensor masked{};     // owns bags.ids, a copy that new_status() writes: see MaskArgs
   bool checks_masked = false;  // new_status() checks the bounds of these ids
 };
 
@@ -155,8 +155,8 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
 // Checks the bags of a call without a layout.
 BagInput read_bags(const OneTableBags& bags, const Part& table);
 
-// Launches the checks of the layout and returns the new status. Also masks padding ids in BagInput::masked, and then
-// checks the bounds of all ids, except those of frozen features if skips_frozen.
+// Launches the checks of the layout and returns the new status. Also writes BagInput::masked, if the call has it, and
+// then checks the bounds of its ids if checks_masked, except those of frozen features if skips_frozen.
 Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream,
                   bool skips_frozen = false);
 

@@ -139,12 +139,12 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
 }
 
 // Pools columns [column, column + kBlocks * 4 * G) of one bag. `report`: record bad ids, once per bag. `there` is false
-// for a group in step without a bag, which has no ids and stores no_op. Source provides rows: find() returns the place
-// of an id's row, pass() the place found by another lane of the group, place_of_lane() that of any lane in step; Row
-// holds a lane's columns of a row, where load() issues the loads and decode() waits for them. kPassFirst: shuffle the
-// places and factors of all rows in flight before the first load. A shuffle between loads shares one of a warp's six
-// scoreboards with them and would wait for them. kEights: a lane's two blocks of four columns are adjacent. The output
-// address is computed at the end, which saves two or more registers while rows are read.
+// for a group in step without a bag, which has no ids and stores nothing. Source provides rows: find() returns the
+// place of an id's row, pass() the place found by another lane of the group, place_of_lane() that of any lane in step;
+// Row holds a lane's columns of a row, where load() issues the loads and decode() waits for them. kPassFirst: shuffle
+// the places and factors of all rows in flight before the first load. A shuffle between loads shares one of a warp's
+// six scoreboards with them and would wait for them. kEights: a lane's two blocks of four columns are adjacent. The
+// output address is computed at the end, which saves two or more registers while rows are read.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,

@@ -353,7 +353,7 @@ void insert_all(const BagInput& in, const InsertionPolicy& policy, InsertArgs a,
   find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
   const bool has_ids = N > 0 && in.bags.num_bags > 0;
   if (has_ids) sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
-  // No allocation may fail after this point, where the cache changes.
+  // Nothing is allocated after this point, where the cache changes.
   launch_one(stream, advance_clock_kernel, a);
   for (const OptionalTensor* counts : {&policy.counts, &policy.row_counts})
     if (policy.lfu() && policy.decay_every > 0 && (*counts)->numel() > 0)

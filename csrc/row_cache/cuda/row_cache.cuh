@@ -45,7 +45,8 @@ __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Bod
 // Allocates cache.order and launches the kernel that fills it after the layout checks.
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
 
-// For insertion: sort keys of the ids whose row is not cached. Null for lookups, which initialize slots themselves.
+// For insertion: sort keys of the ids whose row is not cached. With keys, the caller has set all slots to -1; without
+// (null, for lookups), find_slots() does.
 struct MissingKeys {
   uint64_t* keys;
   int row_bits;

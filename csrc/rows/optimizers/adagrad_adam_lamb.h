@@ -21,7 +21,7 @@ struct Elementwise {
   RK_HOST_DEVICE bool has_first() const { return kind != Optimizer::kAdagrad; }
   RK_HOST_DEVICE bool has_second() const { return kind != Optimizer::kRowwiseAdam; }
 
-  // Row-wise Adam: updates the row's second moment with the mean of g^2, and returns the divisor for it.
+  // Row-wise Adam: the row's new second moment, from the old one and the mean of g^2, and the divisor for it.
   RK_HOST_DEVICE float row_moment(float second, float mean_square) const {
     return fused_multiply_add(beta2, second, (1.0f - beta2) * mean_square);
   }

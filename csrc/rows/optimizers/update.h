@@ -22,7 +22,7 @@ struct Update {
   Optimizer optimizer;
   OptimizerState state;
   int64_t state_rows, state_elements;  // sizes of per-row and per-element state; -1: none
-  int64_t num_rates;                   // upper bound of table_id, exclusive: number of learning rates
+  int64_t num_rates;                   // exclusive upper bound of table_id: size of lr, kMaxTableId if 0-dim
   const TablePart* records;            // records of the layout, which have state_offset
   GradientStep gradient_step;
   // True if decoupled decay shrinks the weights directly, w = fmaf(shrinkage(), w, w). Optimizers with per-element
