@@ -65,7 +65,7 @@ def test_oldest_driver(library: str, allowed: tuple[int, int], tmp_path: Path, m
     monkeypatch.setattr(_cuda_driver, "installed", lambda: allowed)
     assert _cuda_driver.too_old(tmp_path) is None
     monkeypatch.setattr(_cuda_driver, "installed", lambda: (allowed[0] - 1, 9))
-    assert f"is of CUDA {library} and needs a driver of CUDA {allowed[0]}" in _cuda_driver.too_old(tmp_path)
+    assert f"was built with CUDA {library} and needs a driver for CUDA {allowed[0]}" in _cuda_driver.too_old(tmp_path)
 
 
 def test_the_oldest_driver_reads_the_kernels() -> None:

@@ -51,7 +51,7 @@ def test_changes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning says what to do."""
     monkeypatch.setattr(_library, "changed_source", lambda folder: folder / "a.cpp")
     with pytest.warns(RuntimeWarning, match=r"a\.cpp has changed .* run `make build`"):
-        _library._warn_of_changes()
+        _library._warn_if_stale()
 
 
 def test_completion_shows_the_public_names() -> None:
@@ -123,7 +123,7 @@ WRONG = [
 
 def test_types_of_errors() -> None:
     """Errors have the same types with every torch; torch 2.15 needs _host for them."""
-    if _library.torch_version() >= _library.FEWER_ERRORS:
+    if _library.torch_version() >= _library.RUNTIME_ERRORS_SINCE:
         needs_host()
     assert wrong_arguments() == WRONG
 

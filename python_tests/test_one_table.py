@@ -152,16 +152,16 @@ def test_bad_input(kind: str) -> None:
             module(rk.JaggedTensor(torch.tensor([3, bad]), offsets=torch.tensor([0, 2])))
     with pytest.raises(ValueError, match="offsets must start at 0 and end at 2"):
         module(rk.JaggedTensor(torch.tensor([3, 4]), offsets=torch.tensor([0, 1])))
-    with pytest.raises(ValueError, match=r"values must be one row of int32 or int64 ids, got torch\.float32"):
+    with pytest.raises(ValueError, match=r"values must be int32 or int64 \[N\], got torch\.float32"):
         module(rk.JaggedTensor(torch.rand(2), offsets=torch.tensor([0, 2])))
     ids = torch.tensor([3, 4])
     for offsets in (torch.tensor([], dtype=torch.int64), torch.tensor([[0, 2]]), torch.tensor([0.0, 2.0])):
-        with pytest.raises(ValueError, match="offsets must be one row of at least one int32 or int64, got"):
+        with pytest.raises(ValueError, match=r"offsets must be int32 or int64 \[B \+ 1\], got"):
             module(rk.JaggedTensor._from_parts(ids, offsets))
     with pytest.raises(ValueError, match=r"weights must have values' shape \[2\], got \[5\]"):
         module(rk.JaggedTensor._from_parts(ids, torch.tensor([0, 2]), torch.ones(5)))
     two = rk.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2, dtype=torch.int64))
-    for given, got in ((two, r"one of features \['a', 'b'\]"), (ids[None], "Tensor"), ({"a": ids}, "dict")):
+    for given, got in ((two, r"one with features \['a', 'b'\]"), (ids[None], "Tensor"), ({"a": ids}, "dict")):
         with pytest.raises(ValueError, match=f"features must be an rk.JaggedTensor .* of one feature, got {got}"):
             module(given)
     ignoring = MODULES[kind](pooling="mean", bounds_check="ignore", optimizer=rk.Adam(lr=0.1, weight_decay=0.5))
@@ -251,7 +251,7 @@ def test_many_functions() -> None:
 def test_sorted_or_repeated(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids sorted by block, as on the CPU, and bags repeated for every block, as elsewhere: the same bits."""
     modules = [_blocks(pooling=pooling, bounds_check="ignore", optimizer=rk.Adam(lr=0.1)) for _ in range(2)]
-    monkeypatch.setattr(modules[1], "_sorted", modules[1]._repeated)
+    monkeypatch.setattr(modules[1], "_sort_by_block", modules[1]._repeat_per_block)
     given = _batch(weighted=True)
     given.values()[[0, 5]] = torch.tensor([E, -1])
     outputs = [module(given) for module in modules]
@@ -262,7 +262,7 @@ def test_sorted_or_repeated(pooling: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert same_bits(a, b)
     many = rk.MixedDimensionEmbeddingBag([1] * 300, [1] * 300, 2)
     ids = rk.JaggedTensor(torch.arange(300).flip(0), offsets=torch.arange(301))
-    assert same_bits(many._sorted(*_arguments(ids)).lengths(), torch.eye(300).flip(0).t().flatten().long())
+    assert same_bits(many._sort_by_block(*_arguments(ids)).lengths(), torch.eye(300).flip(0).t().flatten().long())
     assert same_bits(many(ids), _with(many, ids, monkeypatch))
 
 
@@ -271,7 +271,7 @@ def _arguments(ids: rk.JaggedTensor) -> tuple:
 
 
 def _with(module: rk.MixedDimensionEmbeddingBag, ids: rk.JaggedTensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    monkeypatch.setattr(module, "_sorted", module._repeated)
+    monkeypatch.setattr(module, "_sort_by_block", module._repeat_per_block)
     return module(ids)
 
 
@@ -323,9 +323,9 @@ def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
     ("make", "message"),
     [
         (lambda: rk.popularity_blocks(torch.tensor([1.0, -2.0]), 2), r"counts\[1\] = -2.0 must be finite"),
-        (lambda: rk.popularity_blocks(torch.ones(2, 2), 2), r"counts must be one row.*\[2, 2\]"),
+        (lambda: rk.popularity_blocks(torch.ones(2, 2), 2), r"counts must be \[E\].*\[2, 2\]"),
         (lambda: rk.popularity_blocks(torch.ones(2), 0), "num_blocks must be an integer, at least 1 .*, got 0"),
-        (lambda: rk.MixedDimensionEmbeddingBag([2], [2, 1], 4), "of one length, at least 1, got 1 and 2"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2], [2, 1], 4), "the same length, at least 1, got 1 and 2"),
         (lambda: rk.MixedDimensionEmbeddingBag([2, 0], [2, 1], 4), r"block_sizes\[1\] must be an integer, .*, got 0"),
         (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 5], 4), r"block_dims\[1\] = 5 must be at most 4"),
         (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 0), "embedding_dim must be an integer, .*, got 0"),
@@ -335,7 +335,7 @@ def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
         ),
         (
             lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.tensor([0, 1, 2, 2])),
-            "ranks must differ, got 2 more than once",
+            "ranks must be distinct, got 2 more than once",
         ),
         (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.ones(4)), r"ranks must be int64 \[4\]"),
         (lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, pooling="max"), "pooling must be 'sum' or 'mean'"),
@@ -347,7 +347,7 @@ def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
         (lambda: rk.MixedDimensionEmbeddingBag([2.0, 2], [2, 1], 4), r"block_sizes\[0\] must be .*, got 2\.0"),
         (
             lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, ranks=torch.empty(2, dtype=torch.int64, device="meta")),
-            "ranks must have numbers, got a meta tensor",
+            "ranks must have data, got a meta tensor",
         ),
         (lambda: rk.PathEmbeddingBag(1e6, 4, 2), r"num_embeddings must be an integer, .*, got 1000000\.0"),
         (lambda: rk.PathEmbeddingBag(10, 4, 0), "collisions must be an integer, .*, got 0"),

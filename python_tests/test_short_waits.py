@@ -13,7 +13,7 @@ import torch
 
 from rec_kernels import threads
 from rec_kernels.testing import use_threads
-from rec_kernels.threads import Look, ShortWaits, compute_with, look
+from rec_kernels.threads import CpuTimes, ShortWaits, compute_with, read_cpu_times
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +31,10 @@ class Neighbour:
         self.cores, self.looks = cores, 0
         self._used = 0.0
 
-    def __call__(self) -> Look:
+    def __call__(self) -> CpuTimes:
         self.looks += 1
         self._used += self.cores
-        return Look(float(self.looks), self._used + self.looks, float(self.looks))
+        return CpuTimes(float(self.looks), self._used + self.looks, float(self.looks))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -76,12 +76,12 @@ def test_a_short_burst_changes_nothing(monkeypatch):
     neighbour = Neighbour(cores=0.0)
     busy_at = {10, 20, 30}  # looks that find a neighbour, never two in a row
 
-    def looks() -> Look:
+    def looks() -> CpuTimes:
         neighbour.cores = 1.0 if neighbour.looks + 1 in busy_at else 0.0
         return neighbour()
 
     began = []
-    monkeypatch.setattr(ShortWaits, "_set", lambda self, short: began.append(short))
+    monkeypatch.setattr(ShortWaits, "_set_short", lambda self, short: began.append(short))
     with ShortWaits(looks):
         wait_for(lambda: neighbour.looks > 40)
     assert began == [False]  # the one that __exit__ asks for
@@ -124,11 +124,11 @@ def test_look_counts_this_process_s_cores(monkeypatch, tmp_path: Path):
     )
     monkeypatch.setattr(threads, "STAT", stat)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert look().cores == pytest.approx((31 + 100) / os.sysconf("SC_CLK_TCK"))
+    assert read_cpu_times().cores == pytest.approx((31 + 100) / os.sysconf("SC_CLK_TCK"))
 
 
 def test_others_are_all_but_this_process():
-    assert Look(12.0, 8.0, 5.0).others(Look(10.0, 4.0, 3.0)) == pytest.approx(1.0)
+    assert CpuTimes(12.0, 8.0, 5.0).others(CpuTimes(10.0, 4.0, 3.0)) == pytest.approx(1.0)
 
 
 def test_compute_with_sets_its_own_thread_only():

@@ -1,4 +1,4 @@
-"""Embedding kernels for recommendation models, as ``torch.ops.rec_kernels.*`` ops and thin modules over them."""
+"""Embedding kernels for recommendation models: ``torch.ops.rec_kernels.*`` ops and thin modules on top of them."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -50,7 +50,7 @@ from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
 from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, TableLayout, set_frozen, table_layout
 
-if _TYPE_CHECKING:  # editors complete it; dir(rk) does not have it, as help(rk) imports what dir() has
+if _TYPE_CHECKING:  # for editors only: dir(rk) omits it because help(rk) imports everything in dir()
     from rec_kernels import distributed as distributed
 
 _use_triton()
@@ -58,7 +58,7 @@ _register_pytrees()
 
 
 def __getattr__(name: str) -> _Any:
-    """``rk.distributed``, imported when it is asked for: TorchRec takes seconds, and may be absent."""
+    """Import ``rk.distributed`` on first access: importing TorchRec takes seconds, and it may not be installed."""
     if name == "distributed":
         return _import_module("rec_kernels.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Finds and loads the compiled libraries, and says in one sentence what is wrong when it cannot."""
+"""Find and load the compiled libraries, with a one-sentence error if that fails."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FOLDER = Path(__file__).resolve().parent
 _CPU_LIBRARY = "librec_kernels_cpu.so"
 _CUDA_LIBRARY = "librec_kernels_cuda.so"
 _OLDEST_TORCH = (2, 10)
-#: torch makes RuntimeErrors of most C++ exceptions from this version on.
-FEWER_ERRORS = (2, 15)
+#: First torch version that turns most C++ exceptions into RuntimeErrors.
+RUNTIME_ERRORS_SINCE = (2, 15)
 
-# The registration of the Triton kernels; it ends when this object does.
+# Registration of the Triton kernels; it lasts as long as this object.
 _triton: torch.library.Library | None = None
-#: Reason why the CUDA library is not in use; None while it is.
+#: Why the CUDA library is not in use; None if it is in use.
 cuda_unavailable: str | None = None
 
 
@@ -48,14 +48,14 @@ def _load_cpu() -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise ImportError(f"{path} cannot be loaded into torch {torch.__version__}: {_reason(error)}") from error
-    if torch_version() >= FEWER_ERRORS:
-        with contextlib.suppress(ImportError):  # without _host they stay RuntimeErrors
+        raise ImportError(f"{path} cannot be loaded into torch {torch.__version__}: {_loader_error(error)}") from error
+    if torch_version() >= RUNTIME_ERRORS_SINCE:
+        with contextlib.suppress(ImportError):  # without _host, they remain RuntimeErrors
             keep_value_errors(path)
 
 
 def changed_source(package: Path) -> Path | None:
-    """The newest C++ file of the checkout that ``package`` is in, if nothing was built since; None for a wheel's."""
+    """The newest C++ file of the checkout if it is newer than the last build of ``package``; None for a wheel."""
     checkout = package.parent
     if not (checkout / "CMakeLists.txt").exists():
         return None
@@ -67,55 +67,55 @@ def changed_source(package: Path) -> Path | None:
     return newest if newest.stat().st_mtime > last_built.stat().st_mtime else None
 
 
-def _warn_of_changes() -> None:
-    with contextlib.suppress(OSError):  # a file that goes while it is looked at
+def _warn_if_stale() -> None:
+    with contextlib.suppress(OSError):  # a file may disappear meanwhile
         if changed := changed_source(_FOLDER):
             warnings.warn(
-                f"{changed} has changed since rec_kernels was built, and this is the build of before: run `make build` "
-                "(or `pip install --no-build-isolation -e .`), which compiles what has changed",
+                f"{changed} has changed since rec_kernels was built, so this build is out of date: run `make build` "
+                "(or `pip install --no-build-isolation -e .`) to compile the changes",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 def keep_value_errors(path: str | Path) -> None:
-    """Wrong arguments of a library's ops are ValueErrors with torch 2.15, too (csrc/core/errors.cpp has the reason).
+    """Make invalid arguments of a library's ops raise ValueError in torch 2.15 as well (see csrc/core/errors.cpp).
 
     Raises:
-        ImportError: there is no ``_host``, which has the exception.
+        ImportError: ``_host``, which provides the exception, is missing.
     """
     ctypes.CDLL(str(path)).rec_kernels_throw_value_errors_by(ctypes.c_void_p(host().value_error_thrower()))
 
 
 def _load_cuda() -> str | None:
-    """Loads the CUDA kernels where they can run; returns the reason when they cannot."""
+    """Load the CUDA library if it can run; otherwise return the reason."""
     path = _FOLDER / _CUDA_LIBRARY
     if not path.exists():
         return "this build of rec_kernels has no CUDA library (built without nvcc, or with REC_KERNELS_CUDA=0)"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if reason := _cuda_driver.too_old(_FOLDER):
-        # Loaded all the same, it would fail at its first kernel; not loaded, it leaves GPU tensors to Triton.
+        # The library would fail at its first kernel; without it, Triton serves GPU tensors.
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
         return reason
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"{path} cannot be loaded into torch {torch.__version__}: {_reason(error)}"
+        return f"{path} cannot be loaded into torch {torch.__version__}: {_loader_error(error)}"
     return None
 
 
-def _reason(error: OSError) -> BaseException:
-    """The system loader's error: torch's own message, from 2.10 on, names only the file."""
+def _loader_error(error: OSError) -> BaseException:
+    """The system loader's error: since 2.10, torch's own message names only the file."""
     return error.__cause__ or error
 
 
 def use_triton() -> None:
-    """Registers the Triton kernels for GPU tensors: where Triton is installed and the compiled library not in use."""
+    """Register the Triton kernels for GPU tensors if Triton is installed and the CUDA library is not in use."""
     global _triton
     if cuda_unavailable is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
-    # Imported here: the package's __init__ imports the ops behind this module.
+    # Imported here to avoid a cycle: the package's __init__ imports the ops after this module.
     from rec_kernels.ops.in_triton import register_stand_ins
 
     _triton = torch.library.Library("rec_kernels", "IMPL")
@@ -123,16 +123,16 @@ def use_triton() -> None:
 
 
 def host() -> ModuleType:
-    """The module of host objects with a state, ``rec_kernels._host``.
+    """Import ``rec_kernels._host``, the extension module with the stateful host objects.
 
     Raises:
-        ImportError: this installation was built without it, or for another Python.
+        ImportError: this installation was built without it, or for another Python version.
     """
     try:
         return importlib.import_module("rec_kernels._host")
     except ImportError as error:
         raise ImportError(
-            "rec_kernels._host cannot be loaded: it is built on Linux where there are Python's headers "
+            "rec_kernels._host cannot be loaded: it is built only on Linux with the Python headers "
             f"(Debian: apt install python3-dev) and pybind11; then run `make build` ({error})"
         ) from error
 
@@ -142,21 +142,21 @@ def _host_library() -> str | None:
     return next((str(path) for path in built if path.exists()), None)
 
 
-_warn_of_changes()
+_warn_if_stale()
 _load_cpu()
 cuda_unavailable = _load_cuda()
 
 
 def build_info() -> dict[str, object]:
-    """Describes what is installed and in use.
+    """Describe the installed libraries and which of them are in use.
 
     Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
     ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,
     ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in,
     ``cuda_version`` that built the CUDA library and ``cuda_driver_version`` that the driver supports ("13.0", or None),
     ``host_library`` path (of ``_host``, for tables in files) or None,
-    ``triton`` (version, or None where it is not installed), ``triton_in_use`` (whether GPU tensors get the Triton
-    kernels in the place of the CUDA library's; False, too, where Triton is too old for them).
+    ``triton`` (version, or None if it is not installed), ``triton_in_use`` (whether GPU tensors use the Triton kernels
+    instead of the CUDA library; also False if Triton is too old for them).
     """
     triton = _triton_versions.installed()
     cuda = _FOLDER / _CUDA_LIBRARY

@@ -1,4 +1,4 @@
-"""The versions of Triton that the kernels of rec_kernels.triton are for, asked without importing Triton."""
+"""Supported Triton versions, and detection of the installed one without importing Triton."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SUPPORTED = "Triton 3.6 to 3.9"
 
 
 class UnsupportedTritonError(ImportError):
-    """The kernels cannot be used with the installed Triton."""
+    """The installed Triton version is not supported."""
 
 
 def installed() -> str | None:
-    """The version of Triton; "unknown" of one without a package, None where there is none."""
+    """Version of the installed Triton; "unknown" if it has no package metadata, None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
-    # Asked of the package's files: importing it takes seconds. Builds for other GPUs have names of their own.
+    # Read the package metadata: importing Triton takes seconds. Builds for other GPUs have other package names.
     names = importlib.metadata.packages_distributions().get("triton", [])
     return importlib.metadata.version(names[0]) if names else "unknown"
 
@@ -33,24 +33,25 @@ def is_too_old(version: str) -> bool:
 
 
 def check(version: str) -> None:
-    """Checks the installed Triton when ``rec_kernels.triton`` is imported; a version without numbers passes.
+    """Check the installed Triton when ``rec_kernels.triton`` is imported; a version without numbers passes.
 
-    Warns of a version newer than the newest: a RuntimeWarning.
+    Emits a RuntimeWarning if the version is newer than the newest supported one.
 
     Raises:
-        UnsupportedTritonError: the version is too old, or its interpreter, where that is chosen, fails by itself.
+        UnsupportedTritonError: the version is too old, or TRITON_INTERPRET=1 is set and its interpreter does not work
+            with the installed NumPy.
     """
     numbers, numpy = _minor(version), _minor(importlib.metadata.version("numpy"))
     if is_too_old(version):
         raise UnsupportedTritonError(
-            f"the Triton kernels of rec_kernels need {SUPPORTED}, found Triton {version}: install the one that your "
-            "torch names as its requirement (torch 2.10 and 2.11: triton==3.6.0), or build the CUDA library "
+            f"the Triton kernels of rec_kernels need {SUPPORTED}, found Triton {version}: install the version "
+            "that your torch requires (torch 2.10 and 2.11: triton==3.6.0), or build the CUDA library "
             "(docs/install.md), which needs no Triton"
         )
     if numbers is not None and numbers > NEWEST:
         warnings.warn(
             f"the Triton kernels of rec_kernels were tested with {SUPPORTED}, found Triton {version}: they may fail to "
-            "compile, or give other results than docs/numerics.md says; install a tested one if they do",
+            "compile, or violate docs/numerics.md; install a tested version if they do",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
 """Helpers for testing code built on rec_kernels: jagged batches, CPU instruction sets, tolerances.
 
-Nothing here is needed to use the package; its own tests and benchmarks are written with it.
+The package does not need this module; its own tests and benchmarks use it.
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ from torch import Tensor
 
 _ops = torch.ops.rec_kernels
 
-# Oldest to newest; a machine that runs one runs all before it.
+# Oldest to newest; a machine that supports one supports all earlier ones.
 _ISAS = ("baseline", "v3", "v4")
 
 
 def cpu_isas() -> list[str]:
-    """The instruction sets that this machine can run, oldest first: "baseline", "v3" (AVX2), "v4" (AVX-512)."""
-    current, found = _ops._get_cpu_isa(), []
+    """List the instruction sets that this machine supports, oldest first: "baseline", "v3" (AVX2), "v4" (AVX-512)."""
+    current, supported = _ops._get_cpu_isa(), []
     for name in _ISAS:
         try:
             _ops._set_cpu_isa(name)
         except ValueError:
             break
-        found.append(name)
+        supported.append(name)
     _ops._set_cpu_isa(current)
-    return found
+    return supported
 
 
 @contextmanager
 def use_cpu_isa(name: str) -> Iterator[None]:
-    """Runs the CPU kernels of an instruction set of ``cpu_isas()``, in every thread of the process.
+    """Context that runs the CPU kernels with an instruction set of ``cpu_isas()``, in every thread of the process.
 
     Raises:
-        ValueError: this machine does not have it.
+        ValueError: this machine does not support it.
     """
     if name not in (allowed := cpu_isas()):
         raise ValueError(f"name must be one of this machine's instruction sets, {', '.join(allowed)}, got {name!r}")
-    before = _ops._set_cpu_isa(name)
+    previous = _ops._set_cpu_isa(name)
     try:
         yield
     finally:
-        _ops._set_cpu_isa(before)
+        _ops._set_cpu_isa(previous)
 
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """``torch.set_num_threads(count)`` for a while."""
-    before = torch.get_num_threads()
+    """Context that sets ``torch.set_num_threads(count)`` and restores the previous count on exit."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 @contextmanager
 def flush_denormals() -> Iterator[None]:
-    """``torch.set_flush_denormal(True)`` for a while: the calling thread takes denormals for zeros."""
+    """Context that sets ``torch.set_flush_denormal(True)``: the calling thread treats denormals as zeros."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -68,14 +68,14 @@ def flush_denormals() -> Iterator[None]:
 
 
 def uniform_ids(count: int, num_embeddings: int, generator: torch.Generator) -> Tensor:
-    """[count] int64 ids in [0, num_embeddings), all equally likely."""
+    """Draw int64 ids [count] uniformly from [0, num_embeddings)."""
     return torch.randint(num_embeddings, (count,), generator=generator)
 
 
 def zipf_ids(count: int, num_embeddings: int, generator: torch.Generator, exponent: float = 1.05) -> Tensor:
-    """[count] int64 ids whose k-th most frequent has a probability proportional to k^-exponent.
+    """Draw int64 ids [count] from a Zipf distribution: the k-th most frequent id has probability ~ k^-exponent.
 
-    Frequent ids are spread over the table, as hashed ids are.
+    Frequent ids are scattered over the table, like hashed ids.
     """
     weight = torch.arange(1, num_embeddings + 1, dtype=torch.float64) ** -exponent
     upper = weight.cumsum(0)
@@ -87,9 +87,9 @@ def zipf_ids(count: int, num_embeddings: int, generator: torch.Generator, expone
 def bag_lengths(
     bags: int, mean_length: float, generator: torch.Generator, *, empty: float = 0.0, session: int = 1
 ) -> Tensor:
-    """[bags] int64 lengths, uniform in [0, 2 * mean_length], a share ``empty`` of them 0.
+    """Draw int64 bag lengths [bags], uniform in [0, 2 * mean_length]; a fraction ``empty`` of them is set to 0.
 
-    With ``session`` > 1, that many bags in a row have the same length.
+    With ``session`` > 1, each run of that many consecutive bags has the same length.
     """
     distinct = -(-bags // session)
     lengths = torch.randint(int(2 * mean_length) + 1, (distinct,), generator=generator)
@@ -110,24 +110,24 @@ def jagged_batch(
     offsets_dtype: torch.dtype = torch.int64,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Key-major jagged ids: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
+    """Generate a key-major jagged batch of ids: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
-        num_embeddings: rows of each feature's table, all at least 1; its length is the number of features F.
-        batch: samples B.
-        mean_length: ids of a bag on average, before some are emptied.
+        num_embeddings: rows of each feature's table, at least 1; the length is F, the number of features.
+        batch: B, number of samples.
+        mean_length: mean number of ids per bag, before some bags are emptied.
         ids: "uniform" or "zipf".
-        empty: share of empty bags.
-        hot: share of the ids replaced by id 0: one row that a large part of the batch shares.
-        session: samples of one session: so many in a row repeat the same bag, as impressions of one user do.
+        empty: fraction of empty bags.
+        hot: fraction of the ids replaced by id 0, to create a hot row.
+        session: samples per session: all samples of a session have identical bags, like impressions of one user.
         ids_dtype, offsets_dtype: torch.int32 or torch.int64.
-        seed: same arguments and seed, same batch.
+        seed: equal arguments and seed give an equal batch.
 
     Returns:
         values [N], offsets [F * B + 1].
 
     Raises:
-        ValueError: another ``ids``, or a table without rows.
+        ValueError: ``ids`` is unknown, or a table has no rows.
     """
     if ids not in ("uniform", "zipf"):
         raise ValueError(f'ids must be "uniform" or "zipf", got {ids!r}')
@@ -137,26 +137,26 @@ def jagged_batch(
     draw = {"uniform": uniform_ids, "zipf": zipf_ids}[ids]
     values, lengths = [], []
     for rows in num_embeddings:
-        of_bag = bag_lengths(batch, mean_length, generator, empty=empty, session=session)
-        drawn = draw(int(of_bag.sum()), rows, generator)
-        drawn[torch.rand(len(drawn), generator=generator) < hot] = 0
+        bag_sizes = bag_lengths(batch, mean_length, generator, empty=empty, session=session)
+        sampled = draw(int(bag_sizes.sum()), rows, generator)
+        sampled[torch.rand(len(sampled), generator=generator) < hot] = 0
         if session > 1:
-            drawn = _repeat_sessions(drawn, of_bag, session)
-        values.append(drawn)
-        lengths.append(of_bag)
-    none = [torch.zeros(0, dtype=torch.int64)]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(none + lengths).cumsum(0)])
-    return torch.cat(none + values).to(ids_dtype), offsets.to(offsets_dtype)
+            sampled = _repeat_sessions(sampled, bag_sizes, session)
+        values.append(sampled)
+        lengths.append(bag_sizes)
+    empty_ids = [torch.zeros(0, dtype=torch.int64)]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(empty_ids + lengths).cumsum(0)])
+    return torch.cat(empty_ids + values).to(ids_dtype), offsets.to(offsets_dtype)
 
 
 def _repeat_sessions(values: Tensor, lengths: Tensor, session: int) -> Tensor:
-    """Every bag becomes a copy of its session's first."""
+    """Replace every bag with the first bag of its session."""
     bags = list(values.split(lengths.tolist()))
     return torch.cat([bags[i - i % session] for i in range(len(bags))]) if bags else values
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True if shape, dtype and bits agree: 0 and -0 differ, any NaN equals any other (payloads are not promised)."""
+    """True if shape, dtype and bits are equal: 0 and -0 differ; all NaNs are equal (payloads are unspecified)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_complex():
@@ -169,10 +169,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def rounding_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
-    """Bound of the rounding error of a sum of products, as a share of the sum of the terms' magnitudes.
+    """Bound the rounding error of a sum of products, relative to the sum of the terms' magnitudes.
 
-    n u / (1 - n u) with unit roundoff u, for any order of at most n rounded operations per term (Higham, "Accuracy and
-    Stability of Numerical Algorithms", section 3.1).
+    The bound is n u / (1 - n u) with unit roundoff u, for any order of at most n rounded operations per term (Higham,
+    "Accuracy and Stability of Numerical Algorithms", section 3.1).
     """
     n_u = terms * torch.finfo(dtype).eps / 2
     return n_u / (1 - n_u)
@@ -181,19 +181,19 @@ def rounding_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
 def assert_same_sum(
     actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Checks two sums of the same terms that were added up in different orders, both in ``dtype``.
+    """Assert that two sums of the same terms, accumulated in ``dtype`` in any order, agree within rounding.
 
     Args:
         actual, expected: the sums.
-        magnitude: the sum of the terms' absolute values, in float64.
-        terms: the most roundings that a term of either sum goes through: one per addition, multiplication, division.
+        magnitude: sum of the terms' absolute values, in float64.
+        terms: maximum number of roundings applied to any term: one per addition, multiplication or division.
 
     Raises:
-        AssertionError: they differ by more than the rounding errors of both can explain, or in shape.
+        AssertionError: the sums differ in shape, or by more than the rounding errors of both can explain.
     """
     shapes = [list(t.shape) for t in (actual, expected, magnitude)]
     if shapes != [shapes[0]] * 3:
-        raise AssertionError(f"actual, expected and magnitude must have one shape, got {shapes}")
+        raise AssertionError(f"actual, expected and magnitude must have the same shape, got {shapes}")
     tiny = torch.finfo(dtype).tiny  # an underflow rounds by at most half the smallest denormal, per operation
     allowed = 2 * rounding_bound(terms, dtype) * magnitude + terms * tiny * torch.finfo(dtype).eps
     difference = (actual.double() - expected.double()).abs()

@@ -1,4 +1,4 @@
-"""The cross layers of DCN V2, whose matrices are products of two narrow ones.
+"""The low-rank cross layers of DCN V2: each weight matrix is the product of two narrow matrices.
 
 Source: R. Wang, R. Shivanna, D. Z. Cheng, S. Jain, D. Lin, L. Hong and E. H. Chi, "DCN V2: Improved Deep & Cross
 Network and Practical Lessons for Web-scale Learning to Rank Systems" (arXiv:2008.13535).
@@ -14,24 +14,24 @@ from rec_kernels.nn.arguments import check_layer_dtype, positive_integer
 
 
 class LowRankCrossNet(nn.Module):
-    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``: products of up to ``num_layers + 1`` columns of the input.
+    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``: crosses of up to ``num_layers + 1`` input columns.
 
-    TorchRec's ``LowRankCrossNet`` with its parameters, so that a state of one is a state of the other. What the paper
-    calls the stacked structure is ``torch.nn.Sequential(rk.LowRankCrossNet(...), mlp)``; in the parallel one the input
-    goes to both, and their results side by side to the last layer.
+    The parameters have the names and shapes of TorchRec's ``LowRankCrossNet``: the two state dicts are interchangeable.
+    The paper's stacked structure is ``torch.nn.Sequential(rk.LowRankCrossNet(...), mlp)``. Its parallel structure feeds
+    the input to both modules and the concatenation of their outputs to the final layer.
 
     Args:
-        in_features: N, columns of the input.
-        num_layers: cross layers, at least 1.
-        low_rank: r, columns of the narrow matrices, at least 1. A layer multiplies 2 N r times for a sample, less often
-            than with a full matrix where r is below N / 2.
-        device: of the parameters.
+        in_features: N, number of input columns.
+        num_layers: number of cross layers, at least 1.
+        low_rank: r, rank of the weight matrices, at least 1. A layer takes 2 N r multiplications per sample, fewer than
+            a full matrix if r is below N / 2.
+        device: device of the parameters.
 
-    ``W_kernels`` are matrices [N, r], ``V_kernels`` [r, N] and ``bias`` vectors [N], one of each layer. Matrices start
-    normal, with variance 2 / (N + r); biases start as zeros.
+    Each layer has a matrix [N, r] in ``W_kernels``, a matrix [r, N] in ``V_kernels`` and a vector [N] in ``bias``.
+    Matrices are initialized from a normal distribution with variance 2 / (N + r), biases with zeros.
 
     Raises:
-        ValueError: a size is no positive integer; the message names it.
+        ValueError: a size is not a positive integer; the message names it.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class LowRankCrossNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The numbers to start with, drawn anew from torch's generator."""
+        """Reinitialize all parameters from torch's default generator."""
         for matrix in (*self.W_kernels, *self.V_kernels):
             nn.init.xavier_normal_(matrix)
         for bias in self.bias:
             nn.init.zeros_(bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, N] -> [B, N]; differentiable any number of times.
+        """Apply all cross layers, [B, N] -> [B, N]; differentiable any number of times.
 
-        Of the parameters' dtype. Under autocast of float32, float16 or bfloat16: the products are of autocast's dtype,
-        and the result, to which the input is added, is of it only if the input is; else it is float32.
+        The input must have the parameters' dtype. Under autocast it may be float32, float16 or bfloat16: the matrix
+        products use the autocast dtype, and the result has that dtype only if the input has it, else float32.
 
         Raises:
-            ValueError: another shape or dtype.
+            ValueError: the input has another shape or dtype.
         """
         check_layer_dtype("input", input, self.bias[0].dtype)
         if input.dim() != 2 or input.shape[1] != self.in_features:
             raise ValueError(f"input must be [B, in_features = {self.in_features}], got shape {list(input.shape)}")
         x = input
         for w, v, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
-            # In place: the backward needs nothing of the sum, and no other tensor of this size is allocated for it.
-            # ``torch.addcmul`` would save a pass here, and costs more in its backward, which multiplies by 1.
+            # Add in place: the backward does not need the sum, and this saves an allocation.
+            # ``torch.addcmul`` would save a pass here, but its backward costs more because it multiplies by 1.
             x = (input * functional.linear(functional.linear(x, v), w, bias)).add_(x)
         return x
 

@@ -1,4 +1,4 @@
-"""Shared parts of the modules of one table: bags of a ``JaggedTensor``, and dense parameters that stay float32."""
+"""Common base of the single-table modules: ``JaggedTensor`` input, and dense parameters that stay float32."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rec_kernels.ops.layout_records import ID_DTYPES
 
 
 class OneTable(nn.Module):
-    """A module whose parameters and buffers are moved, never cast, as tables are.
+    """Base class of modules with one pooled table; parameters and buffers are moved between devices but never cast.
 
     Args:
-        num_embeddings: E; embedding_dim: D; pooling: "sum" or "mean"; bounds_check: "error" or "ignore".
+        num_embeddings: E. embedding_dim: D. pooling: "sum" or "mean". bounds_check: "error" or "ignore".
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, pooling: str, bounds_check: str) -> None:
@@ -38,43 +38,41 @@ class OneTable(nn.Module):
         move_buffers(self, fn)
         return self
 
-    def _read(self, features) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """The parts of a jagged tensor of ids, and bool [N], True where an id is not in [0, E).
+    def _unpack(self, features) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return the checked values, offsets and weights, and a bool mask [N]: True where an id is not in [0, E).
 
         Args:
             features: ``rk.JaggedTensor`` or TorchRec's: ids [N] int32 or int64, offsets [B + 1], weights [N] or None.
 
         Raises:
-            ValueError: wrong shapes or dtypes; on the CPU, offsets that do not rise from 0 to N. IndexError: an id is
-            out of range, on the CPU and with ``bounds_check`` "error"; not inside ``torch.compile``.
+            ValueError: wrong shapes or dtypes; on the CPU, offsets that do not ascend from 0 to N. IndexError: an id is
+            out of range, checked on the CPU with ``bounds_check`` "error", but not inside ``torch.compile``.
         """
         keys = getattr(features, "keys", list)
         if not hasattr(features, "offsets") or len(keys()) > 1:
-            got = f"one of features {list(keys())}" if hasattr(features, "offsets") else type(features).__name__
+            got = f"one with features {list(keys())}" if hasattr(features, "offsets") else type(features).__name__
             raise ValueError(
-                f"features must be an rk.JaggedTensor or TorchRec's, the bags of one feature, got {got}: of a padded "
-                "tensor, rk.JaggedTensor.from_dense makes one; of several features, features[name] is one"
+                f"features must be an rk.JaggedTensor or TorchRec's, with the bags of one feature, got {got}: convert "
+                "a padded tensor with rk.JaggedTensor.from_dense; select one of several features with features[name]"
             )
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if values.dim() != 1 or values.dtype not in ID_DTYPES:
-            raise ValueError(f"values must be one row of int32 or int64 ids, got {values.dtype} {list(values.shape)}")
+            raise ValueError(f"values must be int32 or int64 [N], got {values.dtype} {list(values.shape)}")
         if offsets.dim() != 1 or offsets.dtype not in ID_DTYPES or offsets.shape[0] < 1:
-            raise ValueError(
-                f"offsets must be one row of at least one int32 or int64, got {offsets.dtype} {list(offsets.shape)}"
-            )
+            raise ValueError(f"offsets must be int32 or int64 [B + 1], got {offsets.dtype} {list(offsets.shape)}")
         if weights is not None and weights.shape != values.shape:
             raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
         check_offsets(offsets, values.shape[0])
         bad = (values < 0) | (values >= self.num_embeddings)
         if self.bounds_check == "error" and has_data(values) and bad.any():
-            place = int(bad.nonzero()[0])
+            first = int(bad.nonzero()[0])
             raise IndexError(
-                f"values[{place}] = {int(values[place])} is out of range: ids must be in [0, {self.num_embeddings})"
+                f"values[{first}] = {int(values[first])} is out of range: ids must be in [0, {self.num_embeddings})"
             )
         return values, offsets, weights, bad
 
 
 def without_autocast(t: Tensor) -> torch.autocast:
-    """A block in which products with a tensor keep their float32."""
-    # torch.amp.is_autocast_available() breaks graphs of torch 2.10 and 2.11; tables lie on these two, or on meta.
+    """Return a context that disables autocast on the tensor's device, so that matrix products stay float32."""
+    # torch.amp.is_autocast_available() causes graph breaks in torch 2.10 and 2.11; tables are on cuda, cpu or meta.
     return torch.autocast("cuda" if t.is_cuda else "cpu", enabled=False)

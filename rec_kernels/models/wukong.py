@@ -1,7 +1,7 @@
-"""Wukong: layers of factorization machines and linear compressions; each doubles the order of interactions.
+"""Wukong: stacked factorization machine and linear compression layers; each doubles the interaction order.
 
 Source: B. Zhang, L. Luo, Y. Chen et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation"
-(arXiv:2403.02545), section 3; n, d, k, n_F and n_L are its letters.
+(arXiv:2403.02545), section 3; n, d, k, n_F and n_L are the paper's symbols.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from rec_kernels.ops.factorization_machine import factorization_machine
 
 
 class WukongLayer(nn.Module):
-    """``LN(concat(FMB(X), LCB(X)) + X)``: a layer of the interaction stack.
+    """One layer of the interaction stack: ``LN(concat(FMB(X), LCB(X)) + X)``.
 
-    With ``FMB(X) = reshape(MLP(LN(flatten(X X^T Y))))``, the factorization machine block in its optimized form
-    (``rk.factorization_machine``; Y is learned and the same for all samples), and ``LCB(X) = W_L X``, the linear
-    compression block. Where n_F + n_L is not n, what is added is not X but W_R X.
+    ``FMB(X) = reshape(MLP(LN(flatten(X X^T Y))))`` is the factorization machine block in its optimized form
+    (``rk.factorization_machine``; the learned Y is shared by all samples), and ``LCB(X) = W_L X`` is the linear
+    compression block. If n_F + n_L is not n, the residual connection adds W_R X instead of X.
 
     Args:
-        in_features: n, vectors of a sample.
-        embedding_dim: d, their elements.
-        fm_features: n_F, vectors that the FMB makes.
-        linear_features: n_L, vectors that the LCB makes.
+        in_features: n, input vectors per sample.
+        embedding_dim: d, elements per vector.
+        fm_features: n_F, output vectors of the FMB.
+        linear_features: n_L, output vectors of the LCB.
         factors: k, columns of Y.
-        hidden: widths of the MLP's hidden layers, with a ReLU behind each; none by default.
-        device: of the parameters.
+        hidden: widths of the MLP's hidden layers, each followed by a ReLU; none by default.
+        device: device of the parameters.
 
-    Parameters: ``factors`` [n, k], ``compression`` [n_L, n] and, if there is one, ``residual`` [n_F + n_L, n] start
-    normal, with variance 1 / n; ``fm_norm``, ``mlp`` and ``norm`` as ``torch.nn`` starts them.
+    The parameters ``factors`` [n, k], ``compression`` [n_L, n] and, if n_F + n_L is not n, ``residual`` [n_F + n_L, n]
+    are initialized from a normal distribution with variance 1 / n; ``fm_norm``, ``mlp`` and ``norm`` use ``torch.nn``'s
+    defaults.
 
     Raises:
-        ValueError: a size is no positive integer, or ``hidden`` no sequence of them; the message names it.
+        ValueError: a size is not a positive integer, or ``hidden`` not a sequence of them; the message names it.
     """
 
     residual: nn.Parameter | None
@@ -56,16 +57,16 @@ class WukongLayer(nn.Module):
         super().__init__()
         n = self.in_features = positive_integer("in_features", in_features)
         d = self.embedding_dim = positive_integer("embedding_dim", embedding_dim)
-        made = positive_integer("fm_features", fm_features)
-        kept = positive_integer("linear_features", linear_features)
+        fm_size = positive_integer("fm_features", fm_features)
+        linear_size = positive_integer("linear_features", linear_features)
         k = positive_integer("factors", factors)
-        self.out_features = made + kept
-        widths = [n * k, *positive_integers("hidden", hidden), made * d]
+        self.out_features = fm_size + linear_size
+        widths = [n * k, *positive_integers("hidden", hidden), fm_size * d]
         self.factors = nn.Parameter(torch.empty(n, k, device=device))
         self.fm_norm = nn.LayerNorm(n * k, device=device)
         layers = [nn.Linear(*pair, device=device) for pair in itertools.pairwise(widths)]
         self.mlp = nn.Sequential(*itertools.chain(*((layer, nn.ReLU()) for layer in layers[:-1])), layers[-1])
-        self.compression = nn.Parameter(torch.empty(kept, n, device=device))
+        self.compression = nn.Parameter(torch.empty(linear_size, n, device=device))
         if n == self.out_features:
             self.register_parameter("residual", None)
         else:
@@ -76,53 +77,53 @@ class WukongLayer(nn.Module):
                 nn.init.normal_(matrix, std=n**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, n, d] -> [B, n_F + n_L, d]; differentiable once.
+        """Apply the layer, [B, n, d] -> [B, n_F + n_L, d]; differentiable once.
 
-        Of float32, float16 or bfloat16, that of the parameters. Under autocast, of any of the three, with parameters of
-        float32: then the result is what torch's layer norm makes of the sum, which has autocast's dtype if there is a
-        ``residual`` or x has autocast's dtype, and else is float32. On the CPU the norm keeps that dtype; on a GPU it
-        gives float32.
+        x must have the parameters' dtype: float32, float16 or bfloat16. Under autocast, x may have any of the three and
+        the parameters must be float32. The sum before the final layer norm then has the autocast dtype if ``residual``
+        exists or x has the autocast dtype, and is float32 otherwise; torch's layer norm keeps that dtype on the CPU and
+        returns float32 on a GPU.
 
         Raises:
-            ValueError: another shape or dtype.
+            ValueError: x has another shape or dtype.
         """
         check_layer_dtype("x", x, self.factors.dtype)
         if x.dim() != 3 or x.shape[1:] != (self.in_features, self.embedding_dim):
             allowed = f"[B, in_features = {self.in_features}, embedding_dim = {self.embedding_dim}]"
             raise ValueError(f"x must be {allowed}, got shape {list(x.shape)}")
         interactions = factorization_machine(x, self.factors).flatten(1)
-        made = self.mlp(self.fm_norm(interactions)).unflatten(1, (-1, self.embedding_dim))
-        both = torch.cat((made, _combinations(self.compression, x)), dim=1)
-        return self.norm(both + (x if self.residual is None else _combinations(self.residual, x)))
+        fm_block = self.mlp(self.fm_norm(interactions)).unflatten(1, (-1, self.embedding_dim))
+        both = torch.cat((fm_block, _linear_combinations(self.compression, x)), dim=1)
+        return self.norm(both + (x if self.residual is None else _linear_combinations(self.residual, x)))
 
 
-def _combinations(weight: Tensor, x: Tensor) -> Tensor:
-    """W X of each sample: weight [m, n], x [B, n, d] -> [B, m, d].
+def _linear_combinations(weight: Tensor, x: Tensor) -> Tensor:
+    """Multiply each sample by the weight, [m, n] x [B, n, d] -> [B, m, d].
 
-    ``weight @ x`` would copy x to make one product of it, and what it gives is transposed: slow to add to.
+    ``weight @ x`` would copy x to fold the batch into one product, and its transposed result is slow to add to.
     """
     return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
 class Wukong(nn.Sequential):
-    """The interaction stack: ``num_layers`` of ``rk.WukongLayer``, the first for the features' vectors.
+    """The Wukong interaction stack: a sequence of ``num_layers`` ``rk.WukongLayer``.
 
-    Layer l has interactions of up to 2^l vectors. A logit is an MLP's of the flattened result.
+    Layer l captures interactions of up to 2^l vectors. To compute a logit, flatten the output and apply an MLP.
 
     Args:
-        in_features: n, vectors of a sample: the pooled embeddings, and one that an MLP makes of the dense columns.
-        embedding_dim, fm_features, linear_features, factors, hidden, device: as ``rk.WukongLayer``'s, of every layer.
-        num_layers: at least 1.
+        in_features: n, input vectors per sample: the pooled embeddings and the dense MLP's output.
+        embedding_dim, fm_features, linear_features, factors, hidden, device: as in ``rk.WukongLayer``, for every layer.
+        num_layers: number of layers, at least 1.
 
-    [B, in_features, embedding_dim] -> [B, out_features = fm_features + linear_features, embedding_dim]; dtypes as of
-    ``rk.WukongLayer``, layer by layer.
+    The forward maps [B, in_features, embedding_dim] to [B, out_features = fm_features + linear_features,
+    embedding_dim]. The dtype rules of ``rk.WukongLayer`` apply to each layer.
 
-    A slice is a ``torch.nn.Sequential`` of these layers, and what is appended or removed counts: ``out_features`` is
-    that of the last layer, and a TypeError where it has none. A layer that does not fit the one before it raises
-    ValueError in the forward.
+    A slice of the stack is a ``torch.nn.Sequential``. Layers may be appended or removed: ``out_features`` is read from
+    the last layer, and raises TypeError if that layer has none. A layer whose size does not match the previous layer's
+    output raises ValueError in the forward.
 
     Raises:
-        ValueError: a size is no positive integer, or ``hidden`` no sequence of them; the message names it.
+        ValueError: a size is not a positive integer, or ``hidden`` not a sequence of them; the message names it.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Wukong(nn.Sequential):
         device: torch.device | str | None = None,
     ) -> None:
         num_layers = positive_integer("num_layers", num_layers)
-        hidden = positive_integers("hidden", hidden)  # once: an iterator would be empty for the second layer
+        hidden = positive_integers("hidden", hidden)  # convert once: the first layer would exhaust an iterator
         sizes = {"fm_features": fm_features, "linear_features": linear_features, "factors": factors}
         layers: list[WukongLayer] = []
         for _ in range(num_layers):
@@ -148,16 +149,16 @@ class Wukong(nn.Sequential):
 
     @property
     def out_features(self) -> int:
-        """Vectors of a sample that the last layer gives.
+        """Output vectors per sample of the last layer.
 
         Raises:
-            TypeError: the last layer, one that was appended, has no ``out_features``.
+            TypeError: the last layer, appended by the caller, has no ``out_features``.
         """
         last: Any = self[-1]
-        if not hasattr(last, "out_features"):  # its AttributeError would become one about this module, in torch
+        if not hasattr(last, "out_features"):  # torch would blame its AttributeError on this module
             raise TypeError(f"layer {len(self) - 1}, the last, is a {type(last).__name__}, which has no out_features")
         return last.out_features
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        # torch's would make a stack of the slice's layers by this class's constructor, which takes sizes.
+        # nn.Sequential would pass the slice's layers to this class's constructor, which takes sizes.
         return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
