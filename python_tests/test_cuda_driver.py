@@ -45,9 +45,9 @@ d = runpy.run_path({_cuda_driver.__file__!r})
 print(d["installed"](), d["too_old"](Path({str(tmp_path)!r})))
 """
     expected = {
-        12080: "(12, 8) the CUDA library of rec_kernels is of CUDA 13.0 and needs a driver of CUDA 13 (580 or newer), "
-        "but this machine's driver is of CUDA 12.8: update the driver, or install a wheel of rec_kernels for CUDA 12 "
-        "(+cu12), or build it with the nvcc of CUDA 12",
+        12080: "(12, 8) the CUDA library of rec_kernels was built with CUDA 13.0 and needs a driver for CUDA 13 (580 or newer), "
+        "but this machine's driver supports CUDA 12.8: update the driver, or install a wheel of rec_kernels for CUDA 12 "
+        "(+cu12), or build it with nvcc 12",
         13000: "(13, 0) None",
         13020: "(13, 2) None",
     }
@@ -82,7 +82,7 @@ def test_library_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_library, "_FOLDER", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(_cuda_driver, "installed", lambda: (12, 4))
-    with pytest.warns(RuntimeWarning, match=r"driver is of CUDA 12\.4: update"):
+    with pytest.warns(RuntimeWarning, match=r"driver supports CUDA 12\.4: update"):
         reason = _library._load_cuda()
     assert "install a wheel of rec_kernels for CUDA 12" in reason
     monkeypatch.setattr(_cuda_driver, "installed", lambda: None)

@@ -21,7 +21,7 @@ def test_supported(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.3.1", "3.5.1", "3.5.1.post2"])
 def test_too_old(version: str) -> None:
     assert versions.is_too_old(version)
-    with pytest.raises(ImportError, match=rf"need Triton 3\.6 to 3\.9, found Triton {version}: install the one"):
+    with pytest.raises(ImportError, match=rf"need Triton 3\.6 to 3\.9, found Triton {version}: install the version"):
         versions.check(version)
 
 
