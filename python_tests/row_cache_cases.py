@@ -183,8 +183,8 @@ class CacheCase:
             view.copy_(table.rows)
         rows, stats = torch.full((self.num_floats,), NOBODY), self.first_stats
         for s, slot in enumerate(slots):
-            if slot.numbers is not None:
-                rows[self.place(s, len(slot.numbers))] = slot.numbers
+            if slot.values is not None:
+                rows[self.place(s, len(slot.values))] = slot.values
         for t, of_table in enumerate(model.stats):
             stats[self.table_id(t)] += torch.tensor(dataclasses.astuple(of_table))
         state = {
@@ -286,7 +286,7 @@ def expected_of(case: CacheCase, actions: Sequence[Action], model: RowCache | No
             writes = update(model, action.given)
         else:
             model.flush()
-        held = [list(model.held(t)) for t in case.encoded.case.parts]
+        held = [list(model.cached_counts(t)) for t in case.encoded.case.parts]
         done.append(Done(action, slots, case.state(model), held, writes))
     return done
 
@@ -296,7 +296,7 @@ def update(model: RowCache, given: Update) -> list[tuple[int, Tensor]]:
     g, writes = torch.Generator().manual_seed(given.seed), []
     for s, slot in enumerate(model.slots):
         if slot.tag >= 0 and torch.rand((), generator=g) < 0.5:
-            numbers = wide_floats(len(slot.numbers), seed=given.seed + s)
+            numbers = wide_floats(len(slot.values), seed=given.seed + s)
             model.write(model.row_in(s), numbers, step=0)
             writes.append((s, numbers))
     return writes

@@ -37,7 +37,7 @@ def named_of_all(case: CacheCase, batch) -> list[Row]:
             else Parts([feature], [(1, max(sizes[feature], 1))], sizes[feature], "concat")
         )
         for b in range(size):
-            for position in bags.of(f, b, size, parts.num_ids):
+            for position in bags.positions(f, b, size, parts.num_ids):
                 named += zip(parts.tables, parts.rows(int(batch.values[position])), strict=True)
     return named
 

@@ -21,8 +21,8 @@ from rec_kernels.reference.row_cache import (
     Table,
     fmix64,
     halved,
+    incremented,
     named_rows,
-    raised,
     uses_of,
 )
 from rec_kernels.reference.row_formats import dequantize_rows, quantize_rows
@@ -84,9 +84,9 @@ def test_halved() -> None:
 
 def test_raised() -> None:
     """Always up to 16; then where the lowest k bits of the word are 0; never above 255."""
-    assert [raised(c, 0xFFFFFFFF) for c in (0, 1, 14, 15, 16, 40, 255)] == [1, 2, 15, 16, 16, 40, 255]
-    assert [raised(c, 4) for c in (31, 32, 47, 48, 63)] == [32, 33, 48, 48, 63]
-    assert [raised(c, 0) for c in (254, 255)] == [255, 255]
+    assert [incremented(c, 0xFFFFFFFF) for c in (0, 1, 14, 15, 16, 40, 255)] == [1, 2, 15, 16, 16, 40, 255]
+    assert [incremented(c, 4) for c in (31, 32, 47, 48, 63)] == [32, 33, 48, 48, 63]
+    assert [incremented(c, 0) for c in (254, 255)] == [255, 255]
 
 
 def test_sets() -> None:
@@ -100,8 +100,8 @@ def test_sets() -> None:
     assert list(cache.slots_of((0, 0))) == [2 * (1 + 1001 % 4), 2 * (1 + 1001 % 4) + 1]
     assert cache.slots_of((1, 2))[0] == 2 * (1 + fmix64(1001 + 9 + 2) * 4 // 2**64)
     assert min(cache.insert([(0, row) for row in range(8)])) >= 2
-    assert cache.held(0) == (8, 0)
-    assert cache.held(1) == (0, 0)
+    assert cache.cached_counts(0) == (8, 0)
+    assert cache.cached_counts(1) == (0, 0)
 
 
 def test_lru() -> None:
@@ -255,4 +255,4 @@ def test_all_rows_cached_is_training_in_float32(policy: str) -> None:
             cache.write((0, row), mine[row], step)
     assert same_bits(cache.read_table(0), floats)
     assert torch.equal(cache.tables[0].rows, before)
-    assert cache.held(0) == (6, 6)
+    assert cache.cached_counts(0) == (6, 6)

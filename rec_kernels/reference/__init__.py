@@ -1,1 +1,1 @@
-"""Plain-torch references: obvious, not fast. Tests compare every backend with them, bit for bit where promised."""
+"""Plain-torch references: simple, not fast. Tests compare every backend with them, bitwise if promised."""

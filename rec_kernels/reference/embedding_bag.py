@@ -1,6 +1,6 @@
-"""Reference of embedding_bag: one id at a time, in the order that docs/numerics.md fixes. Bit-exact, not fast.
+"""Reference of embedding_bag: one id at a time, in the order of docs/numerics.md. Bit-exact, not fast.
 
-Tables are a list of [E, D] float32 tensors. A feature is a table's number (several may name one table), or ``Parts``.
+Tables are a list of [E, D] float32 tensors. A feature is a table index (features may share a table) or ``Parts``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rec_kernels.reference import numerics
 
 @dataclass
 class Parts:
-    """A feature of several tables: part p of an id is row (id // divisor) % modulus of its table.
+    """A feature composed of several tables: part p of an id is row (id // divisor) % modulus of its table.
 
-    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids); None: every integer is one, negative ones, too.
+    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids); None: every integer is valid, even if negative.
     """
 
     tables: list[int]
@@ -27,30 +27,30 @@ class Parts:
     combine: str
 
     def width(self, tables: list[Tensor]) -> int:
-        """Columns of its rows."""
+        """Columns of a combined row."""
         dims = [tables[t].shape[1] for t in self.tables]
         return sum(dims) if self.combine == "concat" else dims[0]
 
-    def rows(self, number: int) -> list[int]:
-        """Row of an id in each table."""
-        return [number // divisor % modulus for divisor, modulus in self.partitions]
+    def rows(self, id: int) -> list[int]:
+        """Row index of an id in each table."""
+        return [id // divisor % modulus for divisor, modulus in self.partitions]
 
-    def of(self, tables: list[Tensor], number: int) -> list[Tensor]:
-        """Parts of an id's row."""
-        return [tables[t][row] for t, row in zip(self.tables, self.rows(number), strict=True)]
+    def parts(self, tables: list[Tensor], id: int) -> list[Tensor]:
+        """Each table's row of an id."""
+        return [tables[t][row] for t, row in zip(self.tables, self.rows(id), strict=True)]
 
-    def row(self, tables: list[Tensor], number: int) -> Tensor:
-        """Row of an id, combined from its parts."""
-        first, *others = self.of(tables, number)
+    def row(self, tables: list[Tensor], id: int) -> Tensor:
+        """Combined row of an id."""
+        first, *others = self.parts(tables, id)
         if self.combine == "concat":
             return torch.cat([first, *others])
         for other in others:
             first = first * other if self.combine == "mult" else first + other
         return first
 
-    def gradients(self, tables: list[Tensor], number: int, g: Tensor) -> list[Tensor]:
-        """Each part's term of the gradient, without its coefficient, for an id whose bag has the gradient g."""
-        parts = self.of(tables, number)
+    def gradients(self, tables: list[Tensor], id: int, g: Tensor) -> list[Tensor]:
+        """Gradient term of each part of an id, before its coefficient; g is the gradient of the bag."""
+        parts = self.parts(tables, id)
         if self.combine == "concat":
             return list(g.split([len(part) for part in parts]))
         terms = [g] * len(parts)
@@ -64,7 +64,7 @@ class Parts:
 class Bags:
     """Key-major jagged input: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
-    ``padding_idx`` is the id that all features leave out, -1: none, or that each of them does, None: none.
+    ``padding_idx`` is the id that all features skip (-1: none), or a list of one id per feature (None: none).
     """
 
     values: Tensor
@@ -72,13 +72,16 @@ class Bags:
     per_sample_weights: Tensor | None = None
     padding_idx: int | list[int | None] = -1
 
-    def of(self, feature: int, sample: int, batch: int, num_ids: int | None) -> list[int]:
-        """Positions of the ids of bag (feature, sample) that count: in range and not padding."""
+    def positions(self, feature: int, sample: int, batch: int, num_ids: int | None) -> list[int]:
+        """Positions of the valid ids of bag (feature, sample): in range and not padding."""
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
-        ids, given = self.values.tolist(), self.padding_idx
-        padding = (None if given == -1 else given) if isinstance(given, int) else given[feature]
-        return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding]
+        ids, padding_idx = self.values.tolist(), self.padding_idx
+        if isinstance(padding_idx, list):
+            padding_idx = padding_idx[feature]
+        elif padding_idx == -1:
+            padding_idx = None
+        return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding_idx]
 
 
 Features = list[int | Parts]
@@ -92,18 +95,18 @@ def _parts(feature: int | Parts, tables: list[Tensor]) -> Parts:
 
 
 def _bags(tables: list[Tensor], features: Features, bags: Bags, batch: int) -> Iterator[tuple]:
-    """(feature's number, its parts, its columns of the output, sample, positions that count) in ascending order."""
+    """Yield (feature index, parts, output columns, sample, valid positions) in ascending order."""
     column = 0
     for f, feature in enumerate(features):
         parts = _parts(feature, tables)
         width = parts.width(tables)
         for b in range(batch):
-            yield f, parts, slice(column, column + width), b, bags.of(f, b, batch, parts.num_ids)
+            yield f, parts, slice(column, column + width), b, bags.positions(f, b, batch, parts.num_ids)
         column += width
 
 
 def embedding_bag(tables: list[Tensor], features: Features, mean: list[bool], bags: Bags) -> Tensor:
-    """[B, columns]: pools the bags of every feature."""
+    """Pool the bags of every feature, [B, columns]."""
     batch = (len(bags.offsets) - 1) // len(features)
     output = torch.zeros(batch, sum(_parts(f, tables).width(tables) for f in features))
     for f, parts, columns, b, positions in _bags(tables, features, bags, batch):
@@ -121,22 +124,22 @@ def embedding_bag(tables: list[Tensor], features: Features, mean: list[bool], ba
 def _occurrences(
     grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """(table, row, gradient of the row in the bag, coefficient) in the order (feature, bag, position)."""
+    """Yield (table, row, gradient term, coefficient) in the order (feature, bag, position)."""
     for f, parts, columns, b, positions in _bags(tables, features, bags, len(grad)):
         for p in positions:
-            each = torch.tensor(1.0) / len(positions) if mean[f] else torch.tensor(1.0)
+            coefficient = torch.tensor(1.0) / len(positions) if mean[f] else torch.tensor(1.0)
             if bags.per_sample_weights is not None:
-                each = bags.per_sample_weights[p] * each
-            number = int(bags.values[p])
-            terms = parts.gradients(tables, number, grad[b, columns])
-            for table, row, term in zip(parts.tables, parts.rows(number), terms, strict=True):
-                yield table, row, term, each
+                coefficient = bags.per_sample_weights[p] * coefficient
+            id = int(bags.values[p])
+            terms = parts.gradients(tables, id, grad[b, columns])
+            for table, row, term in zip(parts.tables, parts.rows(id), terms, strict=True):
+                yield table, row, term, coefficient
 
 
 def row_gradients(
     grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> dict[tuple[int, int], Tensor]:
-    """(table, row) -> summed gradient [D] of every row that a bag touched."""
+    """Summed gradient [D] of every touched row, by (table, row)."""
     terms: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
     for table, row, g, coefficient in _occurrences(grad, tables, features, mean, bags):
         terms.setdefault((table, row), []).append((g, coefficient))
@@ -149,19 +152,19 @@ def row_gradients(
 def per_sample_weights_gradient(
     grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> Tensor:
-    """[N]: dot product of the bag's gradient and the row, divided by the bag's count for mean pooling.
+    """[N]: dot product of the bag's gradient and the row, divided by the bag's valid id count for mean pooling.
 
-    That of several parts side by side is the sum of theirs.
+    For concatenated parts, it is the sum over the parts.
     """
     out = torch.zeros(len(bags.values))
     for f, parts, columns, b, positions in _bags(tables, features, bags, len(grad)):
         for p in positions:
-            number, g = int(bags.values[p]), grad[b, columns]
+            id, g = int(bags.values[p]), grad[b, columns]
             if parts.combine == "concat":
-                rows = parts.of(tables, number)
+                rows = parts.parts(tables, id)
                 pairs = list(zip(g.split([len(row) for row in rows]), rows, strict=True))
             else:
-                pairs = [(g, parts.row(tables, number))]
+                pairs = [(g, parts.row(tables, id))]
             dot, *others = [numerics.row_dot(x[None], row[None])[0] for x, row in pairs]
             for other in others:
                 dot = dot + other
@@ -170,13 +173,13 @@ def per_sample_weights_gradient(
 
 
 def sgd_(weight: Tensor, gradients: dict[int, Tensor], lr: float) -> None:
-    """Updates the rows of one table: w = fmaf(-lr, g, w)."""
+    """Update the rows of one table: w = fmaf(-lr, g, w)."""
     for row, g in gradients.items():
         weight[row] = numerics.fused_multiply_add(torch.tensor(-lr), g, weight[row])
 
 
 def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor], lr: float, eps: float) -> None:
-    """Updates the rows of one table and their state [E]: v += mean(g^2); w = fmaf(-(lr / (sqrt(v) + eps)), g, w)."""
+    """Update the rows of one table and their state [E]: v += mean(g^2); w = fmaf(-(lr / (sqrt(v) + eps)), g, w)."""
     lr32, eps32 = torch.tensor(lr), torch.tensor(eps)
     for row, g in gradients.items():
         state[row] = state[row] + numerics.row_dot(g[None], g[None])[0] / len(g)
@@ -185,7 +188,7 @@ def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor]
 
 
 def _decayed(direction: Tensor, weight: Tensor, weight_decay: float) -> Tensor:
-    """A direction with decoupled weight decay."""
+    """Add decoupled weight decay to an update direction."""
     if not weight_decay:
         return direction
     return numerics.fused_multiply_add(torch.tensor(weight_decay), weight, direction)
@@ -199,9 +202,9 @@ def adagrad_(
     eps: float,
     weight_decay: float = 0.0,
 ) -> None:
-    """Updates one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w).
+    """Update one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w).
 
-    ``weight_decay`` is the decoupled one.
+    ``weight_decay`` is decoupled.
     """
     for row, g in gradients.items():
         state[row] = numerics.fused_multiply_add(g, g, state[row])
@@ -214,7 +217,7 @@ def adagrad_(
 class Adam:
     """One step of the Adam family on the rows of one table.
 
-    ``powers`` are beta1^t and beta2^t of this step, ``weight_decay`` is the decoupled one. ``exp_avg`` is [E, D];
+    ``powers`` are beta1^t and beta2^t of this step; ``weight_decay`` is decoupled. ``exp_avg`` is [E, D];
     ``exp_avg_sq`` [E, D], or [E] (row-wise).
     """
 
@@ -233,7 +236,7 @@ class Adam:
         return numerics.square_root(exp_avg_sq / (1 - self.powers[1])) + torch.tensor(self.eps)
 
     def direction(self, exp_avg: Tensor, exp_avg_sq: Tensor, row: int, g: Tensor) -> Tensor:
-        """Updates a row's state with its gradient and returns the direction of its step."""
+        """Update a row's moments with its gradient and return the update direction."""
         beta = torch.tensor(self.betas[1])
         if exp_avg_sq.dim() == 1:
             mean_square = numerics.row_dot(g[None], g[None])[0] / len(g)
@@ -243,13 +246,13 @@ class Adam:
         return self._first(exp_avg, row, g) / self._divisor(exp_avg_sq[row])
 
     def update_(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradients: dict[int, Tensor]) -> None:
-        """Adam, and row-wise Adam: w = fmaf(-lr, direction, w)."""
+        """Adam and row-wise Adam: w = fmaf(-lr, direction, w)."""
         for row, g in gradients.items():
             direction = _decayed(self.direction(exp_avg, exp_avg_sq, row, g), weight[row], self.weight_decay)
             weight[row] = numerics.fused_multiply_add(torch.tensor(-self.lr), direction, weight[row])
 
     def lamb_(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradients: dict[int, Tensor]) -> None:
-        """LAMB: the factor of a row is -(lr * |w| / |direction|), or -lr where one of the norms is 0."""
+        """LAMB: the factor of a row is -(lr * |w| / |direction|), or -lr if either norm is 0."""
         for row, g in gradients.items():
             direction = _decayed(self.direction(exp_avg, exp_avg_sq, row, g), weight[row], self.weight_decay)
             norms = [numerics.square_root(numerics.row_dot(x[None], x[None])[0]) for x in (weight[row], direction)]

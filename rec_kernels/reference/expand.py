@@ -1,4 +1,4 @@
-"""Reference of expand and the sum of its gradients."""
+"""Reference of expand and its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def expand(x: Tensor, inverse: Tensor) -> Tensor:
 
 
 def expand_backward(grad: Tensor, inverse: Tensor, rows: int) -> Tensor:
-    """[M, D] -> [rows, D]: each row's terms in ascending order, in chunks."""
+    """[M, D] -> [rows, D]: the chunked sum of each row's gradients, in ascending position."""
     out = torch.zeros(rows, grad.shape[1])
     for u in range(rows):
         terms = grad[inverse == u]

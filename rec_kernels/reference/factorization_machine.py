@@ -1,4 +1,4 @@
-"""References of factorization_machine: plain torch in the order of docs/numerics.md, and the formula."""
+"""References of factorization_machine: summed in the order of docs/numerics.md, and the plain formula."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rec_kernels.reference.numerics import chunked_sum, fused_multiply_add
 
 
 def formula(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, F, D], y [F, K] or [B, F, K] of any float dtype -> [B, F, K], with torch's gradients."""
+    """x [B, F, D], y [F, K] or [B, F, K] of any float dtype -> [B, F, K], with autograd."""
     return x @ (x.transpose(1, 2) @ y)
 
 
 def product(left: Tensor, right: Tensor, sums: Tensor | None = None) -> Tensor:
-    """left [..., N, T] times right [..., T, M], added to sums: term by term in ascending t."""
+    """Add left [..., N, T] @ right [..., T, M] to ``sums``, term by term in ascending t."""
     if sums is None:
         sums = torch.zeros(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     for t in range(left.shape[-1]):
@@ -31,7 +31,7 @@ def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tens
 def factorization_machine_backward(
     grad: Tensor, x: Tensor, y: Tensor, precision: str = "ieee"
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and y, of their dtype."""
+    """Gradients of x and y, of their dtype."""
     dtype = x.dtype
     grad, x, y = grad.float(), x.float(), y.float()
     inner, grad_inner = product(x.transpose(1, 2), y), product(x.transpose(1, 2), grad)
@@ -39,6 +39,6 @@ def factorization_machine_backward(
     grad_x = product(y.expand(len(x), *y.shape[-2:]), grad_inner.transpose(1, 2), grad_x)
     if y.dim() == 3:
         return grad_x.to(dtype), product(x, grad_inner).to(dtype)
-    # Sums start from +0, which turns a sum of -0 alone into +0.
+    # The op accumulates from +0, so a sum of only -0 terms is +0.
     grad_y = chunked_sum(product(x, grad_inner).flatten(1)).view(y.shape) + 0 if len(x) else torch.zeros_like(y)
     return grad_x.to(dtype), grad_y.to(dtype)

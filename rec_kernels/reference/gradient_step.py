@@ -1,4 +1,4 @@
-"""Reference of what lies between a row's summed gradient and the optimizer: clipping and weight decay."""
+"""Reference of gradient clipping and weight decay, applied between a row's summed gradient and the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rec_kernels.reference import numerics
 
 @dataclass
 class GradientStep:
-    """The step's numbers, as ``embedding_bag_backward_fused_`` takes them; None: no limit."""
+    """Options as in ``embedding_bag_backward_fused_``; None: no clipping."""
 
     weight_decay: float = 0.0
     weight_decay_mode: str = "l2"
@@ -20,10 +20,10 @@ class GradientStep:
     clip_grad_norm: float | None = None
 
     def apply(self, weight: Tensor, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The gradients of one table's rows, clipped and with the decay that goes through them."""
-        return {row: self._of_row(weight[row], g) for row, g in gradients.items()}
+        """Clip the gradients of one table's rows and add L2 weight decay."""
+        return {row: self._apply_row(weight[row], g) for row, g in gradients.items()}
 
-    def _of_row(self, weight: Tensor, g: Tensor) -> Tensor:
+    def _apply_row(self, weight: Tensor, g: Tensor) -> Tensor:
         if self.clip_grad_value is not None:
             g = g.clamp(-self.clip_grad_value, self.clip_grad_value)
         if self.clip_grad_norm is not None:
@@ -36,11 +36,11 @@ class GradientStep:
 
     @property
     def decoupled(self) -> float:
-        """The decay that does not go through the gradient."""
+        """Decoupled weight decay coefficient, or 0."""
         return self.weight_decay if self.weight_decay_mode == "decoupled" else 0.0
 
     def decay_(self, weight: Tensor, rows: list[int], lr: float) -> None:
-        """Shrinks rows by lr * weight_decay, for optimizers that scale the gradient."""
+        """Apply decoupled decay, shrinking rows by lr * weight_decay, for optimizers that scale the gradient."""
         if not self.decoupled:
             return
         rate = -(torch.tensor(lr) * torch.tensor(self.decoupled))

@@ -1,4 +1,4 @@
-"""Reference of grouped_projection and its gradients: plain torch, in the order of docs/numerics.md."""
+"""Reference of grouped_projection and its gradients in plain torch, summed in the order of docs/numerics.md."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rec_kernels.reference.numerics import chunked_sum, fused_multiply_add
 
 
 class Group(NamedTuple):
-    """A group: its columns of x, its block's columns of the result, its weights."""
+    """Columns of x, output columns and weights of one group."""
 
     inputs: slice
     outputs: slice
-    weights: slice | None  # None: the identity
-    shape: tuple[int, int]  # of W: (columns of the block, columns of the group)
+    weights: slice | None  # None: identity
+    shape: tuple[int, int]  # of W: (output columns, input columns)
 
 
 def groups(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Iterator[Group]:
-    """The groups, in their order."""
+    """Yield the groups in order."""
     first, weight = 0, 0
     for in_dim, block in zip(in_dims, outputs, strict=True):
         out_dim, column = out_dims[block], sum(out_dims[:block])
@@ -65,7 +65,7 @@ def grouped_projection_backward_weights(
 
 
 def _add_product(sums: Tensor, rows: Tensor, matrix: Tensor | None) -> Tensor:
-    """Sums [B, N] + rows [B, K] @ matrix [K, N], term by term in ascending k; None is the identity."""
+    """Return sums [B, N] + rows [B, K] @ matrix [K, N], term by term in ascending k; None is the identity."""
     if matrix is None:
         return sums + rows
     for k in range(len(matrix)):
@@ -74,7 +74,7 @@ def _add_product(sums: Tensor, rows: Tensor, matrix: Tensor | None) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad [B, O], x [B, K] -> [O, K]: the samples' products in chunks, with the gradient as the coefficient."""
+    """grad [B, O], x [B, K] -> [O, K]: chunked sum over samples, with the gradient as the coefficient."""
     if not len(x):
         return torch.zeros(grad.shape[1], x.shape[1])
     return chunked_sum(x[:, None, :], grad[:, :, None])

@@ -1,4 +1,4 @@
-"""Reference of jagged_bucketize: bucket after bucket, bag after bag, id after id."""
+"""Reference of jagged_bucketize: a loop over buckets, bags and ids."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def jagged_bucketize(
     strides: list[int],
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """values, offsets, weights ([0] without any), positions."""
+    """Return values, offsets, weights ([0] without weights) and positions."""
     feature_of = [f for f, stride in enumerate(strides) for _ in range(stride)]
     bounds, ids, blocks = offsets.tolist(), values.tolist(), block_sizes.tolist()
-    sources, moved, ends = [], [], [0]
+    sources, local_ids, ends = [], [], [0]
     for bucket in range(num_buckets):
         for bag, f in enumerate(feature_of):
             for i in range(bounds[bag], bounds[bag + 1]):
                 if ids[i] // blocks[f] == bucket:
                     sources.append(i)
-                    moved.append(ids[i] % blocks[f])
+                    local_ids.append(ids[i] % blocks[f])
             ends.append(len(sources))
     order = torch.tensor(sources, dtype=torch.int64)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))
     new_weights = torch.zeros(0) if weights is None else weights[order]
-    return torch.tensor(moved, dtype=values.dtype), torch.tensor(ends, dtype=offsets.dtype), new_weights, positions
+    return torch.tensor(local_ids, dtype=values.dtype), torch.tensor(ends, dtype=offsets.dtype), new_weights, positions

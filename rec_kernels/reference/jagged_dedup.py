@@ -1,4 +1,4 @@
-"""Reference of jagged_dedup: a dictionary of what samples look like."""
+"""Reference of jagged_dedup: a dictionary keyed by the contents of a sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def jagged_dedup(
     values: Tensor, offsets: Tensor, groups: list[int], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rows [G, B], inverse [G, B], counts [G]."""
+    """Return rows [G, B], inverse [G, B] and counts [G]."""
     features, bounds, ids = len(groups), offsets.tolist(), values.tolist()
     bits = [None] * len(ids) if weights is None else weights.view(torch.int32).tolist()
     batch = (len(bounds) - 1) // features if features else 0
@@ -22,10 +22,10 @@ def jagged_dedup(
         seen: dict[tuple, int] = {}
         for b in range(batch):
             spans = [(bounds[f * batch + b], bounds[f * batch + b + 1]) for f in members]
-            looks = tuple((tuple(ids[i:j]), tuple(bits[i:j])) for i, j in spans)
-            if looks not in seen:
+            contents = tuple((tuple(ids[i:j]), tuple(bits[i:j])) for i, j in spans)
+            if contents not in seen:
                 rows[g, len(seen)] = b
-                seen[looks] = len(seen)
-            inverse[g, b] = seen[looks]
+                seen[contents] = len(seen)
+            inverse[g, b] = seen[contents]
         counts[g] = len(seen)
     return rows, inverse, counts

@@ -1,4 +1,4 @@
-"""Reference of jagged_index_select: rows one after the other."""
+"""Reference of jagged_index_select: a loop over rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def jagged_index_select(values: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """values [total, ...], offsets [M + 1]."""
+    """Return values [total, ...] and offsets [M + 1]."""
     bounds = offsets.tolist()
     rows = [values[bounds[i] : bounds[i + 1]] for i in index.tolist()]
     lengths = torch.tensor([0] + [len(row) for row in rows])

@@ -1,4 +1,4 @@
-"""Reference of jagged_overlaps: the last ids of rows in a dictionary, and lists that are compared."""
+"""Reference of jagged_overlaps: a dictionary keyed by each row's last ids, and list comparison of the candidates."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import itertools
 import torch
 from torch import Tensor
 
-ANCHOR, TRIES = 4, 8  # ids that rows have in common at least, comparisons for a row at most
+ANCHOR, TRIES = 4, 8  # minimum overlap of two rows, maximum number of comparisons per row
 
 
 def jagged_overlaps(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """values [stored], starts [R]."""
+    """Return values [stored] and starts [R]."""
     bounds, ids = offsets.tolist(), values.tolist()
     rows = [ids[a:b] for a, b in itertools.pairwise(bounds)]
     chains: list[list[int]] = []
-    places: list[tuple[int, int]] = []  # of each row: its chain, and where it begins there
-    latest: dict[tuple, int] = {}  # by last ids: the latest row that ends with them
+    places: list[tuple[int, int]] = []  # per row: its chain, and its start in the chain
+    latest: dict[tuple, int] = {}  # last ids -> latest row that ends with them
     for r, row in enumerate(rows):
-        earlier, overlap = _earlier(row, rows, chains, places, latest)
+        earlier, overlap = _find_predecessor(row, rows, chains, places, latest)
         if earlier is None:
             places.append((len(chains), 0))
             chains.append([])
@@ -34,14 +34,14 @@ def jagged_overlaps(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(stored, dtype=values.dtype), torch.tensor(starts, dtype=offsets.dtype)
 
 
-def _earlier(
+def _find_predecessor(
     row: list[int],
     rows: list[list[int]],
     chains: list[list[int]],
     places: list[tuple[int, int]],
     latest: dict[tuple, int],
 ) -> tuple[int | None, int]:
-    """The row that ``row`` goes on from, and how many ids they have in common, the most that there are."""
+    """Find the earlier row with the longest suffix that is a prefix of ``row``, and the length of that overlap."""
     tries = 0
     for overlap in range(len(row), ANCHOR - 1, -1):
         earlier = latest.get(tuple(row[overlap - ANCHOR : overlap]))

@@ -1,4 +1,4 @@
-"""The order of summation of docs/numerics.md, written plainly."""
+"""The summation order of docs/numerics.md in plain torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PARTIALS = 128
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """fmaf in float32: a * b + c rounded once.
 
-    The product of two float32 is exact in float64. The float64 sum is rounded, and rounding it again to float32 could
-    be wrong when it lands exactly between two float32; the sum is therefore made odd first (Boldo and Melquiond,
+    The product of two float32 is exact in float64. The float64 sum is rounded, and rounding it again to float32
+    could be wrong if it lies exactly between two float32; so the sum is rounded to odd first (Boldo and Melquiond,
     "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     product, addend = torch.broadcast_tensors(a.double() * b.double(), c.double())
@@ -30,12 +30,12 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """Correctly rounded float32 square root. torch's own may call a vector library that is off by one unit."""
+    """Correctly rounded float32 square root. torch may be off by 1 ulp."""
     return torch.as_tensor(np.sqrt(x.numpy()))
 
 
 def chunked_sum(terms: Tensor, coefficients: Tensor | None = None) -> Tensor:
-    """Sum of [n, D] terms (n >= 1) in chunks of 64, each from its first term; chunk sums by the same rule."""
+    """Sum [n, D] terms (n >= 1) in chunks of 64, each starting from its first term; chunk sums likewise."""
     sums = []
     for start in range(0, len(terms), CHUNK):
         total = terms[start] if coefficients is None else coefficients[start] * terms[start]
@@ -50,8 +50,8 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
     rows, columns = a.shape
     partials = torch.zeros(rows, PARTIALS)
     for c in range(0, columns, PARTIALS):
-        here = min(PARTIALS, columns - c)
-        partials[:, :here] = fused_multiply_add(a[:, c : c + here], b[:, c : c + here], partials[:, :here])
+        width = min(PARTIALS, columns - c)
+        partials[:, :width] = fused_multiply_add(a[:, c : c + width], b[:, c : c + width], partials[:, :width])
     s = partials.view(rows, 32, 4)
     t = (s[..., 0] + s[..., 1]) + (s[..., 2] + s[..., 3])
     lanes = torch.arange(32)

@@ -1,4 +1,4 @@
-"""Philox4x32-10: the random word of every (seed, step, table, row, column).
+"""Philox4x32-10: a random word for every (seed, step, table, row, column).
 
 Source: J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
@@ -17,11 +17,11 @@ WORD = 0xFFFFFFFF
 
 
 def philox(counter: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of each counter.
+    """Compute the four words of each counter.
 
     Args:
         counter: four int64 tensors of values in [0, 2^32) that broadcast together, the lowest word first.
-        seed: 64 bits, taken modulo 2^64; the key is (low 32, high 32).
+        seed: taken modulo 2^64; the key is (low 32, high 32).
 
     Returns:
         Four int64 tensors of the broadcast shape, values in [0, 2^32).
@@ -29,7 +29,7 @@ def philox(counter: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     key0, key1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
-        # The products wrap into the sign; the mask takes the upper word as it is.
+        # The int64 products may wrap to negative; masking the shifted product still gives the upper word.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = ((product1 >> 32) & WORD) ^ c1 ^ key0, ((product0 >> 32) & WORD) ^ c3 ^ key1
         c1, c3 = product1 & WORD, product0 & WORD
@@ -38,24 +38,24 @@ def philox(counter: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def row_words(seed: int, step: int, table: int, first_row: int, rows: int, columns: int, stream: int = 0) -> Tensor:
-    """The 32-bit word of every column of the rows first_row, first_row + 1, ...
+    """Compute the 32-bit word of every column of rows first_row, first_row + 1, ...
 
-    The counter is (column / 4, row mod 2^32, table | stream << 16 | (row div 2^32) << 20, step mod 2^32); its word
-    column mod 4 serves the column.
+    The counter is (column / 4, row mod 2^32, table | stream << 16 | (row div 2^32) << 20, step mod 2^32); column uses
+    word column mod 4.
 
     Args:
         seed: taken modulo 2^64.
         step: taken modulo 2^32.
         table: in [0, 2^16).
-        first_row: row of the whole table; every row is in [0, 2^44).
-        rows, columns: how many, N and D.
+        first_row: row index in the whole table; every row is in [0, 2^44).
+        rows, columns: N and D.
         stream: in [0, 16): 0 for weights, 1 and 2 for optimizer state, 3 and 4 for the row cache.
 
     Returns:
         int64 [N, D], values in [0, 2^32).
 
     Raises:
-        ValueError: table, stream or a row does not fit its bits of the counter.
+        ValueError: table, stream or a row exceeds its bits of the counter.
     """
     for name, value, end in (("table", table, 2**16), ("stream", stream, 2**4)):
         if not 0 <= value < end:

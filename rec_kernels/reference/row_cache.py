@@ -1,14 +1,14 @@
-"""Reference of the row cache: which rows of encoded tables are kept as float32, one row at a time. Not fast.
+"""Reference of the row cache, which keeps rows of encoded tables as float32; one row at a time, not fast.
 
-Rows are named by (table, row): a table's number in the list of tables, and a row of it. A *linear* row counts through
-all tables: ``first_row`` of the table + row. docs/numerics.md, "Row cache", has the rules. Where it leaves something
-open, this file decides:
+A row is identified by (table, row): a table index and a row of that table. A *linear* row numbers the rows of all
+tables: the table's ``first_row`` + row. docs/numerics.md, "Row cache", has the rules. Where it leaves a choice open,
+this file defines it:
 
-- Sets are chosen, counts are kept and tags are written by linear rows; the noise of an eviction is that of the table's
-  number and the row's number in its table, as in an update.
-- Every insertion advances the clock, also one without a row.
-- An eviction counts in the statistics of the table whose row leaves.
-- Ids of tables that are not cached are in no statistics.
+- Sets, use counts and tags are indexed by linear row; the noise of an eviction is keyed by the table id and the row in
+  its table, as in an update.
+- Every insertion advances the clock, even an empty one.
+- An eviction counts in the statistics of the evicted row's table.
+- Statistics exclude the ids of uncached tables.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ Row = tuple[int, int]  # (table, row)
 
 
 def fmix64(x: int) -> int:
-    """MurmurHash3's finalizer of a number in [0, 2^64), modulo 2^64."""
+    """MurmurHash3's finalizer of an integer in [0, 2^64)."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         x = (x ^ (x >> 33)) * factor % 2**64
     return x ^ (x >> 33)
 
 
 def uses_of(count: int) -> int:
-    """Number of uses that a one-byte count stands for."""
+    """Number of uses that a one-byte count represents."""
     k, m = divmod(count, 16)
     return 2**k * (16 + m) - 16
 
 
-def raised(count: int, word: int) -> int:
-    """A count after one more use; ``word`` is the row's, 64 random bits."""
+def incremented(count: int, word: int) -> int:
+    """The count after one more use; ``word`` holds 64 random bits of the row."""
     k = count // 16
-    goes_up = count < LARGEST_COUNT and word % 2**k == 0
-    return count + 1 if goes_up else count
+    increments = count < LARGEST_COUNT and word % 2**k == 0
+    return count + 1 if increments else count
 
 
 def halved(count: int) -> int:
-    """The largest count that stands for at most half as many uses."""
+    """Largest count that represents at most half as many uses."""
     return max(c for c in range(count + 1) if 2 * uses_of(c) <= uses_of(count))
 
 
 @dataclass(frozen=True)
 class Sets:
-    """A range of sets, which tables of one width may share: ``first`` up to ``first + count``."""
+    """A range of sets, [first, first + count), which tables of equal width may share."""
 
     first: int
     count: int
 
     def of(self, linear: int, num_embeddings: int, ways: int) -> int:
-        """The set of a linear row of a table with so many rows."""
+        """Set index of a linear row of a table with ``num_embeddings`` rows."""
         if self.count * ways >= num_embeddings:
             return self.first + linear % self.count
         return self.first + fmix64(linear) * self.count // 2**64
@@ -70,7 +70,7 @@ class Sets:
 
 @dataclass
 class Table:
-    """A table in a row format. ``rows`` is uint8 [E, row_bytes(format, embedding_dim)]; ``sets`` None: not cached."""
+    """An encoded table. ``rows`` is uint8 [E, row_bytes(format, embedding_dim)]; ``sets`` None: not cached."""
 
     rows: Tensor
     format: str
@@ -82,23 +82,23 @@ class Table:
 
 @dataclass
 class Slot:
-    """One way of a set; ``tag`` is the linear row that it holds as ``numbers``, float32 [D], or -1."""
+    """One way of a set; ``tag`` is the cached linear row, with ``values`` float32 [D], or -1."""
 
     tag: int = -1
     stamp: int = 0
     dirty: bool = False
     count: int = 0
-    numbers: Tensor | None = None
+    values: Tensor | None = None
 
     @property
     def mark(self) -> int:
-        """One-byte hash by which a set is searched for the row."""
+        """One-byte hash that filters the ways of a set during a lookup."""
         return fmix64(self.tag) % 256 if self.tag >= 0 else 0
 
 
 @dataclass
 class Stats:
-    """Counts of a table's insertions: ids looked up and hit; rows inserted, evicted, written, left out."""
+    """Per-table counters of insertions: ids looked up, hits; rows inserted, evicted, written back, not inserted."""
 
     ids: int = 0
     hits: int = 0
@@ -109,9 +109,9 @@ class Stats:
 
 
 def named_rows(features: Features, num_embeddings: Sequence[int], bags: Bags) -> list[Row | None]:
-    """The row that each position of ``bags.values`` names; None where the id does not count.
+    """Row of each position of ``bags.values``; None if the id is skipped.
 
-    A feature of several parts names no row: its tables are not cached.
+    A feature with several parts has no rows here: its tables are not cached.
     """
     named: list[Row | None] = [None] * len(bags.values)
     batch = (len(bags.offsets) - 1) // len(features)
@@ -122,23 +122,23 @@ def named_rows(features: Features, num_embeddings: Sequence[int], bags: Bags) ->
             rows = num_embeddings[feature]
             parts = Parts([feature], [(1, max(rows, 1))], rows, "concat")
         for b in range(batch if len(parts.tables) == 1 else 0):
-            for position in bags.of(f, b, batch, parts.num_ids):
+            for position in bags.positions(f, b, batch, parts.num_ids):
                 named[position] = (parts.tables[0], parts.rows(int(bags.values[position]))[0])
     return named
 
 
 @dataclass
 class RowCache:
-    """Tables and the cache in front of them.
+    """Tables and their cache.
 
     Args:
-        tables: the tables; their bytes are changed in place.
-        num_sets, ways: slots are numbered ways * set + way.
+        tables: encoded tables, updated in place.
+        num_sets, ways: the slot index is ways * set + way.
         policy: "lru" or "lfu".
-        rounding: "nearest" or "stochastic": how rows are encoded.
-        seed: of the noise, and of the counts.
-        decay_every: under "lfu", insertions from one halving of all counts to the next; 0: they are never halved.
-        row_counts: under "lfu", the count of every linear row.
+        rounding: "nearest" or "stochastic", for encoding rows.
+        seed: seed of the rounding noise and of the use counts.
+        decay_every: with "lfu", number of insertions between halvings of all counts; 0: never.
+        row_counts: with "lfu", the count of every linear row.
     """
 
     tables: list[Table]
@@ -156,11 +156,11 @@ class RowCache:
         self.stats = [Stats() for _ in self.tables]
 
     def linear(self, row: Row) -> int:
-        """The linear row."""
+        """Linear row of a row."""
         return self.tables[row[0]].first_row + row[1]
 
     def slots_of(self, row: Row) -> range:
-        """The slots that may hold a row, the lowest way first."""
+        """Slots that may hold a row, lowest way first."""
         table = self.tables[row[0]]
         if table.sets is None:
             return range(0)
@@ -168,16 +168,16 @@ class RowCache:
         return range(start, start + self.ways)
 
     def slot_of(self, row: Row | None) -> int:
-        """The slot that holds a row, or -1."""
-        found = [] if row is None else [s for s in self.slots_of(row) if self.slots[s].tag == self.linear(row)]
-        return found[0] if found else -1
+        """Slot that holds a row, or -1."""
+        matches = [] if row is None else [s for s in self.slots_of(row) if self.slots[s].tag == self.linear(row)]
+        return matches[0] if matches else -1
 
     def lookup(self, named: Sequence[Row | None]) -> list[int]:
-        """The slot of each row, or -1. Nothing changes."""
+        """Slot of each row, or -1, without changing the cache."""
         return [self.slot_of(row) for row in named]
 
     def insert(self, named: Sequence[Row | None]) -> list[int]:
-        """Makes a batch's rows ready; returns ``lookup`` of them afterwards."""
+        """Insert the rows of a batch; returns their ``lookup`` afterwards."""
         self.clock += 1
         if self.policy == "lfu" and self.decay_every and self.clock % self.decay_every == 0:
             self.decay()
@@ -192,75 +192,75 @@ class RowCache:
                 self.slots[slot].stamp = self.clock
             else:
                 missing.setdefault(self.slots_of(row), []).append(row)
-            self.raise_count(row)
+            self.increment_count(row)
         for rows in missing.values():
-            for row in sorted(rows, key=self._turn):
-                self._bring_in(row)
+            for row in sorted(rows, key=self._priority):
+                self._insert_row(row)
         return self.lookup(named)
 
     def count_of(self, row: Row) -> int:
-        """The row's count: its slot's while it is cached. 0 under "lru"."""
+        """Use count of a row, stored in its slot while it is cached; 0 with "lru"."""
         slot = self.slot_of(row)
         if self.policy == "lru":
             return 0
         return self.slots[slot].count if slot >= 0 else self.row_counts[self.linear(row)]
 
-    def raise_count(self, row: Row) -> None:
-        """Counts one use of a row under "lfu"."""
+    def increment_count(self, row: Row) -> None:
+        """Count one use of a row with "lfu"."""
         if self.policy == "lru":
             return
         linear, slot = self.linear(row), self.slot_of(row)
         word = fmix64((fmix64((self.seed + self.clock) % 2**64) + linear) % 2**64)
-        count = raised(self.count_of(row), word)
+        count = incremented(self.count_of(row), word)
         if slot >= 0:
             self.slots[slot].count = count
         else:
             self.row_counts[linear] = count
 
     def decay(self) -> None:
-        """Halves every count."""
+        """Halve every count."""
         self.row_counts = [halved(count) for count in self.row_counts]
         for slot in self.slots:
             slot.count = halved(slot.count)
 
-    def _turn(self, row: Row) -> tuple[int, int]:
-        """Sort key by which the missing rows of a set come in."""
+    def _priority(self, row: Row) -> tuple[int, int]:
+        """Sort key of the insertion order of a set's missing rows."""
         return -self.count_of(row), self.linear(row)
 
-    def _bring_in(self, row: Row) -> None:
+    def _insert_row(self, row: Row) -> None:
         stats, count = self.stats[row[0]], self.count_of(row)
-        place = self._place_for(row, count)
-        if place is None:
+        slot = self._slot_for(row, count)
+        if slot is None:
             stats.left_out += 1
             return
-        if self.slots[place].tag >= 0:
-            self._evict(place)
+        if self.slots[slot].tag >= 0:
+            self._evict(slot)
         table = self.tables[row[0]]
-        numbers = dequantize_rows(table.rows[row[1]][None], table.format, table.embedding_dim)[0]
-        self.slots[place] = Slot(self.linear(row), self.clock, False, count, numbers)
+        values = dequantize_rows(table.rows[row[1]][None], table.format, table.embedding_dim)[0]
+        self.slots[slot] = Slot(self.linear(row), self.clock, False, count, values)
         stats.inserted += 1
 
-    def _place_for(self, row: Row, count: int) -> int | None:
-        """The lowest empty slot, or else the victim's, if there is one."""
-        places = self.slots_of(row)
-        for s in places:
+    def _slot_for(self, row: Row, count: int) -> int | None:
+        """The lowest empty slot, else the eviction victim, else None."""
+        slots = self.slots_of(row)
+        for s in slots:
             if self.slots[s].tag < 0:
                 return s
-        free = [s for s in places if self.slots[s].stamp != self.clock]
-        if not free:
+        evictable = [s for s in slots if self.slots[s].stamp != self.clock]
+        if not evictable:
             return None
         if self.policy == "lru":
-            return min(free, key=lambda s: (self.slots[s].stamp, s))
-        victim = min(free, key=lambda s: (self.slots[s].count, self.slots[s].stamp, s))
+            return min(evictable, key=lambda s: (self.slots[s].stamp, s))
+        victim = min(evictable, key=lambda s: (self.slots[s].count, self.slots[s].stamp, s))
         return victim if self.slots[victim].count < count else None
 
-    def row_in(self, place: int) -> Row:
-        """The row that a slot holds."""
-        tag = self.slots[place].tag
+    def row_in(self, slot: int) -> Row:
+        """Row that a slot holds."""
+        tag = self.slots[slot].tag
         for t, table in enumerate(self.tables):
             if table.first_row <= tag < table.first_row + len(table.rows):
                 return t, tag - table.first_row
-        raise ValueError(f"slot {place} holds linear row {tag}, which is of no table")
+        raise ValueError(f"slot {slot} holds linear row {tag}, which belongs to no table")
 
     def _evict(self, place: int) -> None:
         slot, row = self.slots[place], self.row_in(place)
@@ -268,21 +268,21 @@ class RowCache:
         if self.policy == "lfu":
             self.row_counts[slot.tag] = slot.count
         if slot.dirty:
-            self._encode(row, slot.numbers, self.clock, EVICTION_STREAM)
+            self._encode(row, slot.values, self.clock, EVICTION_STREAM)
             stats.written += 1
         stats.evicted += 1
         self.slots[place] = Slot()
 
     def flush(self) -> None:
-        """Encodes the dirty rows into their tables; nothing else changes."""
+        """Encode the dirty rows into their tables without changing the cache."""
         for place, slot in enumerate(self.slots):
             if slot.dirty:
-                self._encode(self.row_in(place), slot.numbers, self.clock, EVICTION_STREAM)
+                self._encode(self.row_in(place), slot.values, self.clock, EVICTION_STREAM)
 
-    def _encode(self, row: Row, numbers: Tensor, step: int, stream: int) -> None:
+    def _encode(self, row: Row, values: Tensor, step: int, stream: int) -> None:
         table = self.tables[row[0]]
         table.rows[row[1]] = quantize_rows(
-            numbers[None],
+            values[None],
             table.format,
             rounding=self.rounding,
             seed=self.seed,
@@ -294,26 +294,26 @@ class RowCache:
         )[0]
 
     def read(self, row: Row) -> Tensor:
-        """float32 [D]: the row as a lookup sees it."""
+        """Row as a lookup sees it, float32 [D]."""
         slot, table = self.slot_of(row), self.tables[row[0]]
         if slot >= 0:
-            return self.slots[slot].numbers.clone()
+            return self.slots[slot].values.clone()
         return dequantize_rows(table.rows[row[1]][None], table.format, table.embedding_dim)[0]
 
     def read_table(self, table: int) -> Tensor:
-        """float32 [E, D]: all rows of a table."""
+        """All rows of a table, float32 [E, D]."""
         rows = [self.read((table, r)) for r in range(len(self.tables[table].rows))]
         return torch.stack(rows) if rows else torch.zeros(0, self.tables[table].embedding_dim)
 
-    def write(self, row: Row, numbers: Tensor, step: int) -> None:
-        """Stores an updated row: in its slot, or encoded into its table."""
+    def write(self, row: Row, values: Tensor, step: int) -> None:
+        """Store an updated row in its slot, or encode it into its table if it is not cached."""
         slot = self.slot_of(row)
         if slot >= 0:
-            self.slots[slot].numbers, self.slots[slot].dirty = numbers.clone(), True
+            self.slots[slot].values, self.slots[slot].dirty = values.clone(), True
         else:
-            self._encode(row, numbers, step, UPDATE_STREAM)
+            self._encode(row, values, step, UPDATE_STREAM)
 
-    def held(self, table: int) -> tuple[int, int]:
-        """Numbers of a table's cached rows and of its dirty ones."""
-        mine = [slot for place, slot in enumerate(self.slots) if slot.tag >= 0 and self.row_in(place)[0] == table]
-        return len(mine), sum(slot.dirty for slot in mine)
+    def cached_counts(self, table: int) -> tuple[int, int]:
+        """Number of a table's cached rows, and of those that are dirty."""
+        slots = [slot for place, slot in enumerate(self.slots) if slot.tag >= 0 and self.row_in(place)[0] == table]
+        return len(slots), sum(slot.dirty for slot in slots)

@@ -1,10 +1,10 @@
-"""Row formats: a row of D numbers as ``row_bytes(format, D)`` bytes that need nothing else to be read.
+"""Row formats: each encodes a row of D values as ``row_bytes(format, D)`` self-contained bytes.
 
-Numbers of several bytes are little endian; codes narrower than a byte fill it from the lowest bits. A block format's
-planes run over the whole row, padded to nb whole blocks; columns behind D hold what zeros encode to.
+Multibyte values are little endian; codes narrower than a byte are packed from the lowest bits. The planes of a block
+format span the whole row, padded to nb whole blocks; padding columns hold encoded zeros.
 
 ================  ==========================================================================================
-fp32, fp16, bf16  D numbers
+fp32, fp16, bf16  D values
 int8              D codes, float32 scale, float32 bias
 int4, int2        D packed codes, float16 scale, float16 bias
 mx9               [sign << 7 | magnitude: 16 nb] [exponents: nb] [microexponents: nb], blocks of 16, pairs of 2
@@ -14,23 +14,23 @@ mxfp6_*           [low 4 bits of the codes: 16 nb] [high 2 bits: 8 nb] [scales: 
 mxfp4_e2m1        [codes: 16 nb] [scales: nb]
 ================  ==========================================================================================
 
-Bit p of a microexponent byte is that of pair p. A block with a NaN or Inf has exponent or scale 255 and zeros
-otherwise. An integer row that is not finite has codes 0, scale NaN, bias 0. A stored NaN is 0x7FC00000, 0x7E00, 0x7FC0.
+Bit p of a microexponent byte belongs to pair p. A block with a NaN or Inf has exponent or scale 255 and is zero
+otherwise. An integer row with NaN or Inf has codes 0, scale NaN, bias 0. A stored NaN is 0x7FC00000, 0x7E00, 0x7FC0.
 
-What the formats' definitions leave open:
+Choices that the format definitions leave open:
 
-- fp16 and bf16 under ``nearest`` overflow to Inf as IEEE says; only ``stochastic`` stays finite.
-- Integer rows: a range or float16 parameter that overflows makes a NaN row, never an error. int4 and int2 derive the
-  range from the stored bias, so a constant row that float16 cannot hold still has a grid; under
+- fp16 and bf16 under ``nearest`` overflow to Inf as in IEEE 754; only ``stochastic`` stays finite.
+- Integer rows: an overflowing range or float16 parameter gives a NaN row, never an error. int4 and int2 derive the
+  range from the stored bias, so a constant row that float16 cannot represent still has a grid; under
   ``stochastic``, codes are 0 where the scale is below 2^-126 before it is replaced by 1.
-- Where a division by a power of two underflows, the quotient is rounded to float32 like every other; an OCP element is
-  divided by its block's scale first and by its own step then.
-- Sign-magnitude codes keep the sign of a number that rounds to 0; two's complement (mxint8) has no -0.
-- Shared microexponents: a block's exponent is at most 254 and a pair's raised exponent is cut to that before the
-  microexponent is taken. Below the smallest step all microexponents are 0.
+- If a division by a power of two underflows, the quotient is rounded to float32 as usual; an OCP element is divided
+  first by its block's scale and then by its own step.
+- Sign-magnitude codes keep the sign of a value that rounds to 0; two's complement (mxint8) has no -0.
+- Shared microexponents: a block's exponent is at most 254 and a pair's increased exponent is clamped to that before the
+  microexponent is computed. Below the smallest step all microexponents are 0.
 - Stochastic OCP elements round |x| / scale on the grid of its own binade, subnormals on that of the lowest, then
-  saturate. ``rceil`` rounds a subnormal ratio up to 2^-127 or 2^-126 as if E8M0 held both like normal numbers. The
-  scale stays at most 254 - emax, so that no finite number decodes to Inf.
+  saturate. ``rceil`` rounds a subnormal ratio up to 2^-127 or 2^-126 as if E8M0 represented both as normal numbers. The
+  scale stays at most 254 - emax, so that no finite value decodes to Inf.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DEFAULT_SCALE_RULE = {"nearest": "floor", "stochastic": "rceil"}
 
 
 def row_bytes(format: str, embedding_dim: int) -> int:
-    """Bytes of a row of ``embedding_dim`` columns.
+    """Bytes per row of ``embedding_dim`` columns.
 
     Raises:
         ValueError: unknown format, or embedding_dim below 1.
@@ -83,22 +83,22 @@ def quantize_rows(
     scale_rule: str | None = None,
     raise_not_finite: bool = True,
 ) -> Tensor:
-    """Encodes rows.
+    """Encode rows.
 
     Args:
         x: float32, float16 or bfloat16 [N, D] on the CPU, D >= 1.
         format: one of ROW_FORMATS.
         rounding: "nearest" (ties to even) or "stochastic".
-        seed, step, table, first_row, stream: of the random words (``philox.row_words``); "nearest" draws none.
+        seed, step, table, first_row, stream: arguments of ``philox.row_words``; unused with "nearest".
         scale_rule: "floor" or "rceil" for block formats, by default "floor" with "nearest" and "rceil" with
-            "stochastic"; the other formats have no such choice.
-        raise_not_finite: whether an integer format refuses NaN and Inf; otherwise their row decodes to NaN.
+            "stochastic"; ignored by other formats.
+        raise_not_finite: whether integer formats reject NaN and Inf; if False, the affected rows decode to NaN.
 
     Returns:
         uint8 [N, row_bytes(format, D)].
 
     Raises:
-        ValueError: an unknown name, a wrong shape or dtype, or a number that an integer format cannot hold.
+        ValueError: an unknown name, a wrong shape or dtype, or a value that an integer format cannot represent.
     """
     _check_name("rounding", rounding, tuple(DEFAULT_SCALE_RULE))
     rule = DEFAULT_SCALE_RULE[rounding] if scale_rule is None else scale_rule
@@ -125,7 +125,7 @@ def quantize_rows(
 
 
 def dequantize_rows(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
-    """Decodes rows.
+    """Decode rows.
 
     Args:
         rows: uint8 [N, row_bytes(format, embedding_dim)] on the CPU.
@@ -136,7 +136,7 @@ def dequantize_rows(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
         float32 [N, D].
 
     Raises:
-        ValueError: unknown format, or rows of another dtype or shape.
+        ValueError: unknown format, or wrong dtype or shape of rows.
     """
     size = row_bytes(format, embedding_dim)
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != size:

@@ -18,18 +18,18 @@ def quantize(x: np.ndarray, bits: int, words: np.ndarray | None) -> np.ndarray:
     Args:
         x: the rows.
         bits: 8 (float32 scale and bias), 4 or 2 (float16).
-        words: int64 [N, D] for stochastic rounding, None for the nearest.
+        words: int64 [N, D] for stochastic rounding, None for rounding to nearest.
     """
-    every = np.arange(len(x))
-    # argmin and argmax name the first of equals, so -0 and 0 keep the sign of the one that comes first.
-    low, high = x[every, x.argmin(1)], x[every, x.argmax(1)]
+    indices = np.arange(len(x))
+    # argmin and argmax return the first of equal elements, so the first of -0 and 0 determines the sign.
+    low, high = x[indices, x.argmin(1)], x[indices, x.argmax(1)]
     with np.errstate(all="ignore"):
         scale, bias, inverse = _grid8(low, high, words) if bits == 8 else _grid16(low, high, bits, words)
-        good = np.isfinite(x).all(1) & np.isfinite(scale) & np.isfinite(bias)
+        valid = np.isfinite(x).all(1) & np.isfinite(scale) & np.isfinite(bias)
         codes = to_grid((x - bias[:, None]) * inverse[:, None], words)
-    codes = np.where(good[:, None], codes, 0).clip(0, 2**bits - 1)
+    codes = np.where(valid[:, None], codes, 0).clip(0, 2**bits - 1)
     parameter = np.float32 if bits == 8 else np.float16
-    stored = np.stack([np.where(good, scale, np.nan), np.where(good, bias, 0)], 1).astype(parameter)
+    stored = np.stack([np.where(valid, scale, np.nan), np.where(valid, bias, 0)], 1).astype(parameter)
     return np.concatenate([pack(codes, bits), stored.view(np.uint8)], axis=1)
 
 
@@ -42,7 +42,7 @@ def dequantize(rows: np.ndarray, bits: int, columns: int) -> np.ndarray:
 
 
 def _grid8(low: np.ndarray, high: np.ndarray, words: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[N] minima and maxima -> [N] scales, biases, and the factors from a distance to the bias to a code."""
+    """[N] minima and maxima -> [N] scales, biases, and factors from (x - bias) to codes."""
     scale = (high - low) / np.float32(255)
     if words is None:
         return scale, low, np.float32(255) / ((high - low) + np.float32(1e-8))
@@ -61,15 +61,15 @@ def _grid16(
         return scale, bias, ONE / scale
     bias = _half(low, -np.inf)
     scale = _half((high - bias) / steps, np.inf)
-    nothing = scale < SMALLEST_NORMAL
-    scale = np.where(nothing, ONE, scale)
-    return scale, bias, np.where(nothing, 0, ONE / scale)
+    degenerate = scale < SMALLEST_NORMAL
+    scale = np.where(degenerate, ONE, scale)
+    return scale, bias, np.where(degenerate, 0, ONE / scale)
 
 
 def _half(x: np.ndarray, toward: float | None = None) -> np.ndarray:
-    """float32 -> the nearest number that a float16 holds, or the next one from x on ``toward`` -inf or inf."""
+    """Round float32 to float16 precision: to nearest, or toward -inf or inf if ``toward`` is given."""
     half = x.astype(np.float16)
     if toward is not None:
-        passed = half > x if toward < 0 else half < x
-        half = np.where(passed, np.nextafter(half, np.float16(toward)), half)
+        wrong_side = half > x if toward < 0 else half < x
+        half = np.where(wrong_side, np.nextafter(half, np.float16(toward)), half)
     return half.astype(np.float32)

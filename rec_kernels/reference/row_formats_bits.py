@@ -1,4 +1,4 @@
-"""Bits of row formats: planes of packed codes, rounding to a grid, the 16-bit floats."""
+"""Bit-level helpers of the row formats: packed code planes, rounding to a grid, 16-bit floats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pack(codes: np.ndarray, width: int) -> np.ndarray:
 
 
 def unpack(plane: np.ndarray, width: int, count: int) -> np.ndarray:
-    """uint8 [..., bytes] -> int64 [..., count]: the first ``count`` codes that ``pack`` has put there."""
+    """uint8 [..., bytes] -> int64 [..., count]: the first ``count`` codes written by ``pack``."""
     bits = np.unpackbits(plane, axis=-1, count=count * width, bitorder="little").astype(np.int64)
     return (bits.reshape(*plane.shape[:-1], count, width) << np.arange(width)).sum(-1)
 
@@ -47,7 +47,7 @@ def bf16_bits(x: np.ndarray, words: np.ndarray | None) -> np.ndarray:
     """float32 -> uint16, same shape: the bits of the bfloat16.
 
     Without words: nearest, ties to even; beyond the largest finite, Inf. With int64 words: (bits + (word >> 16)) >> 16,
-    and a finite number stays finite. NaN becomes 0x7FC0.
+    and finite values stay finite. NaN becomes 0x7FC0.
     """
     bits = x.view(np.uint32).astype(np.int64)
     if words is None:
@@ -63,8 +63,8 @@ def fp16_bits(x: np.ndarray, words: np.ndarray | None) -> np.ndarray:
     """float32 -> uint16, same shape: the bits of the IEEE half.
 
     Without words: nearest, ties to even; beyond the largest finite, Inf. With int64 words: truncation after adding the
-    word's highest bits below the kept mantissa, s = 13 bits, for halves that are subnormal 13 + (-14 - exponent); in
-    one formula for every s, (floor(mantissa * 2^(32 - s)) + word) >> 32. A finite number stays finite, at most 65504.
+    word's highest bits below the kept mantissa, s = 13 bits, or 13 + (-14 - exponent) for subnormal halves; in one
+    formula for every s, (floor(mantissa * 2^(32 - s)) + word) >> 32. Finite values stay finite, at most 65504.
     NaN becomes 0x7E00.
     """
     if words is None:

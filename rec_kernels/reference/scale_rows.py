@@ -1,4 +1,4 @@
-"""Reference of scale_rows: plain torch."""
+"""Reference of scale_rows in plain torch."""
 
 from __future__ import annotations
 
