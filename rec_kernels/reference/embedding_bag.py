@@ -76,12 +76,11 @@ class Bags:
         """Positions of the valid ids of bag (feature, sample): in range and not padding."""
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
-        ids, padding_idx = self.values.tolist(), self.padding_idx
-        if isinstance(padding_idx, list):
-            padding_idx = padding_idx[feature]
-        elif padding_idx == -1:
-            padding_idx = None
-        return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding_idx]
+        ids = self.values.tolist()
+        padding: int | None = self.padding_idx[feature] if isinstance(self.padding_idx, list) else self.padding_idx
+        if not isinstance(self.padding_idx, list) and padding == -1:
+            padding = None
+        return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding]
 
 
 Features = list[int | Parts]
