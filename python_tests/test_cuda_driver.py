@@ -45,9 +45,9 @@ d = runpy.run_path({_cuda_driver.__file__!r})
 print(d["installed"](), d["too_old"](Path({str(tmp_path)!r})))
 """
     expected = {
-        12080: "(12, 8) the CUDA library of rec_kernels was built with CUDA 13.0 and needs a driver for CUDA 13 (580 or "
-        "newer), but this machine's driver supports CUDA 12.8: update the driver, or install a wheel of rec_kernels for "
-        "CUDA 12 (+cu12), or build it with nvcc 12",
+        12080: "(12, 8) the CUDA library of rec_kernels was built with CUDA 13.0 and needs a driver for CUDA 13 (580 "
+        "or newer), but this machine's driver supports CUDA 12.8: update the driver, or install a wheel of rec_kernels "
+        "for CUDA 12 (+cu12), or build it with nvcc 12",
         13000: "(13, 0) None",
         13020: "(13, 2) None",
     }

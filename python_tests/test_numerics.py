@@ -200,7 +200,7 @@ def test_rounding_bound() -> None:
     assert_same_sum(total, exact, exact, terms=100)
     with pytest.raises(AssertionError, match="more than the rounding of 20 operations"):
         assert_same_sum(total, exact, exact, terms=20)
-    with pytest.raises(AssertionError, match=r"must have one shape, got \[\[0\], \[1\], \[1\]\]"):
+    with pytest.raises(AssertionError, match=r"must have the same shape, got \[\[0\], \[1\], \[1\]\]"):
         assert_same_sum(torch.zeros(0), torch.ones(1), torch.ones(1).double(), terms=3)
     infinite = torch.full((1,), torch.inf)
     assert_same_sum(infinite, infinite, torch.ones(1).double(), terms=3)

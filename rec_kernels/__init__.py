@@ -58,7 +58,7 @@ _register_pytrees()
 
 
 def __getattr__(name: str) -> _Any:
-    """Import ``rk.distributed`` on first access: importing TorchRec takes seconds, and it may not be installed."""
+    """Imports ``rk.distributed`` on first access: importing TorchRec takes seconds, and it may not be installed."""
     if name == "distributed":
         return _import_module("rec_kernels.distributed")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,7 @@ def installed() -> tuple[int, int] | None:
 
 
 def too_old(package: Path) -> str | None:
-    """Describe why the driver is too old for the package's CUDA library; None if it is recent enough or unknown."""
+    """Describes why the driver is too old for the package's CUDA library; None if it is recent enough or unknown."""
     library, driver = built_by(package), installed()
     if library is None or driver is None or driver[0] >= library[0]:
         return None
@@ -43,7 +43,7 @@ def too_old(package: Path) -> str | None:
 
 
 def text(version: tuple[int, int] | None) -> str | None:
-    """Format a version pair: (13, 0) -> "13.0"."""
+    """Formats a version pair: (13, 0) -> "13.0"."""
     return None if version is None else f"{version[0]}.{version[1]}"
 
 

@@ -79,7 +79,7 @@ def _warn_if_stale() -> None:
 
 
 def keep_value_errors(path: str | Path) -> None:
-    """Make invalid arguments of a library's ops raise ValueError in torch 2.15 as well (see csrc/core/errors.cpp).
+    """Makes invalid arguments of a library's ops raise ValueError in torch 2.15 as well (see csrc/core/errors.cpp).
 
     Raises:
         ImportError: ``_host``, which provides the exception, is missing.
@@ -88,7 +88,7 @@ def keep_value_errors(path: str | Path) -> None:
 
 
 def _load_cuda() -> str | None:
-    """Load the CUDA library if it can run; otherwise return the reason."""
+    """Loads the CUDA library if it can run; otherwise returns the reason."""
     path = _FOLDER / _CUDA_LIBRARY
     if not path.exists():
         return "this build of rec_kernels has no CUDA library (built without nvcc, or with REC_KERNELS_CUDA=0)"
@@ -111,7 +111,7 @@ def _loader_error(error: OSError) -> BaseException:
 
 
 def use_triton() -> None:
-    """Register the Triton kernels for GPU tensors if Triton is installed and the CUDA library is not in use."""
+    """Registers the Triton kernels for GPU tensors if Triton is installed and the CUDA library is not in use."""
     global _triton
     if cuda_unavailable is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
@@ -123,7 +123,7 @@ def use_triton() -> None:
 
 
 def host() -> ModuleType:
-    """Import ``rec_kernels._host``, the extension module with the stateful host objects.
+    """Imports ``rec_kernels._host``, the extension module with the stateful host objects.
 
     Raises:
         ImportError: this installation was built without it, or for another Python version.
@@ -148,7 +148,7 @@ cuda_unavailable = _load_cuda()
 
 
 def build_info() -> dict[str, object]:
-    """Describe the installed libraries and which of them are in use.
+    """Describes the installed libraries and which of them are in use.
 
     Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
     ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,

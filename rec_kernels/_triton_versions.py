@@ -33,7 +33,7 @@ def is_too_old(version: str) -> bool:
 
 
 def check(version: str) -> None:
-    """Check the installed Triton when ``rec_kernels.triton`` is imported; a version without numbers passes.
+    """Checks the installed Triton when ``rec_kernels.triton`` is imported; a version without numbers passes.
 
     Emits a RuntimeWarning if the version is newer than the newest supported one.
 

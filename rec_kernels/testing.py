@@ -18,7 +18,7 @@ _ISAS = ("baseline", "v3", "v4")
 
 
 def cpu_isas() -> list[str]:
-    """List the instruction sets that this machine supports, oldest first: "baseline", "v3" (AVX2), "v4" (AVX-512)."""
+    """Lists the instruction sets that this machine supports, oldest first: "baseline", "v3" (AVX2), "v4" (AVX-512)."""
     current, supported = _ops._get_cpu_isa(), []
     for name in _ISAS:
         try:
@@ -68,12 +68,12 @@ def flush_denormals() -> Iterator[None]:
 
 
 def uniform_ids(count: int, num_embeddings: int, generator: torch.Generator) -> Tensor:
-    """Draw int64 ids [count] uniformly from [0, num_embeddings)."""
+    """Draws int64 ids [count] uniformly from [0, num_embeddings)."""
     return torch.randint(num_embeddings, (count,), generator=generator)
 
 
 def zipf_ids(count: int, num_embeddings: int, generator: torch.Generator, exponent: float = 1.05) -> Tensor:
-    """Draw int64 ids [count] from a Zipf distribution: the k-th most frequent id has probability ~ k^-exponent.
+    """Draws int64 ids [count] from a Zipf distribution: the k-th most frequent id has probability ~ k^-exponent.
 
     Frequent ids are scattered over the table, like hashed ids.
     """
@@ -87,7 +87,7 @@ def zipf_ids(count: int, num_embeddings: int, generator: torch.Generator, expone
 def bag_lengths(
     bags: int, mean_length: float, generator: torch.Generator, *, empty: float = 0.0, session: int = 1
 ) -> Tensor:
-    """Draw int64 bag lengths [bags], uniform in [0, 2 * mean_length]; a fraction ``empty`` of them is set to 0.
+    """Draws int64 bag lengths [bags], uniform in [0, 2 * mean_length]; a fraction ``empty`` of them is set to 0.
 
     With ``session`` > 1, each run of that many consecutive bags has the same length.
     """
@@ -110,7 +110,7 @@ def jagged_batch(
     offsets_dtype: torch.dtype = torch.int64,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Generate a key-major jagged batch of ids: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
+    """Generates a key-major jagged batch of ids: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
         num_embeddings: rows of each feature's table, at least 1; the length is F, the number of features.
@@ -150,7 +150,7 @@ def jagged_batch(
 
 
 def _repeat_sessions(values: Tensor, lengths: Tensor, session: int) -> Tensor:
-    """Replace every bag with the first bag of its session."""
+    """Replaces every bag with the first bag of its session."""
     bags = list(values.split(lengths.tolist()))
     return torch.cat([bags[i - i % session] for i in range(len(bags))]) if bags else values
 
@@ -181,7 +181,7 @@ def rounding_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
 def assert_same_sum(
     actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Assert that two sums of the same terms, accumulated in ``dtype`` in any order, agree within rounding.
+    """Asserts that two sums of the same terms, accumulated in ``dtype`` in any order, agree within rounding.
 
     Args:
         actual, expected: the sums.

@@ -30,7 +30,7 @@ _default_lock = threading.Lock()
 
 
 def compute_with(count: int) -> None:
-    """Set the number of torch threads for the calling thread only. Call it first in a new thread.
+    """Sets the number of torch threads for the calling thread only. Call it first in a new thread.
 
     torch.set_num_threads also changes the default of threads started later. A helper thread restores that default,
     because restoring it from the calling thread would undo the change there.
@@ -56,7 +56,7 @@ class CpuTimes(NamedTuple):
 
 
 def read_cpu_times() -> CpuTimes:
-    """Read the processor times used so far from ``/proc/stat``. Raises OSError if it does not exist."""
+    """Reads the processor times used so far from ``/proc/stat``. Raises OSError if it does not exist."""
     allowed = os.sched_getaffinity(0)
     ticks = 0
     for line in STAT.read_text().splitlines():
@@ -131,7 +131,7 @@ class ShortWaits:
 
 
 def _hold_team(count: int, ready: threading.Event, leave: threading.Event) -> None:
-    """Start an OpenMP team of ``count`` threads, including this one, and keep it alive until ``leave`` is set."""
+    """Starts an OpenMP team of ``count`` threads, including this one, and keeps it alive until ``leave`` is set."""
     try:
         compute_with(count)
         torch.ones(count * PER_THREAD)

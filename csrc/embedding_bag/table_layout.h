@@ -1,6 +1,6 @@
 // The layout of an embedding_bag call: the location of each feature's rows and the options of its lookup.
 //
-// A feature has one part, the table that its ids index, or several (docs/ops.md, "Partitions"). `layout` is an int64
+// A feature has one part, the table that its ids index, or several (docs/ops.md, "Parts"). `layout` is an int64
 // matrix with one record per part, sorted by feature, on the device of the ids; `layout_sizes` is a short list of the
 // sizes that the host needs. rec_kernels.table_layout (rec_kernels/ops/table_layout.py) makes both, validates every
 // field and reports precise errors. The kernels only check what memory safety needs, with fault_of(). A record that

@@ -18,7 +18,7 @@ from rec_kernels.nn.embedding_layers import EmbeddingLayer
 
 @contextlib.contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the training mode of every module at the end of the block."""
+    """Restores the training mode of every module at the end of the block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield

@@ -70,7 +70,7 @@ class ExternalTables(ABC):
 
     @abstractmethod
     def read(self) -> list[TableTensors]:
-        """Read rows and state of the tables, as views of the module's memory where the shapes agree.
+        """Reads rows and state of the tables, as views of the module's memory where the shapes agree.
 
         Raises:
             ValueError: the state of a table does not fit its family.
@@ -78,7 +78,7 @@ class ExternalTables(ABC):
 
     @abstractmethod
     def write(self, tables: Sequence[TableTensors]) -> None:
-        """Write rows into the tables, in their order, and optimizer state if ``families`` are known."""
+        """Writes rows into the tables, in their order, and optimizer state if ``families`` are known."""
 
     @abstractmethod
     def counterparts(self) -> list[Optimizer]:
@@ -110,11 +110,11 @@ class CombinedTables(ExternalTables):
         return [weight for part in self._parts for weight in part.weights()]
 
     def read(self) -> list[TableTensors]:
-        """Read rows and state of all tables."""
+        """Reads rows and state of all tables."""
         return [table for part in self._parts for table in part.read()]
 
     def write(self, tables: Sequence[TableTensors]) -> None:
-        """Write each part's tables."""
+        """Writes each part's tables."""
         remaining = list(tables)
         for part in self._parts:
             count = len(part.names())
@@ -127,7 +127,7 @@ class CombinedTables(ExternalTables):
 
 
 def check_weight(name: str, weight: Tensor) -> None:
-    """Raise ValueError if this package's tables cannot hold the rows."""
+    """Raises ValueError if this package's tables cannot hold the rows."""
     if type(weight.detach()) is not Tensor:
         raise ValueError(
             f"table {name!r}: weight must be an ordinary tensor, got {type(weight.detach()).__name__}: convert the "
@@ -141,7 +141,7 @@ def check_weight(name: str, weight: Tensor) -> None:
 
 
 def check_state(name: str, family: str, weight: Tensor, state: dict[str, Tensor]) -> None:
-    """Raise ValueError if a table's state does not have the family's shapes or is not floating point."""
+    """Raises ValueError if a table's state does not have the family's shapes or is not floating point."""
     for kind, each in FAMILIES[family].state.items():
         shape = list(weight.shape) if each else [weight.shape[0]]
         given = state.get(kind)
@@ -151,7 +151,7 @@ def check_state(name: str, family: str, weight: Tensor, state: dict[str, Tensor]
 
 
 def refuse_options(described: str, found: Mapping[str, object], why: str) -> None:
-    """Raise ValueError, naming them, if ``found`` has optimizer options that this package does not implement."""
+    """Raises ValueError, naming them, if ``found`` has optimizer options that this package does not implement."""
     if found:
         given = ", ".join(f"{name}={value!r}" for name, value in found.items())
         raise ValueError(

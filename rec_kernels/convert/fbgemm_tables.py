@@ -91,7 +91,7 @@ class FbgemmTables(ExternalTables):
         return self._module.split_embedding_weights()
 
     def read(self) -> list[TableTensors]:
-        """Flush FBGEMM's cache, then read rows and state of the tables."""
+        """Flushes FBGEMM's cache, then reads rows and state of the tables."""
         self._module.flush()
         if not self.families:
             return [TableTensors(name, weight) for name, weight in zip(self.names(), self.weights(), strict=True)]
@@ -109,7 +109,7 @@ class FbgemmTables(ExternalTables):
         return [dict(zip(self._kinds, state, strict=True)) for state in states]
 
     def write(self, tables: Sequence[TableTensors]) -> None:
-        """Copy into the module's memory, and reset FBGEMM's cache, whose rows are stale then."""
+        """Copies into the module's memory, and resets FBGEMM's cache, whose rows are stale then."""
         self._module.flush()
         for weight, state, given in zip(self.weights(), self._states(), tables, strict=True):
             weight.copy_(given.weight)

@@ -103,7 +103,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, example: tuple) -> tuple[fx.GraphModule | None, str]:
-    """Trace the model; returns the graph, or None and the reason for failure."""
+    """Traces the model; returns the graph, or None and the reason for failure."""
     graphs = []
     placeholders = _containers(model, example)
     with preserve_modes(model):
@@ -164,7 +164,7 @@ def _in(node: fx.Node, layer: fx.Node) -> bool:
 
 
 def _runs(traced: fx.GraphModule, apart: Mapping[str, str]) -> list[list[fx.Node]]:
-    """Group lookups with equal options such that no node between them uses a result or may write in place."""
+    """Groups lookups with equal options such that no node between them uses a result or may write in place."""
     found: list[list[fx.Node]] = []
     layers: dict[fx.Node, Any] = dict(_lookups(traced))
     open_runs: list[list[fx.Node]] = []
@@ -278,7 +278,7 @@ def _config(layer: EmbeddingBag, first: EmbeddingBag) -> EmbeddingBagConfig:
 
 
 def _fuse(traced: fx.GraphModule, group: list[fx.Node], name: str) -> None:
-    """Replace a group of lookups by one call after the last of them."""
+    """Replaces a group of lookups by one call after the last of them."""
     names: dict[str, str] = {}
     for node in group:
         base = str(node.target).replace(".", "_")

@@ -51,7 +51,7 @@ class ConvertOptions(TypedDict, total=False):
 
 
 def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]) -> nn.Module:
-    """Convert a module of another package to one of this package, with its tables; the original is unchanged.
+    """Converts a module of another package to one of this package, with its tables; the original is unchanged.
 
     Args:
         theirs: ``torch.nn.Embedding`` -> ``rk.Embedding``; ``torch.nn.EmbeddingBag`` -> ``rk.EmbeddingBag``; TorchRec's
@@ -158,7 +158,7 @@ def _has_hooks(theirs: nn.Module) -> bool:
 
 
 def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
-    """Raise ValueError if trained rows would have no optimizer: torch's optimizers train fp32 rows only."""
+    """Raises ValueError if trained rows would have no optimizer: torch's optimizers train fp32 rows only."""
     formats = {given["format"]} if "format" in given else {_format(w) for w in external.weights()}
     if "optimizer" not in given and formats - {"fp32"} and external.is_trained:
         raise ValueError(
@@ -168,7 +168,7 @@ def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
 
 
 def _build(theirs: Any, external: ExternalTables, given: dict[str, Any], own: Sequence[Optimizer]) -> nn.Module:
-    """Build the module without its rows; ``own`` has one optimizer per table, or is empty."""
+    """Builds the module without its rows; ``own`` has one optimizer per table, or is empty."""
     if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
         return _layer(theirs, given)
     format = given.pop("format", None)
@@ -215,7 +215,7 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
 
 
 def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
-    """Convert a TorchRec collection's table configs; ``init`` is kept only on the meta device."""
+    """Converts a TorchRec collection's table configs; ``init`` is kept only on the meta device."""
     pooled = hasattr(theirs, "embedding_bag_configs")
     given = [from_torchrec(c) for c in (theirs.embedding_bag_configs() if pooled else theirs.embedding_configs())]
     formats = [table.format for table in given] if formats is None else formats
@@ -239,7 +239,7 @@ def _format(weight: Tensor) -> str:
 
 
 def _copy_modes(ours: Any, theirs: Any) -> nn.Module:
-    """Copy the training mode and frozen tables of theirs to ours."""
+    """Copies the training mode and frozen tables of theirs to ours."""
     layers = torchrec_layers(theirs) or {"weight": theirs}
     for name, layer in layers.items():
         weight = getattr(layer, "weight", None)

@@ -58,7 +58,7 @@ def quantized_refusal(theirs: Any) -> str | None:
 
 
 def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollection:
-    """Convert inference tables to a frozen collection whose rows decode to the same values.
+    """Converts inference tables to a frozen collection whose rows decode to the same values.
 
     Args:
         theirs: a module for which ``is_quantized`` is true and ``quantized_refusal`` is None.
@@ -96,7 +96,7 @@ def quantized_parts(theirs: Any) -> list[Any]:
 
 
 def _check(part: Any) -> None:
-    """Raise ValueError if a module has unsupported row formats or remapped (pruned) ids."""
+    """Raises ValueError if a module has unsupported row formats or remapped (pruned) ids."""
     for name, _, _, kind, _ in part.embedding_specs:
         if kind.value not in _FORMATS:
             raise ValueError(

@@ -67,7 +67,7 @@ class ReplacedEmbeddings:
 def replace_embeddings(
     model: nn.Module, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]
 ) -> ReplacedEmbeddings:
-    """Replace the embeddings of a model by this package's, in place, with their rows and optimizer state.
+    """Replaces the embeddings of a model by this package's, in place, with their rows and optimizer state.
 
     ``torch.nn.Embedding`` and ``EmbeddingBag`` become ``rk.Embedding`` and ``rk.EmbeddingBag``. TorchRec's
     ``EmbeddingBagCollection`` (also fused or quantized) and ``EmbeddingCollection`` (also quantized) become this
@@ -147,7 +147,7 @@ class _Conversion:
 
 
 def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
-    """Check the arguments ``model`` and ``trained_by``."""
+    """Checks the arguments ``model`` and ``trained_by``."""
     if not isinstance(model, nn.Module) or _is_embedding(model):
         raise TypeError(
             f"model must be a module that has embeddings inside, got {type(model).__name__}: rk.convert_embeddings is "
@@ -164,7 +164,7 @@ def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
 
 
 def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Site]:
-    """Yield every registration of an embedding module below ``module``."""
+    """Yields every registration of an embedding module below ``module``."""
     seen.add(module)
     for key, child in module._modules.items():
         name = f"{prefix}{key}"
@@ -224,7 +224,7 @@ def _reason_to_skip(conversion: _Conversion, owners: dict[Tensor, list[str]]) ->
 
 
 def _convert(conversion: _Conversion, name: str, seed_offset: int) -> nn.Module:
-    """Convert the module; errors are prefixed with its name."""
+    """Converts the module; errors are prefixed with its name."""
     options: Any = {**conversion.options}
     if conversion.trained_by and options.get("optimizer", True) is None and not conversion.keeps_parameter:
         raise ValueError(
@@ -241,7 +241,7 @@ def _convert(conversion: _Conversion, name: str, seed_offset: int) -> nn.Module:
 
 
 def _remove_parameters(trainer: Any, removed: set[Any]) -> None:
-    """Remove parameters from an optimizer or TorchRec wrapper. Empty groups stay, because schedulers count groups."""
+    """Removes parameters from an optimizer or TorchRec wrapper. Empty groups stay, because schedulers count groups."""
     named = vars(trainer).get("params")
     if isinstance(named, dict):
         for name in [name for name, parameter in named.items() if parameter in removed]:

@@ -26,7 +26,7 @@ _FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
 def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
-    """Copy rows and optimizer state of another package's tables into a module of this package.
+    """Copies rows and optimizer state of another package's tables into a module of this package.
 
     Args:
         ours: ``rk.EmbeddingBagCollection``, ``rk.EmbeddingCollection``, or ``rk.Embedding`` or ``rk.EmbeddingBag`` with
@@ -53,7 +53,7 @@ def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
 
 
 def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
-    """Copy rows and optimizer state of a module of this package into another package's tables.
+    """Copies rows and optimizer state of a module of this package into another package's tables.
 
     Args:
         ours, theirs, trained_by: see ``import_tables``. Rows are decoded, then rounded to the dtype of theirs.
@@ -70,14 +70,14 @@ def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
 
 
 def _check_memory(collection: TableCollection, external: ExternalTables) -> None:
-    """Raise ValueError if either side is on the meta device."""
+    """Raises ValueError if either side is on the meta device."""
     for name, weights in (("ours", [collection._weights]), ("theirs", external.weights())):
         if any(weight.is_meta for weight in weights):
             raise ValueError(f"{name} must have memory, and is on the meta device: to_empty(device=...) comes first")
 
 
 def copy_from(collection: TableCollection, external: ExternalTables) -> None:
-    """Load rows and state of external tables into a collection."""
+    """Loads rows and state of external tables into a collection."""
     tables = [table for _, table in _match_tables(collection, external, external.read())]
     state: dict[str, Tensor] = {}
     for config, table in zip(collection.tables, tables, strict=True):
@@ -93,7 +93,7 @@ def copy_from(collection: TableCollection, external: ExternalTables) -> None:
 
 
 def find_tables(theirs: Any, trained_by: TrainedBy) -> ExternalTables:
-    """Wrap another package's module as ``ExternalTables``.
+    """Wraps another package's module as ``ExternalTables``.
 
     Raises:
         TypeError: the module's type is not supported. ValueError: as in ``TorchTables`` and ``FbgemmTables``.

@@ -92,7 +92,7 @@ class TorchTables(ExternalTables):
         return [weight.detach() for weight in self._weights.values()]
 
     def read(self) -> list[TableTensors]:
-        """Read rows and state of the tables; state is zeros before the first step."""
+        """Reads rows and state of the tables; state is zeros before the first step."""
         if not self.families:
             return [TableTensors(name, weight.detach()) for name, weight in self._weights.items()]
         tables = zip(self._weights.items(), self._trainers, self.families, strict=True)
@@ -122,7 +122,7 @@ class TorchTables(ExternalTables):
         return TableTensors(name, weight.detach(), state, steps, family)
 
     def write(self, tables: Sequence[TableTensors]) -> None:
-        """Copy into the parameters and the optimizers' state, creating missing state."""
+        """Copies into the parameters and the optimizers' state, creating missing state."""
         for name, weight in self._weights.items():
             if weight.numel() > 1 and 0 in weight.stride():
                 raise ValueError(f"table {name!r}: weight must have memory for each number, got an expanded tensor")
@@ -208,7 +208,7 @@ def _wrapped_optimizers(optimizer: Any) -> list[torch.optim.Optimizer] | None:
 
 
 def _refuse_clipping(weight: nn.Parameter, given: Sequence[Any]) -> None:
-    """Raise ValueError if a TorchRec wrapper clips the gradient of the weight."""
+    """Raises ValueError if a TorchRec wrapper clips the gradient of the weight."""
     for clipper in _optimizers_of(weight, [o for o in given if getattr(o, "_clipping", None) is not None]):
         if clipper._clipping.name != "NONE":
             options = {"clipping": clipper._clipping.name, "max_gradient": clipper._max_gradient}
@@ -221,7 +221,7 @@ def _optimizers_of(weight: nn.Parameter, trainers: Sequence[Any]) -> list[Any]:
 
 
 def parameters_of(trainer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of all groups."""
+    """Yields the parameters of all groups."""
     for group in trainer.param_groups:
         yield from group["params"]
 

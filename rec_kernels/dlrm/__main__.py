@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but exit with 2 for an unknown option close to a known one."""
+        """Parses as argparse does, but exits with 2 for an unknown option close to a known one."""
         found, unknown = super().parse_known_args(args, namespace)
         options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help() if unknown else "")))
         near = []
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that ``config_of_run`` needs: a run's folder and where its data is."""
+    """Adds the arguments that ``config_of_run`` needs: a run's folder and where its data is."""
     command.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     command.add_argument("--data", default=argparse.SUPPRESS, help="data set; required if the run's is a function")
     command.add_argument("--path", default=argparse.SUPPRESS, help="current path of the run's data, if it was moved")
@@ -125,7 +125,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
 
 
 def execute(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse ``argv`` and call the default ``run_command(parser, options)``; returns the exit code as ``main`` does."""
+    """Parses ``argv`` and calls the default ``run_command(parser, options)``; returns the exit code, as ``main``."""
     _make_output_usable()
     options = vars(parser.parse_args(argv))
     del options["command"]
@@ -162,7 +162,7 @@ def _make_output_usable() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns 0 when done, 1 on an error, 130 when interrupted, 141 when the output pipe was
+    """Runs the command line; returns 0 when done, 1 on an error, 130 when interrupted, 141 when the output pipe was
     closed; wrong usage exits with 2."""
     return execute(_parser(), argv)
 

@@ -37,7 +37,7 @@ def base_directory(data_dir: str | Path | None) -> Path:
 
 
 def open_directory(directory: Path, identity: dict[str, Any], build: Build) -> dict[str, Any]:
-    """Read ``directory``; build it first if it is missing, not usable or has another identity.
+    """Reads ``directory``; builds it first if it is missing, not usable or has another identity.
 
     Args:
         identity: identifies the source and options, as JSON values (lists, not tuples).
@@ -58,7 +58,7 @@ def open_directory(directory: Path, identity: dict[str, Any], build: Build) -> d
 
 
 def write_directory(directory: Path, identity: dict[str, Any], build: Build) -> None:
-    """Build ``directory`` under a temporary name, then replace it by renaming."""
+    """Builds ``directory`` under a temporary name, then replaces it by renaming."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         fresh = Path(scratch) / "new"
@@ -114,7 +114,7 @@ def _fingerprint(file: Path) -> dict[str, Any]:
 
 
 def ids_by_appearance(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, int]:
-    """Map values [N] to ids 1, 2, ... in order of first appearance; 0 for values not in the first ``train_rows`` rows.
+    """Maps values [N] to ids 1, 2, ... in order of first appearance; 0 for values not in the first ``train_rows`` rows.
 
     Returns int64 [N], and the number of table rows, including row 0. ``train_rows`` is 1 or more.
     """
@@ -124,7 +124,7 @@ def ids_by_appearance(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, 
 
 
 def mix64(keys: np.ndarray) -> np.ndarray:
-    """Hash keys by SplitMix64, a bijection; uint64 of any shape.
+    """Hashes keys by SplitMix64, a bijection; uint64 of any shape.
 
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """

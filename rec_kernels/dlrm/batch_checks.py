@@ -22,7 +22,7 @@ class WrongBatchError(Exception):
 
 
 def whole_number(data: DataSet, value: Any, what: str, least: int = 0) -> int:
-    """Convert a data set's number to int; DataError if it is no integer or below ``least``."""
+    """Converts a data set's number to int; DataError if it is no integer or below ``least``."""
     if not isinstance(value, Integral) or value < least:
         raise DataError(f"data set {data.name!r}: {what} is {value!r}, must be a whole number of {least} or more")
     return int(value)  # checkpoints cannot hold NumPy's integers
@@ -51,7 +51,7 @@ def checked_features(data: DataSet) -> list[Feature]:
 
 
 def checked_batch(batch: Any, features: Sequence[Feature], num_dense: int, rows: int) -> Batch:
-    """Check a data set's batch of ``rows`` rows; ``dense`` and ``label`` become float32, labels [B, 1] become [B].
+    """Checks a data set's batch of ``rows`` rows; ``dense`` and ``label`` become float32, labels [B, 1] become [B].
 
     Raises:
         WrongBatchError: the batch is not as ``Batch`` describes.

@@ -65,7 +65,7 @@ _POSITION = {
 
 
 def check_position(state: dict[str, Any], steps: int) -> None:
-    """Raise ValueError if a checkpoint's state, except weights and optimizers, is invalid for a run of ``steps``."""
+    """Raises ValueError if a checkpoint's state, except weights and optimizers, is invalid for a run of ``steps``."""
     if wrong := mismatch(state, {"step": integer(0, steps)} | _POSITION, ""):
         raise ValueError(wrong)
     window = state["window"]
@@ -77,7 +77,7 @@ def check_position(state: dict[str, Any], steps: int) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state and check it, because fused kernels would access memory beyond tensors that are short.
+    """Loads an optimizer's state and checks it, as fused kernels would access memory beyond tensors that are short.
 
     Raises:
         ValueError: a tensor has not its parameter's shape and dtype, or an option differs. Others: from torch.
@@ -97,7 +97,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
-    """Write ``checkpoint.pt`` atomically and durably, then delete the shards of the previous checkpoint.
+    """Writes ``checkpoint.pt`` atomically and durably, then deletes the shards of the previous checkpoint.
 
     Args:
         state: tensors, numbers, texts, and lists and dicts of them.
@@ -119,7 +119,7 @@ def save(directory: Path, state: dict[str, Any]) -> None:
 
 
 def load(directory: Path) -> dict[str, Any]:
-    """Load ``checkpoint.pt``; DataError if it is missing, damaged or of another format."""
+    """Loads ``checkpoint.pt``; DataError if it is missing, damaged or of another format."""
     path = directory / NAME
     files.refuse_special(path)
     try:
@@ -140,7 +140,7 @@ def load(directory: Path) -> dict[str, Any]:
 
 
 def save_shards(folder: Path, shards: dict[str, Any]) -> None:
-    """Write the table shards of all ranks into a new folder; a collective.
+    """Writes the table shards of all ranks into a new folder; a collective.
 
     Raises:
         OSError: on all ranks, a disk is full or cannot be written to; the incomplete folder remains.
@@ -160,7 +160,7 @@ def _reason(error: BaseException) -> str:
 
 
 def load_shards(folder: Path, tables: dict[str, Any]) -> None:
-    """Load tables, or this rank's shards of them, from ``save_shards`` of any world size; a collective.
+    """Loads tables, or this rank's shards of them, from ``save_shards`` of any world size; a collective.
 
     Raises:
         ValueError: a file is missing or damaged, or has tables of other sizes.
@@ -178,7 +178,7 @@ class _ShardReader(dcp.FileSystemReader):
     """A reader that restricts unpickling of the metadata, which torch's reader does not."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata of a checkpoint of tensors."""
+        """Reads the metadata of a checkpoint of tensors."""
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -197,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler restricted to the classes in the metadata of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class; UnpicklingError for any other."""
+        """Returns an allowed class; UnpicklingError for any other."""
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _METADATA.get(module, ()):
@@ -213,7 +213,7 @@ def identity(data: DataSet) -> dict:
 
 
 def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
-    """Load a run's checkpoint; DataError if it is missing, invalid, or was made with other data or options."""
+    """Loads a run's checkpoint; DataError if it is missing, invalid, or was made with other data or options."""
     state = load(directory)
     path, found, expected = directory / NAME, state.get("data"), identity(data)
     with as_data_error(directory):
@@ -235,7 +235,7 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_data_error(directory: Path) -> Iterator[None]:
-    """Convert errors in the block to DataError: the run's checkpoint does not fit."""
+    """Converts errors in the block to DataError: the run's checkpoint does not fit."""
     try:
         yield
     except DataError:

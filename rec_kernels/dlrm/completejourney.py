@@ -91,7 +91,7 @@ class CompleteJourney(Rows):
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batch_of(self, rows: slice) -> Batch:
-        """Make the batch of these rows; each row has its basket's history."""
+        """Makes the batch of these rows; each row has its basket's history."""
         basket = self.basket[rows]
         offsets = self.history_offsets[basket[0] : basket[-1] + 2]
         products = torch.from_numpy(self.history_products[offsets[0] : offsets[-1]].copy())
@@ -101,7 +101,7 @@ class CompleteJourney(Rows):
 
 
 def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the package's transactions (of the first ``weeks`` weeks, or all) and products.
+    """Reads the package's transactions (of the first ``weeks`` weeks, or all) and products.
 
     Raises:
         DataError: the package is missing, of another version, or lacks the expected rows.
@@ -141,7 +141,7 @@ def build(
     history: int = HISTORY_LENGTH,
     progress: bool = False,
 ) -> CompleteJourney:
-    """Convert the source frames to arrays.
+    """Converts the source frames to arrays.
 
     Args:
         transactions: frame with ``TRANSACTION_COLUMNS``, any order.
@@ -193,7 +193,7 @@ def _train_rows(rows: pd.DataFrame, starts: np.ndarray, weeks: int | None) -> in
 
 
 def _feature_values(rows: pd.DataFrame, products: pd.DataFrame):
-    """Yield the raw values [N] of ``FEATURES``."""
+    """Yields the raw values [N] of ``FEATURES``."""
     for column in ("household_id", "store_id", "product_id"):
         yield rows[column].to_numpy()
     position = pd.Index(products["product_id"]).get_indexer(rows["product_id"])
@@ -237,7 +237,7 @@ def load_completejourney(
     history: int = HISTORY_LENGTH,
     progress: bool = False,
 ) -> CompleteJourney:
-    """Load the data set, which is prepared on the first call (seconds) and then memory-mapped.
+    """Loads the data set, which is prepared on the first call (seconds) and then memory-mapped.
 
     Args:
         weeks: the first 1 to 52 weeks only (``build``), or None for the whole year.

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {
 
 
 def widths(text: str) -> tuple[int, ...]:
-    """Parse hidden layer widths: "64,32" -> (64, 32), "" -> ()."""
+    """Parses hidden layer widths: "64,32" -> (64, 32), "" -> ()."""
     return tuple(int(part) for part in text.split(",")) if text else ()
 
 
@@ -74,7 +74,7 @@ _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes: "512MB" -> 512000000, "4GiB", "4096"; 0 if the text is not a size."""
+    """Parses a number of bytes: "512MB" -> 512000000, "4GiB", "4096"; 0 if the text is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     return int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
 
@@ -305,7 +305,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """Create a config from ``dataclasses.asdict`` of one; ValueError for unknown names and invalid values."""
+        """Creates a config from ``dataclasses.asdict`` of one; ValueError for unknown names and invalid values."""
         if not isinstance(values, dict):
             raise ValueError(f"config is {short_repr(values)}, must be an object")
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items() if n not in REMOVED}
@@ -315,7 +315,7 @@ class TrainConfig:
 
     @classmethod
     def read(cls, directory: Path) -> TrainConfig:
-        """Read the config of a run; DataError if its ``config.json`` is missing or invalid."""
+        """Reads the config of a run; DataError if its ``config.json`` is missing or invalid."""
         path = directory / CONFIG
         try:
             found = files.read_json(path)
@@ -359,7 +359,7 @@ def _requirement(
 
 
 def refuse_options_without_effect(given: Mapping[str, Any], configs: Collection[TrainConfig]) -> None:
-    """Raise ValueError if an option in ``given``, by name, has no effect in any of the configs."""
+    """Raises ValueError if an option in ``given``, by name, has no effect in any of the configs."""
     options = {option.name: option for option in dataclasses.fields(TrainConfig)}
     for name, value in given.items():
         requirement, has_effect = _requirement(options[name], configs)
@@ -370,7 +370,7 @@ def refuse_options_without_effect(given: Mapping[str, Any], configs: Collection[
 
 
 def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Add a flag for every option not in ``without``, in groups; flags that are not given stay out of the namespace."""
+    """Adds a flag for every option not in ``without``, in groups; flags that are not given set nothing."""
     group: Any = parser
     for option in dataclasses.fields(TrainConfig):
         if option.name in GROUPS:

@@ -141,7 +141,7 @@ def _prepare(
 
 
 def _write_table(path: Path, files: list[Path], rows: int | None, progress: bool) -> pa.Table:
-    """Convert the rows of text to memory-mapped columns on disk."""
+    """Converts the rows of text to memory-mapped columns on disk."""
     total = 0
     with pa.ipc.new_file(str(path), SCHEMA) as writer:
         for block in read_rows(files, progress=progress):
@@ -166,7 +166,7 @@ class _MalformedError(ValueError):
 
 
 def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of ``files``, plain or ``.gz``, as ``SCHEMA``, in blocks of about a megabyte of text.
+    """Yields the rows of ``files``, plain or ``.gz``, as ``SCHEMA``, in blocks of about a megabyte of text.
 
     Integers may have spaces around them; pyarrow also accepts hexadecimal ones with 0x.
 
@@ -218,7 +218,7 @@ def _open(text: pa.NativeFile) -> csv.CSVStreamingReader:
 
 
 def _convert(block: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert a block to ``SCHEMA``; blank integers become 0."""
+    """Converts a block to ``SCHEMA``; blank integers become 0."""
     label, *columns = block.columns
     if (row := pc.index(pc.is_in(label, pa.array([0, 1])), False).as_py()) >= 0:
         raise _MalformedError(row, "label", label[row].as_py())
@@ -228,7 +228,7 @@ def _convert(block: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _category(name: str, column: pa.StringArray) -> pa.UInt32Array:
-    """Parse hexadecimal numbers; null for blanks."""
+    """Parses hexadecimal numbers; null for blanks."""
     try:
         return pc.binary_join_element_wise("0x", column, "").cast(pa.uint32())
     except pa.ArrowInvalid:

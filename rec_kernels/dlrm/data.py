@@ -54,20 +54,20 @@ class Batch(NamedTuple):
     shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Copy the batch to another device."""
+        """Copies the batch to another device."""
         return Batch._make(None if p is None else p.to(device, non_blocking=non_blocking) for p in self)
 
     def pin_memory(self) -> Batch:
-        """Copy the batch to page-locked host memory."""
+        """Copies the batch to page-locked host memory."""
         return Batch._make(None if p is None else p.pin_memory() for p in self)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Record the use of the tensors on ``stream``, as TorchRec's pipeline requires."""
+        """Records the use of the tensors on ``stream``, as TorchRec's pipeline requires."""
         for part in filter(lambda part: part is not None, self):
             part.record_stream(stream)
 
     def joined(self) -> Batch:
-        """Move the shared features into ``features``, before the others, so that one lookup serves all.
+        """Moves the shared features into ``features``, before the others, so that one lookup serves all.
 
         If any feature has weights, ids of features without weights get weight 1.
         """
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
         return self._replace(features=rk.KeyedJaggedTensor.concat(list(both)), shared=None)
 
     def expanded(self) -> Batch:
-        """Expand deduplicated bags to one bag per row."""
+        """Expands deduplicated bags to one bag per row."""
         return self._replace(features=_expand(self.features), shared=_expand(self.shared))
 
     def part(self, rows: slice) -> Batch:
@@ -104,7 +104,7 @@ def _slice(jagged: Any, rows: slice) -> rk.KeyedJaggedTensor | None:
 
 
 def _with_equal_weights(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
-    """Add weights of 1 to features without weights if any feature has weights."""
+    """Adds weights of 1 to features without weights if any feature has weights."""
     weighted = any(f.weights_or_none() is not None for f in features)
     for f in features:
         if weighted and f.keys() and f.weights_or_none() is None:
@@ -133,7 +133,7 @@ class DataSet(Protocol):
         ...
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of a split from index ``start`` on; the last one may be shorter.
+        """Yields the batches of a split from index ``start`` on; the last one may be shorter.
 
         Must be deterministic, so that a resumed run continues where it stopped. The trainer iterates on its own thread.
         """
@@ -158,7 +158,7 @@ class Rows:
     ids: np.ndarray
 
     def batch_of(self, rows: slice) -> Batch:
-        """Make the batch of these rows, without shared features."""
+        """Makes the batch of these rows, without shared features."""
         ids = torch.from_numpy(self.ids[:, rows].flatten())
         keys = [feature.name for feature in self.features[: len(self.ids)]]
         return Batch(
@@ -172,7 +172,7 @@ class Rows:
         return len(self._range(split))
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of a split from index ``start`` on."""
+        """Yields the batches of a split from index ``start`` on."""
         rows = self._range(split)
         for row in rows[start * batch_size :: batch_size]:
             yield self.batch_of(slice(row, min(row + batch_size, rows.stop)))
@@ -184,7 +184,7 @@ class Rows:
 
 
 def prefetch(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items, each computed on another thread while its predecessor is in use.
+    """Yields the items, each computed on another thread while its predecessor is in use.
 
     That thread runs without OpenMP workers, which would compete with the training's for cores. Thread counts of other
     threads do not change, even with nested prefetching.

@@ -42,7 +42,7 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Copy batches to a device, to a GPU asynchronously from pinned memory.
+    """Copies batches to a device, to a GPU asynchronously from pinned memory.
 
     The copies are on the default stream in every thread, so the steps that use them are ordered after them.
     """

@@ -18,7 +18,7 @@ from rec_kernels.dlrm.data import DataError
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Write a new file that replaces ``path`` at the end of the block; on an error, ``path`` is unchanged.
+    """Writes a new file that replaces ``path`` at the end of the block; on an error, ``path`` is unchanged.
 
     Args:
         durable: sync the file before, and the folder after the rename, so that a power failure loses neither.
@@ -50,13 +50,13 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with this text."""
+    """Replaces ``path`` by a file with this text."""
     with atomic_write(path) as file:
         file.write(text.encode(errors="replace"))  # paths may contain bytes that are not UTF-8
 
 
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:
-    """Raise DataError if ``path`` exists and is not a regular file with one hard link, or not a real folder."""
+    """Raises DataError if ``path`` exists and is not a regular file with one hard link, or not a real folder."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def refuse_foreign(path: Path, *, folder: bool = False) -> None:
 
 
 def read_text(path: Path, size: int = -1) -> str:
-    """Read a UTF-8 file, or its first ``size`` bytes.
+    """Reads a UTF-8 file, or its first ``size`` bytes.
 
     Raises:
         DataError: it is a special file or not UTF-8. OSError: it cannot be read.
@@ -86,13 +86,13 @@ def read_text(path: Path, size: int = -1) -> str:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise DataError if ``path`` exists but is not a regular file: reading a pipe would wait for its writer."""
+    """Raises DataError if ``path`` exists but is not a regular file: reading a pipe would wait for its writer."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not an ordinary file: move it away")
 
 
 def parse_json(text: str, where: object) -> Any:
-    """Parse JSON; DataError that names ``where`` if the text is invalid or nested too deeply."""
+    """Parses JSON; DataError that names ``where`` if the text is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -100,7 +100,7 @@ def parse_json(text: str, where: object) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; errors as in ``read_text`` and ``parse_json``."""
+    """Reads a JSON file; errors as in ``read_text`` and ``parse_json``."""
     return parse_json(read_text(path), path)
 
 
@@ -124,13 +124,13 @@ class Each(NamedTuple):
 
 
 def integer(least: int = 0, most: int = 2**63 - 1) -> Check:
-    """Check for an int; bools are refused."""
+    """Checks for an int; bools are refused."""
     allowed = f"a whole number from {least} to {most}"
     return Check(allowed, lambda value: type(value) is int and least <= value <= most)
 
 
 def number(least: float = -1e300, most: float = 1e300) -> Check:
-    """Check for a float or an int that is not NaN."""
+    """Checks for a float or an int that is not NaN."""
     allowed = f"a number from {least:g} to {most:g}"
     return Check(allowed, lambda value: type(value) in (int, float) and least <= value <= most)
 
@@ -140,7 +140,7 @@ FLAG = Check("true or false", lambda value: isinstance(value, bool))
 
 
 def mismatch(value: Any, shape: Any, name: str) -> str | None:
-    """Describe the first mismatch, e.g. "step is -1, allowed is a whole number from 0 to 8"; None if the value fits.
+    """Describes the first mismatch, e.g. "step is -1, allowed is a whole number from 0 to 8"; None if the value fits.
 
     Args:
         shape: a ``Check``, ``Maybe`` or ``Each``, or a dict from required keys to their shapes. A key that ends with

@@ -36,7 +36,7 @@ class DotInteraction(nn.Module):
         self.out_features = embedding_dim + num_pairs(num_features)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Compute the interaction."""
+        """Computes the interaction."""
         return rk.dot_interaction(dense, sparse)
 
 
@@ -52,7 +52,7 @@ class CrossInteraction(nn.Module):
         self.cross = rk.LowRankCrossNet(self.out_features, num_layers, low_rank)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Compute the interaction."""
+        """Computes the interaction."""
         return self.cross(torch.cat((dense, sparse.flatten(1)), dim=1))
 
 
@@ -71,7 +71,7 @@ class WukongInteraction(nn.Module):
         self.out_features = self.stack.out_features * embedding_dim
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Compute the interaction."""
+        """Computes the interaction."""
         return self.stack(torch.cat((dense.unsqueeze(1), sparse), dim=1)).flatten(1)
 
 
@@ -151,22 +151,22 @@ class DLRM(nn.Module):
                     module.register_forward_pre_hook(functools.partial(_quantize, activations))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute logits, float32 [B]."""
+        """Computes logits, float32 [B]."""
         return self.logits(batch.dense, self.pooled(batch))
 
     def logits(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Compute logits, float32 [B], from dense columns [B, num_dense] and the result of ``pooled``."""
+        """Computes logits, float32 [B], from dense columns [B, num_dense] and the result of ``pooled``."""
         return self._dense_side(self, dense, pooled.unflatten(1, (self.num_features, self.embedding_dim)))
 
     def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Compute logits, float32 [B], from dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
+        """Computes logits, float32 [B], from dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
         dtype = dtype_of(self.precision)
         with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype):
             logits = self.top(self.interaction(self.bottom(dense), sparse))
         return logits.squeeze(1).float()
 
     def compile_dense_side(self, mode: str) -> None:
-        """Run MLPs and interaction by ``torch.compile`` with this ``mode``.
+        """Runs MLPs and interaction by ``torch.compile`` with this ``mode``.
 
         Shapes are static: graphs that depended on earlier batch sizes would change the bits of a resumed run. Compiled
         code of this process is dropped, because torch limits the graphs per function.
@@ -175,11 +175,11 @@ class DLRM(nn.Module):
         self._dense_side = torch.compile(DLRM.dense_side, mode=mode, fullgraph=True, dynamic=False)
 
     def pooled(self, batch: Batch) -> torch.Tensor:
-        """Look up the features, shared ones first: [B, F D] of the dtype of ``precision``."""
+        """Looks up the features, shared ones first: [B, F D] of the dtype of ``precision``."""
         return self.embeddings(batch.joined().features).values()
 
     def prefetch(self, batch: Batch) -> None:
-        """Prefetch the next batch's rows of tables on disk or in host memory."""
+        """Prefetches the next batch's rows of tables on disk or in host memory."""
         self.embeddings.prefetch(batch.joined().features)
 
     @property
@@ -243,7 +243,7 @@ class _UniformInit:
 
 
 def _skip(generator: torch.Generator, count: int) -> None:
-    """Draw the values of tables that are compressed, so that other weights do not depend on the compression."""
+    """Draws the values of tables that are compressed, so that other weights do not depend on the compression."""
     values = torch.empty(min(count, _SKIP_CHUNK))
     for done in range(0, count, _SKIP_CHUNK):
         values[: count - done].uniform_(generator=generator)

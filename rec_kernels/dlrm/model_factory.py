@@ -27,7 +27,7 @@ FILE = "embeddings.rows"  # tables on disk, in the run's folder
 def build_model(
     config: TrainConfig, data: DataSet, directory: Path | None = None, generation: int | None = None
 ) -> DLRM:
-    """Build the model of a run on its device; initial weights are equal on all devices.
+    """Builds the model of a run on its device; initial weights are equal on all devices.
 
     If ``data.ranks`` has several ranks, tables are sharded; their initial weights depend on the seed but not on the
     world size, and differ from those of a single process.
@@ -71,7 +71,7 @@ def build_model(
 
 
 def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
-    """Restore the model of a run from its checkpoint ``state``.
+    """Restores the model of a run from its checkpoint ``state``.
 
     Raises:
         DataError: the checkpoint does not fit. Others: as in ``build_model``.

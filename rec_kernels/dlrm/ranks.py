@@ -52,7 +52,7 @@ class Ranks:
         return torch.cat([piece for same in zip(*gathered, strict=True) for piece in same])
 
     def require_equal(self, facts: Mapping[str, str]) -> None:
-        """Raise TrainingError on all ranks unless every rank passes the same texts."""
+        """Raises TrainingError on all ranks unless every rank passes the same texts."""
         gathered = self.all_gather(facts)
         for rank, found in enumerate(gathered):
             for name, text in gathered[0].items():
@@ -60,11 +60,11 @@ class Ranks:
                     raise TrainingError(f"{name} of process {rank} is {found[name]}, and {text} of process 0")
 
     def on_rank_0(self, function: Callable[[], Result]) -> Result:
-        """Call ``function`` on rank 0 and return its result on all ranks; errors as in ``on_all_ranks``."""
+        """Calls ``function`` on rank 0 and returns its result on all ranks; errors as in ``on_all_ranks``."""
         return self.all_gather(self.on_all_ranks(lambda: function() if self.rank == 0 else None))[0]
 
     def on_all_ranks(self, function: Callable[[], Result]) -> Result:
-        """Call ``function`` and return its result after all ranks have called it.
+        """Calls ``function`` and returns its result after all ranks have called it.
 
         An exception is raised on its own rank, and as TrainingError with the same message on the others.
         """

@@ -39,7 +39,7 @@ MEASURED, LOOKED_AT = 8, 64
 
 
 def open_data(config: TrainConfig) -> DataSet:
-    """Open the data set that the config names; DataError if it is missing or invalid, or an option does not fit it."""
+    """Opens the data set that the config names; DataError if it is missing or invalid, or an option does not fit it."""
     if config.data not in DATA and ":" not in config.data:
         raise DataError(f"data is {config.data!r}, allowed are {', '.join(DATA)} and {FUNCTION}")
     optional = (o.name for o in dataclasses.fields(config) if o.default is None)
@@ -59,7 +59,7 @@ def open_data(config: TrainConfig) -> DataSet:
 
 
 def _call_function(config: TrainConfig) -> DataSet:
-    """Import and call ``module:function``, with those of ``path`` and ``data_dir`` that are given and that it takes."""
+    """Imports and calls ``module:function``, with those of ``path`` and ``data_dir`` that are given and it takes."""
     data = config.data
     module, _, function = data.partition(":")
     try:
@@ -96,7 +96,7 @@ class DedupDecision(NamedTuple):
 
 
 def dedup_batch(batch: Batch, windows: bool = False) -> Batch:
-    """Store equal rows of the shared features once, as windows of one buffer with ``windows``.
+    """Stores equal rows of the shared features once, as windows of one buffer with ``windows``.
 
     An InverseKeyedJaggedTensor of the data set keeps its groups.
     """
@@ -148,7 +148,7 @@ class Reader:
         return self._rows[split]
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the checked batches of a split from index ``start`` on, joined except with windows.
+        """Yields the checked batches of a split from index ``start`` on, joined except with windows.
 
         "train" and "valid" have the training's batch size.
         """
@@ -183,14 +183,14 @@ class Reader:
             yield batch if isinstance(self.data, Rows) else tree_map_only(Tensor, Tensor.clone, batch)
 
     def _source_batches(self, split: str, batch_size: int, start: int) -> Iterator[Any]:
-        """Yield the data set's batches; a generator, so that errors of ``batches()`` come with the first ``next``."""
+        """Yields the data set's batches; a generator, so that errors of ``batches()`` come with the first ``next``."""
         batches = self.data.batches(split, batch_size, start)
         if not hasattr(batches, "__iter__"):
             raise WrongBatchError(f"batches() gave {type(batches).__name__}, must be an iterator of Batch")
         yield from batches
 
     def _decide_dedup(self, run: Path | None) -> DedupDecision:
-        """Decide by the option ``dedup``; for "auto", by the resumed run's config or the first batches."""
+        """Decides by the option ``dedup``; for "auto", by the resumed run's config or the first batches."""
         if self.mode != "auto":
             return DedupDecision(self.mode != "off")
         if run is not None:

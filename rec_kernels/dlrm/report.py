@@ -66,7 +66,7 @@ def facts(test: dict) -> dict[str, str]:
 
 
 def tiers(report: dict[str, int]) -> str:
-    """Format a ``tier_report()``: "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
+    """Formats a ``tier_report()``: "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
     memory = "host memory" if report.get("host_bytes") else "memory"
     parts = [f"cache {size(report['cache_bytes'])}", f"rows in {memory} {size(report['row_bytes'])}"]
     moved = f"moved {size(report['moved_bytes'])}"
@@ -77,7 +77,7 @@ def tiers(report: dict[str, int]) -> str:
 
 
 def memory(tables: Sequence[dict]) -> str:
-    """Format the bytes of tables and row caches: "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
+    """Formats the bytes of tables and row caches: "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
     state = sum(table["state_bytes"] for table in tables)
     weights = sum(table["weight_bytes"] + table.get("cache_bytes", 0) for table in tables)
     full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
@@ -91,7 +91,7 @@ def _with_total(tables: Sequence[dict], keys: Sequence[str]) -> list[dict]:
 
 
 def memory_rows(tables: Sequence[dict]) -> list[tuple]:
-    """Format a ``memory_report()`` as rows: the header, the total, then the tables by decreasing size."""
+    """Formats a ``memory_report()`` as rows: the header, the total, then the tables by decreasing size."""
 
     def both(t: dict) -> int:
         return t["weight_bytes"] + t["state_bytes"]
@@ -106,7 +106,7 @@ def memory_rows(tables: Sequence[dict]) -> list[tuple]:
 
 
 def cache_rows(tables: Sequence[dict]) -> list[tuple]:
-    """Format the row caches' counters like ``memory_rows``; empty without a cache."""
+    """Formats the row caches' counters like ``memory_rows``; empty without a cache."""
     keys = ("cached_rows", "lookups", "hits", "inserted", "evicted", "written", "left_out")
     cached = [table for table in tables if "cache_bytes" in table]
     rows = [("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys))]
@@ -117,12 +117,12 @@ def cache_rows(tables: Sequence[dict]) -> list[tuple]:
 
 
 def scores_text(record: dict, split: str) -> str:
-    """Format the scores of a record as text."""
+    """Formats the scores of a record as text."""
     return "\n".join(f"{name:<20}{value}{meaning}" for name, value, meaning in scores(record, split))
 
 
 def summary(test: dict) -> str:
-    """Format the test record as text."""
+    """Formats the test record as text."""
     parts = []
     for header, *rows in filter(None, (memory_rows(test["tables"]), cache_rows(test["tables"]))):
         names, *columns = zip(*rows, strict=True)
@@ -132,7 +132,7 @@ def summary(test: dict) -> str:
 
 
 def write(directory: Path) -> None:
-    """Write ``report.html`` of a complete or incomplete run from its config and records.
+    """Writes ``report.html`` of a complete or incomplete run from its config and records.
 
     Raises:
         OSError: the run has no ``config.json``, or its folder cannot be written to.
@@ -231,7 +231,7 @@ def _curves(records: list[dict]) -> str:
 
 
 def draw(records: list[dict]) -> Figure | None:
-    """Draw loss, AUC and a changing learning rate over the rows trained on; None without a record."""
+    """Draws loss, AUC and a changing learning rate over the rows trained on; None without a record."""
     if not (train := _of_kind("train", records)):
         return None
     changes = len({record["lr"] for record in train}) > 1
@@ -250,7 +250,7 @@ def draw(records: list[dict]) -> Figure | None:
 
 
 def _draw_scores(axes: Axes, records: list[dict], key: str, steps: list, examples: list) -> None:
-    """Draw a score of the evaluations, whose positions are interpolated between records, and of the test."""
+    """Draws a score of the evaluations, whose positions are interpolated between records, and of the test."""
     evaluations = [r for r in _of_kind("eval", records) if r[key] is not None]
     if evaluations:
         where = np.interp([r["step"] for r in evaluations], steps, examples)

@@ -88,13 +88,13 @@ def is_run_name(name: str) -> bool:
 
 
 def refuse_existing(runs_dir: str, name: str) -> None:
-    """Raise RunExistsError if ``runs_dir`` has a run ``name``."""
+    """Raises RunExistsError if ``runs_dir`` has a run ``name``."""
     if (Path(runs_dir) / name).exists():
         raise RunExistsError(f"run {name!r} exists in {runs_dir}: choose another name, resume it or delete it")
 
 
 def create_run(runs_dir: str, name: str | None, default: str) -> Path:
-    """Create the folder ``name``, or the first unused of ``default``, ``default-2``, ..."""
+    """Creates the folder ``name``, or the first unused of ``default``, ``default-2``, ..."""
     for attempt in itertools.count(1):
         if name is not None:
             refuse_existing(runs_dir, name)
@@ -107,7 +107,7 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock a run's folder against other trainings; the lock ends with the process and its forks.
+    """Locks a run's folder against other trainings; the lock ends with the process and its forks.
 
     File systems without locks of folders, such as some network file systems, are not locked.
     """
@@ -125,7 +125,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def write_config(directory: Path, config: dict, dedup: dict, gpu: str | None = None) -> None:
-    """Write ``config.json``: options, versions (with the GPU's name, if any) and the outcome of option ``dedup``."""
+    """Writes ``config.json``: options, versions (with the GPU's name, if any) and the outcome of option ``dedup``."""
     versions = devices.versions() | ({} if gpu is None else {"gpu": gpu})
     settings = {"config": config, "versions": versions, "dedup": dedup}
     files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
@@ -142,7 +142,7 @@ class Records:
         self.path, self._writes, self._text = directory / METRICS, writes, ""
 
     def append(self, record: dict) -> None:
-        """Append a record and sync the file."""
+        """Appends a record and syncs the file."""
         self._write(self._text + json.dumps(record) + "\n")
 
     def _write(self, text: str) -> None:
@@ -156,7 +156,7 @@ class Records:
         return len(self._text.encode())
 
     def rewind(self, mark: int) -> None:
-        """Truncate the file to ``mark`` bytes; ValueError, without a change, unless a record ends there."""
+        """Truncates the file to ``mark`` bytes; ValueError, without a change, unless a record ends there."""
         files.refuse_special(self.path)
         text = files.read_text(self.path, mark) if self.path.exists() else ""
         if (end := len(text.encode())) < mark:
@@ -167,7 +167,7 @@ class Records:
         self._write(text)
 
     def read(self) -> list[dict]:
-        """Read all records except a truncated last one; DataError names an invalid line."""
+        """Reads all records except a truncated last one; DataError names an invalid line."""
         return self._parsed(files.read_text(self.path) if self.path.exists() else "")
 
     def _parsed(self, text: str) -> list[dict]:

@@ -79,7 +79,7 @@ class Clock:
         self.seconds, self.last = seconds, time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """Add the time since the last lap to ``part``, one of ``PARTS``."""
+        """Adds the time since the last lap to ``part``, one of ``PARTS``."""
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
@@ -96,7 +96,7 @@ class Window:
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add logits and labels of a batch, float32 [B]; they stay on their device, as a copy would synchronize."""
+        """Adds logits and labels of a batch, float32 [B]; they stay on their device, as a copy would synchronize."""
         self.logits.append(logits)
         self.labels.append(labels)
 

@@ -33,7 +33,7 @@ from rec_kernels.dlrm.train import Run
 
 
 def shard_tables(model: DLRM, config: TrainConfig, ranks: Ranks, device: torch.device) -> None:
-    """Replace the model's tables, which are on the meta device, by this rank's shards; a collective."""
+    """Replaces the model's tables, which are on the meta device, by this rank's shards; a collective."""
     # Gradients are averaged over ranks ("torchrec"), as in DDP; ``_loss`` multiplies by the world size.
     sharder, world = rk.distributed.EmbeddingBagCollectionSharder(gradient="torchrec"), ranks.world_size
     topology = Topology(world, device.type, local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -60,7 +60,7 @@ class Step(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Compute (loss, (logits, labels))."""
+        """Computes (loss, (logits, labels))."""
         logits = self.model.logits(batch.dense, self.model.embeddings(batch.features).values())
         return self.loss(logits, batch), (logits.detach(), batch.label)
 
@@ -80,7 +80,7 @@ class ShardedRun(Run):
         self._pipeline = TrainPipelineSparseDist(step, no_optimizer, self.model.device)
 
     def _batches(self) -> Generator[Batch]:
-        """Yield the batches from step ``self.step`` on; the pipeline reads two batches ahead."""
+        """Yields the batches from step ``self.step`` on; the pipeline reads two batches ahead."""
         first = self._first_batch()
         for _ in range(self.step // self.steps_per_epoch, self.config.epochs):
             yield from prefetch(self.data.batches("train", self.config.batch_size, first))

@@ -105,7 +105,7 @@ class Synthetic(Rows):
         self.features.append(Feature(HISTORY, max(table_rows, 2), pooling="mean", shared=True))
 
     def batch_of(self, rows: slice) -> Batch:
-        """Make the batch of these rows, which are in one split."""
+        """Makes the batch of these rows, which are in one split."""
         split, start = (0, 0) if rows.start < self.train_rows else (1, self.train_rows)
         first, last = rows.start - start, rows.stop - start
         dense, ids, label, histories = [], [], [], []
@@ -127,7 +127,7 @@ class Synthetic(Rows):
         )
 
     def _make_block(self, split: int, number: int) -> _Block:
-        """Make rows [number * BLOCK, (number + 1) * BLOCK) of the training (0) or test (1) split, or beyond its end."""
+        """Makes rows [number * BLOCK, (number + 1) * BLOCK) of the training (0) or test (1) split, or past its end."""
         rng = np.random.default_rng([SEED, split, number])
         new = rng.random(BLOCK) < 1 / self._session
         new[0] = True

@@ -35,7 +35,7 @@ POSITION = ("step", "seconds", "best", "worse", "stopped_early", "machines")  # 
 def train(
     config: TrainConfig, data: DataSet | None = None, *, resume: Path | None = None, progress: bool = True
 ) -> dict:
-    """Train, test, and write the run's folder, on one process or on those started by torchrun.
+    """Trains, tests and writes the run's folder, on one process or on those started by torchrun.
 
     A report that cannot be written is a warning, so that it hides neither the result nor an error.
 
@@ -74,7 +74,7 @@ def train(
 
 @contextmanager
 def _record_failure(run: Run) -> Iterator[None]:
-    """Write a failure or an interruption in the block to the run's folder, and add context to some errors."""
+    """Writes a failure or an interruption in the block to the run's folder, and adds context to some errors."""
     config = run.config
     try:
         yield
@@ -107,7 +107,7 @@ SHARDED_VALUES: dict[str, tuple] = {
 
 
 def _open_run(config: TrainConfig, data: DataSet | None, resume: Path | None, ranks: Ranks, stack: ExitStack) -> Run:
-    """Create or resume a run; its folder is locked until ``stack`` closes."""
+    """Creates or resumes a run; its folder is locked until ``stack`` closes."""
     single = ranks.world_size == 1
     for name, allowed in SHARDED_VALUES.items():
         if not single and (value := getattr(config, name)) not in allowed:
@@ -149,7 +149,7 @@ def _report(run: Run) -> None:
 
 
 def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test", device: str | None = None) -> dict:
-    """Score a run's last checkpoint on the split "test" or "valid", the held-out rows.
+    """Scores a run's last checkpoint on the split "test" or "valid", the held-out rows.
 
     Args:
         directory: folder of the run. data: as in ``train``. device: "cpu" or "cuda"; by default the run's.
@@ -178,7 +178,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
 
 
 def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
-    """Raise DataError if the data of a run's config is a function: a file must not decide which code is executed."""
+    """Raises DataError if the data of a run's config is a function: a file must not decide which code is executed."""
     if ":" in config.data:
         raise DataError(
             f"{directory} has data {config.data!r}, a function to be called: say so with --data {config.data}"
@@ -209,7 +209,7 @@ class Run:
             self._restore(state)
 
     def fit(self, stop: threading.Event | None = None) -> None:
-        """Train until the last step, an early stop, or ``stop``; raises RunInterruptedError for ``stop``."""
+        """Trains until the last step, an early stop, or ``stop``; raises RunInterruptedError for ``stop``."""
         window, machine = -(-self.steps // WINDOWS), devices.machine(self.model.device, self.data.ranks.world_size)
         if self.step < self.steps and not self.stopped_early and machine not in self.machines:
             self.machines.append(machine)
@@ -238,7 +238,7 @@ class Run:
         self.save()
 
     def test(self) -> dict:
-        """Score the test rows; records and returns the test record."""
+        """Scores the test rows; records and returns the test record."""
         scores, sizes = self._scores("test"), self._sizes()
         test = {
             "kind": "test",
@@ -269,7 +269,7 @@ class Run:
         return {"tables": tables.memory_report(), "tiers": tables.tier_report(), "peak_memory_bytes": peak}
 
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Writes the checkpoint."""
         self._write(
             {
                 "data": checkpoint.identity(self.data),
@@ -286,7 +286,7 @@ class Run:
         checkpoint.save(self.directory, state)
 
     def _restore(self, state: dict) -> None:
-        """Restore everything but the model."""
+        """Restores everything but the model."""
         with checkpoint.as_data_error(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
@@ -306,13 +306,13 @@ class Run:
         return self.step % self.steps_per_epoch * self.config.accumulate
 
     def _batches(self) -> Generator[Any]:
-        """Yield (batch, next batch of the epoch or None) from step ``self.step`` on, for ``_learn``."""
+        """Yields (batch, next batch of the epoch or None) from step ``self.step`` on, for ``_learn``."""
         while self.step < self.steps:
             read = self.data.batches("train", self.config.batch_size, self._first_batch())
             yield from pairwise(chain(prefetch(devices.to_device(read, self.model.device)), [None]))
 
     def _step(self, batches: Generator[Any]) -> tuple[int, Batch | None]:
-        """Make one update; returns its rows, and the batch after it in the epoch."""
+        """Makes one update; returns its rows, and the batch after it in the epoch."""
         c, first, following = self.config, self._first_batch(), None
         count = min(c.accumulate, self.batches_per_epoch - first)
         rows = min(c.accumulate * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
@@ -359,7 +359,7 @@ class Run:
         )
 
     def _close_window(self) -> float:
-        """Record the steps since the last record; returns their mean loss."""
+        """Records the steps since the last record; returns their mean loss."""
         epoch = (self.step - 1) // self.steps_per_epoch
         record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
         record["lr"] = self.config.learning_rate(self.config.lr, self.step - 1)

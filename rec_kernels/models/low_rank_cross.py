@@ -58,7 +58,7 @@ class LowRankCrossNet(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply all cross layers, [B, N] -> [B, N]; differentiable any number of times.
+        """Applies all cross layers, [B, N] -> [B, N]; differentiable any number of times.
 
         The input must have the parameters' dtype. Under autocast it may be float32, float16 or bfloat16: the matrix
         products use the autocast dtype, and the result has that dtype only if the input has it, else float32.

@@ -39,7 +39,7 @@ class OneTable(nn.Module):
         return self
 
     def _unpack(self, features) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return the checked values, offsets and weights, and a bool mask [N]: True where an id is not in [0, E).
+        """Returns the checked values, offsets and weights, and a bool mask [N]: True where an id is not in [0, E).
 
         Args:
             features: ``rk.JaggedTensor`` or TorchRec's: ids [N] int32 or int64, offsets [B + 1], weights [N] or None.
@@ -73,6 +73,6 @@ class OneTable(nn.Module):
 
 
 def without_autocast(t: Tensor) -> torch.autocast:
-    """Return a context that disables autocast on the tensor's device, so that matrix products stay float32."""
+    """Returns a context that disables autocast on the tensor's device, so that matrix products stay float32."""
     # torch.amp.is_autocast_available() causes graph breaks in torch 2.10 and 2.11; tables are on cuda, cpu or meta.
     return torch.autocast("cuda" if t.is_cuda else "cpu", enabled=False)

@@ -100,7 +100,7 @@ class PathEmbeddingBag(OneTable):
                 nn.init.xavier_uniform_(self.weight.data[k])
 
     def forward(self, features) -> Tensor:
-        """Look up and pool a batch.
+        """Looks up and pools a batch.
 
         Args:
             features: ``rk.JaggedTensor`` or TorchRec's: ids [N] int32 or int64, offsets [B + 1], weights [N] or None.
@@ -123,7 +123,7 @@ class PathEmbeddingBag(OneTable):
         return _ops.embedding_bag.table(vectors, positions, offsets, weights, **options)[0]
 
     def _unique_vectors(self, ids: Tensor) -> Tensor:
-        """Compute the vectors [U, D] of ascending ids; the ids of one function are then contiguous."""
+        """Computes the vectors [U, D] of ascending ids; the ids of one function are then contiguous."""
         offsets = torch.arange(len(ids) + 1, device=ids.device)
         rows = self.rows.rows(KeyedJaggedTensor._from_parts(self.rows.feature_names, ids, offsets))
         sizes = torch.bincount(ids // self.buckets, minlength=self.collisions).tolist()
@@ -142,7 +142,7 @@ class PathEmbeddingBag(OneTable):
 
 
 def _apply_function(rows: Tensor, *function: Tensor) -> Tensor:
-    """Apply one function, rows [n, base_dim] -> [n, D]."""
+    """Applies one function, rows [n, base_dim] -> [n, D]."""
     if len(function) == 1:
         return rows @ function[0].t()
     hidden_bias, hidden_weight, bias, weight = function

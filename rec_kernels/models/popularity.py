@@ -165,7 +165,7 @@ class MixedDimensionEmbeddingBag(OneTable):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, features) -> Tensor:
-        """Look up and pool a batch.
+        """Looks up and pools a batch.
 
         Args:
             features: ``rk.JaggedTensor`` or TorchRec's: ids [N] int32 or int64, offsets [B + 1], weights [N] or None.
@@ -200,7 +200,7 @@ class MixedDimensionEmbeddingBag(OneTable):
         )
 
     def _sort_by_block(self, ranks: Tensor, offsets: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
-        """Send each id to its own block only: the sums of ``_repeat_per_block`` with a fraction of its lookups."""
+        """Sends each id to its own block only: the sums of ``_repeat_per_block`` with a fraction of its lookups."""
         blocks, batch = len(self.block_dims), offsets.shape[0] - 1
         # Ids out of range form an extra last block. Sorting uint8 keys is several times as fast as sorting wider ones.
         block = sum((ranks >= end for end in self._ends), torch.zeros_like(ranks, dtype=self._block_dtype))
@@ -216,7 +216,7 @@ class MixedDimensionEmbeddingBag(OneTable):
         )
 
     def _combine_blocks(self, pooled: Tensor) -> Tensor:
-        """Sum the full-width blocks and the projections of the narrow ones, [B, sum(block_dims)] -> [B, D]."""
+        """Sums the full-width blocks and the projections of the narrow ones, [B, sum(block_dims)] -> [B, D]."""
         parts = pooled.split(self.block_dims, dim=1)
         wide = [part for part in parts if part.shape[1] == self.embedding_dim]
         output = sum(wide[1:], wide[0]) if wide else None
@@ -232,7 +232,7 @@ class MixedDimensionEmbeddingBag(OneTable):
 
 
 def _valid_counts(offsets: Tensor, bad: Tensor) -> Tensor:
-    """Count the ids in range of each bag."""
+    """Counts the ids in range of each bag."""
     before = functional.pad((~bad).long().cumsum(0), (1, 0))
     return before[offsets.long().clamp(0, bad.shape[0])].diff()  # off the CPU, offsets are unchecked
 

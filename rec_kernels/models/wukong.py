@@ -77,7 +77,7 @@ class WukongLayer(nn.Module):
                 nn.init.normal_(matrix, std=n**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer, [B, n, d] -> [B, n_F + n_L, d]; differentiable once.
+        """Applies the layer, [B, n, d] -> [B, n_F + n_L, d]; differentiable once.
 
         x must have the parameters' dtype: float32, float16 or bfloat16. Under autocast, x may have any of the three and
         the parameters must be float32. The sum before the final layer norm then has the autocast dtype if ``residual``
@@ -98,7 +98,7 @@ class WukongLayer(nn.Module):
 
 
 def _linear_combinations(weight: Tensor, x: Tensor) -> Tensor:
-    """Multiply each sample by the weight, [m, n] x [B, n, d] -> [B, m, d].
+    """Multiplies each sample by the weight, [m, n] x [B, n, d] -> [B, m, d].
 
     ``weight @ x`` would copy x to fold the batch into one product, and its transposed result is slow to add to.
     """

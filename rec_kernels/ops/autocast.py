@@ -15,7 +15,7 @@ _ALL_KEYS = torch._C.DispatchKeySet(_KEYS["cpu"]) | torch._C.DispatchKeySet(_KEY
 
 
 def register(op: str, prepare: Callable[[tuple, str], tuple]) -> None:
-    """Register an autocast kernel that calls ``rec_kernels::<op>`` with ``prepare(arguments, "cpu" or "cuda")``.
+    """Registers an autocast kernel that calls ``rec_kernels::<op>`` with ``prepare(arguments, "cpu" or "cuda")``.
 
     The op itself runs without autocast; autograd records the casts of ``prepare``.
     """
@@ -34,7 +34,7 @@ def _register(op: str, device: str, prepare: Callable[[tuple, str], tuple]) -> N
 
 
 def to_lower_precision(inputs: tuple, device: str) -> tuple:
-    """Cast floating-point tensors on the device, except float64, to autocast's dtype, as torch.bmm does.
+    """Casts floating-point tensors on the device, except float64, to autocast's dtype, as torch.bmm does.
 
     torch.library.register_autocast supports only a dtype that is fixed at registration.
     """

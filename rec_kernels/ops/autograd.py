@@ -28,31 +28,31 @@ REFUSED: set[str] = set()
 
 
 def overload_of(op: str) -> torch._ops.OpOverload:
-    """Return the default overload of an op ("scale_rows"), or a named one ("embedding_bag.layout")."""
+    """Returns the default overload of an op ("scale_rows"), or a named one ("embedding_bag.layout")."""
     name, _, overload = op.partition(".")
     return getattr(getattr(_ops, name), overload or "default")
 
 
 @functools.cache
 def signature_of(op: str) -> dict[str, object]:
-    """Map name -> default of the arguments of ``rec_kernels::<op>``, in schema order."""
+    """Maps name -> default of the arguments of ``rec_kernels::<op>``, in schema order."""
     return {a.name: a.default_value for a in overload_of(op)._schema.arguments}
 
 
 @functools.cache
 def positions_of(op: str) -> dict[str, int]:
-    """Map name -> position of the arguments of ``rec_kernels::<op>``."""
+    """Maps name -> position of the arguments of ``rec_kernels::<op>``."""
     return {name: i for i, name in enumerate(signature_of(op))}
 
 
 def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
-    """Map the passed arguments of a call to their names in the schema."""
+    """Maps the passed arguments of a call to their names in the schema."""
     arguments = dict(zip(signature_of(op), inputs, strict=False))
     return arguments | given if given else arguments
 
 
 def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a differentiable op without the dispatcher, whose overhead dominates a small call.
+    """Calls a differentiable op without the dispatcher, whose overhead dominates a small call.
 
     The op's autograd kernel, a Python function, is called directly. The dispatcher is needed while torch compiles, for
     tangents, under autocast, inside transforms of torch.func and torch.vmap, whose tensors do not report that they
@@ -75,7 +75,7 @@ def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def register_autograd(op: str, backward: Callable, *, setup_context: Callable | None = None) -> None:
-    """Register the gradient of ``rec_kernels::<op>``.
+    """Registers the gradient of ``rec_kernels::<op>``.
 
     Args:
         op: name of the op. At most one argument may be a list of tensors; results are tensors.
@@ -120,7 +120,7 @@ class Differentiable:
         self._apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
-        """Return the arguments by position, up to the last one passed by keyword."""
+        """Returns the arguments by position, up to the last one passed by keyword."""
         inputs, positions = self.completed(args), self._positions
         for name, given in kwargs.items():
             inputs[positions[name]] = given
@@ -128,11 +128,11 @@ class Differentiable:
         return inputs
 
     def completed(self, inputs: Sequence) -> list:
-        """Return all arguments by position: ``inputs``, then the defaults of the rest."""
+        """Returns all arguments by position: ``inputs``, then the defaults of the rest."""
         return [*inputs, *self._defaults[len(inputs) :]]
 
     def _requiring_grad(self, inputs: Sequence) -> list[int]:
-        """Return the positions of arguments that require gradients, including the list if a tensor in it does."""
+        """Returns the positions of arguments that require gradients, including the list if a tensor in it does."""
         grad_positions = []  # filled by a loop, as other lists here: a comprehension's call would double the time
         for i in self._tensors[len(inputs)]:
             if (given := inputs[i]) is not None and getattr(given, "requires_grad", False):
@@ -196,7 +196,7 @@ class Differentiable:
 
 
 def node_of_op(output: Tensor) -> Any:
-    """Return the autograd node of the op that computed ``output``, or None, past the alias of a Tensor subclass."""
+    """Returns the autograd node of the op that computed ``output``, or None, past the alias of a Tensor subclass."""
     node: Any = output.grad_fn
     if node is None or type(node).__weakrefoffset__:
         return node
@@ -204,7 +204,7 @@ def node_of_op(output: Tensor) -> Any:
 
 
 def refuse_tangents(op: str, inputs: Iterable[object]) -> None:
-    """Raise NotImplementedError if an argument of ``rec_kernels::<op>``, or a tensor in a list, has a tangent."""
+    """Raises NotImplementedError if an argument of ``rec_kernels::<op>``, or a tensor in a list, has a tangent."""
     if forward_ad._current_level < 0:
         return
     for given in inputs:
@@ -217,7 +217,7 @@ def refuse_tangents(op: str, inputs: Iterable[object]) -> None:
 
 
 def refuse_second_derivative(op: str) -> None:
-    """Make second derivatives through ``rec_kernels::<op>``, a backward op, raise RuntimeError."""
+    """Makes second derivatives through ``rec_kernels::<op>``, a backward op, raise RuntimeError."""
 
     def backward(ctx, *_) -> NoReturn:
         _refuse(op)
@@ -227,7 +227,7 @@ def refuse_second_derivative(op: str) -> None:
 
 
 def differentiable_once(op: str, backward: Callable) -> Callable:
-    """Wrap ``backward`` of ``rec_kernels::<op>`` so that differentiating its results raises RuntimeError.
+    """Wraps ``backward`` of ``rec_kernels::<op>`` so that differentiating its results raises RuntimeError.
 
     This suits backward ops for which an autograd registration would be too slow. Results depend on those incoming
     gradients and saved tensors that require gradients. ``torch.autograd.function.once_differentiable`` does not

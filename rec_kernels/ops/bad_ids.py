@@ -18,24 +18,24 @@ _ADVICE = (
 
 
 def advice_on(value: int) -> str:
-    """Return advice to append to a message about an id out of range; empty unless the id is negative."""
+    """Returns advice to append to a message about an id out of range; empty unless the id is negative."""
     return _ADVICE if value < 0 else ""
 
 
 def explained(text: str, features: Sequence[str]) -> str:
-    """Name the feature in the message of a collection's lookup, and append advice once if the id is negative."""
+    """Names the feature in the message of a collection's lookup, and appends advice once if the id is negative."""
     text = _FEATURE.sub(lambda found: f"(feature {features[int(found[1])]!r}, ", text, count=1)
     return text + _ADVICE if _NEGATIVE.match(text) and _ADVICE not in text else text
 
 
 def explain(error: Exception, features: Sequence[str]) -> None:
-    """Rewrite an op's error by ``explained``; ``features`` are the collection's feature names."""
+    """Rewrites an op's error by ``explained``; ``features`` are the collection's feature names."""
     if error.args:
         error.args = (explained(str(error.args[0]), features), *error.args[1:])
 
 
 def explain_input(error: Exception, shape: Sequence[int], *, pools: bool = True) -> None:
-    """Rewrite a lookup's error in terms of the arguments of ``torch.nn.EmbeddingBag``.
+    """Rewrites a lookup's error in terms of the arguments of ``torch.nn.EmbeddingBag``.
 
     Args:
         shape: shape of ``input``, which the op received flattened.

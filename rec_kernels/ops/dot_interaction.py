@@ -15,7 +15,7 @@ _ops = torch.ops.rec_kernels
 def dot_interaction(
     dense: Tensor, sparse: Tensor, self_interaction: bool = False, *, precision: str = "ieee"
 ) -> Tensor:
-    """Concatenate ``dense`` with the dot products of all pairs of ``dense`` and the vectors of ``sparse``.
+    """Concatenates ``dense`` with the dot products of all pairs of ``dense`` and the vectors of ``sparse``.
 
     This is the interaction of DLRM (M. Naumov et al., "Deep Learning Recommendation Model for Personalization and
     Recommendation Systems", arXiv:1906.00091). It equals ``torch.bmm``, the lower triangle and ``torch.cat``, but

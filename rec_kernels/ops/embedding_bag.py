@@ -47,7 +47,7 @@ def embedding_bag(
     embedding_dim: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum or average bags of embedding rows, like ``torch.nn.functional.embedding_bag`` (differences: docs/ops.md).
+    """Sums or averages bags of embedding rows, like ``torch.nn.functional.embedding_bag`` (differences: docs/ops.md).
 
     Args:
         input: ids, int32 or int64: [N] with ``offsets``, or [B, L] without (B bags of L ids each).
@@ -93,7 +93,7 @@ def embedding_bag(
 
 
 def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool) -> None:
-    """Raise NotImplementedError for options that renormalize rows in a lookup or scale gradients by id frequency."""
+    """Raises NotImplementedError for options that renormalize rows in a lookup or scale gradients by id frequency."""
     if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
         raise NotImplementedError(
             f"max_norm, norm_type and scale_grad_by_freq are not supported by {name}: a lookup changes no row here, "
@@ -104,7 +104,7 @@ def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad
 def read_bags(
     input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, include_last_offset: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Convert the arguments of ``torch.nn.EmbeddingBag`` to ids [N], offsets [B + 1] and per-sample weights [N].
+    """Converts the arguments of ``torch.nn.EmbeddingBag`` to ids [N], offsets [B + 1] and per-sample weights [N].
 
     Raises:
         TypeError: an argument is not a tensor. ValueError: wrong dtypes or shapes.
@@ -134,7 +134,7 @@ def _checked_offsets(input: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def check_ids(input: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``input`` is a dense id tensor; the ops' messages would say "values"."""
+    """Raises TypeError or ValueError unless ``input`` is a dense id tensor; the ops' messages would say "values"."""
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
@@ -158,7 +158,7 @@ def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
 
 
 def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:
-    """Return the weight as the op takes it, and the op's options that describe its rows."""
+    """Returns the weight as the op takes it, and the op's options that describe its rows."""
     if weight.dtype == torch.float32:
         if format not in (None, "fp32") or embedding_dim not in (None, weight.shape[-1]):
             raise ValueError(

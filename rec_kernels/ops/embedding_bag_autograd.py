@@ -37,7 +37,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def _save_arguments(ctx, op: str, a: dict) -> None:
-    """Save the arguments that the backward of an op with a layout needs; it modifies ``a``, the arguments by name."""
+    """Saves the arguments that the backward of an op with a layout needs; it modifies ``a``, the arguments by name."""
     factors = a["per_sample_weights"]
     # The backward reads rows for the gradient of factors and for multiplied parts. The tables, views of the weights,
     # are saved, too: a change of a table between forward and backward shows in its own version counter.
@@ -58,7 +58,7 @@ def _save_arguments(ctx, op: str, a: dict) -> None:
 
 
 def _saved_arguments(ctx) -> tuple[Tensor, dict]:
-    """Return the forward's weights, and its saved arguments by name.
+    """Returns the forward's weights, and its saved arguments by name.
 
     Activation checkpointing allows reading ``ctx.saved_tensors`` only once.
     """
@@ -68,7 +68,7 @@ def _saved_arguments(ctx) -> tuple[Tensor, dict]:
 
 
 def _grads(ctx, **by_name) -> list:
-    """Return gradients in schema order, None for arguments without one."""
+    """Returns gradients in schema order, None for arguments without one."""
     grads: list[Any] = [None] * len(ctx.positions)
     for name, grad in by_name.items():
         grads[ctx.positions[name]] = grad
@@ -80,7 +80,7 @@ def _needs_grad(ctx, name: str) -> Any:
 
 
 def _bags(given: dict, *without: str) -> dict[str, Any]:
-    """Return the arguments of a lookup that describe its bags."""
+    """Returns the arguments of a lookup that describe its bags."""
     return {name: given[name] for name in (*_SAVED_TENSORS, *_BAG_ARGUMENTS) if name not in without}
 
 
@@ -94,7 +94,7 @@ def _per_sample_weights_gradient(ctx, grad: Tensor, weights: Tensor, given: dict
 
 
 def _cache_arguments(given: dict) -> dict[str, Tensor]:
-    """Return the cache arguments; find slots by tag if the cache may have changed since the forward."""
+    """Returns the cache arguments; finds slots by tag if the cache may have changed since the forward."""
     slots = given["cache_slots"]
     if given["cache_tags"] is not None:
         bags = _bags(given, "per_sample_weights", "inverse", "groups")
@@ -188,7 +188,7 @@ def _gradients_of_tables(ctx, grad: Tensor, weights: Tensor, bags: dict, shapes)
 
 
 def _freeze_unneeded(bags: dict, shapes, needs_grad) -> Tensor:
-    """Return the layout with features of tables that need no gradient frozen, without synchronizing with a GPU."""
+    """Returns the layout with features of tables that need no gradient frozen, without synchronizing with a GPU."""
     layout = bags["layout"]
     if bags["layout_sizes"][Size.most_parts] > 1:
         return layout  # a feature can only be frozen whole, and its parts read several tables
@@ -203,7 +203,7 @@ def _freeze_unneeded(bags: dict, shapes, needs_grad) -> Tensor:
 
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
-    """Split the sparse gradients of all features into one coalesced gradient per table, in table order."""
+    """Splits the sparse gradients of all features into one coalesced gradient per table, in table order."""
     touched: dict[int, int] = {}
     for first_row, count in torch.stack((row_offsets, row_counts), 1).tolist():  # one synchronization with a GPU
         # A table without rows has the same first row as the next one.
@@ -275,7 +275,7 @@ def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | No
 
 
 def update_by_each(arguments: dict[str, Any], updates: Sequence[dict[str, Any]]) -> None:
-    """Call ``embedding_bag_backward_fused_.layout`` once per element of ``updates``, and count one step.
+    """Calls ``embedding_bag_backward_fused_.layout`` once per element of ``updates``, and counts one step.
 
     Args:
         arguments: the common arguments, by name.
@@ -303,7 +303,7 @@ def _backward_with_updates(ctx, grad: Tensor, status: Tensor):
 
 
 def call_with_updates(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """Call ``embedding_bag_fused.layout`` with a backward that runs several updates, each of a subset of the tables.
+    """Calls ``embedding_bag_fused.layout`` with a backward that runs several updates, each of a subset of the tables.
 
     Args:
         updates: the arguments by which each update differs from the lookup: optimizer, state, and a layout in which
@@ -318,7 +318,7 @@ def call_with_updates(updates: Sequence[dict[str, Any]], *args: Any, **kwargs: A
 
 
 def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``call_with_updates`` outside of compiled code."""
+    """Runs ``call_with_updates`` outside of compiled code."""
     inputs = _InputsWithUpdates(_with_updates.completed(_with_updates.inputs(args, kwargs)))
     inputs.updates = updates
     refuse_tangents("embedding_bag_fused.layout", inputs)
@@ -326,7 +326,7 @@ def look_up_with_updates(updates: Sequence[dict[str, Any]], args: tuple, kwargs:
 
 
 def overflow_of(grad: Tensor) -> Tensor:
-    """Return 0-dim float32: inf if an element of ``grad``, float32, is infinite or NaN, else 0; no synchronization.
+    """Returns 0-dim float32: inf if an element of ``grad``, float32, is infinite or NaN, else 0; no synchronization.
 
     Update ops take it as ``found_inf``; as a parameter's gradient, it makes ``torch.amp.GradScaler`` skip the step.
     """
@@ -369,7 +369,7 @@ _with_updates = Differentiable(
 
 
 def _register_autocast(op: str) -> None:
-    """Widen half-precision per-sample weights to float32 under autocast.
+    """Widens half-precision per-sample weights to float32 under autocast.
 
     torch's own registration would widen every argument, including bfloat16 state, and update the copy.
     """

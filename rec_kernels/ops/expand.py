@@ -13,7 +13,7 @@ _ops = torch.ops.rec_kernels
 
 
 def expand(x: Tensor, inverse: Tensor) -> Tensor:
-    """Gather rows, ``x[inverse]``, with a gradient that has the same bits in every run.
+    """Gathers rows, ``x[inverse]``, with a gradient that has the same bits in every run.
 
     Args:
         x: [U, ...] float32, float16, bfloat16, int32 or int64.

@@ -13,7 +13,7 @@ _ops = torch.ops.rec_kernels
 
 
 def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> Tensor:
-    """Compute ``x (x^T y)`` per sample: the pairwise dot products x x^T, projected from F to K columns.
+    """Computes ``x (x^T y)`` per sample: the pairwise dot products x x^T, projected from F to K columns.
 
     This is the optimized factorization machine of Wukong (B. Zhang et al., "Wukong: Towards a Scaling Law for
     Large-Scale Recommendation", arXiv:2403.02545). Neither x x^T [B, F, F] nor x^T y [B, D, K] is allocated, and the

@@ -26,7 +26,7 @@ def fake_quantize(
     first_row: int = 0,
     scale_rule: str | None = None,
 ) -> Tensor:
-    """Quantize and dequantize x; the gradient is the identity (straight-through estimator).
+    """Quantizes and dequantizes x; the gradient is the identity (straight-through estimator).
 
     It trains or evaluates a model as if its activations were stored in the format. Under torch.compile on a GPU,
     "nearest" is traced as torch ops, which Inductor fuses with their neighbours: the bits are the same, except that
@@ -67,7 +67,7 @@ def check_arguments(
     first_row: int,
     scale_rule: str | None,
 ) -> None:
-    """Check the arguments as the CPU op does, for implementations in Python.
+    """Checks the arguments as the CPU op does, for implementations in Python.
 
     Raises:
         ValueError: as ``fake_quantize``.
@@ -115,7 +115,7 @@ def _straight_through(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_slices(info, in_dims, x, *how):
-    """Implement ``torch.vmap`` by one call on all slices, so that each draws its own random numbers."""
+    """Implements ``torch.vmap`` by one call on all slices, so that each draws its own random numbers."""
     if any(dim is not None for dim in in_dims[1:]):
         raise NotImplementedError("fake_quantize: torch.vmap over seed or step; x alone may have a dimension of it")
     return _ops.fake_quantize(x.movedim(in_dims[0], 0), *how), 0

@@ -39,7 +39,7 @@ _ELEMENTS = {
 
 
 def fake_quantize_rows(x: Tensor, format: str, round_up: bool) -> Tensor:
-    """Quantize rows to the nearest value of a row format and dequantize them.
+    """Quantizes rows to the nearest value of a row format and dequantizes them.
 
     Args:
         x: [N, D] float32.

@@ -12,7 +12,7 @@ from rec_kernels.ops.autograd import arguments_of
 
 
 def register_fake(op: str, fake: Callable[[dict[str, Any]], Any]) -> None:
-    """Register ``fake`` as the fake kernel of ``rec_kernels::<op>``; it takes a dict of the arguments given."""
+    """Registers ``fake`` as the fake kernel of ``rec_kernels::<op>``; it takes a dict of the arguments given."""
 
     @torch.library.register_fake(f"rec_kernels::{op}")
     def _(*inputs, **given):
@@ -20,7 +20,7 @@ def register_fake(op: str, fake: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def check_one_device(arguments: Iterable[object]) -> None:
-    """Check that all tensors, also in lists, are on one device; calls with one meta tensor reach fake kernels, too.
+    """Checks that all tensors, also in lists, are on one device; calls with one meta tensor reach fake kernels, too.
 
     Raises:
         ValueError: tensors on different devices.
@@ -32,7 +32,7 @@ def check_one_device(arguments: Iterable[object]) -> None:
 
 
 def check_devices(arguments: Mapping[str, object]) -> None:
-    """Check that an op's tensors share a device; ``weights`` may be in host memory while the others are on a GPU.
+    """Checks that an op's tensors share a device; ``weights`` may be in host memory while the others are on a GPU.
 
     Raises:
         ValueError: tensors on other devices.
@@ -44,20 +44,20 @@ def check_devices(arguments: Mapping[str, object]) -> None:
 
 
 def check_rank(name: str, t: Tensor, *ranks: int) -> None:
-    """Raise the kernels' ValueError for a tensor with another number of dimensions."""
+    """Raises the kernels' ValueError for a tensor with another number of dimensions."""
     if t.dim() not in ranks:
         allowed = f"{ranks[0]} dimension(s)" if len(ranks) == 1 else f"{' or '.join(map(str, ranks))} dimensions"
         raise ValueError(f"{name} must have {allowed}, got shape {list(t.shape)}")
 
 
 def check_shape(name: str, t: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
-    """Raise the kernels' ValueError for a tensor of another shape with the same number of dimensions."""
+    """Raises the kernels' ValueError for a tensor of another shape with the same number of dimensions."""
     for found, wanted in zip(t.shape, shape, strict=True):
         check_size(found, wanted, f"{name} must have shape {list(shape)}, got {list(t.shape)}")
 
 
 def check_size(found: int | torch.SymInt, wanted: int | torch.SymInt, message: str) -> None:
-    """Raise ValueError(message) if sizes differ; a data-dependent one is left to the kernel to check."""
+    """Raises ValueError(message) if sizes differ; a data-dependent one is left to the kernel to check."""
     torch._check_value(found == wanted, lambda: message)
 
 

@@ -25,7 +25,7 @@ def grouped_projection(
     out_dims: Sequence[int],
     outputs: Sequence[int] | None = None,
 ) -> Tensor:
-    """Project groups of columns, each by its own matrix, in one call.
+    """Projects groups of columns, each by its own matrix, in one call.
 
     It follows the pooling of mixed-dimension embedding tables (A. Ginart et al., "Mixed Dimension Embeddings with
     Application to Memory-Efficient Recommendation Systems", arXiv:1909.11810; ``rk.mixed_dimensions`` chooses the
@@ -63,7 +63,7 @@ def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequen
 
 
 def check_dims(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Dims:
-    """Check the lists as the kernels do, with the same messages, and return them as tuples."""
+    """Checks the lists as the kernels do, with the same messages, and returns them as tuples."""
     for name, dims in (("in_dims", in_dims), ("out_dims", out_dims)):
         for i, dim in enumerate(dims):
             check(1 <= dim <= MOST_COLUMNS, f"{name}[{i}] = {dim} must be in [1, {MOST_COLUMNS}]")

@@ -29,7 +29,7 @@ STAND_INS = {
 
 
 def register(module: str, *ops: str) -> None:
-    """Register the functions of ``rec_kernels.triton.<module>`` named like the ops as their CUDA kernels.
+    """Registers the functions of ``rec_kernels.triton.<module>`` named like the ops as their CUDA kernels.
 
     For ops that have no kernels in the compiled CUDA library.
     """

@@ -39,7 +39,7 @@ def jagged_bucketize(
     strides: Sequence[int],
     weights: Tensor | None = None,
 ) -> Bucketized:
-    """Distribute the ids of a key-major batch to the shards (buckets) of row-wise sharded tables.
+    """Distributes the ids of a key-major batch to the shards (buckets) of row-wise sharded tables.
 
     Args:
         values: [N] ids, int32 or int64; those of feature f are in [0, block_sizes[f] * num_buckets).

@@ -28,7 +28,7 @@ def fake(
 
 
 def setup_context(ctx, inputs, output) -> None:
-    """Save the row positions for the backward. Raises ValueError for dtypes without a gradient."""
+    """Saves the row positions for the backward. Raises ValueError for dtypes without a gradient."""
     values, *where, _ = inputs
     if values.dtype not in FLOAT_DTYPES.values():
         raise ValueError(

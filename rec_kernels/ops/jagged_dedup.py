@@ -16,7 +16,7 @@ _ops = torch.ops.rec_kernels
 def jagged_dedup(
     values: Tensor, offsets: Tensor, groups: Sequence[int], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the distinct samples of a key-major batch, for groups of features.
+    """Finds the distinct samples of a key-major batch, for groups of features.
 
     Two samples are equal in a group if, for each of its features, their bags have equal ids in equal order and weights
     with equal bits. Candidates are found by hash and then compared, so a collision never merges different samples.

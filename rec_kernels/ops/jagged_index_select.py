@@ -14,7 +14,7 @@ _ops = torch.ops.rec_kernels
 def jagged_index_select(
     values: Tensor, offsets: Tensor, index: Tensor, *, total: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather rows of a jagged tensor by index, in any order, with repeats.
+    """Gathers rows of a jagged tensor by index, in any order, with repeats.
 
     Args:
         values: [N] or [N, D] of any dtype; row r is ``values[offsets[r] : offsets[r+1]]``.

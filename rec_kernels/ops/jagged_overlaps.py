@@ -11,7 +11,7 @@ _ops = torch.ops.rec_kernels
 
 
 def jagged_overlaps(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Store rows as windows of one buffer, so that ids shared by the end of one row and the start of a later are once.
+    """Stores rows as windows of one buffer, so that ids shared by the end of one row and the start of a later are once.
 
     A row continues an earlier row if its first ids, 4 or more, are the last ids of that row, as in the growing history
     of one user's samples; only the remaining ids are appended to the buffer. Rows must be in time order; a missed

@@ -23,7 +23,7 @@ def jagged_permute(
     *,
     total: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Reorder the features of a key-major batch.
+    """Reorders the features of a key-major batch.
 
     Args:
         values: [N] of any dtype; the bags of feature 0, then those of feature 1, and so on.

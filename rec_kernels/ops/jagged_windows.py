@@ -14,7 +14,7 @@ _ops = torch.ops.rec_kernels
 def jagged_windows(
     values: Tensor, starts: Tensor, lengths: Tensor, *, total: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather windows of one buffer into jagged rows; windows may overlap, be empty and come in any order.
+    """Gathers windows of one buffer into jagged rows; windows may overlap, be empty and come in any order.
 
     Args:
         values: [N] or [N, D] of any dtype.

@@ -93,7 +93,7 @@ class Builder:
         return row_bytes(self.formats[i], self.records[i][Column.embedding_dim])
 
     def place_features(self, partitions: IdPartitions | None) -> None:
-        """Write id limits, divisors and moduli, which map a feature's ids to rows."""
+        """Writes id limits, divisors and moduli, which map a feature's ids to rows."""
         if partitions is None:
             for record in self.records:
                 rows = record[Column.num_embeddings]
@@ -156,7 +156,7 @@ class Builder:
         state_offsets: Sequence[int] | None,
         table_ids: Sequence[int] | None,
     ) -> None:
-        """Write the tables' offsets in weights, linear rows and state, and the table ids."""
+        """Writes the tables' offsets in weights, linear rows and state, and the table ids."""
         size, element = len(self.records), 1 if self.is_bytes else 4
         rows = [r[Column.num_embeddings] for r in self.records]
         elements = [r[Column.num_embeddings] * r[Column.embedding_dim] for r in self.records]
@@ -194,7 +194,7 @@ class Builder:
             record[Column.table_id] = ids[i]
 
     def _consecutive_starts(self, lengths: list[int], column: Column) -> list[int]:
-        """Return the starts of consecutive parts; parts of one table share its state, so they have the same start."""
+        """Returns the starts of consecutive parts; parts of one table share its state, so they have the same start."""
         tables: dict[int, int] = {}
         starts, end = [], 0
         for i, length in enumerate(lengths):
@@ -205,7 +205,7 @@ class Builder:
         return starts
 
     def place_shards(self, shards: Shards | None) -> None:
-        """Write the position of each part within its unsharded table."""
+        """Writes the position of each part within its unsharded table."""
         check_kind(shards, Shards, "shards")
         if shards is None:
             for record in self.records:
@@ -229,7 +229,7 @@ class Builder:
             record[Column.table_rows] = whole[i]
 
     def place_columns(self) -> None:
-        """Write consecutive output columns; parts that are added or multiplied share theirs."""
+        """Writes consecutive output columns; parts that are added or multiplied share theirs."""
         column = 0
         self.widths = []
         for first, last in itertools.pairwise(self.starts):
@@ -244,14 +244,14 @@ class Builder:
         self.output_dim = column
 
     def set_flags(self, **given: Sequence[bool] | None) -> None:
-        """Write the per-feature flags ``mean`` and ``frozen`` to the parts of each feature."""
+        """Writes the per-feature flags ``mean`` and ``frozen`` to the parts of each feature."""
         for name, values in given.items():
             by_feature = [False] * self.num_features if values is None else flags(values, self.num_features, name)
             for record in self.records:
                 record[Column[name]] = int(by_feature[record[Column.feature]])
 
     def set_padding(self, padding_idx: Sequence[int | None] | None) -> None:
-        """Write each feature's padding id; call it after ``place_features``, which writes the id limits."""
+        """Writes each feature's padding id; call it after ``place_features``, which writes the id limits."""
         count = self.num_features
         given = [None] * count if padding_idx is None else sized(padding_idx, count, "padding_idx", "features")
         ids = [-1 if x is None else integer(x, f"padding_idx[{f}]") for f, x in enumerate(given)]
@@ -266,7 +266,7 @@ class Builder:
                 record[Column.id_limit] = EVERY_OTHER_ID
 
     def place_cache(self, cache: CachePlaces | None) -> None:
-        """Write the cache sets of each part's rows."""
+        """Writes the cache sets of each part's rows."""
         check_kind(cache, CachePlaces, "cache")
         if cache is None:
             return
@@ -290,14 +290,14 @@ class Builder:
         check_cache_apart(self.records, self.ways)
 
     def check_tables(self) -> None:
-        """Check which parts share memory, and mark every part of a table whose rows are multiplied."""
+        """Checks which parts share memory, and marks every part of a table whose rows are multiplied."""
         check_tables(self.records, self._name, 1 if self.is_bytes else 4)
         multiplied = {r[Column.row_offset] for r in self.records if r[Column.combine] == 2 and r[Column.num_embeddings]}
         for record in self.records:
             record[Column.multiplied] = int(record[Column.row_offset] in multiplied)
 
     def order_by_row(self) -> None:
-        """Write ``by_row``: the parts sorted by linear row; empty tables come first."""
+        """Writes ``by_row``: the parts sorted by linear row; empty tables come first."""
 
         def key(i: int) -> tuple[bool, int, int]:
             return self.records[i][Column.num_embeddings] > 0, self.records[i][Column.row_offset], i
@@ -306,7 +306,7 @@ class Builder:
             record[Column.by_row] = part
 
     def sizes(self, widest: int | None, num_rows: int | None) -> list[int]:
-        """Return ``layout_sizes``."""
+        """Returns ``layout_sizes``."""
         least = max(self.widths, default=0)
         wide = least if widest is None else integer(widest, "widest_feature")
         check(wide >= least, f"widest_feature = {wide} must be {least}, the most columns of a feature, or more")

@@ -31,7 +31,7 @@ _ARGUMENTS = {
 
 
 def check_cache_apart(records: Records, ways: int) -> None:
-    """Check that tables share their sets and memory in the row cache wholly or not at all."""
+    """Checks that tables share their sets and memory in the row cache wholly or not at all."""
 
     def extent(i: int) -> tuple[int, int, int, int, int]:
         r = records[i]
@@ -55,7 +55,7 @@ def check_cache_apart(records: Records, ways: int) -> None:
 
 
 def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
-    """Check that features share whole tables or nothing, and that the parts of a feature read different tables.
+    """Checks that features share whole tables or nothing, and that the parts of a feature read different tables.
 
     Args:
         element_bytes: bytes of the unit of ``weight_offsets``.
@@ -87,7 +87,7 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
 
 
 def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
-    """List the arguments in which two tables with the same start differ, with both values."""
+    """Lists the arguments in which two tables with the same start differ, with both values."""
     found = []
     for column in (
         *(Column.num_embeddings, Column.embedding_dim, Column.format, Column.row_offset, Column.weight_offset),
@@ -116,7 +116,7 @@ def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> 
 
 
 def _overlapping(records: Records, tables: list[int], column: Column) -> Iterator[tuple[int, int]]:
-    """Yield neighbouring tables where the second starts before the end of the first."""
+    """Yields neighbouring tables where the second starts before the end of the first."""
 
     def end(record: list[int]) -> int:
         rows, dim = record[Column.num_embeddings], record[Column.embedding_dim]

@@ -113,7 +113,7 @@ class CachePlaces:
 
 
 def check(good: bool, message: str) -> None:
-    """Raise ValueError(message) unless ``good``."""
+    """Raises ValueError(message) unless ``good``."""
     if not good:
         raise ValueError(message)
 
@@ -123,7 +123,7 @@ def check_kind(value: object, kind: type, name: str) -> None:
 
 
 def check_tensor(name: str, t: object) -> None:
-    """Raise TypeError unless argument ``name`` is a tensor."""
+    """Raises TypeError unless argument ``name`` is a tensor."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
@@ -145,7 +145,7 @@ def _is_flag(value: object) -> bool:
 
 
 def integer(value: SupportsIndex, name: str) -> int:
-    """Convert an integer of any type to a Python int; booleans are refused."""
+    """Converts an integer of any type to a Python int; booleans are refused."""
     try:
         number = None if _is_flag(value) else operator.index(value)
     except TypeError:
@@ -158,12 +158,12 @@ def integer(value: SupportsIndex, name: str) -> int:
 
 
 def integer_or_symbol(value: Any, name: str) -> Any:
-    """Convert like ``integer``, but return a torch.SymInt unchanged."""
+    """Converts like ``integer``, but returns a torch.SymInt unchanged."""
     return value if type(value) is int or isinstance(value, torch.SymInt) else integer(value, name)
 
 
 def integers(values: Iterable[SupportsIndex] | None, name: str) -> list[int]:
-    """Convert a list, an array or a tensor of integers to Python ints."""
+    """Converts a list, an array or a tensor of integers to Python ints."""
     return [integer(value, f"{name}[{i}]") for i, value in enumerate(listed(values, name))]
 
 
@@ -172,7 +172,7 @@ def sized_integers(values: Iterable[SupportsIndex] | None, size: int, name: str,
 
 
 def flags(values: Iterable[object] | None, features: int, name: str) -> list[bool]:
-    """Convert a list, an array or a tensor of booleans, or of 0 and 1, to one bool per feature."""
+    """Converts a list, an array or a tensor of booleans, or of 0 and 1, to one bool per feature."""
     found = []
     given: list[Any] = sized(values, features, name, "features")
     for f, value in enumerate(given):

@@ -68,7 +68,7 @@ def quantize_rows(
     first_row: int = 0,
     scale_rule: str | None = None,
 ) -> Tensor:
-    """Quantize rows to a row format.
+    """Quantizes rows to a row format.
 
     Args:
         x: [N, D] float32, float16 or bfloat16, D in [1, 2^31).
@@ -103,7 +103,7 @@ def quantize_rows(
 
 
 def dequantize_rows(rows: Tensor, format: str, embedding_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantize rows of a row format.
+    """Dequantizes rows of a row format.
 
     Args:
         rows: [N, row_bytes(format, embedding_dim)] uint8.
@@ -121,7 +121,7 @@ def dequantize_rows(rows: Tensor, format: str, embedding_dim: int, dtype: torch.
 
 
 def raise_not_finite(x: Tensor, format: str, status: Tensor) -> None:
-    """Raise the CPU op's error for the position in ``status``, the second result of the op on a GPU.
+    """Raises the CPU op's error for the position in ``status``, the second result of the op on a GPU.
 
     Raises:
         ValueError: ``status`` [1] int64 names an element of x [N, D].
@@ -134,7 +134,7 @@ def raise_not_finite(x: Tensor, format: str, status: Tensor) -> None:
 
 
 def as_scalar(value: int | Tensor, name: str, rounding: str, x: Tensor) -> Tensor | None:
-    """Convert seed or step to the op's argument: a 0-dim tensor on x's device, or None for 0."""
+    """Converts seed or steps to the op's argument: a 0-dim tensor on x's device, or None for 0."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (int, torch.SymInt)):

@@ -19,7 +19,7 @@ _HEADER_BYTES = 4  # a float16 scale and a float16 bias
 
 
 def rows_to_fbgemm(rows: Tensor, format: str, embedding_dim: int, *, row_alignment: int = 1) -> Tensor:
-    """Convert rows of ``rk.quantize_rows`` to the layout of FBGEMM's inference tables.
+    """Converts rows of ``rk.quantize_rows`` to the layout of FBGEMM's inference tables.
 
     Args:
         rows: [N, row_bytes(format, embedding_dim)] uint8, from ``rk.quantize_rows``.
@@ -60,7 +60,7 @@ def rows_to_fbgemm(rows: Tensor, format: str, embedding_dim: int, *, row_alignme
 
 
 def rows_from_fbgemm(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
-    """Convert rows of FBGEMM's inference tables to those of ``rk.quantize_rows``: the inverse of ``rows_to_fbgemm``.
+    """Converts rows of FBGEMM's inference tables to those of ``rk.quantize_rows``: the inverse of ``rows_to_fbgemm``.
 
     Args:
         rows: [N, W] uint8, a table of FBGEMM's inference module; W at least 4 + D * bits / 8. The padding at the end
@@ -106,5 +106,5 @@ def _check_width(rows: Tensor, width: int, format: str, embedding_dim: int, or_m
 
 
 def _view(bytes_: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret [N, n] uint8 as ``dtype``, in a copy, because a slice of a row may be misaligned."""
+    """Reinterprets [N, n] uint8 as ``dtype``, in a copy, because a slice of a row may be misaligned."""
     return bytes_.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -10,7 +10,7 @@ from rec_kernels.ops.fakes import check_one_device
 
 
 def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """Multiply each row by its own factor: ``y[n, :] = scale[n] * x[n, :]``.
+    """Multiplies each row by its own factor: ``y[n, :] = scale[n] * x[n, :]``.
 
     Args:
         x: [N, D] float32.

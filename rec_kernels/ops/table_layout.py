@@ -54,12 +54,12 @@ class TableLayout(NamedTuple):
     layout_sizes: list[int]
 
     def column(self, column: Column) -> Tensor:
-        """Return one column of the layout as a view, [parts]."""
+        """Returns one column of the layout as a view, [parts]."""
         return self.layout[:, column]
 
 
 def _break_graph(make: Callable[P, TableLayout]) -> Callable[P, TableLayout]:
-    """Decorate a function that torch.compile cannot trace: compiled code breaks the graph to call it."""
+    """Decorates a function that torch.compile cannot trace: compiled code breaks the graph to call it."""
 
     @functools.wraps(make)
     def call_outside_graph(*args: P.args, **kwargs: P.kwargs) -> TableLayout:
@@ -92,7 +92,7 @@ def table_layout(
     num_rows: int | None = None,
     device: torch.device | str | None = None,
 ) -> TableLayout:
-    """Build the layout of F features, each of which reads one table or, with ``partitions``, several parts.
+    """Builds the layout of F features, each of which reads one table or, with ``partitions``, several parts.
 
     P is the number of parts of all features. ``rk.table_layout([1000, 50], [16, 8])`` describes two tables with one
     feature each, stored consecutively in flat weights.
@@ -136,7 +136,7 @@ def table_layout(
 
 
 def set_frozen(layout: TableLayout | Tensor, frozen: Sequence[bool]) -> None:
-    """Change in place which features of a layout produce no gradient.
+    """Changes in place which features of a layout produce no gradient.
 
     Args:
         layout: a ``TableLayout``, or its ``layout``, [parts, columns] int64. With the latter, the number of features is

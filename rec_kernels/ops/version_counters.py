@@ -21,7 +21,7 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 
 
 def _changed(op: str) -> dict[int, str]:
-    """Map position -> name of the arguments that an op changes."""
+    """Maps position -> name of the arguments that an op changes."""
     arguments = overload_of(op)._schema.arguments
     return {i: a.name for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
 
@@ -38,14 +38,14 @@ _OVERLOADS = {op: overload_of(op) for op in _IN_PLACE}
 
 
 def call_in_place(op: str, arguments: dict[str, Any]) -> None:
-    """Call ``torch.ops.rec_kernels.<op>`` for the package's updates: increment version counters, skip the checks."""
+    """Calls ``torch.ops.rec_kernels.<op>`` for the package's updates: increment version counters, skip the checks."""
     given = {**_SIGNATURES[op], **arguments}
     call_uncounted(op, *given.values())  # by position: dozens of keyword arguments are slower
     increment_version([t for t in map(given.get, _IN_PLACE[op].values()) if t is not None])
 
 
 def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an in-place op without incrementing version counters: a row cache moves rows but keeps their values."""
+    """Calls an in-place op without incrementing version counters: a row cache moves rows but keeps their values."""
     if torch.compiler.is_compiling():  # torch.compile cannot trace the guard; the op increments counters
         return _OVERLOADS[op](*args, **kwargs)
     with torch._C._AutoDispatchBelowADInplaceOrView():
@@ -70,7 +70,7 @@ def _register(op: str) -> None:
 
 
 def _refuse(op: str, name: str, t: Tensor) -> None:
-    """Raise RuntimeError where torch's in-place ops do, and where a derivative would be needed."""
+    """Raises RuntimeError where torch's in-place ops do, and where a derivative would be needed."""
     if t.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed: "

@@ -94,7 +94,7 @@ def _parts(feature: int | Parts, tables: list[Tensor]) -> Parts:
 
 
 def _bags(tables: list[Tensor], features: Features, bags: Bags, batch: int) -> Iterator[tuple]:
-    """Yield (feature index, parts, output columns, sample, valid positions) in ascending order."""
+    """Yields (feature index, parts, output columns, sample, valid positions) in ascending order."""
     column = 0
     for f, feature in enumerate(features):
         parts = _parts(feature, tables)
@@ -105,7 +105,7 @@ def _bags(tables: list[Tensor], features: Features, bags: Bags, batch: int) -> I
 
 
 def embedding_bag(tables: list[Tensor], features: Features, mean: list[bool], bags: Bags) -> Tensor:
-    """Pool the bags of every feature, [B, columns]."""
+    """Pools the bags of every feature, [B, columns]."""
     batch = (len(bags.offsets) - 1) // len(features)
     output = torch.zeros(batch, sum(_parts(f, tables).width(tables) for f in features))
     for f, parts, columns, b, positions in _bags(tables, features, bags, batch):
@@ -123,7 +123,7 @@ def embedding_bag(tables: list[Tensor], features: Features, mean: list[bool], ba
 def _occurrences(
     grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Yield (table, row, gradient term, coefficient) in the order (feature, bag, position)."""
+    """Yields (table, row, gradient term, coefficient) in the order (feature, bag, position)."""
     for f, parts, columns, b, positions in _bags(tables, features, bags, len(grad)):
         for p in positions:
             coefficient = torch.tensor(1.0) / len(positions) if mean[f] else torch.tensor(1.0)
@@ -172,13 +172,13 @@ def per_sample_weights_gradient(
 
 
 def sgd_(weight: Tensor, gradients: dict[int, Tensor], lr: float) -> None:
-    """Update the rows of one table: w = fmaf(-lr, g, w)."""
+    """Updates the rows of one table: w = fmaf(-lr, g, w)."""
     for row, g in gradients.items():
         weight[row] = numerics.fused_multiply_add(torch.tensor(-lr), g, weight[row])
 
 
 def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor], lr: float, eps: float) -> None:
-    """Update the rows of one table and their state [E]: v += mean(g^2); w = fmaf(-(lr / (sqrt(v) + eps)), g, w)."""
+    """Updates the rows of one table and their state [E]: v += mean(g^2); w = fmaf(-(lr / (sqrt(v) + eps)), g, w)."""
     lr32, eps32 = torch.tensor(lr), torch.tensor(eps)
     for row, g in gradients.items():
         state[row] = state[row] + numerics.row_dot(g[None], g[None])[0] / len(g)
@@ -187,7 +187,7 @@ def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor]
 
 
 def _decayed(direction: Tensor, weight: Tensor, weight_decay: float) -> Tensor:
-    """Add decoupled weight decay to an update direction."""
+    """Adds decoupled weight decay to an update direction."""
     if not weight_decay:
         return direction
     return numerics.fused_multiply_add(torch.tensor(weight_decay), weight, direction)
@@ -201,7 +201,7 @@ def adagrad_(
     eps: float,
     weight_decay: float = 0.0,
 ) -> None:
-    """Update one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w).
+    """Updates one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w).
 
     ``weight_decay`` is decoupled.
     """
@@ -235,7 +235,7 @@ class Adam:
         return numerics.square_root(exp_avg_sq / (1 - self.powers[1])) + torch.tensor(self.eps)
 
     def direction(self, exp_avg: Tensor, exp_avg_sq: Tensor, row: int, g: Tensor) -> Tensor:
-        """Update a row's moments with its gradient and return the update direction."""
+        """Updates a row's moments with its gradient and returns the update direction."""
         beta = torch.tensor(self.betas[1])
         if exp_avg_sq.dim() == 1:
             mean_square = numerics.row_dot(g[None], g[None])[0] / len(g)

@@ -14,7 +14,7 @@ def formula(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, sums: Tensor | None = None) -> Tensor:
-    """Add left [..., N, T] @ right [..., T, M] to ``sums``, term by term in ascending t."""
+    """Adds left [..., N, T] @ right [..., T, M] to ``sums``, term by term in ascending t."""
     if sums is None:
         sums = torch.zeros(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     for t in range(left.shape[-1]):

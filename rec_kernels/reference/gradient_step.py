@@ -20,7 +20,7 @@ class GradientStep:
     clip_grad_norm: float | None = None
 
     def apply(self, weight: Tensor, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Clip the gradients of one table's rows and add L2 weight decay."""
+        """Clips the gradients of one table's rows and add L2 weight decay."""
         return {row: self._apply_row(weight[row], g) for row, g in gradients.items()}
 
     def _apply_row(self, weight: Tensor, g: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class GradientStep:
         return self.weight_decay if self.weight_decay_mode == "decoupled" else 0.0
 
     def decay_(self, weight: Tensor, rows: list[int], lr: float) -> None:
-        """Apply decoupled decay, shrinking rows by lr * weight_decay, for optimizers that scale the gradient."""
+        """Applies decoupled decay, shrinking rows by lr * weight_decay, for optimizers that scale the gradient."""
         if not self.decoupled:
             return
         rate = -(torch.tensor(lr) * torch.tensor(self.decoupled))

@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 def groups(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Iterator[Group]:
-    """Yield the groups in order."""
+    """Yields the groups in order."""
     first, weight = 0, 0
     for in_dim, block in zip(in_dims, outputs, strict=True):
         out_dim, column = out_dims[block], sum(out_dims[:block])
@@ -65,7 +65,7 @@ def grouped_projection_backward_weights(
 
 
 def _add_product(sums: Tensor, rows: Tensor, matrix: Tensor | None) -> Tensor:
-    """Return sums [B, N] + rows [B, K] @ matrix [K, N], term by term in ascending k; None is the identity."""
+    """Returns sums [B, N] + rows [B, K] @ matrix [K, N], term by term in ascending k; None is the identity."""
     if matrix is None:
         return sums + rows
     for k in range(len(matrix)):

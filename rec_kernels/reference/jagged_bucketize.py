@@ -14,7 +14,7 @@ def jagged_bucketize(
     strides: list[int],
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return values, offsets, weights ([0] without weights) and positions."""
+    """Returns values, offsets, weights ([0] without weights) and positions."""
     feature_of = [f for f, stride in enumerate(strides) for _ in range(stride)]
     bounds, ids, blocks = offsets.tolist(), values.tolist(), block_sizes.tolist()
     sources, local_ids, ends = [], [], [0]

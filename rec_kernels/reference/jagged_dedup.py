@@ -9,7 +9,7 @@ from torch import Tensor
 def jagged_dedup(
     values: Tensor, offsets: Tensor, groups: list[int], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows [G, B], inverse [G, B] and counts [G]."""
+    """Returns rows [G, B], inverse [G, B] and counts [G]."""
     features, bounds, ids = len(groups), offsets.tolist(), values.tolist()
     bits = [None] * len(ids) if weights is None else weights.view(torch.int32).tolist()
     batch = (len(bounds) - 1) // features if features else 0

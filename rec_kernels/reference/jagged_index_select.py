@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def jagged_index_select(values: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values [total, ...] and offsets [M + 1]."""
+    """Returns values [total, ...] and offsets [M + 1]."""
     bounds = offsets.tolist()
     rows = [values[bounds[i] : bounds[i + 1]] for i in index.tolist()]
     lengths = torch.tensor([0] + [len(row) for row in rows])

@@ -11,7 +11,7 @@ ANCHOR, TRIES = 4, 8  # minimum overlap of two rows, maximum number of compariso
 
 
 def jagged_overlaps(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values [stored] and starts [R]."""
+    """Returns values [stored] and starts [R]."""
     bounds, ids = offsets.tolist(), values.tolist()
     rows = [ids[a:b] for a, b in itertools.pairwise(bounds)]
     chains: list[list[int]] = []
@@ -41,7 +41,7 @@ def _find_predecessor(
     places: list[tuple[int, int]],
     latest: dict[tuple, int],
 ) -> tuple[int | None, int]:
-    """Find the earlier row with the longest suffix that is a prefix of ``row``, and the length of that overlap."""
+    """Finds the earlier row with the longest suffix that is a prefix of ``row``, and the length of that overlap."""
     tries = 0
     for overlap in range(len(row), ANCHOR - 1, -1):
         earlier = latest.get(tuple(row[overlap - ANCHOR : overlap]))

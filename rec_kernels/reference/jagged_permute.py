@@ -13,7 +13,7 @@ from rec_kernels.reference.jagged_index_select import jagged_index_select
 def jagged_permute(
     values: Tensor, offsets: Tensor, permute: list[int], strides: list[int], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, offsets and weights ([0] without weights) of the selected features."""
+    """Returns values, offsets and weights ([0] without weights) of the selected features."""
     starts = list(itertools.accumulate(strides, initial=0))
     bags = [bag for f in permute for bag in range(starts[f], starts[f + 1])]
     index = torch.tensor(bags, dtype=torch.int64)

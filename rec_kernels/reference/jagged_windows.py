@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def jagged_windows(values: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values [total, ...] and offsets [M + 1]."""
+    """Returns values [total, ...] and offsets [M + 1]."""
     rows = [values[i : i + count] for i, count in zip(starts.tolist(), lengths.tolist(), strict=True)]
     ends = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
     return torch.cat([values[:0], *rows]), ends.to(lengths.dtype)

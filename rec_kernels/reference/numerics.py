@@ -35,7 +35,7 @@ def square_root(x: Tensor) -> Tensor:
 
 
 def chunked_sum(terms: Tensor, coefficients: Tensor | None = None) -> Tensor:
-    """Sum [n, D] terms (n >= 1) in chunks of 64, each starting from its first term; chunk sums likewise."""
+    """Sums [n, D] terms (n >= 1) in chunks of 64, each starting from its first term; chunk sums likewise."""
     sums = []
     for start in range(0, len(terms), CHUNK):
         total = terms[start] if coefficients is None else coefficients[start] * terms[start]

@@ -17,7 +17,7 @@ WORD = 0xFFFFFFFF
 
 
 def philox(counter: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the four words of each counter.
+    """Computes the four words of each counter.
 
     Args:
         counter: four int64 tensors of values in [0, 2^32) that broadcast together, the lowest word first.
@@ -38,7 +38,7 @@ def philox(counter: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def row_words(seed: int, step: int, table: int, first_row: int, rows: int, columns: int, stream: int = 0) -> Tensor:
-    """Compute the 32-bit word of every column of rows first_row, first_row + 1, ...
+    """Computes the 32-bit word of every column of rows first_row, first_row + 1, ...
 
     The counter is (column / 4, row mod 2^32, table | stream << 16 | (row div 2^32) << 20, step mod 2^32); column uses
     word column mod 4.

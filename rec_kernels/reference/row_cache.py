@@ -177,7 +177,7 @@ class RowCache:
         return [self.slot_of(row) for row in named]
 
     def insert(self, named: Sequence[Row | None]) -> list[int]:
-        """Insert the rows of a batch; returns their ``lookup`` afterwards."""
+        """Inserts the rows of a batch; returns their ``lookup`` afterwards."""
         self.clock += 1
         if self.policy == "lfu" and self.decay_every and self.clock % self.decay_every == 0:
             self.decay()
@@ -199,14 +199,14 @@ class RowCache:
         return self.lookup(named)
 
     def count_of(self, row: Row) -> int:
-        """Use count of a row, stored in its slot while it is cached; 0 with "lru"."""
+        """Uses count of a row, stored in its slot while it is cached; 0 with "lru"."""
         slot = self.slot_of(row)
         if self.policy == "lru":
             return 0
         return self.slots[slot].count if slot >= 0 else self.row_counts[self.linear(row)]
 
     def increment_count(self, row: Row) -> None:
-        """Count one use of a row with "lfu"."""
+        """Counts one use of a row with "lfu"."""
         if self.policy == "lru":
             return
         linear, slot = self.linear(row), self.slot_of(row)
@@ -224,7 +224,7 @@ class RowCache:
             slot.count = halved(slot.count)
 
     def _priority(self, row: Row) -> tuple[int, int]:
-        """Sort key of the insertion order of a set's missing rows."""
+        """Sorts key of the insertion order of a set's missing rows."""
         return -self.count_of(row), self.linear(row)
 
     def _insert_row(self, row: Row) -> None:
@@ -274,7 +274,7 @@ class RowCache:
         self.slots[place] = Slot()
 
     def flush(self) -> None:
-        """Encode the dirty rows into their tables without changing the cache."""
+        """Encodes the dirty rows into their tables without changing the cache."""
         for place, slot in enumerate(self.slots):
             if slot.dirty:
                 self._encode(self.row_in(place), slot.values, self.clock, EVICTION_STREAM)
@@ -306,7 +306,7 @@ class RowCache:
         return torch.stack(rows) if rows else torch.zeros(0, self.tables[table].embedding_dim)
 
     def write(self, row: Row, values: Tensor, step: int) -> None:
-        """Store an updated row in its slot, or encode it into its table if it is not cached."""
+        """Stores an updated row in its slot, or encodes it into its table if it is not cached."""
         slot = self.slot_of(row)
         if slot >= 0:
             self.slots[slot].values, self.slots[slot].dirty = values.clone(), True

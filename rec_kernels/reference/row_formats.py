@@ -83,7 +83,7 @@ def quantize_rows(
     scale_rule: str | None = None,
     raise_not_finite: bool = True,
 ) -> Tensor:
-    """Encode rows.
+    """Encodes rows.
 
     Args:
         x: float32, float16 or bfloat16 [N, D] on the CPU, D >= 1.
@@ -125,7 +125,7 @@ def quantize_rows(
 
 
 def dequantize_rows(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
-    """Decode rows.
+    """Decodes rows.
 
     Args:
         rows: uint8 [N, row_bytes(format, embedding_dim)] on the CPU.

@@ -67,7 +67,7 @@ def _grid16(
 
 
 def _half(x: np.ndarray, toward: float | None = None) -> np.ndarray:
-    """Round float32 to float16 precision: to nearest, or toward -inf or inf if ``toward`` is given."""
+    """Rounds float32 to float16 precision: to nearest, or toward -inf or inf if ``toward`` is given."""
     half = x.astype(np.float16)
     if toward is not None:
         wrong_side = half > x if toward < 0 else half < x

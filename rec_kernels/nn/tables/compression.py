@@ -279,7 +279,7 @@ def known_modulus(pairs: Sequence[tuple[int, int]]) -> int:
 
 
 def check_complementary(pairs: Sequence[tuple[int, int]], num_ids: int) -> None:
-    """Check that no two ids below ``num_ids`` have the same row in every part.
+    """Checks that no two ids below ``num_ids`` have the same row in every part.
 
     Raises:
         ValueError: two ids collide (the error names them), or the check is infeasible: more than 4 million ids, and

@@ -178,7 +178,7 @@ class EmbeddingConfig:
         return {name: value for name, value in self.__dict__.items() if name != "stored"}
 
     def without_init(self) -> EmbeddingConfig:
-        """Copy the configuration without ``init``, for a pickle of a collection that has its rows."""
+        """Copies the configuration without ``init``, for a pickle of a collection that has its rows."""
         other = copy.copy(self)
         object.__setattr__(other, "init", None)
         return other
@@ -246,7 +246,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 def check_per_id(table: EmbeddingConfig) -> None:
-    """Raise ValueError if the table's compression supports pooled lookups only."""
+    """Raises ValueError if the table's compression supports pooled lookups only."""
     if table.compression is not None and table.compression.compose != "per_id":
         raise ValueError(
             f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "

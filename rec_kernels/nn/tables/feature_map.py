@@ -48,7 +48,7 @@ class FeatureLookup:
         return compression is not None and compression.compose == "pooled" and compression.combine != "concat"
 
     def combined(self, block: Tensor) -> Tensor:
-        """Add or multiply the pooled parts in ``block``, [B, width] of the ops' output, in their order."""
+        """Adds or multiplies the pooled parts in ``block``, [B, width] of the ops' output, in their order."""
         if not self.is_combined_later:
             return block
         first, *others = block.split(self.table.embedding_dim, dim=1)

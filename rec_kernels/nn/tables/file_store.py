@@ -99,7 +99,7 @@ class FileStore(TableStore):
         return super().update_arguments(call)
 
     def _load_for_update(self, call: TableCall) -> None:
-        """Load the uncached rows of an update."""
+        """Loads the uncached rows of an update."""
         self.file.has_unflushed_slots = True
         self.file.load(*self._plan(call, inserts=False))
 
@@ -228,7 +228,7 @@ def _open(features: FeatureMap, cache: RowCache, device: torch.device | str | No
 
 
 def make_store(features: FeatureMap, cache: RowCache | None, device: torch.device | str | None) -> TableStore:
-    """Make the store for a cache's ``backing``, with its slots on ``device``.
+    """Makes the store for a cache's ``backing``, with its slots on ``device``.
 
     Raises:
         ValueError: backing "disk" on a GPU, or a budget that is too small. OSError: the file cannot be opened.

@@ -72,7 +72,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def staying(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap ``fn`` of ``torch.nn.Module._apply``: if it moves tensors to a GPU, pin ``weights`` instead."""
+    """Wraps ``fn`` of ``torch.nn.Module._apply``: if it moves tensors to a GPU, pin ``weights`` instead."""
     device = fn(torch.empty(0, dtype=torch.uint8, device=weights.device)).device
     if device.type != "cuda":
         return fn

@@ -64,7 +64,7 @@ class LayoutBuffers(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def shared(self) -> LayoutBuffers:
-        """Share the tensors of lookups with another module that can be moved independently."""
+        """Shares the tensors of lookups with another module that can be moved independently."""
         other = copy.copy(self)
         other._several = range(0)
         other._buffers = {name: self._buffers[name] for name in ("records", "seed", "bad_position")}
@@ -154,7 +154,7 @@ class LayoutBuffers(nn.Module):
 
 
 def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``fn``; if it casts the tensor, only move the tensor to the device of the result."""
+    """Applies ``fn``; if it casts the tensor, only move the tensor to the device of the result."""
     moved = fn(t)
     return moved if moved.dtype == t.dtype else t.to(moved.device)
 
@@ -162,7 +162,7 @@ def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 def register_memory(
     module: nn.Module, weights: Tensor, state: Mapping[str, Tensor | None], *, is_bytes: bool
 ) -> dict[str, Tensor | None]:
-    """Set a collection's flat rows as ``_weights``, and register the scalars of its optimizer state as buffers.
+    """Sets a collection's flat rows as ``_weights``, and registers the scalars of its optimizer state as buffers.
 
     The flat tensors are not buffers: code that copies, broadcasts or averages a module's members already handles the
     tables and state, which are views of them. Byte rows are a buffer, which AveragedModel copies, not averages.
@@ -186,7 +186,7 @@ def tensors_of(module: Any) -> dict[str, Any]:
 
 
 def mark_static(*tensors: Tensor | None) -> None:
-    """Mark tensors as static for torch.compile, like torch._dynamo.mark_static_address, but faster.
+    """Marks tensors as static for torch.compile, like torch._dynamo.mark_static_address, but faster.
 
     Buffers are static by default. A CUDA graph would copy other tensors before each replay.
     """
@@ -196,20 +196,20 @@ def mark_static(*tensors: Tensor | None) -> None:
 
 
 def move_whole(module: nn.Module, names: list[str], device: torch.device) -> None:
-    """Move some of a module's buffers with their values, even under ``to_empty()``."""
+    """Moves some of a module's buffers with their values, even under ``to_empty()``."""
     for name in names:
         module._buffers[name] = module._buffers[name].to(device)
 
 
 def move_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply ``fn`` to a module's buffers without casting them."""
+    """Applies ``fn`` to a module's buffers without casting them."""
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = uncast(buffer, fn)
 
 
 def move_memory(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply ``fn`` to the tensors of ``register_memory``."""
+    """Applies ``fn`` to the tensors of ``register_memory``."""
     move_buffers(module, fn)
     if "_weights" not in module._buffers:
         module._weights = uncast(module._weights, fn)
@@ -217,7 +217,7 @@ def move_memory(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, without casting them."""
+    """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, without casting them."""
     old = module._parameters[name]
     with torch.no_grad():
         new, grad = uncast(old, fn), None if old.grad is None else uncast(old.grad, fn)

@@ -26,7 +26,7 @@ def copied(local_metadata: dict) -> dict:
 
 
 def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) -> None:
-    """Allocate a collection on the meta device, on the device of the state that will be assigned to it.
+    """Allocates a collection on the meta device, on the device of the state that will be assigned to it.
 
     Args:
         state: the state's entry for each name of the collection; None: missing. If no entry has memory, the collection
@@ -51,7 +51,7 @@ def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) ->
 
 
 def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
-    """Raise RuntimeError if a tensor of a state cannot be copied into the collection's, ``own``.
+    """Raises RuntimeError if a tensor of a state cannot be copied into the collection's, ``own``.
 
     Shapes must be equal. Floats must be real, of any precision, and tensors must have memory. ``step`` and beta powers
     must have values that training can produce.
@@ -76,7 +76,7 @@ def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> N
 
 
 def _check_numbers(name: str, given: Tensor, prefix: str) -> None:
-    """Raise RuntimeError if a state's ``step`` or beta powers have values that training cannot produce."""
+    """Raises RuntimeError if a state's ``step`` or beta powers have values that training cannot produce."""
     if name == "step":
         number = given.item()
         allowed, fits = "a whole number, at least 0 and below 2^63", 0 <= number < 2**63 and number == int(number)
@@ -92,20 +92,20 @@ def _check_numbers(name: str, given: Tensor, prefix: str) -> None:
 
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:
-    """Raise RuntimeError for missing or unexpected keys, like a strict ``torch.nn.Module.load_state_dict``."""
+    """Raises RuntimeError for missing or unexpected keys, like a strict ``torch.nn.Module.load_state_dict``."""
     kinds = {"Missing": missing, "Unexpected": unexpected}
     if errors := [f"{kind} key(s) in state_dict: {', '.join(names)}" for kind, names in kinds.items() if names]:
         raise RuntimeError("; ".join([*errors, "none of the collection's tables was changed"]))
 
 
 def rename(state_dict: dict, before: str, after: str) -> None:
-    """Replace the prefix ``before`` of names in a state by ``after``."""
+    """Replaces the prefix ``before`` of names in a state by ``after``."""
     for name in [name for name in state_dict if name.startswith(before)]:
         state_dict[after + name.removeprefix(before)] = state_dict.pop(name)
 
 
 def begin_without_step(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
-    """Add ``step`` = 0 to a state that lacks only ``step`` of the collection's names, ``own``.
+    """Adds ``step`` = 0 to a state that lacks only ``step`` of the collection's names, ``own``.
 
     Other packages' states have no ``step``. A state that lacks more is unchanged, and torch reports the missing keys.
     """
@@ -116,12 +116,12 @@ def begin_without_step(state_dict: dict, prefix: str, own: Mapping[str, Tensor])
 
 
 def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
-    """Encode a format's name as a uint8 tensor of its characters, because a state has only tensors."""
+    """Encodes a format's name as a uint8 tensor of its characters, because a state has only tensors."""
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
 
 
 def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert: bool) -> None:
-    """Convert, in a state, the rows of tables whose format differs from that of ``tables``.
+    """Converts, in a state, the rows of tables whose format differs from that of ``tables``.
 
     Args:
         state: name -> tensor; names of the collection's tables start with ``prefix``. Missing tables are ignored.

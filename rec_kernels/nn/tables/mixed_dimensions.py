@@ -17,7 +17,7 @@ def mixed_dimensions(
     power_of_two: bool = False,
     budget: float | None = None,
 ) -> list[int]:
-    """Choose an embedding dimension for each table: the more rows, the fewer columns.
+    """Chooses an embedding dimension for each table: the more rows, the fewer columns.
 
     The power law of A. Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
     Systems" (arXiv:1909.11810): ``d = scale * n ** -temperature`` for a table of n rows. Rows of large tables are

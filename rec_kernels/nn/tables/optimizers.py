@@ -201,7 +201,7 @@ Optimizer = SGD | RowwiseAdagrad | Adagrad | Adam
 
 
 def check_optimizer(name: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is a fused optimizer or None."""
+    """Raises ValueError unless ``value`` is a fused optimizer or None."""
     if not isinstance(value, (Optimizer, type(None))):
         raise ValueError(
             f"{name} must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB, an "

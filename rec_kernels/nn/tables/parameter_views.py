@@ -32,7 +32,7 @@ class Tied(NamedTuple):
     written: dict[str, int]
 
     def note_written(self) -> None:
-        """Record the current version counters of tables in a file."""
+        """Records the current version counters of tables in a file."""
         for name in self.written:
             self.written[name] = self._weight(name)._version
 
@@ -40,7 +40,7 @@ class Tied(NamedTuple):
         return self.parameters[self.names.index(name)]["weight"]
 
     def add(self, name: str, parameters: Mapping[str, Tensor | None], view: Tensor) -> None:
-        """Add a table, unless it has no memory."""
+        """Adds a table, unless it has no memory."""
         address = _address(view)
         if address:
             self.names.append(name)
@@ -52,7 +52,7 @@ class Tied(NamedTuple):
 def tie_tables(
     tables: Tables, features: FeatureMap, weights: Tensor, buffers: Mapping[str, Tensor | None], *, is_fused: bool
 ) -> Tied:
-    """Make the parameters of ``tables`` views of the flat tensors, and register format and state buffers.
+    """Makes the parameters of ``tables`` views of the flat tensors, and registers format and state buffers.
 
     Args:
         weights: the flat tensor of all rows. buffers: the collection's buffers, with optimizer state as ``_<kind>``.
@@ -86,7 +86,7 @@ def tie_tables(
 
 
 def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
-    """Make a table's parameter a view of the flat tensor.
+    """Makes a table's parameter a view of the flat tensor.
 
     With a fused optimizer it also shares the flat tensor's version counter, so that autograd detects updates of a saved
     parameter. Assigning ``.data`` would keep the old counter.
@@ -106,7 +106,7 @@ def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
 
 
 def refuse_written(tied: Tied) -> None:
-    """Raise RuntimeError if the parameter of a table in a file was written."""
+    """Raises RuntimeError if the parameter of a table in a file was written."""
     for name, version in tied.written.items():
         if tied._weight(name)._version != version:
             raise RuntimeError(
@@ -118,7 +118,7 @@ def refuse_written(tied: Tied) -> None:
 
 
 def refuse_replaced(tied: Tied) -> None:
-    """Raise RuntimeError if a table's parameter was replaced, moved to other memory, or written in a file.
+    """Raises RuntimeError if a table's parameter was replaced, moved to other memory, or written in a file.
 
     Tensors without memory pass, because torch traces with them.
     """

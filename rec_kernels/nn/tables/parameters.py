@@ -36,13 +36,13 @@ class RequiresGrad:
 
     @staticmethod
     def copy_to(before: Tensor, after: Tensor) -> None:
-        """Copy the ``RequiresGrad`` of a parameter, if any, to its replacement."""
+        """Copies the ``RequiresGrad`` of a parameter, if any, to its replacement."""
         if "requires_grad_" in before.__dict__:
             after.__dict__["requires_grad_"] = RequiresGrad(before.__dict__["requires_grad_"].requires_grad)
 
 
 def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | None = None) -> None:
-    """Raise RuntimeError if a module that holds tables would be replaced. DataParallel replicas are exempt.
+    """Raises RuntimeError if a module that holds tables would be replaced. DataParallel replicas are exempt.
 
     Args:
         module: the parent module. name: the attribute. other: the new value.
@@ -59,7 +59,7 @@ def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | 
 
 
 def refuse_reset(module: nn.Module) -> NoReturn:
-    """Raise RuntimeError: a collection cannot initialize its tables again."""
+    """Raises RuntimeError: a collection cannot initialize its tables again."""
     raise RuntimeError(
         f"reset_parameters() of {type(module).__name__}: the rows of its tables are drawn once, when it is made. "
         "Make a new one, or load a state: to_empty() leaves rows, optimizer state and step undefined"
@@ -93,11 +93,11 @@ class Table(nn.Module):
         return {name: t for name, t in self._buffers.items() if name != "format" and t is not None}
 
     def empty_views(self) -> dict[int, Tensor]:
-        """Map the ``id`` of each view of a flat tensor to an empty tensor of the same kind."""
+        """Maps the ``id`` of each view of a flat tensor to an empty tensor of the same kind."""
         return {id(self.weight): self._empty_weight()} | {id(t): t.new_empty(0) for t in self._views().values()}
 
     def without_rows(self) -> Table:
-        """Copy the table with an empty weight and no state, for pickling; its collection pickles the rows."""
+        """Copies the table with an empty weight and no state, for pickling; its collection pickles the rows."""
         other = copy.copy(self)
         other._parameters = {**self._parameters, "weight": self._empty_weight()}
         other._buffers = {name: t for name, t in self._buffers.items() if name == "format"}
@@ -159,7 +159,7 @@ class Tables(nn.Module):
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Raise RuntimeError: tables cannot be added or replaced."""
+        """Raises RuntimeError: tables cannot be added or replaced."""
         refuse_replacing(self, name, module)
 
     def weights(self) -> list[nn.Parameter]:
@@ -167,7 +167,7 @@ class Tables(nn.Module):
         return [self[name].weight for name in self]
 
     def without_rows(self) -> Tables:
-        """Copy the tables for pickling, each by ``Table.without_rows``."""
+        """Copies the tables for pickling, each by ``Table.without_rows``."""
         other = copy.copy(self)
         other._modules = {name: self[name].without_rows() for name in self}
         return other

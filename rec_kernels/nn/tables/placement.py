@@ -44,7 +44,7 @@ def place_tables(
     policy: str = "lfu",
     ways: int = 32,
 ) -> dict[str, Placement]:
-    """Choose cache fractions and memory tiers of tables within memory budgets.
+    """Chooses cache fractions and memory tiers of tables within memory budgets.
 
     Slots go to the rows with the most uses per byte of slot. Each table's encoded rows go to the first tier with room
     for the whole table, in descending order of uses that miss the slots per byte.

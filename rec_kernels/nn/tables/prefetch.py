@@ -58,7 +58,7 @@ class PrefetchedBatch:
         return self._call is None
 
     def announce(self, call: TableCall) -> None:
-        """Set the next batch, the argument of a later ``insert``.
+        """Sets the next batch, the argument of a later ``insert``.
 
         Raises:
             RuntimeError: rows of another prefetched batch are in the cache.
@@ -82,7 +82,7 @@ class PrefetchedBatch:
         node.register_hook(after)
 
     def insert(self, insert: Callable[[TableCall], Tensor], used: Iterable[Tensor]) -> None:
-        """Insert the pending batch's rows, unless an update is outstanding.
+        """Inserts the pending batch's rows, unless an update is outstanding.
 
         On a GPU the insertion runs on its own stream. ``used``: the tensors that ``insert`` accesses besides the
         call's.
@@ -139,7 +139,7 @@ class PrefetchedBatch:
         return slots
 
     def wait(self) -> None:
-        """Make the current stream wait for the insertion, before other operations read the cache."""
+        """Makes the current stream wait for the insertion, before other operations read the cache."""
         if not self.is_empty:
             from rec_kernels.nn.graph_breaks import prepare_prefetched
 
@@ -150,11 +150,11 @@ class PrefetchedBatch:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def forget(self) -> None:
-        """Discard the batch; inserted rows stay in the cache."""
+        """Discards the batch; inserted rows stay in the cache."""
         self._call = self._slots = self._event = None
 
     def refuse(self, what: str) -> None:
-        """Raise RuntimeError if rows of a prefetched batch are in the cache."""
+        """Raises RuntimeError if rows of a prefetched batch are in the cache."""
         if self._slots is not None:
             raise RuntimeError(
                 f"{what} after prefetch(), whose batch has its rows in the cache already: look that batch up in "

@@ -193,7 +193,7 @@ class CacheState(nn.Module):
         self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
 
     def shared(self) -> CacheState:
-        """Copy the module with the same slots, so that the copy can be moved independently."""
+        """Copies the module with the same slots, so that the copy can be moved independently."""
         other = copy.copy(self)
         other._buffers = dict(self._buffers)
         return other
@@ -243,13 +243,13 @@ class CacheState(nn.Module):
         )
 
     def lookup(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
-        """Find the slots [N] of ids without changing the cache. ``layout`` has the ops' layout arguments."""
+        """Finds the slots [N] of ids without changing the cache. ``layout`` has the ops' layout arguments."""
         return _ops.row_cache_lookup.layout(self.tags, self.marks, *bags, **layout)
 
     def insert(
         self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
     ) -> Tensor:
-        """Insert the rows of a batch where slots are available, and return the slots [N] of its ids."""
+        """Inserts the rows of a batch where slots are available, and returns the slots [N] of its ids."""
         own = self._policy() | self._named("stats")
         slots = self._named("rows", "tags", "marks", "dirty", "stamps", "clock").values()
         return call_uncounted("row_cache_insert_.layout", weights, *slots, *bags, **layout, **rounding, **own)
@@ -276,20 +276,20 @@ class CacheState(nn.Module):
         first_slot: int = 0,
         num_slots: int | None = None,
     ) -> None:
-        """Write dirty rows of the slots, or of a range of them, back to their tables; the rows stay cached."""
+        """Writes dirty rows of the slots, or of a range of them, back to their tables; the rows stay cached."""
         slots = self._named("rows", "tags", "dirty", "clock").values()
         given = {"layout": layout["layout"], "layout_sizes": layout["layout_sizes"], **rounding}
         some = {"first_slot": first_slot, "num_slots": num_slots}
         call_uncounted("row_cache_flush_.layout", weights, *slots, **given, **some)
 
     def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first slot, number of slots, linear rows) of slot ranges with at most ``most`` dirty rows each."""
+        """Yields (first slot, number of slots, linear rows) of slot ranges with at most ``most`` dirty rows each."""
         slots = ((self.tags >= 0) & (self.dirty != 0)).nonzero().flatten()
         for chunk in slots.split(most) if len(slots) else ():  # torch splits an empty tensor into one chunk
             yield int(chunk[0]), int(chunk[-1] - chunk[0]) + 1, self.tags[chunk]
 
     def clear(self) -> None:
-        """Empty all slots, and reset clock, counts and statistics."""
+        """Empties all slots, and resets clock, counts and statistics."""
         for name, tensor in self._buffers.items():
             if not name.startswith("_") and name != "geometry":
                 tensor.fill_(-1 if name == "tags" else 0)
@@ -383,7 +383,7 @@ class CacheState(nn.Module):
 
 
 def _to_cpu(values: Tensor) -> Tensor:
-    """Replace a meta tensor, which has no values, by zeros; other tensors are returned unchanged."""
+    """Replaces a meta tensor, which has no values, by zeros; other tensors are returned unchanged."""
     return torch.zeros(values.shape, dtype=values.dtype, device="cpu") if values.is_meta else values
 
 
@@ -406,7 +406,7 @@ def _logical_shift(h: Tensor) -> Tensor:
 
 
 def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, tables: list[str]) -> bool:
-    """Remove the cache from a state that is about to be loaded, unless this cache can load it.
+    """Removes the cache from a state that is about to be loaded, unless this cache can load it.
 
     Args:
         prefix: prefix of the collection's names in the state.

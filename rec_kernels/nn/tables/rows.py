@@ -24,7 +24,7 @@ def initialize(
     max_rows: int | None = None,
     before_write: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Initialize a table's rows, a view from ``Storage.view``, with its ``init``.
+    """Initializes a table's rows, a view from ``Storage.view``, with its ``init``.
 
     ``before_write(first, count)`` is called before each write of at most ``max_rows`` rows. An ``init`` that
     ``takes_chunks`` is called for consecutive chunks of rows; any other is called once with all rows.
@@ -51,7 +51,7 @@ def takes_chunks(init: Callable[[Tensor], object] | None) -> bool:
 
 
 def fill(floats: Tensor, table: StoredTable, first: int) -> None:
-    """Initialize float32 rows of a table, from row ``first`` on, with its ``init``."""
+    """Initializes float32 rows of a table, from row ``first`` on, with its ``init``."""
     if table.init is not None:
         returned = table.init(floats.zero_())
         if type(returned) is Tensor and type(floats) in (Tensor, nn.Parameter) and _memory(returned) != _memory(floats):
@@ -72,7 +72,7 @@ def _memory(t: Tensor) -> int:
 def write(
     weight: Tensor, rows: Tensor, first: int, max_rows: int | None, before_write: Callable[[int, int], object] | None
 ) -> None:
-    """Write encoded rows to a table from row ``first`` on; for ``max_rows`` and ``before_write`` see ``initialize``."""
+    """Writes encoded rows to a table from row ``first`` on; ``max_rows``, ``before_write``: see ``initialize``."""
     for chunk in rows.split(max_rows or len(rows)):
         if before_write is not None:
             before_write(first, len(chunk))
@@ -81,14 +81,14 @@ def write(
 
 
 def encode(floats: Tensor, format: str) -> Tensor:
-    """Encode floats [N, D] as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
+    """Encodes floats [N, D] as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
     if format in FLOAT_DTYPES:
         return floats.to(FLOAT_DTYPES[format])
     return quantize_rows(floats, format)
 
 
 def convert(rows: Tensor, found: str, format: str, embedding_dim: int) -> Tensor:
-    """Convert rows from format ``found`` to ``format``, rounded to the nearest, in chunks to save memory."""
+    """Converts rows from format ``found`` to ``format``, rounded to the nearest, in chunks to save memory."""
     step = max(1, _FLOATS_AT_ONCE // embedding_dim)
     chunks = (encode(decode(chunk, found, embedding_dim), format) for chunk in rows.split(step))
     first = next(chunks)
@@ -99,5 +99,5 @@ def convert(rows: Tensor, found: str, format: str, embedding_dim: int) -> Tensor
 
 
 def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
-    """Decode rows of a format to float32 [N, D]."""
+    """Decodes rows of a format to float32 [N, D]."""
     return rows.float() if format in FLOAT_DTYPES else dequantize_rows(rows, format, embedding_dim)

@@ -41,7 +41,7 @@ class TableStore:
         self.agree: Callable[[Callable[[], Any]], Any] | None = None
 
     def shared(self) -> TableStore:
-        """Share the rows with a read-only module that can be moved independently."""
+        """Shares the rows with a read-only module that can be moved independently."""
         other = copy.copy(self)
         other.cache = None if self.cache is None else self.cache.shared()
         return other
@@ -49,7 +49,7 @@ class TableStore:
     # Memory.
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
-        """Allocate the flat tensor of the tables.
+        """Allocates the flat tensor of the tables.
 
         Raises:
             RuntimeError: out of memory; the message names the largest table.
@@ -70,7 +70,7 @@ class TableStore:
 
     @torch.no_grad()
     def initialize(self, weights: Sequence[Tensor]) -> None:
-        """Initialize the rows of all tables, given as views of the flat tensor."""
+        """Initializes the rows of all tables, given as views of the flat tensor."""
         for weight, table in zip(weights, self._features.stored, strict=True):
             initialize(weight, table)
 
@@ -79,17 +79,17 @@ class TableStore:
         return weights
 
     def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Wrap ``fn`` of ``torch.nn.Module._apply`` so that it keeps weights in this store's memory."""
+        """Wraps ``fn`` of ``torch.nn.Module._apply`` so that it keeps weights in this store's memory."""
         return fn
 
     def wait(self, device: torch.device) -> None:
-        """Synchronize with the device; required before the CPU reads weights that kernels write."""
+        """Synchronizes with the device; required before the CPU reads weights that kernels write."""
 
     def refuse_copies(self) -> None:
-        """Raise TypeError if the tables cannot be copied or pickled."""
+        """Raises TypeError if the tables cannot be copied or pickled."""
 
     def close(self, *, apply: bool) -> None:
-        """Close the file, if any."""
+        """Closes the file, if any."""
 
     # Lookups and updates.
 
@@ -127,7 +127,7 @@ class TableStore:
         return {} if self.cache is None else self.cache.update_arguments()
 
     def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
-        """Track a lookup whose backward updates rows, at once or deferred.
+        """Tracks a lookup whose backward updates rows, at once or deferred.
 
         Args:
             is_put_off: called after the lookup's backward; returns True if its update is deferred.
@@ -141,20 +141,20 @@ class TableStore:
         return weight.detach()[number : number + 1]
 
     def keep(self, output: Tensor, call: TableCall) -> None:
-        """Ensure that the rows of a lookup are in memory when its backward runs."""
+        """Ensures that the rows of a lookup are in memory when its backward runs."""
 
     def prefetch(self, call: TableCall, *, training: bool) -> None:
-        """Start to load rows of the next batch."""
+        """Starts to load rows of the next batch."""
 
     def takes_prefetches(self, *, training: bool) -> bool:
         """True if ``prefetch`` has an effect."""
         return False
 
     def refuse_prefetched(self, what: str) -> None:
-        """Raise RuntimeError if rows of a prefetched batch are cached: ``what`` must wait for that batch's lookup."""
+        """Raises RuntimeError if rows of a prefetched batch are cached: ``what`` must wait for that batch's lookup."""
 
     def forget_prefetched(self) -> None:
-        """Discard the prefetched batch."""
+        """Discards the prefetched batch."""
 
     def held_back(self) -> AbstractContextManager[None]:
         """Within the block, delay insertion of prefetched rows: ``accumulate()`` defers the update to its end."""
@@ -167,7 +167,7 @@ class TableStore:
         return {}
 
     def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
-        """Remove entries from a state that this store cannot load.
+        """Removes entries from a state that this store cannot load.
 
         Args:
             prefix: prefix of the collection's names. weights: the names of its tables' weights.
@@ -179,7 +179,7 @@ class TableStore:
 
     @torch.no_grad()
     def flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object], step: Tensor) -> None:
-        """Write dirty cached rows back to their tables; ``step`` is the number of updates."""
+        """Writes dirty cached rows back to their tables; ``step`` is the number of updates."""
         self.refuse_prefetched("flush() or state_dict()")
         self._flush(weights, layout, rounding)
         self._flushed_step = step.clone()
@@ -189,7 +189,7 @@ class TableStore:
 
     @torch.no_grad()
     def reset(self, step: Tensor) -> None:
-        """Empty the cache.
+        """Empties the cache.
 
         Raises:
             RuntimeError: rows were updated since the last ``flush()``; nothing is changed.
@@ -289,7 +289,7 @@ class HostStore(TableStore):
         self._insert_prefetched()
 
     def _insert_prefetched(self) -> None:
-        """Insert the rows of the prefetched batch, unless an update must run before."""
+        """Inserts the rows of the prefetched batch, unless an update must run before."""
         if not self._prefetched.is_empty and not self._defers_prefetch:
             self._prefetched.insert(self._insert, self.cache.buffers())
 

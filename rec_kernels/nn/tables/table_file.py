@@ -99,7 +99,7 @@ class TableFile:
         return torch.from_numpy(self.file.window)[: size * storage.dtype.itemsize].view(storage.dtype)
 
     def mapped(self, tables: Sequence[Tensor]) -> list[Tensor]:
-        """Map the tables of the last flush from the file; rows are read on access.
+        """Maps the tables of the last flush from the file; rows are read on access.
 
         The mapping is private (copy-on-write): writes to it take memory and change neither the file nor lookups.
 
@@ -118,7 +118,7 @@ class TableFile:
         return [rows.view(table.dtype).view(table.shape) for rows, table in each]
 
     def load(self, rows: Tensor, written: Tensor) -> None:
-        """Load linear rows, which stay in memory until the next load; ``written``: the subset that may change.
+        """Loads linear rows, which stay in memory until the next load; ``written``: the subset that may change.
 
         Raises:
             MemoryError: they do not fit in the budget. OSError: a read failed, or a write-back of evicted rows.
@@ -140,19 +140,19 @@ class TableFile:
                 raise MemoryError(f"{error} beside the cache's slots: {advice}") from None
 
     def load_table(self, i: int, first: int, count: int) -> None:
-        """Load consecutive rows of table i for writing."""
+        """Loads consecutive rows of table i for writing."""
         start = self._starts[i] + first * self._sizes[i]
         self.loads += 1
         self.has_changed = True
         self.file.load(np.array([start]), int(count * self._sizes[i]), write=True)
 
     def prefetch(self, rows: Tensor) -> None:
-        """Start to read rows for a later ``load``, if they fit beside the loaded rows."""
+        """Starts to read rows for a later ``load``, if they fit beside the loaded rows."""
         with contextlib.suppress(MemoryError):
             self.file.prefetch(*self._places(rows))
 
     def forget_prefetched(self) -> None:
-        """Drop prefetched rows that were not loaded, since they may never be used."""
+        """Drops prefetched rows that were not loaded, since they may never be used."""
         self.file.cancel_prefetch()
 
     def rows_at_once(self, i: int) -> int:
@@ -174,20 +174,20 @@ class TableFile:
         return self._starts[table] + (linear - self._first_rows[table]) * sizes, sizes
 
     def flush(self, *, apply: bool = False) -> None:
-        """Make a new generation durable; the previous one can be opened until the next write, unless ``apply``."""
+        """Makes a new generation durable; the previous one can be opened until the next write, unless ``apply``."""
         self.loads += 1  # even on failure, which may already have marked blocks as clean
         self.file.flush(apply=apply)
         self.has_changed = self.has_unflushed_slots = False
 
     def discard(self) -> None:
-        """Close the file, and delete it if this object created it."""
+        """Closes the file, and deletes it if this object created it."""
         self.file.close()
         if self.is_created:
             for path in (self.path, Path(f"{self.path}.log")):
                 path.unlink(missing_ok=True)
 
     def refuse_copies(self) -> NoReturn:
-        """Raise TypeError: two collections cannot share a file."""
+        """Raises TypeError: two collections cannot share a file."""
         raise TypeError(
             f"tables in a file ({self.path}) cannot be copied or pickled: state_dict() and the file are their state"
         )

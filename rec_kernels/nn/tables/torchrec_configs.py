@@ -19,7 +19,7 @@ _UNSUPPORTED = (
 
 
 def from_torchrec(table: Any) -> Any:
-    """Convert a TorchRec table configuration to this package's; other objects are returned unchanged.
+    """Converts a TorchRec table configuration to this package's; other objects are returned unchanged.
 
     ``data_type`` becomes ``format`` and ``init_fn`` becomes ``init``. ``need_pos``, ``enable_embedding_update`` and
     ``stash_weights`` concern TorchRec's sharding and are ignored.
