@@ -4,93 +4,91 @@
 namespace rec_kernels::host::row_file_docs {
 
 constexpr char kClass[] =
-    R"(The bytes of embedding tables in a file that is larger than the memory allowed for them.
+    R"(Embedding tables in a file that may be larger than memory.
 
-``window`` is a range of virtual memory as large as the tables. Rows in it are read and written at their addresses, but
-only those whose blocks were loaded: ``load`` brings in the blocks of rows and holds them until the next ``load``. What
-is written reaches the file with ``flush``; a crash at any time leaves the state of one flush or the next.
+``window`` is a range of virtual memory as large as the tables. Rows are read and written at their addresses in it, but
+only if their blocks are loaded: ``load`` reads the blocks of rows and pins them until the next ``load``. ``flush``
+makes changes durable; a crash at any time leaves the state of one flush or the next.
 
-A block is ``block_bytes`` of the window and of the file. At any time at most ``memory_budget`` bytes of blocks have
-memory. For room, blocks are dropped that were not used lately; changed ones are first written to ``<path>.log``. The two
-files belong together: the file without its log is of the generation before, or, while it was being written, of none.
+A block is ``block_bytes`` of the window and of the file. At most ``memory_budget`` bytes of blocks are resident. To
+make room, the least recently used blocks are evicted; dirty ones are first written to ``<path>.log``. The two files
+belong together: the file without its log has the previous generation, or, if the log was being applied, none.
 
-Any thread may call; calls take turns, and what is pinned is what the last ``load`` asked for. A file can be open once
-at a time, in all processes of the machine. A process that is forked from this one cannot use the object (RuntimeError),
-and while it lives the file may stay locked if this process is killed.
+The object is thread-safe: calls are serialized, and the blocks of the last ``load`` are pinned. Only one object on the
+machine can open a file at a time. A forked child cannot use the object (RuntimeError), and the file may stay locked
+while the child lives if this process is killed.
 
-Errors: OSError has the errno and the path, and the object can still be used: no data in memory is lost, and whatever
-failed may be tried again. ``errno.EBADMSG`` means that bytes of a file are not those that were written (wrong
-checksum). After ``close`` every method but ``stats`` and ``close`` raises ValueError. See docs/row_file.md.)";
+OSError has the errno and the path. It leaves the object usable: no data in memory is lost, and the failed call can be
+retried. ``errno.EBADMSG`` means that a checksum does not match. After ``close``, every method except ``stats`` and
+``close`` raises ValueError. See docs/row_file.md.)";
 
 constexpr char kCreate[] =
-    R"(A new file that reads as zeros. It takes no more space on the disk than what is flushed.
+    R"(Creates a file that reads as zeros. It is sparse: it takes only the disk space of the flushed blocks.
 
 Args:
-    path: of a file that does not exist.
-    num_bytes: of the tables together, 0 to 2**46.
-    layout: a text that says what the bytes mean; ``open`` demands the same.
-    memory_budget: bytes, at least a block.
-    block_bytes: a power of two, from the page size to 2**26; None: 4096, or the page size where that is larger.
-    threads: for reading and writing, 1 to 256; None: twice the processors, at most 8.
+    path: path of the file, which must not exist.
+    num_bytes: total size of the tables, 0 to 2**46.
+    layout: text that describes the bytes; ``open`` requires the same text.
+    memory_budget: bytes, at least one block.
+    block_bytes: a power of two, from the page size to 2**26; None: 4096, or the page size if that is larger.
+    threads: I/O threads, 1 to 256; None: twice the number of processors, at most 8.
 
 Raises:
-    FileExistsError: there is a file at the path.
-    OSError: it cannot be written; nothing is left of it.
-    ValueError: a number is out of its range, or ``<path>.log`` is something else than what a row file has left.)";
+    FileExistsError: the path exists.
+    OSError: the file cannot be written; it is removed.
+    ValueError: a number is out of range, or ``<path>.log`` exists and is not the log of a row file.)";
 
 constexpr char kOpen[] =
-    R"(The file that ``create`` made, as the last flush left it.
+    R"(Opens a file in the state of its last flush.
 
 Args:
-    path: of the file.
-    layout: that of its creation.
-    memory_budget: bytes, at least a block.
+    path: path of the file.
+    layout: the text given to ``create``.
+    memory_budget: bytes, at least one block.
     threads: as in ``create``.
-    generation: the one to open. After ``flush(apply=False)`` the file has two: the one flushed last, which None takes,
-        and which is left in the log as ``flush`` left it; and the one before it, which forgets the last. Otherwise it
-        must be the one there is.
+    generation: the generation to open. After ``flush(apply=False)`` there are two: the last one (None), which stays in
+        the log, and the previous one; opening the previous one discards the last. Otherwise there is only one.
 
 Raises:
-    FileNotFoundError: there is none.
-    BlockingIOError: it is open already.
-    ValueError: it is not a row file, has another version, layout or generation, a number is out of its range, or
-        ``<path>.log`` is something else.
-    OSError: it cannot be read, is cut short or damaged (``errno.EBADMSG``).)";
+    FileNotFoundError: the file does not exist.
+    BlockingIOError: the file is already open.
+    ValueError: it is not a row file, has another version, layout or generation, a number is out of range, or
+        ``<path>.log`` is not its log.
+    OSError: the file cannot be read, is truncated or damaged (``errno.EBADMSG``).)";
 
 constexpr char kWindow[] =
-    R"(The bytes as a numpy array, uint8 [num_bytes], writable, not a copy.
+    R"(The bytes as a writable numpy array, uint8 [num_bytes], without a copy.
 
-Only what was loaded may be read or written: elsewhere reading gives zeros, and what is written is lost and takes memory.
-The array can be kept; once the file is closed it reads as zeros and has nothing to do with the file any more.)";
+Read and write only loaded bytes: others read as zeros, and writes to them are lost and take memory. The array may
+outlive the object; after ``close`` it reads as zeros and is no longer connected to the file.)";
 
 constexpr char kLoad[] =
-    R"(Brings in all blocks of the ranges of bytes and pins them until the next ``load`` or ``unpin``.
+    R"(Loads all blocks of the byte ranges and pins them until the next ``load`` or ``unpin``.
 
-Waits for what a ``prefetch`` is bringing in, and takes over what one has brought in.
+Blocks that a ``prefetch`` has read, or is reading, are not read again.
 
 Args:
-    starts: int64 [n], bytes from the window's beginning, in any order, with repeats.
-    sizes: int64 [n], or one number of bytes for all.
-    write: the bytes will be changed before the next ``load``: their blocks count as changed from now on.
+    starts: int64 [n], byte offsets in the window, in any order; may repeat.
+    sizes: int64 [n], or one number of bytes for all ranges.
+    write: whether the bytes will be changed before the next ``load``: marks their blocks dirty.
 
 Raises:
-    IndexError: a range is outside of the window.
-    ValueError, TypeError: arguments of wrong shape, value or dtype.
-    MemoryError: the blocks, and those held for prefetches, are more than ``memory_budget``.
-    OSError: a block cannot be read or is damaged, or there is no room on the disk for a changed one that has to go.
-        Nothing is pinned after that if the reading began. After the other errors nothing has changed.)";
+    IndexError: a range is outside the window.
+    ValueError, TypeError: arguments have a wrong shape, value or dtype.
+    MemoryError: these and the prefetched blocks exceed ``memory_budget``.
+    OSError: a block cannot be read or is damaged, or the disk is full when a dirty block is evicted. If reading had
+        started, nothing is pinned afterwards. The other errors change nothing.)";
 
 constexpr char kPrefetch[] =
-    R"(Begins to bring in all blocks of the ranges, for a ``load`` to come, and returns.
+    R"(Starts reading all blocks of the ranges for a later ``load``, and returns.
 
-The blocks are held until a ``load`` asks for them or ``cancel_prefetch``. What cannot be read is left to that ``load``,
-which then raises the error. Where a ``flush(apply=False)`` is not applied and changed blocks have to make room, it is
-applied first, before this returns.
+The blocks stay resident until a ``load`` of them, or ``cancel_prefetch``. Errors of reading are raised by that
+``load``. If dirty blocks must be evicted while a ``flush(apply=False)`` is not applied, this applies it first.
 
 Args and errors are those of ``load``.)";
 
 constexpr char kMarkDirty[] =
-    R"(Says that bytes of ranges were changed, or will be before the next ``load``: what ``load(write=True)`` does at once.
+    R"(Marks ranges that were changed, or will be before the next ``load``, as ``load(write=True)`` does.
 
 Args:
     starts, sizes: as in ``load``.
@@ -99,50 +97,49 @@ Raises:
     ValueError: a block is not loaded; none is marked.
     IndexError, TypeError: as in ``load``.)";
 
-constexpr char kUnpin[] = "Lets go of what the last ``load`` pinned, as the next ``load`` would.";
+constexpr char kUnpin[] = "Unpins the blocks of the last ``load``, as the next ``load`` does.";
 
 constexpr char kCancelPrefetch[] =
-    "Lets go of all blocks that were prefetched and not loaded since; waits for those being read at the moment.";
+    "Releases all prefetched blocks that were not loaded; waits for those that are being read.";
 
 constexpr char kFlush[] =
     R"(Makes all changes durable as the next generation, and returns its number.
 
-Nobody may write to the window meanwhile. All blocks count as unchanged after it, and some may after an OSError: what is
-written later to blocks that are still pinned needs ``mark_dirty`` or another ``load(write=True)``.
+Do not write to the window during the call. Afterwards all blocks are clean, and after an OSError some may be: later
+writes to blocks that are still pinned need ``mark_dirty`` or another ``load(write=True)``.
 
 Args:
-    apply: False leaves the generation in the log and the one before it in the file, so that ``open`` can choose, until
-        ``apply``, the next ``flush``, or a ``load`` or ``prefetch`` that must write changed blocks to the log.
+    apply: False keeps this generation in the log and the previous one in the file, so that ``open`` can choose, until
+        ``apply``, the next ``flush``, or a ``load`` or ``prefetch`` that must write dirty blocks to the log.
 
 Raises:
-    OSError: the disk is full or refuses. No change is lost; ``generation`` says whether the flush itself was done and
-        only the copying of the log into the file has to be repeated, by ``apply`` or the next flush.)";
+    OSError: the disk is full or fails. No change is lost; ``generation`` tells whether the flush itself succeeded and
+        only applying the log has to be repeated, by ``apply`` or the next flush.)";
 
 constexpr char kApply[] =
-    R"(Copies what ``flush(apply=False)`` left in the log into the file; there may be nothing to do.
+    R"(Applies the log of ``flush(apply=False)`` to the file, if there is one.
 
-Until something is written again, the file is whole without its log.
+Until the next write, the file is complete without its log.
 
 Raises:
-    OSError: the disk is full or refuses. The generation is safe in the log, and this may be tried again.)";
+    OSError: the disk is full or fails. The generation is safe in the log; retry.)";
 
 constexpr char kClose[] =
-    R"(Ends the threads, gives the memory back and closes the file. Changes that were not flushed are discarded.
+    R"(Stops the threads, frees the memory and closes the file. Discards changes that were not flushed.
 
-May be called again; the end of a ``with`` block calls it.)";
+Idempotent; the end of a ``with`` block calls it.)";
 
 constexpr char kStats[] =
-    R"(Counts since the file was opened, and what there is now, as a dict of ints.
+    R"(Counters since the file was opened, and current sizes, as a dict of ints.
 
-``loads``; ``hits``, distinct blocks that loads asked for and that were there or on their way; ``prefetched``, blocks
-that prefetches began to read; ``blocks_read``, ``bytes_read``; ``blocks_written``, ``bytes_written``, to the log;
-``resident_bytes``, never more than ``memory_budget``; ``dirty_bytes`` of it, changed and in no file; ``log_bytes``;
-``bookkeeping_bytes``, memory beside the blocks: 5 bytes for each block of the file, 16 for each that fits the
-budget, 8 to 16 more for each that is held, 32 to 64 for each in the log, or on its way there.)";
+``loads``; ``hits``, distinct blocks of loads that were resident or being read; ``prefetched``, blocks that prefetches
+started to read; ``blocks_read``, ``bytes_read``; ``blocks_written``, ``bytes_written``, to the log; ``resident_bytes``,
+at most ``memory_budget``; ``dirty_bytes`` of it, changed and in no file; ``log_bytes``; ``bookkeeping_bytes``, memory
+besides the blocks: 5 bytes per block of the file, 16 per block that fits the budget, 8 to 16 more per resident block,
+32 to 64 per block in the log or being written to it.)";
 
-constexpr char kGeneration[] =
-    "The number of the last flush, from 0 for a new file; that of the open file, not of its unflushed changes.";
+constexpr char kGeneration[] = "Number of the last flush, 0 for a new file; does not count unflushed changes.";
 
-constexpr char kIdentity[] = "A random number below 2**64 of the file's creation, which its copies share.";
+constexpr char kIdentity[] = "Random number below 2**64, drawn by ``create``; copies of the file share it.";
 
 }  // namespace rec_kernels::host::row_file_docs
