@@ -1,7 +1,7 @@
-"""The ops of embedding_bag and expand in Triton, jagged_permute in torch: for GPUs without the compiled CUDA library.
+"""Fallbacks for GPUs without the compiled CUDA library: embedding_bag and expand in Triton, jagged_permute in torch.
 
-``rec_kernels.ops.in_triton`` imports this package where one of its ops is called; it needs Triton 3.6 to 3.9
-(``rec_kernels._triton_versions``). What is promised is said in rec_kernels.triton.embedding_bag.
+``rec_kernels.ops.in_triton`` imports this package when one of its ops is called; it needs Triton 3.6 to 3.9
+(``rec_kernels._triton_versions``). rec_kernels.triton.embedding_bag lists the guarantees.
 """
 
 # ruff: noqa: E402 (with a Triton that is too old, the kernels' own imports may fail in other words)

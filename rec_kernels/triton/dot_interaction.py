@@ -1,14 +1,14 @@
-"""dot_interaction and its gradients in Triton, each in one launch: the triangle is taken inside the kernels.
+"""dot_interaction and its gradients in Triton, each in one launch: the kernels select the triangle.
 
-The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles of vectors are multiplied by ``tl.dot``,
-sums are float32; docs/numerics.md ("dot_interaction") bounds the error. No float is added by an atomic operation: the
-same call on the same GPU gives the same bits. ``tile_precision`` says how float32 tiles are multiplied. Fused
+Used for GPU tensors, and for CPU tensors under TRITON_INTERPRET=1. Tiles of vectors are multiplied by ``tl.dot``,
+sums are float32; docs/numerics.md ("dot_interaction") bounds the error. No float is added atomically: the same call
+on the same GPU gives the same bits. ``tile_precision`` says how float32 tiles are multiplied. Fused
 multiply-adds made slower kernels: on sm_90, the backward of 27 vectors of 64 columns had 6040 instructions, of which
-2318 moved registers to memory and back; in three TF32 passes it has 656 and moves none. As it is now, it has
+2318 moved registers to memory and back; in three TF32 passes it has 656 and moves none. This version has
 not run on a GPU.
 """
 
-# ruff: noqa: N803 (constants of a kernel and D are written large)
+# ruff: noqa: N803 (kernel constants and D are upper-case)
 from __future__ import annotations
 
 from typing import cast
@@ -42,7 +42,7 @@ STAGES = 1
 
 @triton.jit
 def _load_vectors(dense, sparse, v, d, num_vectors, D, WIDEN: tl.constexpr):
-    """Columns d [COLUMNS] of the vectors v [VECTORS] of a sample, zeros where there are none."""
+    """Columns d [COLUMNS] of the vectors v [VECTORS] of a sample; zeros outside."""
     inside = (v < num_vectors)[:, None] & (d < D)[None, :]
     x = tl.load(sparse + (v - 1)[:, None] * D + d[None, :], mask=inside & (v > 0)[:, None], other=0.0)
     first = tl.load(dense + d, mask=d < D, other=0.0)
@@ -75,7 +75,7 @@ def interaction_kernel(
     VECTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program takes a tile of a sample's pairs: VECTORS vectors with as many others, with ONE_TILE the same ones."""
+    """Each program computes a tile of a sample's pairs: VECTORS vectors with VECTORS others (ONE_TILE: themselves)."""
     sample = tl.program_id(0).to(tl.int64)
     down, across = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if across > down:
@@ -83,7 +83,7 @@ def interaction_kernel(
     dense += sample * dense_stride
     sparse += sample * sparse_stride
     out += sample * out_stride
-    # The one tile's places fit int32: it has 64 vectors of 2^20 columns at the most.
+    # Offsets in the only tile fit int32: at most 64 vectors of 2^20 columns.
     i = tl.arange(0, VECTORS) if ONE_TILE else down * VECTORS + tl.arange(0, VECTORS)
     j = tl.arange(0, VECTORS) if ONE_TILE else across * VECTORS + tl.arange(0, VECTORS)
     total = tl.zeros([VECTORS, VECTORS], tl.float32)
@@ -101,7 +101,7 @@ def interaction_kernel(
 
 @triton.jit
 def _load_square(pairs, i, num_vectors, SELF: tl.constexpr, WIDEN: tl.constexpr):
-    """The pairs' gradients [VECTORS, VECTORS] of the vectors i, if these are all: each is loaded once, and mirrored.
+    """Gradients [VECTORS, VECTORS] of the pairs if i is all vectors: each is loaded once and mirrored.
 
     A row of the triangle is contiguous, a column is not.
     """
@@ -115,7 +115,7 @@ def _load_square(pairs, i, num_vectors, SELF: tl.constexpr, WIDEN: tl.constexpr)
 
 @triton.jit
 def _load_tile(pairs, i, j, num_vectors, SELF: tl.constexpr, WIDEN: tl.constexpr):
-    """The pairs' gradients [VECTORS, VECTORS] of the vectors i with the vectors j."""
+    """Gradients [VECTORS, VECTORS] of the pairs of vectors i and j."""
     low, high = tl.minimum(i[:, None], j[None, :]), tl.maximum(i[:, None], j[None, :])
     is_pair = high < num_vectors if SELF else (high < num_vectors) & (low < high)
     g = tl.load(pairs + _first_pair(high, SELF) + low, mask=is_pair, other=0.0)
@@ -143,7 +143,7 @@ def interaction_gradient_kernel(
     VECTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program takes VECTORS vectors of a sample, with ONE_TILE all: the square of the pairs' gradients times all."""
+    """Each program computes the gradients of VECTORS vectors of a sample (ONE_TILE: all), from all its vectors."""
     sample, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * VECTORS
     grad += sample * grad_stride
     dense += sample * dense_stride
@@ -163,7 +163,7 @@ def interaction_gradient_kernel(
             x = _load_vectors(dense, sparse, i, d, num_vectors, D, WIDEN)
             total = tl.dot(square, x, total, input_precision=PRECISION)
             if SELF:
-                # Twice a half-precision number may be too large for one: the second time in float32.
+                # Doubling may overflow half precision: add the second one in float32.
                 total += own[:, None] * widen(x)
         else:
             for first in range(0, num_vectors, VECTORS):
@@ -182,7 +182,7 @@ def interaction_gradient_kernel(
 
 
 def _check(dense: Tensor, sparse: Tensor, precision: str) -> None:
-    """Checks the arguments as the CPU's op does, in the same words."""
+    """Checks the arguments as the CPU op does, with the same messages."""
     check_tensor(dense, "dense", (dense.dtype,), rank=2)
     name = str(dense.dtype).removeprefix("torch.")
     check(dense.dtype in FLOATS, f"dense must be float32, float16 or bfloat16, got {name}")
@@ -197,7 +197,7 @@ def _check(dense: Tensor, sparse: Tensor, precision: str) -> None:
 
 
 def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: str) -> dict[str, object]:
-    """Arguments that both kernels share."""
+    """Arguments shared by both kernels."""
     vectors, columns = sparse.shape[1] + 1, dense.shape[1]
     block = tile_size(vectors, VECTORS)
     return {
@@ -207,7 +207,7 @@ def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: s
         "sparse_stride": sparse.stride(0),
         "SELF": self_interaction,
         "PRECISION": tile_precision(dense.dtype, precision),
-        # The interpreter multiplies the bits of bfloat16 numbers.
+        # The interpreter multiplies the bit patterns of bfloat16 values.
         "WIDEN": dense.dtype == torch.bfloat16 and not dense.is_cuda,
         "ONE_TILE": vectors <= block,
         "VECTORS": block,
@@ -224,7 +224,7 @@ def _launch(options: dict[str, object], warps: int) -> dict[str, int]:
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee") -> Tensor:
-    """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
+    """Computes the op, without a gradient: arguments, result and errors as in docs/ops.md."""
     _check(dense, sparse, precision)
     vectors = sparse.shape[1] + 1
     pairs = num_pairs(sparse.shape[1], self_interaction)
@@ -234,7 +234,7 @@ def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = Fals
     dense, sparse = by_sample(dense), by_sample(sparse)
     options = _options(dense, sparse, self_interaction, precision)
     tiles = triton.cdiv(vectors, options["VECTORS"])
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may differ from the tensors' device.
     with torch.accelerator.device_index(dense.device.index):
         interaction_kernel[(len(dense), tiles, tiles)](
             dense, sparse, out, out_stride=out.shape[1], **_launch(options, FORWARD_WARPS), **options
@@ -245,7 +245,7 @@ def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = Fals
 def dot_interaction_backward(
     grad: Tensor, dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee"
 ) -> tuple[Tensor, Tensor]:
-    """The op: arguments, results and errors as in docs/ops.md."""
+    """Computes the op: arguments, results and errors as in docs/ops.md."""
     _check(dense, sparse, precision)
     vectors = sparse.shape[1] + 1
     pairs = num_pairs(sparse.shape[1], self_interaction)

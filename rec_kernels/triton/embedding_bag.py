@@ -1,25 +1,25 @@
-"""embedding_bag in Triton: the path for GPUs and installs without the compiled CUDA library.
+"""embedding_bag in Triton, for GPUs and installs without the compiled CUDA library.
 
 ``embedding_bag.layout`` and the others have the names, arguments and results of the ops in docs/ops.md; ``help()``
 shows the signatures. They take tensors on a GPU, or on the CPU under TRITON_INTERPRET=1 (to be set before Triton is
 imported). How they differ from the compiled kernels:
 
-- Results agree with docs/numerics.md within rounding: the bits are not promised, only that each sum has the same terms
-  in FP32, in whatever order the compiler adds them. No float is added by an atomic operation.
-- ``weights`` may also be FP16 or BF16. Their rows are widened to FP32 before they are used, and an updated row is
-  rounded to nearest once. Output, gradients and state are FP32.
-- Bad ids, bad offsets and a wrong layout raise nothing: they are noted in ``status``
-  (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
+- Results agree with docs/numerics.md within rounding, not bit for bit: each sum has the same FP32 terms, but the
+  compiler chooses their order. No float is added atomically.
+- ``weights`` may also be FP16 or BF16. Their rows are widened to FP32, and an updated row is rounded
+  to nearest once. Output, gradients and state are FP32.
+- Bad ids, bad offsets and a wrong layout raise no error: they are recorded in ``status``
+  (rec_kernels/triton/kernels.py). A bad id is skipped, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
 - Row formats, row caches, ``bag_starts``, ``inverse``, features of several parts, ids that are divided or wrap around,
-  clipping and weight decay are refused: they need the compiled library. So is ``rounding="stochastic"``, the default,
+  clipping and weight decay are rejected: they need the compiled library. So is ``rounding="stochastic"``, the default,
   for updates of FP16 and BF16 tables.
 - One program sums all occurrences of a row: very hot rows are slow.
-- It is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets; an H200 has run it.
+- It is tested in Triton's interpreter, compiled for NVIDIA and AMD targets, and has run on an H200.
 
-Every function raises ValueError for a wrong shape, dtype, device or option, and TypeError for arguments that are not
-those of its op.
+Every function raises ValueError for a wrong shape, dtype, device or option, and TypeError for arguments that its op
+does not have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 class Overloads:
-    """The overloads of an op, by their names: ``embedding_bag.layout``."""
+    """Overloads of an op as attributes: ``embedding_bag.layout``."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -64,7 +64,7 @@ embedding_bag_backward_per_sample_weights = Overloads("embedding_bag_backward_pe
 
 
 def _overload_of(op: Overloads, *names: str) -> Callable:
-    """A decorator: a function of one namespace becomes the named overloads of an op."""
+    """Decorates a function of one namespace; it becomes the named overloads of an op."""
 
     def add(function: Callable[[SimpleNamespace], object]) -> Callable:
         for name in names:
@@ -96,12 +96,12 @@ def _like_op(function: Callable[[SimpleNamespace], object], arguments: Sequence)
     def call(*positions, **named):
         given = dict(zip(names, positions, strict=False)) | named
         complete = defaults | given
-        # signature.bind takes longer than all checks of a call: here it only words what is wrong.
+        # signature.bind takes longer than all checks of a call: only used for its error message.
         if len(given) != len(positions) + len(named) or complete.keys() != known:
             signature.bind(*positions, **named)
         a = SimpleNamespace(**complete)
         inputs.check_offered(a)
-        # Triton launches on the current device, which need not be that of the tensors.
+        # Triton launches on the current device, which may differ from the tensors' device.
         with torch.accelerator.device_index(a.values.device.index):
             return function(a)
 
@@ -135,14 +135,14 @@ def _embedding_bag(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 @_overload_of(embedding_bag_tables, "layout")
 def _embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The lookup of ``_embedding_bag``; only autograd needs ``tables``, which are views of ``weights``."""
+    """Looks up like ``_embedding_bag``; ``tables``, views of ``weights``, are for autograd only."""
     inputs.check_tables(a)
     return _pool(a)
 
 
 @_overload_of(embedding_bag_fused, "layout")
 def _embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The lookup of ``_embedding_bag``; only the backward needs state, step, learning rate and the loss's scale."""
+    """Looks up like ``_embedding_bag``; state, step, learning rate and loss scale are for the backward only."""
     inputs.check_update(a)
     inputs.check_rounding(a)
     inputs.check_scalar(a, "grad_scale")
@@ -152,10 +152,10 @@ def _embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 class _Occurrences(NamedTuple):
     """The ids of a call sorted by linear row: [N] each."""
 
-    keys: Tensor  # the rows, in ascending order; num_rows for what does not count
-    stops: Tensor  # behind the last occurrence of the same row
-    order: Tensor  # where in `values` it was
-    bag_of: Tensor  # at the place in `values`
+    keys: Tensor  # rows in ascending order; num_rows for skipped ids
+    stops: Tensor  # end of the row's occurrences
+    order: Tensor  # position in `values`
+    bag_of: Tensor  # by position in `values`
     coefficients: Tensor  # likewise
 
 
@@ -172,7 +172,7 @@ def _sort(bags: BagInput) -> _Occurrences:
             factors=bags.factors, keys=keys, bag_of=bag_of, coefficients=coefficients, **bags.bags, **_EXACT
         )
     if bags.frozen is not None and bags.num_bags:
-        # bag_of is arbitrary for positions outside of all bags, hence the clamp; their key already excludes them.
+        # bag_of is arbitrary for positions outside all bags, hence the clamp; their key excludes them.
         feature = (bag_of // bags.batch).clamp(0, bags.frozen.shape[0] - 1)
         keys.masked_fill_(bags.frozen[feature], bags.num_rows)
     keys, order = torch.sort(keys, stable=True)
@@ -215,7 +215,7 @@ def _finish_rows(
 
 @_overload_of(embedding_bag_backward_fused_, "layout")
 def _backward_fused(a: SimpleNamespace) -> None:
-    """Updates every touched row of ``weights`` once, with ``sum``, and advances ``step``; waits for no GPU."""
+    """Updates every touched row of ``weights`` once, with ``sum``, and increments ``step``; does not synchronize."""
     inputs.check_update(a)
     inputs.check_rounding(a)
     inputs.check_weights(a)
@@ -239,7 +239,7 @@ def _read_backward(a: SimpleNamespace) -> BagInput:
 
 @_overload_of(embedding_bag_backward_dense, "layout", "table")
 def _backward_dense(a: SimpleNamespace) -> Tensor:
-    """The gradient of ``weights``: of their shape, float32, zeros for rows that no id names."""
+    """Computes the dense float32 gradient of ``weights``; zeros for rows without ids."""
     bags = _read_backward(a)
     out = a.grad.new_zeros(a.weights_shape)
     _finish_rows(a, bags, _sort(bags), out)
@@ -248,7 +248,7 @@ def _backward_dense(a: SimpleNamespace) -> Tensor:
 
 @_overload_of(embedding_bag_backward_sparse, "layout", "table")
 def _backward_sparse(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the touched rows: (rows int64, row_grads float32, row_counts [F] int64); waits for the GPU."""
+    """Computes gradients of the touched rows: (rows int64, row_grads float32, row_counts [F] int64); synchronizes."""
     bags = _read_backward(a)
     occurrences = _sort(bags)
     keys, features = occurrences.keys, bags.features
@@ -269,7 +269,7 @@ def _backward_sparse(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
 
 @_overload_of(embedding_bag_backward_per_sample_weights, "layout", "table")
 def _backward_factors(a: SimpleNamespace) -> Tensor:
-    """The gradient of ``per_sample_weights``: [N] float32, zeros for ids that do not count."""
+    """Computes the gradient of ``per_sample_weights``: [N] float32, zeros for skipped ids."""
     inputs.check_weights(a)
     bags = inputs.read_input(a, tuple(a.weights.shape))
     inputs.check_gradient(a, bags)

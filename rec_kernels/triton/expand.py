@@ -1,11 +1,11 @@
 """expand and its backward in Triton, for GPUs and installs without the compiled CUDA library.
 
-The functions have the names, arguments and results of the ops in docs/ops.md; ``help()`` shows the signatures. The
-bits of ``expand`` are those of the compiled kernel; the gradient is that of ``embedding_bag`` with bags of one id: the
-same terms in FP32, in whatever order the compiler adds them (rec_kernels.triton.embedding_bag).
+The functions have the names, arguments and results of the ops in docs/ops.md; ``help()`` shows the signatures.
+``expand`` has the bits of the compiled kernel; the gradient is that of ``embedding_bag`` with bags of one id: the same
+FP32 terms, in an order chosen by the compiler (rec_kernels.triton.embedding_bag).
 """
 
-# ruff: noqa: N803 (constants of a kernel and D are written large)
+# ruff: noqa: N803 (kernel constants and D are upper-case)
 from __future__ import annotations
 
 import torch
@@ -31,7 +31,7 @@ def expand_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A program takes BLOCK_ROWS rows of the output, BLOCK_COLUMNS columns at a time; what is out of range is zeros."""
+    """Each program writes BLOCK_ROWS rows of the output, BLOCK_COLUMNS columns at a time; zeros for bad indices."""
     b = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     there = b < count
     row = tl.load(inverse + b, mask=there, other=0).to(tl.int64)
@@ -63,18 +63,18 @@ def expand(x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     out, status = x.new_empty((count, columns)), inverse.new_zeros((2,), dtype=torch.int64)
     status[0].fill_(NOTHING_BAD.value)
     if count:
-        # A tile of 2048 numbers keeps 128 threads busy.
+        # A tile of 2048 elements keeps 128 threads busy.
         width = min(triton.next_power_of_2(max(columns, 1)), 1024)
         blocks = {"BLOCK_ROWS": 2048 // width, "BLOCK_COLUMNS": width, "enable_fp_fusion": False}
         grid = (triton.cdiv(count, blocks["BLOCK_ROWS"]),)
-        # Triton launches on the current device, which need not be that of the tensors.
+        # Triton launches on the current device, which may differ from the tensors' device.
         with torch.accelerator.device_index(x.device.index):
             expand_kernel[grid](x, inverse, out, status, count, x.shape[0], columns, **blocks)
     return out, status
 
 
 def expand_backward(grad: Tensor, inverse: Tensor, rows: int) -> Tensor:
-    """The sum of the gradients of each row: [rows, D] float32; numbers out of range are left out."""
+    """Sums the gradients of each row: [rows, D] float32; skips indices out of range."""
     check_tensor(grad, "grad", (torch.float32,), rank=2)
     _check_inverse(inverse, grad, "grad", (grad.shape[0],))
     check(rows >= 0, f"rows = {rows} must be 0 or more")

@@ -1,12 +1,12 @@
 """factorization_machine and its gradients in Triton: x^T y stays in the kernels' registers.
 
-The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: float32 as
-``tile_precision`` says, half-precision numbers by the tensor cores in TF32, which holds them exactly; sums are float32.
-docs/numerics.md ("factorization_machine") bounds the error. No float is added by an atomic operation: the same call on
-the same GPU gives the same bits. As it is now, it has not run on a GPU.
+Used for GPU tensors, and for CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: float32 by
+``tile_precision``, half-precision values by the tensor cores in TF32, which holds them exactly; sums are float32.
+docs/numerics.md ("factorization_machine") bounds the error. No float is added atomically: the same call on the same
+GPU gives the same bits. This version has not run on a GPU.
 """
 
-# ruff: noqa: N803 (constants of a kernel and sizes are written large)
+# ruff: noqa: N803 (kernel constants and sizes are upper-case)
 from __future__ import annotations
 
 import torch
@@ -39,14 +39,14 @@ WARPS, STAGES = 4, 1
 
 @triton.jit
 def _load(matrix, row, column, rows, columns):
-    """A tile of a matrix [rows, columns] as float32, zeros outside."""
+    """Loads a tile of a matrix [rows, columns] as float32; zeros outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return widen(tl.load(matrix + row[:, None] * columns + column[None, :], mask=inside, other=0.0))
 
 
 @triton.jit
 def _inside(inner, d, k, D, K):
-    """A tile [FACTORS, COLUMNS] of y^T x with zeros outside."""
+    """Zeroes a tile [FACTORS, COLUMNS] of y^T x outside the matrix."""
     # Inf or NaN times a padding 0 is NaN; such products occur where only one of the two vectors ends.
     return tl.where((k < K)[:, None] & (d < D)[None, :], inner, 0.0)
 
@@ -79,7 +79,7 @@ def factorization_kernel(
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """A program takes a tile of a sample's result, with ONE_TILE of all vectors."""
+    """Each program computes a tile of a sample's result (ONE_TILE: of all vectors)."""
     sample = tl.program_id(0).to(tl.int64)
     f = tl.arange(0, VECTORS) if ONE_TILE else tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     k = tl.program_id(2) * FACTORS + tl.arange(0, FACTORS)
@@ -117,7 +117,7 @@ def factorization_x_gradient_kernel(
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """A program takes a tile of a sample's gradient: grad (x^T y)^T + y (x^T grad)^T."""
+    """Each program computes a tile of a sample's gradient: grad (x^T y)^T + y (x^T grad)^T."""
     sample = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -139,7 +139,7 @@ def factorization_x_gradient_kernel(
 def factorization_y_gradient_kernel(
     grad,  # [B, F, K], samples grad_stride apart
     x,  # [B, F, D], samples x_stride apart
-    out,  # [., F, K], written: the sums of SAMPLES samples each
+    out,  # [., F, K], written: sums over SAMPLES samples each
     B,
     F,
     D,
@@ -152,14 +152,14 @@ def factorization_y_gradient_kernel(
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """A program takes a tile of the gradient x (x^T grad), and SAMPLES samples."""
+    """Each program computes a tile of the gradient x (x^T grad) over SAMPLES samples."""
     part = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     k = tl.program_id(2) * FACTORS + tl.arange(0, FACTORS)
     total = tl.zeros([FACTORS, VECTORS], tl.float32)
     for number in range(SAMPLES):
         sample = part * SAMPLES + number
-        # A program behind the last sample has no work.
+        # Programs after the last sample have no work.
         vectors = tl.where(sample < B, F, 0)
         for column in range(0, D, COLUMNS):
             d = column + tl.arange(0, COLUMNS)
@@ -176,7 +176,7 @@ def factorization_gradients_kernel(
     x,  # [B, F, D], samples x_stride apart
     y,  # [F, K], y_stride from one sample's to the next
     x_out,  # [B, F, D], written
-    y_out,  # [., F, K], written: the sums of SAMPLES samples each
+    y_out,  # [., F, K], written: sums over SAMPLES samples each
     B,
     F,
     D,
@@ -190,13 +190,13 @@ def factorization_gradients_kernel(
     COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """A program takes SAMPLES samples, whose vectors and factors are in one tile: both gradients, x being read once."""
+    """Each program computes both gradients of SAMPLES samples that fit one tile, and reads x once."""
     part = tl.program_id(0).to(tl.int64)
     f, k = tl.arange(0, VECTORS), tl.arange(0, FACTORS)
     total = tl.zeros([FACTORS, VECTORS], tl.float32)
     for number in range(SAMPLES):
         sample = part * SAMPLES + number
-        # A program behind the last sample has no work.
+        # Programs after the last sample have no work.
         vectors = tl.where(sample < B, F, 0)
         of = _load(grad + sample * grad_stride, f, k, vectors, K)
         factors = _load(y + sample * y_stride, f, k, vectors, K)
@@ -215,7 +215,7 @@ def factorization_gradients_kernel(
 
 
 def _check(x: Tensor, y: Tensor, precision: str) -> None:
-    """Checks the arguments as the CPU's op does, in the same words."""
+    """Checks the arguments as the CPU op does, with the same messages."""
     check_tensor(x, "x", (x.dtype,), rank=3)
     name = str(x.dtype).removeprefix("torch.")
     check(x.dtype in FLOATS, f"x must be float32, float16 or bfloat16, got {name}")
@@ -233,7 +233,7 @@ def _check(x: Tensor, y: Tensor, precision: str) -> None:
 
 
 def _options(x: Tensor, y: Tensor, precision: str, most_columns: int) -> dict[str, object]:
-    """Arguments that all kernels share."""
+    """Arguments shared by all kernels."""
     _, vectors, columns = x.shape
     return {
         "F": vectors,
@@ -252,7 +252,7 @@ def _options(x: Tensor, y: Tensor, precision: str, most_columns: int) -> dict[st
 
 
 def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tensor:
-    """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
+    """Computes the op, without a gradient: arguments, result and errors as in docs/ops.md."""
     _check(x, y, precision)
     out = x.new_empty((*x.shape[:2], y.shape[-1]))
     if not out.numel():
@@ -260,7 +260,7 @@ def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tens
     x, y = by_sample(x), by_sample(y) if y.dim() == 3 else y.contiguous()
     options = _options(x, y, precision, COLUMNS)
     grid = (len(x), triton.cdiv(x.shape[1], options["VECTORS"]), triton.cdiv(y.shape[-1], options["FACTORS"]))
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may differ from the tensors' device.
     with torch.accelerator.device_index(x.device.index):
         factorization_kernel[grid](
             x, y, out, y_stride=y.stride(0) if y.dim() == 3 else 0, ONE_TILE=grid[1] == 1, **options
@@ -271,7 +271,7 @@ def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tens
 def factorization_machine_backward(
     grad: Tensor, x: Tensor, y: Tensor, precision: str = "ieee"
 ) -> tuple[Tensor, Tensor]:
-    """The op: arguments, results and errors as in docs/ops.md. The sums of several programs are added by torch."""
+    """Computes the op: arguments, results and errors as in docs/ops.md. Torch adds the sums of several programs."""
     _check(x, y, precision)
     check_tensor(grad, "grad", (x.dtype,), shape=(*x.shape[:2], y.shape[-1]))
     check(grad.device == x.device, "grad must be on the same device as x")

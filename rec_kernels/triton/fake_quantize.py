@@ -1,10 +1,10 @@
-"""fake_quantize in Triton: rows of numbers as a row format would hold them, in one pass and without their bytes.
+"""fake_quantize in Triton: quantizes and dequantizes rows in one pass, without storing encoded rows.
 
-The kernels of GPU tensors, whether or not the compiled CUDA library is in use, and of CPU tensors under
-TRITON_INTERPRET=1. The maths is rec_kernels/triton/row_formats.py. An H200 has run it.
+Used for GPU tensors, with or without the compiled CUDA library, and for CPU tensors under TRITON_INTERPRET=1. The
+formats are in rec_kernels/triton/row_formats.py. It has run on an H200.
 """
 
-# ruff: noqa: N803, N806 (constants of a kernel and D are written large)
+# ruff: noqa: N803, N806 (kernel constants and D are upper-case)
 from __future__ import annotations
 
 import torch
@@ -27,13 +27,13 @@ from rec_kernels.triton.row_formats import (
 #: Numbers of a tile: 16 of each thread, so that they and their words stay in registers.
 TILE = 2048
 
-# D may be specialised: with a multiple of 16, several columns are loaded at once.
+# D may be specialized: if it is a multiple of 16, loads are vectorized.
 _VARYING = ["num_rows", "num_tiles", "table", "first_row"]
 
 
 @triton.jit
 def _scalar(pointer):
-    """An int64 in memory; 0 of None."""
+    """Loads an int64 scalar; None is 0."""
     value = tl.zeros([], tl.int64)
     if pointer is not None:
         value = tl.load(pointer)
@@ -57,7 +57,7 @@ def tile_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program takes ROWS rows of COLUMNS columns: of int8, int4 and int2 those are all."""
+    """Each program takes ROWS rows of COLUMNS columns; all columns for int8, int4 and int2."""
     program = tl.program_id(0)
     row = (program // num_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_column = (program % num_tiles).to(tl.int64) * COLUMNS
@@ -85,7 +85,7 @@ def long_row_kernel(
     STOCHASTIC: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """int8, int4, int2: a program takes a row that no tile holds, and reads it twice."""
+    """For int8, int4, int2: each program takes a row that does not fit a tile, and reads it twice."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     x += row[:, None] * D
     out += row[:, None] * D
@@ -114,9 +114,9 @@ def fake_quantize(
     first_row: int = 0,
     scale_rule: str | None = None,
 ) -> Tensor:
-    """The op, without a gradient: what encoding in a row format and decoding make of x.
+    """Computes the op, without a gradient: encodes x in a row format and decodes it.
 
-    Waits for no GPU; a CUDA graph can hold it, and reads seed and step anew in each replay.
+    Does not synchronize. Can be captured in a CUDA graph, which reads seed and step in each replay.
 
     Args:
         x: [..., D] float32, float16 or bfloat16, D at least 1, of any strides. Row n has the number first_row + n.
@@ -136,12 +136,12 @@ def fake_quantize(
     check_arguments(x, format, rounding, seed, step, table, first_row, scale_rule)
     x = x.contiguous()
     out = torch.empty_like(x)
-    # fp32 keeps what it gets; without words, seed and step must not make it a kernel of its own.
+    # fp32 is the identity; without random words, seed and step must not trigger another compilation.
     stochastic = rounding == "stochastic" and format != "fp32"
     words = {"seed": seed, "step": step} if stochastic else {"seed": None, "step": None}
     round_up = rounding == "stochastic" if scale_rule is None else scale_rule == "rceil"
     if x.numel():
-        # Triton launches on the current device, which need not be that of the tensors.
+        # Triton launches on the current device, which may differ from the tensors' device.
         with torch.accelerator.device_index(x.device.index):
             _launch(x, out, format, round_up, table=table, first_row=first_row, STOCHASTIC=stochastic, **words)
     return out
@@ -151,7 +151,7 @@ def _launch(x: Tensor, out: Tensor, format: str, round_up: bool, **given: object
     D = x.shape[-1]
     num_rows = x.numel() // D
     columns = min(max(triton.next_power_of_2(D), block_of(format)), TILE)
-    # A product and a sum must round separately, hence no fusion.
+    # Products and sums must round separately, hence no fusion.
     given |= {"x": x, "out": out, "D": D, "COLUMNS": columns, "enable_fp_fusion": False}
     if is_integer_format(format) and columns < D:
         long_row_kernel[(num_rows,)](BITS=int(format.removeprefix("int")), **given)

@@ -1,15 +1,15 @@
 """grouped_projection and its gradients in Triton, each for all groups in one launch.
 
-The kernels take GPU tensors, and CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: on an
+Used for GPU tensors, and for CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot``: on an
 NVIDIA GPU by the tensor cores in three TF32 passes, whose error is about float32's, on an AMD GPU in float32. Sums are
 float32; docs/numerics.md ("grouped_projection") bounds the error. No float is added by an atomic operation: the same
-call on the same GPU gives the same bits. An H200 has run it.
+call on the same GPU gives the same bits. It has run on an H200.
 
-The first call with other widths copies a list of tiles to the GPU, and later ones find it there: a CUDA graph can hold
-calls whose widths have been seen before.
+The first call with new widths copies a list of tiles to the GPU, which later calls reuse: a CUDA graph can capture
+calls whose widths have been used before.
 """
 
-# ruff: noqa: N803 (constants of a kernel are written large)
+# ruff: noqa: N803 (kernel constants are upper-case)
 from __future__ import annotations
 
 import functools
@@ -51,7 +51,7 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A program takes ROWS rows of a panel: the sum of its terms, x times a matrix."""
+    """Each program computes ROWS rows of a panel: the sum of its terms, x times a matrix."""
     program = tl.program_id(0)
     panel = panels + program % num_panels * _PANEL
     row = (program // num_panels).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -96,7 +96,7 @@ def weight_gradient_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A program takes a tile of a matrix and SUMMED_ROWS samples."""
+    """Each program computes a tile of a matrix's gradient over SUMMED_ROWS samples."""
     program = tl.program_id(0)
     tile, part = tiles + program % num_tiles * _TILE, (program // num_tiles).to(tl.int64)
     n, k = tl.arange(0, COLUMNS)[None, :], tl.arange(0, DEPTH)[None, :]
@@ -115,7 +115,7 @@ def weight_gradient_kernel(
 
 
 class Group(NamedTuple):
-    """A group's place in x, in the result and among the weights (-1: the identity, which has none)."""
+    """Offsets of a group in x, in the result and in the weights (-1: the identity, without weights)."""
 
     x_column: int
     in_dim: int
@@ -140,7 +140,7 @@ def _groups(dims: Dims) -> tuple[Group, ...]:
 
 
 def _block(sizes: Sequence[int], most: int) -> int:
-    """Columns of a tile: a power of two, at least the 16 that tl.dot wants."""
+    """Columns of a tile: a power of two, at least 16, as tl.dot requires."""
     return max(16, min(most, triton.next_power_of_2(max(sizes))))
 
 
@@ -152,7 +152,7 @@ class _Product(NamedTuple):
     blocks: dict[str, int]
 
 
-@functools.cache  # a CUDA graph may hold what these point to, for as long as it is replayed
+@functools.cache  # captured CUDA graphs may refer to these tensors
 def _product(dims: Dims, forward: bool, device: torch.device) -> _Product:
     groups = _groups(dims)
     columns, depths = (dims[1], dims[0]) if forward else (dims[0], dims[1])
@@ -169,13 +169,13 @@ def _product(dims: Dims, forward: bool, device: torch.device) -> _Product:
 
 
 def _by_panel(groups: Sequence[Group], forward: bool) -> list[list[Group]]:
-    """The groups of each block; backward, each group by itself."""
+    """Groups of each block; in the backward, single groups."""
     key: Callable[[Group], int] = (lambda g: g.block) if forward else (lambda g: g.x_column)
     return [list(members) for _, members in itertools.groupby(groups, key)]
 
 
 def _term(g: Group, c: int, forward: bool) -> tuple[int, int, int, int]:
-    """Term of the panel that begins at column c of the block (forward) or of the group (backward)."""
+    """Term of the panel that starts at column c of the block (forward) or of the group (backward)."""
     source, depth = (g.x_column, g.in_dim) if forward else (g.out_column, g.out_dim)
     if g.weights < 0:
         return source + c, 0, -1, g.in_dim
@@ -219,7 +219,7 @@ def _check_weights(weights: Tensor, dims: Dims, other: Tensor, other_name: str) 
 def grouped_projection(
     x: Tensor, weights: Tensor, in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
-    """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
+    """Computes the op, without a gradient: arguments, result and errors as in docs/ops.md."""
     dims = check_dims(in_dims, out_dims, outputs)
     _check_rows(x, in_dims, "x", "in_dims")
     _check_weights(weights, dims, x, "x")
@@ -229,7 +229,7 @@ def grouped_projection(
 def grouped_projection_backward_input(
     grad: Tensor, weights: Tensor, in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
-    """The op: arguments, result and errors as in docs/ops.md."""
+    """Computes the op: arguments, result and errors as in docs/ops.md."""
     dims = check_dims(in_dims, out_dims, outputs)
     _check_rows(grad, out_dims, "grad", "out_dims")
     _check_weights(weights, dims, grad, "grad")
@@ -244,7 +244,7 @@ def _multiply(x: Tensor, weights: Tensor, dims: Dims, forward: bool) -> Tensor:
     given = {"num_rows": len(x), "num_panels": len(product.panels), "FORWARD": forward, **_ARITHMETIC}
     columns = {"x_columns": x.shape[1], "out_columns": out.shape[1]}
     grid = (triton.cdiv(len(x), ROWS) * len(product.panels),)
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may differ from the tensors' device.
     with torch.accelerator.device_index(x.device.index):
         product_kernel[grid](
             x.contiguous(),
@@ -263,7 +263,7 @@ def _multiply(x: Tensor, weights: Tensor, dims: Dims, forward: bool) -> Tensor:
 def grouped_projection_backward_weights(
     grad: Tensor, x: Tensor, in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]
 ) -> Tensor:
-    """The op: arguments, result and errors as in docs/ops.md. The sums of several programs are added by torch."""
+    """Computes the op: arguments, result and errors as in docs/ops.md. Torch adds the sums of several programs."""
     dims = check_dims(in_dims, out_dims, outputs)
     _check_rows(grad, out_dims, "grad", "out_dims")
     _check_rows(x, in_dims, "x", "in_dims")

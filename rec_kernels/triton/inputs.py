@@ -1,4 +1,4 @@
-"""Converts the arguments of an embedding_bag op for the Triton kernels; its checks wait for no GPU."""
+"""Checks and converts the arguments of embedding_bag ops for the Triton kernels, without synchronizing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNUSED = {
     "embedding_dim": 0,
     "weight_decay": 0.0,
 }
-# Modules that pass these arguments, for users who never do so themselves.
+# Modules that pass these arguments, named in the error message.
 _GIVEN_BY = {
     "bag_starts": " (rk.EmbeddingCollection, rk.PathEmbeddingBag and features with batch sizes of their own do)",
     "inverse": " (batches with inverse_indices do)",
@@ -40,7 +40,7 @@ _STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq"
 
 
 def check_offered(a: SimpleNamespace) -> None:
-    """Raises ValueError for arguments, or a layout, that the Triton kernels have nothing for."""
+    """Raises ValueError for arguments or layouts that the Triton kernels do not support."""
     for name, default in _UNUSED.items():
         given = getattr(a, name, default)
         if given is not default and (isinstance(given, Tensor) or given != default):
@@ -66,8 +66,8 @@ def check_tensor(
     rank: int | None = None,
     contiguous: bool = False,
 ) -> None:
-    """Raises ValueError, which names the tensor and what it should be, for another shape, dtype or memory layout."""
-    # A message is made only if it is raised: a call makes some twenty of these checks.
+    """Raises ValueError, naming the tensor and what is expected, for another shape, dtype or memory layout."""
+    # Formats the message only on failure: a call makes about twenty checks.
     if rank is not None and t.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimension(s), got shape {list(t.shape)}")
     if shape is not None and t.shape != shape:
@@ -79,7 +79,7 @@ def check_tensor(
 
 
 def check_one_device(a: SimpleNamespace) -> None:
-    """Raises ValueError unless all tensors among the arguments are where ``values`` is."""
+    """Raises ValueError unless all tensor arguments are on the device of ``values``."""
     device = a.values.device
     for name, argument in vars(a).items():
         for t in argument if isinstance(argument, list | tuple) else (argument,):
@@ -107,7 +107,7 @@ class BagInput:
 
     @property
     def bags(self) -> dict[str, object]:
-        """Arguments of every kernel that goes through the bags."""
+        """Arguments of all kernels that iterate over bags."""
         return {
             "values": self.values,
             "offsets": self.offsets,
@@ -128,7 +128,7 @@ class BagInput:
 
 
 def check_weights(a: SimpleNamespace) -> None:
-    """Raises ValueError for weights that no table can lie in."""
+    """Raises ValueError for weights that cannot hold a table."""
     check_tensor(a.weights, "weights", FLOATS, rank=1 if hasattr(a, "layout") else 2, contiguous=True)
 
 
@@ -178,7 +178,7 @@ def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
 
 
 def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
-    """Checks a call and starts its status.
+    """Checks a call and initializes its status.
 
     Args:
         a: the arguments of an op, by name.
@@ -234,7 +234,7 @@ def check_gradient(a: SimpleNamespace, bags: BagInput) -> None:
 
 
 def check_tables(a: SimpleNamespace) -> None:
-    """Raises ValueError for tables that are not all of weights, each at the next multiple of TABLE_ALIGNMENT."""
+    """Raises ValueError unless the tables fill weights, each at the next multiple of TABLE_ALIGNMENT."""
     for i, t in enumerate(a.tables):
         check_tensor(t, f"tables[{i}]", (a.weights.dtype,), rank=2)
     elements = table_starts([t.numel() for t in a.tables])[-1]
@@ -244,7 +244,7 @@ def check_tables(a: SimpleNamespace) -> None:
 
 
 def check_update(a: SimpleNamespace) -> None:
-    """Raises ValueError for optimizer state, step or learning rate of another kind than the optimizer's."""
+    """Raises ValueError for optimizer state, step or learning rate that do not fit the optimizer."""
     check(a.optimizer in OPTIMIZERS, f'optimizer must be one of {", ".join(OPTIMIZERS)}, got "{a.optimizer}"')
     check_tensor(a.step, "step", (torch.int64,), rank=0)
     check_tensor(a.lr, "lr", (torch.float32,), contiguous=True)
@@ -257,7 +257,7 @@ def check_update(a: SimpleNamespace) -> None:
         check_tensor(a.sum, "sum", (torch.float32,), rank=1, contiguous=True)
     good = 0 <= a.eps <= torch.finfo(torch.float32).max
     check(good, f"eps = {a.eps:g} must be at least 0, and finite as float32")
-    good = all(0 <= beta < 1 - 2**-25 for beta in (a.beta1, a.beta2))  # what is closer to 1 is 1 as float32
+    good = all(0 <= beta < 1 - 2**-25 for beta in (a.beta1, a.beta2))  # values closer to 1 round to 1 in float32
     check(good, f"beta1 and beta2 must be in [0, 1) as float32, got {a.beta1:g} and {a.beta2:g}")
     check(
         a.optimizer in _HERE,
@@ -267,7 +267,7 @@ def check_update(a: SimpleNamespace) -> None:
 
 
 def check_rounding(a: SimpleNamespace) -> None:
-    """Raises ValueError for options that change nothing here as the compiled ops do, and for noise: there is none."""
+    """Validates rounding options like the compiled ops; raises ValueError for stochastic rounding of narrow weights."""
     modes, roundings = ("l2", "decoupled"), ("nearest", "stochastic")
     check(a.weight_decay_mode in modes, f'weight_decay_mode must be "l2" or "decoupled", got "{a.weight_decay_mode}"')
     check(a.rounding in roundings, f'rounding must be "nearest" or "stochastic", got "{a.rounding}"')
@@ -281,7 +281,7 @@ def check_rounding(a: SimpleNamespace) -> None:
 
 
 def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
-    """Raises ValueError for state that does not reach every row, and for wrong controls of an update."""
+    """Raises ValueError for state with too few rows, and for wrong controls of an update."""
     enough = a.sum is None or a.sum.shape[0] >= bags.num_rows
     check(enough, f"sum must have one element per row ({bags.num_rows}), got {0 if enough else a.sum.shape[0]}")
     if a.status is not None:
@@ -291,7 +291,7 @@ def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
 
 
 def check_scalar(a: SimpleNamespace, name: str) -> None:
-    """Raises ValueError for a tensor that is neither None nor one float32 element."""
+    """Raises ValueError unless the tensor is None or a single float32 element."""
     t = getattr(a, name)
     if t is not None:
         check(t.numel() == 1, f"{name} must have one element, got shape {list(t.shape)}")

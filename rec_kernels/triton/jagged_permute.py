@@ -1,4 +1,4 @@
-"""jagged_permute in plain torch, so that features are chosen on any GPU: offsets say where each value comes from.
+"""jagged_permute in plain torch, for any GPU: computes the source index of each value from the offsets.
 
 Most of it is copying, for which torch has kernels.
 """
@@ -31,7 +31,7 @@ def jagged_permute(
     features."""
     starts = _checked(values, offsets, permute, strides, weights, total)
     count = values.shape[0]
-    # Views, of which torch makes one tensor: there are no numbers of bags to send to a GPU.
+    # Concatenates views: no bag counts are sent to the GPU.
     none = offsets[:0]
     first = torch.cat([none, *(offsets[starts[f] : starts[f + 1]] for f in permute)]).long()
     last = torch.cat([none, *(offsets[starts[f] + 1 : starts[f + 1] + 1] for f in permute)]).long()
@@ -45,11 +45,11 @@ def jagged_permute(
         offsets.dtype == torch.int64 or total < 2**31,
         f"the result has {total} values, more than int32 offsets can name",
     )
-    # Every place of the output, its bag, and so its place in the input.
+    # Output position -> its bag -> its input position.
     place = torch.arange(total, device=values.device)
     bag = torch.searchsorted(ends, place, right=True)
     inside = bag < ends.shape[0]
-    shift = torch.cat([first - bounds[:-1], bounds[:1]])  # behind the last bag: none
+    shift = torch.cat([first - bounds[:-1], bounds[:1]])  # none after the last bag
     source = torch.where(inside, place + shift[bag], 0)
     out, new_weights = _chosen(values, source, inside), values.new_empty(0, dtype=torch.float32)
     if weights is not None:
@@ -58,7 +58,7 @@ def jagged_permute(
 
 
 def _chosen(t: Tensor, source: Tensor, inside: Tensor) -> Tensor:
-    """t[source], and zeros where nothing is inside."""
+    """t[source], and zeros where ``inside`` is False."""
     if t.shape[0] == 0:
         return t.new_zeros(source.shape)
     words = t.view(_WORDS[t.element_size()])[source]
@@ -66,11 +66,11 @@ def _chosen(t: Tensor, source: Tensor, inside: Tensor) -> Tensor:
 
 
 def _status(offsets: Tensor, count: int, bounds: Tensor, total: int) -> Tensor:
-    """[2]: the first of the offsets that is bad, or else the number of bags if these have not ``total`` values."""
+    """Status [2]: index of the first bad offset, or the number of bags if they do not have ``total`` values."""
     before = torch.cat([offsets.new_zeros(1), offsets[:-1]])
     bad = (offsets < before) | (offsets > count)
     missed = torch.where(bounds[-1] == total, NOTHING_BAD.value, bounds.shape[0] - 1)
-    # argmax: the first that is True.
+    # argmax: index of the first True.
     found = torch.where(bad.any(), bad.long().argmax() + (BAD_LAYOUT.value + 1), missed)
     return torch.stack([found, torch.zeros_like(found)])
 
@@ -83,7 +83,7 @@ def _checked(
     weights: Tensor | None,
     total: int | None,
 ) -> list[int]:
-    """[F + 1]: where the bags of each feature start. Raises ValueError as the compiled op does."""
+    """First bag of each feature, [F + 1]. Raises ValueError like the compiled op."""
     check_one_device(SimpleNamespace(values=values, offsets=offsets, weights=weights))
     check(values.dim() == 1, f"values must have 1 dimension(s), got shape {list(values.shape)}")
     check_tensor(offsets, "offsets", ID_DTYPES, rank=1)

@@ -1,18 +1,18 @@
-"""Triton kernels of embedding_bag: from ids to pooled rows, and from a gradient to the rows that it changes.
+"""Triton kernels of embedding_bag: pool rows of ids, and update rows from a gradient.
 
-Addresses are int64. Sums are FP32 and their order is the compiler's: docs/numerics.md holds within rounding, not bit
-for bit. Floats are never added by atomic operations; the two counters in ``status`` are integers. The kernels run on
-CPU tensors under TRITON_INTERPRET=1 and compile for NVIDIA and AMD targets; an H200 has run them.
+Addresses are int64. Sums are FP32 in an order chosen by the compiler: docs/numerics.md holds within rounding, not bit
+for bit. Floats are never added atomically; the two counters in ``status`` are integers. The kernels run on CPU tensors
+under TRITON_INTERPRET=1, compile for NVIDIA and AMD targets, and have run on an H200.
 
-Two arrays go through all kernels:
+All kernels take two arrays:
 
-- ``features``: [F, 9] int64, what the layout says, in elements: weight_offset, row_offset, num_embeddings,
+- ``features``: [F, 9] int64, the layout in elements: weight_offset, row_offset, num_embeddings,
   embedding_dim, column, mean, id_limit, padding_idx, table_id.
 - ``status``: [2] int64. [0] is the smallest of: BAD_LAYOUT; BAD_LAYOUT + 1 + i for a bad offsets[i]; i for an id out of
-  range at values[i]; NOTHING_BAD. [1] counts the ids left out for being out of range.
+  range at values[i]; NOTHING_BAD. [1] counts the ids skipped as out of range.
 """
 
-# ruff: noqa: N803, N806 (constants of a kernel and D are in capitals)
+# ruff: noqa: N803, N806 (kernel constants and D are upper-case)
 from __future__ import annotations
 
 import triton
@@ -24,7 +24,7 @@ NOTHING_BAD = tl.constexpr(2**63 - 1)
 BAD_LAYOUT = tl.constexpr(-(2**63))
 COLUMNS = tl.constexpr(9)  # of `features`
 
-# Numbers that change from call to call: a kernel compiled for each kind of them would be compiled over and over.
+# Values that change from call to call: specializing on them would recompile the kernels again and again.
 _VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "left_out"]
 
 # Columns of a layout's record.
@@ -47,7 +47,7 @@ _RECORD = tl.constexpr(len(Column))
 
 @triton.jit
 def _is_whole_table(record, f, rows, limit, there):
-    """True if record f is feature f's, and its table a float table whose rows are numbered by the ids."""
+    """True if record f belongs to feature f, and its table is a float table indexed directly by ids."""
     good = (tl.load(record + _FEATURE, mask=there, other=0) == f) & (limit >= 0) & (limit <= rows)
     good &= tl.load(record + _DIVISOR, mask=there, other=0) == 1
     good &= tl.load(record + _MODULUS, mask=there, other=0) >= limit
@@ -56,7 +56,7 @@ def _is_whole_table(record, f, rows, limit, there):
 
 @triton.jit
 def _follows_in_rows(layout, f, num_features, there):
-    """True if table f by rows equals the one before it or shares no row with it: a row has one width."""
+    """True if table f, in row order, equals the previous one or shares no row with it."""
     behind = there & (f > 0)
     here = tl.load(layout + f.to(tl.int64) * _RECORD + _BY_ROW, mask=there, other=0)
     before = tl.load(layout + (f.to(tl.int64) - 1) * _RECORD + _BY_ROW, mask=behind, other=0)
@@ -89,7 +89,7 @@ def start_kernel(
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Checks the layout, in one program. The other kernels trust one that passes, and touch nothing otherwise."""
+    """Checks the layout, in one program. The other kernels rely on the result, and access nothing if it failed."""
     bad = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_features, BLOCK):
         f = first + tl.arange(0, BLOCK)
@@ -137,9 +137,9 @@ def start_kernel(
 
 @triton.jit
 def _ids_of_bag(offsets, status, bag, num_ids, num_offsets):
-    """Positions [start, stop) of a bag; none of a bag whose offsets are bad, which is noted."""
+    """Positions [start, stop) of a bag; empty if its offsets are bad, which is recorded in status."""
     start = tl.load(offsets + bag).to(tl.int64)
-    # The offset after the last stored one is the number of ids, as torch has it.
+    # The offset after the last stored one is the number of ids, as in torch.
     is_stored = bag + 1 < num_offsets
     stop = tl.where(is_stored, tl.load(offsets + bag + 1, mask=is_stored, other=0).to(tl.int64), num_ids)
     starts_badly = (start < 0) | (start > num_ids)
@@ -147,14 +147,14 @@ def _ids_of_bag(offsets, status, bag, num_ids, num_offsets):
     first = (bag == 0) & starts_badly
     if first | stops_badly:
         tl.atomic_min(status, tl.where(first, BAD_LAYOUT + 1, BAD_LAYOUT + 2 + bag))
-    # A start that only the bag before has noted makes this one empty, too.
+    # A start that only the previous bag has recorded as bad also makes this bag empty.
     empty = starts_badly | stops_badly
     return tl.where(empty, 0, start), tl.where(empty, 0, stop)
 
 
 @triton.jit
 def _read_ids(values, position, stop, limit, padding, CHECK: tl.constexpr):
-    """Ids at positions below ``stop``, which of them count, and which are out of range."""
+    """Ids at positions below ``stop``, whether each is valid, and whether it is out of range."""
     inside = position < stop
     ids = tl.load(values + position, mask=inside, other=0).to(tl.int64)
     bad = inside & (position < 0)
@@ -174,7 +174,7 @@ def _count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Counts the ids of a bag that are looked up; notes those out of range."""
+    """Counts the valid ids of a bag; records those out of range."""
     n = tl.zeros([], tl.int64)
     for first in range(start, stop, BLOCK):
         position = (first + tl.arange(0, BLOCK)).to(tl.int64)
@@ -206,7 +206,7 @@ def pool_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A program takes a bag: BLOCK_ROWS rows of BLOCK_COLUMNS columns at a time."""
+    """Each program pools a bag, BLOCK_ROWS rows of BLOCK_COLUMNS columns at a time."""
     if tl.load(status) == BAD_LAYOUT:
         return
     bag = tl.program_id(0).to(tl.int64)
@@ -226,7 +226,7 @@ def pool_kernel(
             mask = counts[:, None] & (c < D)[None, :]
             x = tl.load(table + ids[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
             if factors is not None:
-                # One that does not count may be NaN.
+                # The factor of a skipped id may be NaN.
                 x = x * tl.load(factors + position, mask=counts, other=0.0)[:, None]
             total += tl.sum(x, axis=0)
         tl.store(to + c, tl.math.div_rn(total, divisor), mask=c < D)
@@ -239,7 +239,7 @@ def factor_gradient_kernel(
     values,
     offsets,
     features,
-    out,  # [num_ids], zeros; the ids that count are written
+    out,  # [num_ids], zeros; written for valid ids
     status,
     num_ids,
     num_offsets,
@@ -250,7 +250,7 @@ def factor_gradient_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A program takes a bag: the dot product of its gradient and each of its rows, times 1 / n for mean pooling."""
+    """Each program takes a bag: dot products of its gradient with each row, times 1 / n for mean pooling."""
     if tl.load(status) == BAD_LAYOUT:
         return
     bag = tl.program_id(0).to(tl.int64)
@@ -281,7 +281,7 @@ def occurrences_kernel(
     factors,
     features,
     status,
-    keys,  # [num_ids], full of a number above every row; the row of each id that counts is written
+    keys,  # [num_ids], filled with a value above every row; rows of valid ids are written
     bag_of,  # [num_ids] int32, written where keys is
     coefficients,  # [num_ids], written where keys is
     num_ids,
@@ -290,7 +290,7 @@ def occurrences_kernel(
     CHECK: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
 ):
-    """A program takes a bag: for each id, its linear row, and the factor of the bag's gradient in the row's."""
+    """Each program takes a bag: for each id, its linear row and the coefficient of the bag's gradient."""
     if tl.load(status) == BAD_LAYOUT:
         return
     bag = tl.program_id(0).to(tl.int64)
@@ -339,7 +339,7 @@ def _row_gradient(
 
 @triton.jit
 def _must_skip(own_status, forward_status, found_inf, RAISE: tl.constexpr):
-    """True if no row may be written: after bad offsets always, after bad ids where they are errors."""
+    """True if no row may be written: after bad offsets, or after bad ids if they are errors."""
     own = tl.load(own_status)
     skip = (own < 0) | ((own != NOTHING_BAD) & RAISE)
     if forward_status is not None:
@@ -352,7 +352,7 @@ def _must_skip(own_status, forward_status, found_inf, RAISE: tl.constexpr):
 
 @triton.jit
 def advance_step_kernel(step, own_status, forward_status, found_inf, RAISE: tl.constexpr):
-    """Counts an update that was not skipped, in one program."""
+    """Increments the step unless the update was skipped, in one program."""
     if not _must_skip(own_status, forward_status, found_inf, RAISE):
         tl.store(step, tl.load(step) + 1)
 
@@ -366,7 +366,7 @@ def _put(
     factor,
     UPDATE: tl.constexpr,
 ):
-    """Writes columns of a row: its gradient, or the row less factor * gradient, rounded to nearest."""
+    """Writes columns of a row: its gradient, or the row minus factor * gradient, rounded to nearest."""
     if UPDATE:
         g = tl.load(to + c, mask=c < D, other=0.0).to(tl.float32) - factor * g
     tl.store(to + c, g.to(to.dtype.element_ty), mask=c < D)
@@ -374,7 +374,7 @@ def _put(
 
 @triton.jit
 def _inverse_of(grad_scale):
-    """Reciprocal of the gradients' scale; None: they are not scaled."""
+    """Reciprocal of the gradients' scale; 1 for None."""
     inverse = 1.0
     if grad_scale is not None:
         inverse = tl.math.div_rn(1.0, tl.load(grad_scale))
@@ -390,28 +390,28 @@ def finish_rows_kernel(
     eps,
     grad,
     keys,  # [num_ids], sorted
-    stops,  # [num_ids]: behind the last one of the same key
-    order,  # [num_ids]: where in `values` it was
+    stops,  # [num_ids]: end of the occurrences of the key
+    order,  # [num_ids]: position in `values`
     bag_of,
     coefficients,
     features,
-    places,  # [num_ids]: where in target the gradient of the run that starts there goes, or None: where the row is
+    places,  # [num_ids]: offset in target of the run's gradient, or None: the row's offset
     own_status,
     forward_status,
     grad_scale,
     found_inf,
     batch,
     output_dim,
-    left_out,  # the key of ids that do not count
+    left_out,  # the key of skipped ids
     RAISE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A program takes a sorted occurrence; the first of a row sums the gradient of the row and writes it once."""
+    """Each program takes a sorted occurrence; the first one of a row sums the row's gradient and writes it once."""
     start = tl.program_id(0).to(tl.int64)
     row = tl.load(keys + start).to(tl.int64)
     before = tl.load(keys + start - 1, mask=start > 0, other=left_out).to(tl.int64)
-    # Bags with bad offsets may overlap others, and then a key and its bag need not belong together.
+    # Bags with bad offsets may overlap others; then a key and its bag may not match.
     if (row == left_out) | (row == before) | _must_skip(own_status, forward_status, found_inf, RAISE):
         return
     stop = tl.load(stops + start)
@@ -421,7 +421,7 @@ def finish_rows_kernel(
     if places is not None:
         place = tl.load(places + start)
     scale = _inverse_of(grad_scale)
-    # Columns beyond the first block are summed again where the whole row has to be known first.
+    # Columns beyond the first block are summed again if the whole row is needed first.
     sources = (grad, order, bag_of, coefficients, features, batch, output_dim)
     c = tl.arange(0, BLOCK_COLUMNS)
     g = _row_gradient(sources, start, stop, D, 0, scale, BLOCK_ROWS, BLOCK_COLUMNS)

@@ -1,16 +1,16 @@
-"""The row formats as Triton device functions: a tile of numbers as it is after encoding and decoding, in registers.
+"""Row formats as Triton device functions: quantize and dequantize a tile in registers.
 
-For kernels of this package and of its users. docs/numerics.md ("Random numbers", "Row formats") has every bit. All
+For kernels of this package and of its users. docs/numerics.md ("Random numbers", "Row formats") defines every bit. All
 arithmetic is on float32 tiles [ROWS, COLUMNS]. Both sizes are powers of two, the first column of a tile is a multiple
-of ``block_of(FORMAT)``, and columns behind the row's end are zeros. ``words`` are a tile's random words, uint32 of its
-shape, or None to round to the nearest. A block with a NaN or Inf comes out as NaN; so does a whole row of int8, int4 or
-int2 that holds one, or that has a range they cannot represent.
+of ``block_of(FORMAT)``, and columns after the row's end are zeros. ``words`` are a tile's random words, uint32 of its
+shape, or None to round to the nearest. A block with a NaN or Inf becomes NaN; so does a whole row of int8, int4 or int2
+with one, or with a range that they cannot represent.
 
-Bits are exact where the kernel is compiled with ``enable_fp_fusion=False``. In Triton's interpreter, ``tl.fma`` rounds
+Bits are exact if the kernel is compiled with ``enable_fp_fusion=False``. In Triton's interpreter, ``tl.fma`` rounds
 twice, and rows of int8, int4 and int2 can be off by that rounding.
 """
 
-# ruff: noqa: N803, N806 (constants of a kernel are written large)
+# ruff: noqa: N803, N806 (kernel constants are upper-case)
 from __future__ import annotations
 
 import triton
@@ -25,12 +25,12 @@ _INFINITY = tl.constexpr(0x7F800000)
 _TWO_TO_MINUS_24 = tl.constexpr(2.0**-24)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _LARGEST_HALF = tl.constexpr(65504.0)
-# Added and subtracted again, it leaves no bits for the fraction of a number of at most 2^22.
+# Adding and subtracting it drops the fraction of values up to 2^22.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
 def block_of(format: str) -> int:
-    """The fewest columns that a tile may have, of which its first column is a multiple."""
+    """Minimum columns of a tile; its first column is a multiple of it."""
     return 32 if format in _OCP else 16
 
 
@@ -41,12 +41,12 @@ def is_integer_format(format: str) -> bool:
 
 @triton.jit
 def random_words(seed, step, table, row, first_column, COLUMNS: tl.constexpr):
-    """The words of columns first_column, first_column + 1, ... of rows of a table, for stochastic rounding.
+    """Random words for stochastic rounding of columns first_column, first_column + 1, ... of rows of a table.
 
     Args:
         seed, step: int64 scalars.
         table: scalar in [0, 2^16).
-        row: int64 [ROWS], numbers of rows in the whole table, in [0, 2^44).
+        row: int64 [ROWS], row indices in the whole table, in [0, 2^44).
         first_column: a multiple of 4.
         COLUMNS: a power of two, at least 4.
 
@@ -57,18 +57,18 @@ def random_words(seed, step, table, row, first_column, COLUMNS: tl.constexpr):
     block = (first_column // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
     place = (row >> 32 << 20).to(tl.uint32) | _low_word(table)
     a, b, c, d = tl.philox(seed, block[None, :], row.to(tl.uint32)[:, None], place[:, None], _low_word(step))
-    # Joined behind the last dimension, the first two by the higher bit of a column's number, the results by the lower.
+    # Interleave the last dimension: pairs by the higher bit of the column index, their results by the lower bit.
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS])
 
 
 @triton.jit
 def fake_quantize_tile(x, words, inside, FORMAT: tl.constexpr, ROUND_UP: tl.constexpr):
-    """A tile in any row format.
+    """Quantizes and dequantizes a tile in any row format.
 
     Args:
-        x: float32 [ROWS, COLUMNS], COLUMNS at least ``block_of(FORMAT)``; of int8, int4 and int2 whole rows.
+        x: float32 [ROWS, COLUMNS], COLUMNS at least ``block_of(FORMAT)``; whole rows for int8, int4 and int2.
         words: uint32 [ROWS, COLUMNS] or None.
-        inside: bool [1, COLUMNS] or [ROWS, COLUMNS]: which columns the row has.
+        inside: bool [1, COLUMNS] or [ROWS, COLUMNS]: columns inside the row.
         FORMAT: one of ``rk.ROW_FORMATS``.
         ROUND_UP: scale rule "rceil" of the formats in blocks, else "floor".
 
@@ -142,15 +142,15 @@ def bfloat16_tile(x, words):
 
 @triton.jit
 def row_ends(x, inside):
-    """The least and the largest number of each row, also of one that is loaded tile by tile.
+    """Minimum and maximum of each row, which may be loaded tile by tile.
 
     Args:
         x: float32 [ROWS, COLUMNS].
-        inside: bool [1, COLUMNS] or [ROWS, COLUMNS]: which columns count.
+        inside: bool [1, COLUMNS] or [ROWS, COLUMNS]: columns to include.
 
     Returns:
-        Two int32 [ROWS, 1], with the order of the numbers but for NaN, which lies beyond Inf of its sign and so is not
-        lost. Those of several tiles meet by ``tl.minimum`` and ``tl.maximum``.
+        Two int32 [ROWS, 1] in the order of the values; NaN is beyond Inf of its sign, so it is not lost. Combine tiles
+        by ``tl.minimum`` and ``tl.maximum``.
     """
     key = _ordered(x.to(tl.int32, bitcast=True))
     low = tl.min(tl.where(inside, key, 0x7FFFFFFF), axis=1, keep_dims=True)
@@ -187,7 +187,7 @@ def integer_tile(x, words, low, high, BITS: tl.constexpr):
             inverse = tl.where(nothing, 0.0, inverse)
     code = _to_grid((x - bias) * inverse, words)
     code = tl.minimum(tl.where(code > 0.0, code, 0.0), STEPS)
-    # The scale shows whatever was not finite before it, in the row or as its bias.
+    # The scale is not finite if any value of the row, or its bias, is not.
     return tl.where(_is_finite(scale), tl.math.fma(code, scale, bias), float("nan"))
 
 
@@ -252,14 +252,14 @@ def microscaling_tile(
 
 @triton.jit
 def widen(x):
-    """float32 of a float16, bfloat16 or float32 tile, exactly."""
+    """Converts a float16, bfloat16 or float32 tile to float32, exactly."""
     # Bit operations: the interpreter converts bfloat16 denormals wrongly.
     return _float(x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) if x.dtype == tl.bfloat16 else x.to(tl.float32)
 
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """A float32 tile as float16, bfloat16 or float32, rounded to the nearest, ties to even."""
+    """Converts a float32 tile to float16, bfloat16 or float32, rounding to nearest, ties to even."""
     # Bit operations: the interpreter truncates to bfloat16.
     if dtype == tl.bfloat16:
         bits = tl.where(x == x, _bits(bfloat16_tile(x, None)), 0x7FC00000)
@@ -309,13 +309,13 @@ def _with_sign(magnitude, x):
 
 @triton.jit
 def _ordered(bits):
-    """int32 bits of floats as integers of the same order, and back."""
+    """Maps int32 bits of floats to integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _to_grid(t, words):
-    """Whole numbers: the nearest, ties to even, or by words t >= 0 down or up; |t| <= 2^22."""
+    """Rounds to integers: to nearest, ties to even, or by words (t >= 0) down or up; |t| <= 2^22."""
     y = (t + _ROUNDER) - _ROUNDER
     if words is not None:
         floor = tl.where(y > t, y - 1.0, y)  # tl.floor flushes denormals, and is slower
@@ -326,7 +326,7 @@ def _to_grid(t, words):
 
 @triton.jit
 def _half_beside(x, words, UP: tl.constexpr):
-    """float32 of a half: the nearest, or, with words, the one at or above x, else at or below."""
+    """A neighbouring half as float32: the nearest, or, with words, the one at or above x, else at or below."""
     half = x.to(tl.float16)
     if words is not None:
         bits = half.to(tl.int16, bitcast=True)
@@ -334,7 +334,7 @@ def _half_beside(x, words, UP: tl.constexpr):
             passed, away = half.to(tl.float32) < x, 1
         else:
             passed, away = half.to(tl.float32) > x, -1
-        # The bits are a magnitude below a sign: of negative halves the larger number has the smaller one.
+        # Sign and magnitude: among negative halves, the larger value has the smaller magnitude.
         bits = tl.where(passed, tl.where(bits < 0, bits - away, bits + away), bits)
         half = bits.to(tl.int16).to(tl.float16, bitcast=True)
     return half.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Shared parts of the Triton kernels for ops on the vectors of samples: checks in the CPU's words, sizes of tiles."""
+"""Shared parts of the Triton kernels on vectors of samples: checks with the CPU ops' messages, tile sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MOST, MOST_PROGRAMS = 2**20, 2**31 - 1
 
 
 def check_columns(t: Tensor, name: str) -> None:
-    """Raises ValueError for vectors with too few columns, or too many."""
+    """Raises ValueError for vectors with too few or too many columns."""
     fits = 1 <= t.shape[-1] <= MOST
     check(fits, f"{name} must have 1 to {MOST} columns, got shape {list(t.shape)}")
 
 
 def check_precision(precision: str) -> None:
-    """Raises ValueError for a precision that there is not."""
+    """Raises ValueError for an unknown precision."""
     check(precision in ("ieee", "tf32"), f'precision must be "ieee" or "tf32", got "{precision}"')
 
 
@@ -36,9 +36,9 @@ def tile_size(size: int, most: int) -> int:
 def tile_precision(dtype: torch.dtype, precision: str) -> str:
     """``input_precision`` of tl.dot for tiles of a dtype: for "ieee" of float32, three TF32 passes on an NVIDIA GPU.
 
-    A factor is split into its nearest TF32 number and the rest, of which TF32 keeps 11 significant bits; the product of
-    the rests is left out. A product is off by at most 2^-21 of itself. Inf and NaN come out as of float32's product,
-    but a factor of 2^128 - 2^116 or more has an infinite neighbour and gives Inf or NaN.
+    A factor is split into its nearest TF32 value and the rest, of which TF32 keeps 11 significant bits; the product of
+    the rests is dropped. The relative error of a product is at most 2^-21. Inf and NaN are as in float32's product,
+    but a factor of 2^128 - 2^116 or more rounds to infinity and gives Inf or NaN.
     """
     if torch.version.hip:
         return "ieee"  # only NVIDIA's tensor cores have TF32
