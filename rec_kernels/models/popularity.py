@@ -26,7 +26,7 @@ from rec_kernels.nn.tables.optimizers import Optimizer
 
 
 def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int]]:
-    """Partition ids into blocks with equal numbers of lookups.
+    """Partitions ids into blocks with equal numbers of lookups.
 
     Args:
         counts: [E], number of lookups of each id in the training data, at least 0. Counts beyond 2^53 are rounded.
@@ -34,9 +34,9 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
             previous block, so fewer blocks result if many ids are equally popular or few ids dominate.
 
     Returns:
-        ranks: int64 [E], the popularity rank of each id, 0 for the most popular; ties go to the smaller id.
-        block_sizes: number of ids per block, most popular block first, ascending. Pass both to
-            ``rk.mixed_dimensions`` (with ``threshold=0``) and ``rk.MixedDimensionEmbeddingBag``.
+        The popularity rank of each id, int64 [E], 0 for the most popular (ties go to the smaller id); and the number of
+        ids per block, most popular block first, ascending. Both are arguments of ``rk.mixed_dimensions`` (with
+        ``threshold=0``) and ``rk.MixedDimensionEmbeddingBag``.
 
     Raises:
         ValueError: counts are negative, not finite or not one-dimensional, or num_blocks is below 1.
@@ -57,7 +57,7 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
 
 
 def _block_sizes(counts: Tensor, num_blocks: int) -> list[int]:
-    """Divide descending ``counts`` into blocks with sums as equal as ascending block sizes allow."""
+    """Divides descending ``counts`` into blocks with sums as equal as ascending block sizes allow."""
     cumulative, start = counts.cumsum(0), 0
     sizes: list[int] = []
     if cumulative[-1] == 0:
