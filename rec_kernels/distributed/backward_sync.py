@@ -128,11 +128,11 @@ class BackwardSync:
 
         If the backward includes a lookup's, that one raises instead: it sends the header for which other ranks wait.
         """
-        runs_lookups = weakref.WeakMethod(self._runs_lookups)
+        method = weakref.WeakMethod(self._runs_lookups)
 
         def refuse(_: Tensor) -> None:
-            is_reported = runs_lookups()
-            if is_reported is None or not is_reported():
+            runs_lookups = method()
+            if runs_lookups is None or not runs_lookups():
                 raise RuntimeError(text)
 
         if weight.is_floating_point():

@@ -223,11 +223,8 @@ class SplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
             self._info = info = GlobalBatchInfo.of([message[:BATCH_INFO_SIZE] for message in self._received])
             if info is None:
                 raise_on_all_ranks(self._error, module.group, "refused its batch, and no rank has looked anything up")
-            ctx.batch_sizes, ctx.needs_weight_grad, ctx.training = (
-                info.batch_sizes,
-                info.needs_weight_grad,
-                info.training,
-            )
+            ctx.batch_sizes, ctx.training = info.batch_sizes, info.training
+            ctx.needs_weight_grad = info.needs_weight_grad
             ctx.weight_grad_bags = self._batch.bags if ctx.needs_weight_grad[module.routes.rank] else None
             with torch.no_grad():
                 self._variable_stride = module._prepare_output_dist(ctx, self._batch, self._bucketized, info)

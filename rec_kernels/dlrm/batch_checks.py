@@ -92,7 +92,7 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
             )
         if (jagged.keys() or name == "shared") and jagged.stride() != rows:
             raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
-        ids = (jagged.stored() if hasattr(jagged, "stored") else jagged).values()
+        ids = _stored(jagged).values()
         if ids.dtype not in ID_DTYPES:
             raise WrongBatchError(f"ids of {name} are {ids.dtype}, must be torch.int32 or torch.int64")
         weights = weights_of(jagged)
@@ -129,9 +129,14 @@ def _first_not_finite(values: Tensor) -> list[int] | None:
     return next(iter((~values.isfinite()).nonzero().tolist()), None)
 
 
+def _stored(jagged: Any) -> Any:
+    """The container that stores each distinct bag once, if ``jagged`` has one, else ``jagged``."""
+    return jagged.stored() if hasattr(jagged, "stored") else jagged
+
+
 def weights_of(jagged: Any) -> Tensor | None:
     """The weights of a jagged container's stored ids; None without weights."""
-    stored = jagged.stored() if hasattr(jagged, "stored") else jagged
+    stored = _stored(jagged)
     return stored.weights_or_none() if hasattr(stored, "weights_or_none") else None
 
 

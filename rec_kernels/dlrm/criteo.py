@@ -176,22 +176,26 @@ def read_rows(files: list[Path], *, progress: bool = False) -> Iterator[pa.Recor
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=not progress) as bar:
         for file in files:
-            done, before, is_gzip = 0, bar.n, file.suffix.lower() == ".gz"
-            with pa.OSFile(str(file)) as source:
-                try:
-                    for block in _open(pa.CompressedInputStream(source, "gzip") if is_gzip else source):
-                        rows = _convert(block)
-                        done += len(rows)
-                        bar.update(before + source.tell() - bar.n)
-                        yield rows
-                except _MalformedError as error:
-                    raise DataError(f"{file}, Row #{done + error.row + 1}: {error}; {EXPECTED}") from error
-                except (pa.ArrowInvalid, OSError) as error:
-                    raise DataError(f"{file}, {_placed(str(error), done)}; {EXPECTED}") from error
+            yield from _read_file(file, bar)
+
+
+def _read_file(file: Path, bar: tqdm) -> Iterator[pa.RecordBatch]:
+    done, before, is_gzip = 0, bar.n, file.suffix.lower() == ".gz"
+    with pa.OSFile(str(file)) as source:
+        try:
+            for block in _open(pa.CompressedInputStream(source, "gzip") if is_gzip else source):
+                rows = _convert(block)
+                done += len(rows)
+                bar.update(before + source.tell() - bar.n)
+                yield rows
+        except _MalformedError as error:
+            raise DataError(f"{file}, Row #{done + error.row + 1}: {error}; {EXPECTED}") from error
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{file}, {_placed(str(error), done)}; {EXPECTED}") from error
 
 
 def _placed(text: str, done: int) -> str:
-    """Prefix pyarrow's message with the row and the column's name; ``done`` is the number of rows read before."""
+    """Prefixes pyarrow's message with the row and the column's name; ``done`` is the number of rows read before."""
     if "straddl" in text:
         return f"after row {done}: a line of more than {BLOCK} bytes"
     row, column = re.search(r"Row #\d+: ", text), re.search(r"In CSV column #(\d+): ", text)

@@ -77,11 +77,7 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
         DataError: the checkpoint does not fit. Others: as in ``build_model``.
     """
     with checkpoint.as_data_error(directory):
-        found, generation = state["model"].get("embeddings.file_generation"), None
-        if found is not None:
-            if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
-                raise ValueError(f"file_generation is {short_repr(found)}, allowed is an int64 of 0 or more")
-            generation = int(found)
+        generation = _file_generation(state["model"])
     if (in_file := generation is not None) != (config.backing == "disk"):  # before build_model creates a file
         place, allowed = ("a file", "disk") if in_file else ("memory", "device or --backing host")
         raise DataError(
@@ -101,6 +97,16 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
         model.local_tables.close()
         raise
     return model
+
+
+def _file_generation(state: dict) -> int | None:
+    """The generation of the tables' file in a model's state; None without a file, ValueError if it is invalid."""
+    found = state.get("embeddings.file_generation")
+    if found is None:
+        return None
+    if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
+        raise ValueError(f"file_generation is {short_repr(found)}, allowed is an int64 of 0 or more")
+    return int(found)
 
 
 def row_cache(config: TrainConfig, directory: Path | None, generation: int | None = None) -> rk.RowCache | None:

@@ -88,10 +88,9 @@ class EmbeddingLayer(nn.Module):
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         own: dict[str, Any] = {name: given.pop(name) for name in _CONFIG_OPTIONS if name in given}
         dtype = dtype or torch.float32
-        if dtype != torch.float32:
-            format = _format_of_dtype(dtype)
-            if given or own:
-                own.setdefault("format", format)
+        format = _format_of_dtype(dtype)
+        if given or own:
+            own.setdefault("format", format)
         fill = _InitialRows(weight)
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **{"init": fill, **own})
         if weight is not None:

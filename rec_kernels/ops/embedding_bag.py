@@ -10,6 +10,8 @@ The ops (schemas and contract in csrc/embedding_bag/embedding_bag.cpp and .h, ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,7 @@ def embedding_bag(
     if is_padded:
         ids, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
     offsets = _checked_offsets(ids, offsets)
-    weight, options = _rows_of(weight, format, embedding_dim)
+    options = _row_options(weight, format, embedding_dim)
     options |= {"sparse": True} if sparse else {}
     options |= {} if padding_idx is None else {"padding_idx": _padding_row(padding_idx, len(weight))}
     options |= {} if output_dtype is None else {"output_dtype": output_dtype}
@@ -157,25 +159,25 @@ def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
         )
 
 
-def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:
-    """Returns the weight as the op takes it, and the op's options that describe its rows."""
+def _row_options(weight: Tensor, format: str | None, embedding_dim: int | None) -> dict[str, Any]:
+    """Returns the op's options that describe the rows of ``weight``: none for rows of floats."""
     if weight.dtype == torch.float32:
         if format not in (None, "fp32") or embedding_dim not in (None, weight.shape[-1]):
             raise ValueError(
                 f"weight is float32 [E, {weight.shape[-1]}]: format must be None or 'fp32', got {format!r}, and "
                 f"embedding_dim None, got {embedding_dim}; rk.quantize_rows makes rows of other formats"
             )
-        return weight, {}
+        return {}
     if weight.dtype in NARROW:
         own, columns = NARROW[weight.dtype], weight.shape[-1]
         if format not in (None, own) or embedding_dim not in (None, columns):
             raise ValueError(f"weight is {weight.dtype} [E, {columns}], got format={format!r}, {embedding_dim=}")
-        return weight, {}
+        return {}
     if weight.dtype != torch.uint8:
         raise ValueError(f"weight must be float32, float16, bfloat16 or uint8 rows of a format, got {weight.dtype}")
     if format is None or embedding_dim is None:
         raise ValueError(f"weight is {weight.dtype}: format and embedding_dim must say what its rows are")
-    return weight, {"format": format, "embedding_dim": embedding_dim}
+    return {"format": format, "embedding_dim": embedding_dim}
 
 
 def _padding_row(padding_idx: int, rows: int) -> int:

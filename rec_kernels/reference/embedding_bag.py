@@ -76,10 +76,8 @@ class Bags:
         """Positions of the valid ids of bag (feature, sample): in range and not padding."""
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
-        ids = self.values.tolist()
-        padding: int | None = self.padding_idx[feature] if isinstance(self.padding_idx, list) else self.padding_idx
-        if not isinstance(self.padding_idx, list) and padding == -1:
-            padding = None
+        ids, given = self.values.tolist(), self.padding_idx
+        padding = (None if given == -1 else given) if isinstance(given, int) else given[feature]
         return [p for p in positions if (num_ids is None or 0 <= ids[p] < num_ids) and ids[p] != padding]
 
 
