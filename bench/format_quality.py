@@ -1,6 +1,6 @@
 """Measures the row formats: bits, noise, the worst block, and the bias of stochastic rounding.
 
-Prints a table; with --write, writes bench/results/format_quality.json and the table of docs/results.md between its
+Prints a table; with --write, writes bench/results/format_quality.json and the table of docs/quality.md between its
 markers. Takes seconds; nothing here depends on the machine, only on torch's random numbers.
 """
 
@@ -19,7 +19,7 @@ import rec_kernels as rk
 from bench import RESULTS, ROOT
 
 RESULT = RESULTS / "format_quality.json"
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "quality.md"
 PART = re.compile(r"(<!-- generated: format quality -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
 ROWS, COLUMNS = 20_000, 128
@@ -90,7 +90,7 @@ def measure(format: str, rows: int) -> dict[str, object]:
 
 
 def table(formats: dict[str, dict]) -> str:
-    """The table of docs/results.md."""
+    """The table of docs/quality.md."""
     heads = ["format", "bits", "nearest, floor", "nearest, rceil", "stochastic"]
     heads += ["worst block, floor", "worst block, rceil", "bias", "bias, floor"]
     lines = []
@@ -118,7 +118,7 @@ def _worst(row: dict, name: str, number: int) -> str:
 def main(given: list[str] | None = None) -> None:
     """Measure, print and optionally write the results; ``given``: arguments instead of the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the JSON file and the table of docs/results.md")
+    parser.add_argument("--write", action="store_true", help="replace the JSON file and the table of docs/quality.md")
     write = parser.parse_args(given).write
     formats = {format: measure(format, ROWS) for format in rk.ROW_FORMATS}
     about = {

@@ -1,4 +1,4 @@
-"""Draws pictures of README and docs/results.md from bench/results: `python -m bench.pictures`, which `make docs` runs.
+"""Draws pictures of README and docs from bench/results: `python -m bench.pictures`, which `make docs` runs.
 
 Text stays text in them, so that a test can compare every number with the files.
 """

@@ -20,7 +20,7 @@ MENU = {
     "Use it": ("tutorial", "install", "modules", "convert", "distributed", "tuning", "cpp", "robustness", "status"),
     "Reference": ("glossary", "fbgemm", "api", "ops", "layouts", "numerics", "row_file"),
     "Trainer": ("trainer", "data", "studies"),
-    "Measured": ("results", "gallery", "benchmarks", "gpu-model", "first_light"),
+    "Measured": ("results", "quality", "gpu-results", "gallery", "benchmarks", "gpu-model", "first_light"),
 }
 #: How the module that defines a name begins -> heading in docs/api.md; the first that fits.
 KINDS = {

@@ -184,7 +184,7 @@ UPDATES = {
 
 @pytest.mark.full
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
-    """A change that needs more than its ceiling says so here, and in docs/results.md."""
+    """A change that needs more than its ceiling says so here, and in docs/gpu-results.md."""
     wanted = re.compile(r"11pool_kernel.*(Li32ELi[124]|Li16ELi2)ELb")
     kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if wanted.search(s)]
     for (format, weighted), widths in LOOKUPS.items():

@@ -203,7 +203,7 @@ def published(name: str) -> dict:
 
 
 def test_published_results_give_the_published_numbers():
-    """Findings agree with the words of docs/results.md, computed there by hand."""
+    """Findings agree with the words of docs/quality.md, computed there by hand."""
     dimensions, cache = published("dimensions_quality"), published("cache_quality")
     ahead = Auc("mixed8", ("dim2",))(dimensions)
     assert (ahead.value, ahead.low, ahead.high) == tuple(pytest.approx(v, abs=5e-5) for v in (0.0060, 0.0018, 0.0101))

@@ -139,9 +139,8 @@ def planned(command: str) -> tuple:
 
 
 def test_the_list_is_what_the_results_are_of():
-    lines = re.findall(
-        r"^ {4}(python -m bench.studies compare .*)", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE
-    )
+    pages = "\n".join((ROOT / "docs" / page).read_text() for page in ("quality.md", "results.md"))
+    lines = re.findall(r"^ {4}(python -m bench.studies compare .*)", pages, re.MULTILINE)
     published = [planned(line) for line in lines]
     for experiment in EXPERIMENTS:
         plan = experiment.plan(TrainConfig(runs_dir="x"))
@@ -358,7 +357,7 @@ def test_bytes_are_shares_of_the_reference():
     shares = container.lines[0].get_xdata()
     assert len(shares) == len(result["configurations"]) - 1
     assert half["table_bytes"] / result["configurations"][0]["table_bytes"] in shares
-    # Sizes in bytes that nothing dominates, by hand from the table in docs/results.md.
+    # Sizes in bytes that nothing dominates, by hand from the table in docs/quality.md.
     assert [text.get_text() for text in axes.texts] == ["qr15-int8", "qr4-int8", "mixed8", "mixed2"]
     speed = reproduce_pictures.speed(result)
     assert len(speed.axes[0].patches) == len(result["configurations"])
