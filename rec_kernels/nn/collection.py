@@ -62,7 +62,7 @@ class TableCollection(nn.Module):
     step: Tensor
     row_cache: CacheState | None
     _weights: Tensor
-    _memory: dict[str, Any]
+    _memory: dict[str, Tensor]
     _layout: LayoutBuffers
     _tied: Tied
     _update: FusedUpdate | None = None

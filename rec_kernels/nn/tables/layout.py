@@ -160,8 +160,8 @@ def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def register_memory(
-    module: nn.Module, weights: Tensor, state: Mapping[str, Tensor | None], *, is_bytes: bool
-) -> dict[str, Tensor | None]:
+    module: nn.Module, weights: Tensor, state: Mapping[str, Tensor], *, is_bytes: bool
+) -> dict[str, Tensor]:
     """Sets a collection's flat rows as ``_weights``, and registers the scalars of its optimizer state as buffers.
 
     The flat tensors are not buffers: code that copies, broadcasts or averages a module's members already handles the
@@ -185,14 +185,13 @@ def tensors_of(module: Any) -> dict[str, Any]:
     return {"_weights": module._weights, **module._memory, **module._buffers}
 
 
-def mark_static(*tensors: Tensor | None) -> None:
+def mark_static(*tensors: Tensor) -> None:
     """Marks tensors as static for torch.compile, like torch._dynamo.mark_static_address, but faster.
 
     Buffers are static by default. A CUDA graph would copy other tensors before each replay.
     """
     for tensor in tensors:
-        if tensor is not None:
-            tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+        tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def move_whole(module: nn.Module, names: list[str], device: torch.device) -> None:
@@ -213,7 +212,7 @@ def move_memory(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
     move_buffers(module, fn)
     if "_weights" not in module._buffers:
         module._weights = uncast(module._weights, fn)
-    module._memory = {name: None if flat is None else uncast(flat, fn) for name, flat in module._memory.items()}
+    module._memory = {name: uncast(flat, fn) for name, flat in module._memory.items()}
 
 
 def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:

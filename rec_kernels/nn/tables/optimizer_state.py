@@ -14,9 +14,6 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, StoredTable
 from rec_kernels.nn.tables.optimizers import Optimizer, check_optimizer
 from rec_kernels.ops.embedding_bag import table_starts
 
-#: All kinds of optimizer state.
-KINDS = ("sum", "exp_avg", "exp_avg_sq")
-
 
 class TableOptimizers:
     """The optimizers of a collection's tables. Optimizers that differ only in ``lr`` count as one.

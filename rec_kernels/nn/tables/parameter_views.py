@@ -50,7 +50,7 @@ class Tied(NamedTuple):
 
 
 def tie_tables(
-    tables: Tables, features: FeatureMap, weights: Tensor, buffers: Mapping[str, Tensor | None], *, is_fused: bool
+    tables: Tables, features: FeatureMap, weights: Tensor, buffers: Mapping[str, Tensor], *, is_fused: bool
 ) -> Tied:
     """Makes the parameters of ``tables`` views of the flat tensors, and registers format and state buffers.
 

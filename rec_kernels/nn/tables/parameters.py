@@ -90,7 +90,7 @@ class Table(nn.Module):
 
     def _views(self) -> dict[str, Tensor]:
         """The fused optimizer's state tensors, which are views of flat tensors like the weight."""
-        return {name: t for name, t in self._buffers.items() if name != "format" and t is not None}
+        return {name: t for name, t in self._buffers.items() if name != "format"}
 
     def empty_views(self) -> dict[int, Tensor]:
         """Maps the ``id`` of each view of a flat tensor to an empty tensor of the same kind."""

@@ -16,7 +16,6 @@ from torch.amp import GradScaler
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.layout import LayoutBuffers
-from rec_kernels.nn.tables.optimizer_state import KINDS
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.training.accumulate import Lookup, Pending
@@ -30,21 +29,20 @@ _ops = torch.ops.rec_kernels
 Buffers = Mapping[str, Any]
 
 
-def optimizer_tensors(features: FeatureMap, device: torch.device | str | None) -> dict[str, Tensor | None]:
+def optimizer_tensors(features: FeatureMap, device: torch.device | str | None) -> dict[str, Tensor]:
     """Creates the tensors that updates of a collection read and write.
 
     ``lr``, ``step`` and ``beta_powers`` are scalars or short vectors; ``lr`` has one element per table if a table has
-    its own. ``_sum``, ``_exp_avg`` and ``_exp_avg_sq`` hold the state of all tables, None if the optimizer has none of
-    that kind. With several optimizers, each has its own state, with its index in the name, and those with betas their
-    own ``beta_powers``.
+    its own. ``_sum``, ``_exp_avg`` and ``_exp_avg_sq`` hold the state of all tables, if the optimizer has this kind.
+    With several optimizers, each has its own state, with its index in the name, and those with betas their own
+    ``beta_powers``.
     """
-    tensors: dict[str, Tensor | None] = {}
+    tensors: dict[str, Tensor] = {}
     default = features.optimizers.default
     if default is not None:
         size = [max(features.table_ids) + 1] if any(t.rate is not None for t in features.tables) else []
         tensors["lr"] = torch.full(size, default.lr, dtype=torch.float32, device=device)
         tensors["step"] = torch.zeros((), dtype=torch.int64, device=device)
-    tensors |= {f"_{kind}": None for kind in KINDS}
     for number, places in enumerate(features.states):
         for kind in places.kinds:
             tensors[features.state_name(kind, number)] = zeros(places.size(kind), places.dtype(kind), device)
@@ -129,7 +127,7 @@ def _state_buffers(features: FeatureMap, number: int) -> dict[str, str]:
 
 def state_of(buffers: Buffers) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """The ops' first arguments. Reading the dict avoids nn.Module's slow attribute lookup."""
-    return buffers["_weights"], buffers["_sum"], buffers["step"], buffers["lr"]
+    return buffers["_weights"], buffers.get("_sum"), buffers["step"], buffers["lr"]
 
 
 def update_tables(
