@@ -410,7 +410,7 @@ class TableCollection(nn.Module):
     def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
         options = self._update_options(tensors := tensors_of(self)) | scaling
-        options |= self._store.found_for(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
+        options |= self._store.update_arguments(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
         layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
         update_tables(lookup, tensors, options, self._update.of_each(tensors, layouts))
 

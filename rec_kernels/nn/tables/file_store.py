@@ -94,9 +94,9 @@ class FileStore(TableStore):
             self.file.load(rows, rows[:0])
             return super().row(weight, number).clone()  # the next load may evict it
 
-    def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
-        self._load_for_update(call)
-        return super().update_arguments(call)
+    def _update_arguments(self, call: Callable[[], TableCall]) -> dict[str, Tensor]:
+        self._load_for_update(call())
+        return super()._update_arguments(call)
 
     def _load_for_update(self, call: TableCall) -> None:
         """Loads the uncached rows of an update."""

@@ -403,26 +403,3 @@ def marks_of(tags: Tensor) -> Tensor:
 def _logical_shift(h: Tensor) -> Tensor:
     """Logical right shift by 33 bits."""
     return (h >> 33) & ((1 << 31) - 1)
-
-
-def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, tables: list[str]) -> bool:
-    """Removes the cache from a state that is about to be loaded, unless this cache can load it.
-
-    Args:
-        prefix: prefix of the collection's names in the state.
-        tables: the names of the tables' weights in the state.
-
-    Returns:
-        True if this cache must be flushed before loading: the state lacks some tables, which keep their rows.
-    """
-    prefix += "row_cache."
-    missing = [name for name in tables if name not in state_dict]
-    if cache is not None and not missing:
-        return False
-    # The state was flushed when it was saved: its tables have all rows.
-    for name in [n for n in state_dict if n.startswith(prefix)]:
-        del state_dict[name]
-    if cache is not None and missing == tables:
-        state_dict.update(cache.own_state(prefix))
-        return False
-    return cache is not None

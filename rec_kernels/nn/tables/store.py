@@ -18,7 +18,7 @@ from torch import Tensor
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.host_memory import host_zeros, pinned, staying
 from rec_kernels.nn.tables.prefetch import PrefetchedBatch, TableCall
-from rec_kernels.nn.tables.row_cache import CacheState, choose_cache
+from rec_kernels.nn.tables.row_cache import CacheState
 from rec_kernels.nn.tables.rows import initialize
 from rec_kernels.nn.tables.storage import zeros
 
@@ -116,14 +116,16 @@ class TableStore:
     def _insert(self, call: TableCall) -> Tensor:
         return self.cache.insert(call.weights, call.bags[:2], call.layout, call.rounding)
 
-    def found_for(self, update: Callable[[], TableCall]) -> dict[str, Tensor]:
-        """``update_arguments`` of ``update()``, which is called only if needed; all ranks raise a rank's load error."""
-        if self.agree is not None:
-            return self.agree(lambda: self.update_arguments(update()))
-        return {} if self.cache is None else self.update_arguments(update())
+    def update_arguments(self, call: Callable[[], TableCall]) -> dict[str, Tensor]:
+        """The cache arguments of the update ``call()``, made only if rows must be loaded for it.
 
-    def update_arguments(self, call: TableCall) -> dict[str, Tensor]:
-        """The cache arguments of an update."""
+        All ranks raise the error of a rank that could not load its rows.
+        """
+        if self.agree is not None:
+            return self.agree(lambda: self._update_arguments(call))
+        return self._update_arguments(call)
+
+    def _update_arguments(self, call: Callable[[], TableCall]) -> dict[str, Tensor]:
         return {} if self.cache is None else self.cache.update_arguments()
 
     def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
@@ -167,15 +169,25 @@ class TableStore:
         return {}
 
     def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
-        """Removes entries from a state that this store cannot load.
+        """Removes the cache from a state that is about to be loaded, unless this store's cache can load it.
 
         Args:
             prefix: prefix of the collection's names. weights: the names of its tables' weights.
 
         Returns:
-            True if the cache must be flushed before loading.
+            True if the cache must be flushed before loading: the state lacks some tables, which keep their rows.
         """
-        return choose_cache(self.cache, state_dict, prefix, weights)
+        cache, own = self.cache, f"{prefix}row_cache."
+        missing = [name for name in weights if name not in state_dict]
+        if cache is not None and not missing:
+            return False
+        # The state was flushed when it was saved: its tables have all rows.
+        for name in [n for n in state_dict if n.startswith(own)]:
+            del state_dict[name]
+        if cache is not None and missing == weights:
+            state_dict.update(cache.own_state(own))
+            return False
+        return cache is not None
 
     @torch.no_grad()
     def flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object], step: Tensor) -> None:
