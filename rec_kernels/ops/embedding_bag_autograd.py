@@ -237,9 +237,9 @@ def _setup_fused(ctx, inputs, output) -> None:
 def _backward_fused(ctx, grad: Tensor, _, updates: Sequence[dict[str, Any]] | None = None):
     if ctx.version is not None:
         if torch.compiler.is_compiling():  # compiled autograd, whose graphs do not change version counters
-            from rec_kernels.ops.graph_breaks import check_in_python
+            from rec_kernels.ops.graph_breaks import check_version
 
-            check_in_python(_check_version, ctx.watched, ctx.version)
+            check_version(_check_version, ctx.watched, ctx.version)
         else:
             _check_version(ctx.watched, ctx.version)
     weights, given = _saved_arguments(ctx)

@@ -71,7 +71,7 @@ class FileStore(TableStore):
                 "collection in memory, and export its for_serving()"
             )
         if torch.compiler.is_compiling():
-            from rec_kernels.nn.graph_breaks import pin_file_rows
+            from rec_kernels.ops.graph_breaks import pin_file_rows
 
             return pin_file_rows(self.file.held)
         return self.file.held()

@@ -118,7 +118,7 @@ class PrefetchedBatch:
         Raises:
             RuntimeError: another batch was prefetched, or the lookup is not in training.
         """
-        from rec_kernels.nn.graph_breaks import prepare_prefetched
+        from rec_kernels.ops.graph_breaks import prepare_prefetched
 
         return prepare_prefetched(self._take, bags, inserts)
 
@@ -141,7 +141,7 @@ class PrefetchedBatch:
     def wait(self) -> None:
         """Makes the current stream wait for the insertion, before other operations read the cache."""
         if not self.is_empty:
-            from rec_kernels.nn.graph_breaks import prepare_prefetched
+            from rec_kernels.ops.graph_breaks import prepare_prefetched
 
             prepare_prefetched(self._wait)
 

@@ -115,7 +115,7 @@ class Pending:
             pooled: output of the lookup. shared: as in ``Lookup``.
             bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
         """
-        from rec_kernels.nn.graph_breaks import record_lookup
+        from rec_kernels.ops.graph_breaks import record_lookup
 
         return record_lookup(self._record, pooled, shared, *bags)
 

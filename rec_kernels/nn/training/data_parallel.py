@@ -37,7 +37,7 @@ def refuse_data_parallel(tables: Any) -> None:
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
     if torch.compiler.is_compiling():
-        from rec_kernels.nn.graph_breaks import warn_while_traced
+        from rec_kernels.ops.graph_breaks import warn_while_traced
 
         warn_while_traced(warn_unsynchronized)
     else:

@@ -88,7 +88,7 @@ class Untrained:
         if self._has_warned or not training or not any(flag.requires_grad for flag in self._grad_flags):
             return
         if torch.compiler.is_compiling():
-            from rec_kernels.nn.graph_breaks import warn_while_traced
+            from rec_kernels.ops.graph_breaks import warn_while_traced
 
             if not is_exporting():
                 warn_while_traced(_warn_of_untrained, self._formats)

@@ -284,7 +284,7 @@ class FusedUpdate:
         """
         if self._scaler is not None:
             if torch.compiler.is_compiling():
-                from rec_kernels.nn.graph_breaks import scale_while_traced
+                from rec_kernels.ops.graph_breaks import scale_while_traced
 
                 return {"grad_scale": scale_while_traced(self._scaler, self._one)}
             if self.token.is_cuda and torch.cuda.is_current_stream_capturing():
