@@ -380,7 +380,11 @@ def _checked_no_more() -> None:
             for options in ({}, SGD, {"mode": "max"})
         ),
         (ValueError, _checked_no_more, 'bounds_check must be "error" for mode "max", got \'ignore\''),
-        (AttributeError, lambda: setattr(rk.Embedding(9, 4, **SGD).collection, "optimizer", None), "no setter"),
+        (
+            AttributeError,
+            lambda: setattr(rk.Embedding(9, 4, **SGD).collection, "optimizer", None),
+            "optimizer cannot be set to None: it is fixed when the collection is made",
+        ),
         (
             NotImplementedError,
             lambda: rk.EmbeddingBag(9, 4, mode="max")(PADDED % 9, None, torch.ones(3, 3)),

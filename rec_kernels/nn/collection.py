@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from rec_kernels.nn import late_errors
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.collection_options import check_options, is_traced, read_only, refuse_setting
+from rec_kernels.nn.collection_options import check_options, is_traced, refuse_setting
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, shown
@@ -69,7 +69,6 @@ class TableCollection(nn.Module):
     _convert = False  # whether loading converts tables in other row formats
     _pools = True  # whether ``forward`` pools each bag into one row
     _holder = "embedding_bags"  # name of the submodule that holds the tables
-    optimizer, rounding, output_dtype, seed = read_only("_given", 4)
 
     def __init__(
         self,
@@ -89,13 +88,15 @@ class TableCollection(nn.Module):
         optimizers = TableOptimizers(tables, optimizer)
         check_options(optimizers.default, output_dtype, bounds_check, rounding, seed, cache, is_weighted)
         self._features = FeatureMap(tables, optimizers, numbers_rows=cache is not None, is_weighted=is_weighted)
-        self._given = optimizers.default, rounding, output_dtype, int(seed)
+        self.optimizer, self.output_dtype = optimizers.default, output_dtype
+        self.rounding, self.seed = rounding, int(seed)
         self._store = make_store(self._features, cache, device)
         self.row_cache = self._store.cache
         try:
             places = None if self.row_cache is None else self.row_cache.places()
-            layout = {"bounds_check": bounds_check, "seed": self.seed, "device": device}
-            self._layout = LayoutBuffers(self._features, places, **layout)
+            self._layout = LayoutBuffers(
+                self._features, places, bounds_check=bounds_check, seed=self.seed, device=device
+            )
             self._make_tables(device)
         except BaseException:
             self.close()  # the exception's traceback keeps the collection alive, which would keep a file locked

@@ -1,8 +1,7 @@
-"""Argument checks of both collections, read-only options, and attributes that cannot be set."""
+"""Argument checks of both collections, and attributes that cannot be set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,25 +15,16 @@ from rec_kernels.nn.training.fused_update import FusedUpdate
 from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
-
-def read_only(name: str, count: int) -> Iterator[Any]:
-    """Properties that read the items of a tuple attribute: options fixed at construction."""
-
-    def of_item(item: int) -> Any:
-        return property(lambda self: getattr(self, name)[item])
-
-    return map(of_item, range(count))
-
-
-#: Tensors that the kernels read, and how to change them.
+#: Attributes that cannot be set, and how to change them.
 _SETTERS = {
     "lr": "set param_groups[0]['lr'] of the collection's fused_optimizer, which writes it where kernels read it",
     "step": "write the tensor that it is, with step.fill_()",
+    **dict.fromkeys(("optimizer", "rounding", "output_dtype", "seed"), "it is fixed when the collection is made"),
 }
 
 
 def refuse_setting(collection: nn.Module, holder: str, name: str, value: object) -> None:
-    """Raises an error for an assignment to an attribute that kernels read, or that holds the tables.
+    """Raises an error for an assignment to an attribute that kernels read, to a fixed option, or to the tables.
 
     Args:
         holder: name of the module that holds the tables.
@@ -42,8 +32,9 @@ def refuse_setting(collection: nn.Module, holder: str, name: str, value: object)
     Raises:
         AttributeError or RuntimeError: the attribute cannot be set.
     """
-    buffers = collection.__dict__.get("_buffers", {})
-    if name in _SETTERS and name in buffers and (name == "lr" or value is not buffers[name]):  # step += 1 is fine
+    own = collection.__dict__
+    exists = name in own or name in own.get("_buffers", ())
+    if name in _SETTERS and exists and not (name == "step" and value is collection.step):  # step += 1 is fine
         raise AttributeError(f"{name} cannot be set to {value!r}: {_SETTERS[name]}")
     refuse_replacing(collection, name, value, holder)
 
