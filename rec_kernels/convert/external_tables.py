@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rec_kernels.nn.tables.optimizers import LAMB, SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad, RowwiseAdam
-from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.row_formats import FLOAT_FORMATS
 
 #: Op name -> optimizer of this package; ``rk.AdamW`` shares "adam".
 FAMILIES: dict[str, type[Optimizer]] = {
@@ -133,7 +133,7 @@ def check_weight(name: str, weight: Tensor) -> None:
             f"table {name!r}: weight must be an ordinary tensor, got {type(weight.detach()).__name__}: convert the "
             "model before it is sharded or quantized"
         )
-    if weight.dim() != 2 or weight.dtype not in FLOAT_DTYPES.values():
+    if weight.dim() != 2 or weight.dtype not in FLOAT_FORMATS:
         raise ValueError(
             f"table {name!r}: weight must be [num_embeddings, embedding_dim] float32, float16 or bfloat16, got "
             f"{list(weight.shape)} {weight.dtype}"

@@ -30,7 +30,7 @@ from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, Embedd
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.tables.torchrec_configs import from_torchrec
-from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.row_formats import FLOAT_FORMATS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -159,7 +159,7 @@ def _has_hooks(theirs: nn.Module) -> bool:
 
 def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
     """Raises ValueError if trained rows would have no optimizer: torch's optimizers train fp32 rows only."""
-    formats = {given["format"]} if "format" in given else {_format(w) for w in external.weights()}
+    formats = {given["format"]} if "format" in given else {FLOAT_FORMATS[w.dtype] for w in external.weights()}
     if "optimizer" not in given and formats - {"fp32"} and external.is_trained:
         raise ValueError(
             f"rows of format {', '.join(sorted(formats - {'fp32'}))} are trained by fused optimizers only: give "
@@ -182,13 +182,20 @@ def _build(theirs: Any, external: ExternalTables, given: dict[str, Any], own: Se
         kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
         names = zip(external.names(), fbgemm_tables.features_of(theirs), weights, strict=True)
         tables = [
-            kind(*w.shape, name=n, feature_names=f, format=format or _format(w), init=DeferredInit(), **options)
+            kind(
+                *w.shape,
+                name=n,
+                feature_names=f,
+                format=format or FLOAT_FORMATS[w.dtype],
+                init=DeferredInit(),
+                **options,
+            )
             for n, f, w in names
         ]
     else:
         pooling = getattr(theirs, "embedding_bag_configs", None)
         given["is_weighted"] = pooling is not None and theirs.is_weighted()
-        tables = _configs(theirs, [format or _format(w) for w in weights])
+        tables = _configs(theirs, [format or FLOAT_FORMATS[w.dtype] for w in weights])
     for i, optimizer in enumerate(own):
         if optimizer != own[0]:
             tables[i] = dataclasses.replace(tables[i], optimizer=optimizer)
@@ -209,7 +216,7 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         layer = kind(*shape, **{**sizes, "device": "meta", "sparse": theirs.sparse})
         layer.weight = theirs.weight
         return layer
-    own = {"format": _format(theirs.weight), "output_dtype": theirs.weight.dtype}
+    own = {"format": FLOAT_FORMATS[theirs.weight.dtype], "output_dtype": theirs.weight.dtype}
     later = {} if theirs.weight.is_meta else {"init": DeferredInit()}
     return kind(*shape, **sizes, **{**own, **later, **given})
 
@@ -232,10 +239,6 @@ class DeferredInit:
 
     def __call__(self, rows: Tensor) -> None:
         rows.detach().zero_()
-
-
-def _format(weight: Tensor) -> str:
-    return next(name for name, dtype in FLOAT_DTYPES.items() if dtype == weight.dtype)
 
 
 def _copy_modes(ours: Any, theirs: Any) -> nn.Module:

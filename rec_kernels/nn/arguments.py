@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.layout_records import check_tensor
-from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.row_formats import FLOAT_FORMATS
 
 #: The largest finite float32.
 LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -95,6 +95,6 @@ def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
         return
     # "meta" has no autocast. torch.amp.is_autocast_available() knows, but breaks graphs of torch 2.10 and 2.11.
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    if not (autocast and x.dtype in FLOAT_DTYPES.values()):
+    if not (autocast and x.dtype in FLOAT_FORMATS):
         allowed = "float32, float16 or bfloat16 under autocast" if autocast else f"that of the parameters, {own}"
         raise ValueError(f"{name} must be {allowed}, got {x.dtype}")

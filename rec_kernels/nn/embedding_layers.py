@@ -23,7 +23,7 @@ from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.embedding_bag import check_ids, embedding_bag, read_bags, refuse_norms
 from rec_kernels.ops.layout_records import check_tensor
-from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
+from rec_kernels.ops.row_formats import FLOAT_FORMATS, dequantize_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -289,10 +289,9 @@ def _layer_name(name: str) -> str:
 
 
 def _format_of_dtype(dtype: torch.dtype, name: str = "dtype") -> str:
-    names = {known: format for format, known in FLOAT_DTYPES.items()}
-    if dtype not in names:
+    if dtype not in FLOAT_FORMATS:
         raise ValueError(f"{name} must be torch.float32, float16 or bfloat16, got {dtype}")
-    return names[dtype]
+    return FLOAT_FORMATS[dtype]
 
 
 def _check_rows(embeddings: Tensor) -> None:

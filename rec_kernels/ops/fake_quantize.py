@@ -10,7 +10,7 @@ from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fake_quantize_traced import fake_quantize_rows
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.layout_records import check_tensor
-from rec_kernels.ops.row_formats import FLOAT_DTYPES, as_scalar, row_bytes
+from rec_kernels.ops.row_formats import FLOAT_FORMATS, as_scalar, row_bytes
 
 _ops = torch.ops.rec_kernels
 
@@ -75,7 +75,7 @@ def check_arguments(
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must have at least one column, got shape {list(x.shape)}")
     row_bytes(format, 1)  # raises for an unknown format
-    if x.dtype not in FLOAT_DTYPES.values():
+    if x.dtype not in FLOAT_FORMATS:
         raise ValueError(f"x must be float32, float16 or bfloat16, got {str(x.dtype).removeprefix('torch.')}")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f'rounding must be "nearest" or "stochastic", got "{rounding}"')

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rec_kernels.ops.autograd import differentiable_once
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
-from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.row_formats import FLOAT_FORMATS
 
 _ops = torch.ops.rec_kernels
 
@@ -30,7 +30,7 @@ def fake(
 def setup_context(ctx, inputs, output) -> None:
     """Saves the row positions for the backward. Raises ValueError for dtypes without a gradient."""
     values, *where, _ = inputs
-    if values.dtype not in FLOAT_DTYPES.values():
+    if values.dtype not in FLOAT_FORMATS:
         raise ValueError(
             f"values are {values.dtype} and require a gradient, which is of float32, float16 and bfloat16 only: "
             "detach them"

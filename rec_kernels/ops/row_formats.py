@@ -37,6 +37,7 @@ _SIZES = {
 ROW_FORMATS = tuple(_SIZES)
 # Formats that are a torch dtype.
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FLOAT_FORMATS = {dtype: format for format, dtype in FLOAT_DTYPES.items()}
 
 _FINITE_ONLY = ("int8", "int4", "int2")
 _NO_POSITION = torch.iinfo(torch.int64).max

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rec_kernels.nn.tables.config import BAG_FORMATS, StoredTable
 from rec_kernels.nn.tables.rows import convert as convert_rows
-from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
+from rec_kernels.ops.row_formats import FLOAT_DTYPES, FLOAT_FORMATS, row_bytes
 
 _ASSIGN = "assign_to_params_buffers"  # torch's key in every module's metadata
 
@@ -166,9 +166,8 @@ def format_of_state(rows: object, name: object, table: StoredTable) -> str | Non
     """The format of rows in a state. None: unknown, or floats that torch casts. "": bytes without a format name."""
     if not isinstance(rows, Tensor):
         return None
-    for format, dtype in FLOAT_DTYPES.items():
-        if rows.dtype == dtype:
-            return format
+    if rows.dtype in FLOAT_FORMATS:
+        return FLOAT_FORMATS[rows.dtype]
     if rows.dtype != torch.uint8:
         return None if table.format in FLOAT_DTYPES else "fp32"
     if isinstance(name, FakeTensor):
