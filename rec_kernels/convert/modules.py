@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,12 @@ from rec_kernels.convert.tables import (
 )
 from rec_kernels.convert.torch_tables import TrainedBy
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.collection_options import CollectionOptions, check_names
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.optimizers import Optimizer
-from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.tables.torchrec_configs import from_torchrec
 from rec_kernels.ops.row_formats import FLOAT_FORMATS
 
@@ -38,19 +38,7 @@ if TYPE_CHECKING:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class ConvertOptions(TypedDict, total=False):
-    """Arguments of ``rk.EmbeddingBagCollection``, and one row format, for the converted tables."""
-
-    optimizer: Optimizer | None
-    format: str
-    cache: RowCache | None
-    output_dtype: torch.dtype
-    bounds_check: str
-    rounding: str
-    seed: int
-
-
-def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]) -> nn.Module:
+def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: Unpack[CollectionOptions]) -> nn.Module:
     """Converts a module of another package to one of this package, with its tables; the original is unchanged.
 
     Args:
@@ -79,9 +67,7 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
         ValueError: ``theirs`` is a subclass, is sharded, or has hooks or unsupported options; no optimizer here is
             equivalent to the one that trained it; and the errors of ``rk.import_tables``.
     """
-    unknown = sorted(set(options) - set(ConvertOptions.__annotations__))
-    if unknown:
-        raise TypeError(f"convert_embeddings() got an unexpected keyword argument {unknown[0]!r}")
+    check_names("convert_embeddings", options, CollectionOptions)
     if isinstance(theirs, (Mapping, nn.ModuleDict)):
         raise TypeError("theirs must be one module, got several: rk.import_tables copies them into a collection")
     if reason := refusal(theirs):

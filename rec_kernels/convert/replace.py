@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.convert.modules import ConvertOptions, convert_embeddings, refusal
+from rec_kernels.convert.modules import convert_embeddings, refusal
 from rec_kernels.convert.quantized import is_fbgemm_quantized, is_quantized, quantized_parts
 from rec_kernels.convert.tables import is_fbgemm, is_other, is_ours, is_sharded, torchrec_layers
 from rec_kernels.convert.torch_tables import TrainedBy, flatten_optimizers, parameters_of
+from rec_kernels.nn.collection_options import CollectionOptions
 from rec_kernels.nn.training.dense_parameters import dense_parameters, in_backward, mark_replaced
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ReplacedEmbeddings:
 
 
 def replace_embeddings(
-    model: nn.Module, *, trained_by: TrainedBy = None, **options: Unpack[ConvertOptions]
+    model: nn.Module, *, trained_by: TrainedBy = None, **options: Unpack[CollectionOptions]
 ) -> ReplacedEmbeddings:
     """Replaces the embeddings of a model by this package's, in place, with their rows and optimizer state.
 
@@ -135,7 +136,7 @@ class _Conversion:
 
     module: Any
     trained_by: TrainedBy
-    options: ConvertOptions
+    options: CollectionOptions
 
     @property
     def keeps_parameter(self) -> bool:

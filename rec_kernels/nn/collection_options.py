@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -14,6 +15,25 @@ from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.fused_update import FusedUpdate
 from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+
+class CollectionOptions(TypedDict, total=False):
+    """Options of tables that all tables of a module share: arguments of ``rk.EmbeddingBagCollection``, and a format."""
+
+    optimizer: Optimizer | None
+    format: str
+    cache: RowCache | None
+    output_dtype: torch.dtype
+    bounds_check: str
+    rounding: str
+    seed: int
+
+
+def check_names(function: str, options: Mapping[str, object], kind: type) -> None:
+    """Raises TypeError, as Python does, for an option of a function that is no key of the TypedDict ``kind``."""
+    if unknown := sorted(set(options) - set(kind.__annotations__)):
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+
 
 #: Attributes that cannot be set, and how to change them.
 _SETTERS = {

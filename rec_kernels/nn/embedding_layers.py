@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from rec_kernels.nn import pooled_lookups
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.collection_options import CollectionOptions, check_names
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.checks import check_bounds
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
-from rec_kernels.nn.tables.optimizers import Optimizer
-from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.ops.bad_ids import explain_input
 from rec_kernels.ops.embedding_bag import check_ids, embedding_bag, read_bags, refuse_norms
 from rec_kernels.ops.layout_records import check_tensor
@@ -31,18 +30,11 @@ if TYPE_CHECKING:
 _NAME = "weight"  # the table's name in its collection
 
 
-class TableOptions(TypedDict, total=False):
+class TableOptions(CollectionOptions, total=False):
     """Table options: arguments of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``."""
 
-    optimizer: Optimizer | None
-    format: str
     compression: Compression | None
     init: Callable[[Tensor], object] | None
-    cache: RowCache | None
-    output_dtype: torch.dtype
-    bounds_check: str
-    rounding: str
-    seed: int
 
 
 _CONFIG_OPTIONS = ("format", "compression", "init")
@@ -77,14 +69,13 @@ class EmbeddingLayer(nn.Module):
         self,
         config: dict[str, Any],
         weight: Tensor | None,
+        sparse: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         options: TableOptions,
     ) -> None:
         super().__init__()
-        unknown = sorted(set(options) - set(TableOptions.__annotations__))
-        if unknown:
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        check_names(type(self).__name__, options, TableOptions)
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         own: dict[str, Any] = {name: given.pop(name) for name in _CONFIG_OPTIONS if name in given}
         dtype = dtype or torch.float32
@@ -95,6 +86,11 @@ class EmbeddingLayer(nn.Module):
         table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **{"init": fill, **own})
         if weight is not None:
             _check_initial(weight, table)
+        if sparse and (given or own):
+            raise ValueError(
+                "sparse must be False beside options of the table: no gradient of it is stored, or a dense one"
+            )
+        self.sparse = sparse
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
@@ -140,12 +136,12 @@ class EmbeddingLayer(nn.Module):
             self._refuse_replaced(collection._held)
         return pooled_lookups.look_up_bags(collection, SelectedKeys(ids, offsets, factors, None))
 
-    def _rows(self, ids: Tensor, *, sparse: bool = False) -> Tensor:
+    def _rows(self, ids: Tensor) -> Tensor:
         """[N, D]: the rows of ids [N]."""
         each = torch.arange(ids.shape[0] + 1, device=ids.device)
         if self.collection is not None:
             return self._pooled(ids, each, None)
-        options: dict[str, Any] = {"include_last_offset": True, "padding_idx": self.padding_idx, "sparse": sparse}
+        options: dict[str, Any] = {"include_last_offset": True, "padding_idx": self.padding_idx, "sparse": self.sparse}
         return embedding_bag(ids, self.weight, each, mode="sum", **options)
 
     def _refuse_replaced(self, holders) -> None:
@@ -352,8 +348,7 @@ class Embedding(EmbeddingLayer):
     ) -> None:
         refuse_norms("rk.Embedding", max_norm, norm_type, scale_grad_by_freq)
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
-        super().__init__(sizes, _weight, device, dtype, options)
-        self.sparse = _check_sparse(sparse, self.collection)
+        super().__init__(sizes, _weight, sparse, device, dtype, options)
         if _freeze:
             self.requires_grad_(False)
 
@@ -393,7 +388,7 @@ class Embedding(EmbeddingLayer):
         # Read the padding row first: a file keeps only the last loaded rows in memory, and the backward needs those.
         padding = None if self.padding_idx is None or is_compressed else self._padding_row(ids.device)
         try:
-            rows = self._rows(ids, sparse=self.sparse)
+            rows = self._rows(ids)
         except (IndexError, ValueError) as error:
             explain_input(error, input.shape, pools=False)
             raise
@@ -453,9 +448,8 @@ class EmbeddingBag(EmbeddingLayer):
             _check_max_bounds(options.get("bounds_check", "error"))
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
         pooling = {"pooling": "mean" if mode == "mean" else "sum"}
-        super().__init__(sizes | pooling, _weight, device, dtype, options)
+        super().__init__(sizes | pooling, _weight, sparse, device, dtype, options)
         self.mode, self.include_last_offset = mode, include_last_offset
-        self.sparse = _check_sparse(sparse, self.collection)
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> EmbeddingBag:
@@ -516,7 +510,7 @@ class EmbeddingBag(EmbeddingLayer):
         check_bounds(offsets, ids.shape[0], "bag {}".format)
         if self.collection is not None:
             _check_max_bounds(self.collection.bounds_check)
-        rows = self._rows(ids, sparse=self.sparse)
+        rows = self._rows(ids)
         is_padding = None if self.padding_idx is None else ids == self.padding_idx
         places = _argmax_rows(rows.detach(), offsets.long(), is_padding)
         return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).gather(0, places)
@@ -546,11 +540,3 @@ def _argmax_rows(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Te
     largest = rows.new_full((bags, rows.shape[1]), -torch.inf).scatter_reduce(0, bag, rows, "amax")
     found = torch.where((rows == largest.gather(0, bag)) | rows.isnan(), numbers[:, None], count)
     return found.new_full(largest.shape, count).scatter_reduce(0, bag, found, "amin")[1:-1]
-
-
-def _check_sparse(sparse: bool, collection: EmbeddingBagCollection | None) -> bool:
-    if sparse and collection is not None:
-        raise ValueError(
-            "sparse must be False beside options of the table: no gradient of it is stored, or a dense one"
-        )
-    return sparse
