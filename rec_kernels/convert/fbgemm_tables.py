@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -18,6 +18,7 @@ from rec_kernels.convert.external_tables import (
     check_weight,
     refuse_options,
 )
+from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.optimizers import Optimizer
 
 #: FBGEMM's optimizer -> this package's op name and state names, in the order of ``split_optimizer_states()``.
@@ -87,7 +88,6 @@ class FbgemmTables(ExternalTables):
         return list(names) if names else [f"t{i}" for i in range(len(self._module.embedding_specs))]
 
     def weights(self) -> list[Tensor]:
-        """The rows of each table [E, D], in the module's own memory."""
         return self._module.split_embedding_weights()
 
     def read(self) -> list[TableTensors]:
@@ -121,7 +121,6 @@ class FbgemmTables(ExternalTables):
         self._module.reset_cache_states()
 
     def counterparts(self) -> list[Optimizer]:
-        """The equivalent optimizer of this package, once for each table."""
         module, options = self._module, self._module.optimizer_args
         wrong = {name: getattr(options, name) for name in ("gradient_clipping", "max_norm", "weight_decay")}
         wrong = {name: value for name, value in wrong.items() if value}
@@ -134,13 +133,18 @@ class FbgemmTables(ExternalTables):
         return [FAMILIES[family.name](**numbers) for family in self.families]
 
 
-def features_of(module: Any) -> list[list[str]]:
-    """The feature names of each table: f0, f1 ..., numbered in the order of the module's input."""
-    table_of = list(module.feature_table_map)
-    return [[f"f{i}" for i, table in enumerate(table_of) if table == t] for t in range(max(table_of) + 1)]
+def configs_of(
+    module: Any, names: Sequence[str], sizes: Iterable[Sequence[int]], formats: Iterable[str], **options: Any
+) -> list[EmbeddingConfig]:
+    """Configurations of the tables of FBGEMM's module, for training or inference; ``options``: of each.
 
-
-def pooling_of(module: Any) -> str | None:
-    """The pooling, "sum" or "mean"; None: unpooled lookups."""
-    mode = module.pooling_mode.name
-    return None if mode == "NONE" else mode.lower()
+    Their features are f0, f1 ..., numbered in the order of the module's input.
+    """
+    kind: type[EmbeddingConfig] = EmbeddingConfig
+    if module.pooling_mode.name != "NONE":
+        kind, options["pooling"] = EmbeddingBagConfig, module.pooling_mode.name.lower()
+    table_of, made = list(module.feature_table_map), []
+    for i, (name, size, format) in enumerate(zip(names, sizes, formats, strict=True)):
+        features = [f"f{f}" for f, table in enumerate(table_of) if table == i]
+        made.append(kind(*size, name=name, feature_names=features, format=format, **options))
+    return made

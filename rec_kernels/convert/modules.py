@@ -11,25 +11,17 @@ from torch import Tensor, nn
 
 from rec_kernels.convert import fbgemm_tables
 from rec_kernels.convert.external_tables import ExternalTables, check_weight
-from rec_kernels.convert.quantized import convert_quantized, is_quantized, quantized_refusal
-from rec_kernels.convert.tables import (
-    copy_from,
-    find_tables,
-    is_fbgemm,
-    is_fused,
-    is_sharded,
-    supported_classes,
-    torchrec_layers,
-)
+from rec_kernels.convert.kinds import QUANTIZED, Kind, classes_of, kind_of, layers_of, torchrec_configs
+from rec_kernels.convert.quantized import convert_quantized, quantized_refusal
+from rec_kernels.convert.tables import copy_from, find_tables
 from rec_kernels.convert.torch_tables import TrainedBy
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection_options import CollectionOptions, check_names
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
-from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
+from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig
 from rec_kernels.nn.tables.optimizers import Optimizer
-from rec_kernels.nn.tables.torchrec_configs import from_torchrec
 from rec_kernels.ops.row_formats import FLOAT_FORMATS
 
 if TYPE_CHECKING:
@@ -73,7 +65,7 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
     if reason := refusal(theirs):
         raise ValueError(f"theirs: {reason}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if is_quantized(theirs):
+    if kind_of(theirs) in QUANTIZED:
         if trained_by:
             raise TypeError("trained_by must be None: tables for inference have no optimizer")
         return convert_quantized(theirs, given)
@@ -93,31 +85,30 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
 
 def refusal(theirs: Any) -> str | None:
     """The reason why a module cannot be converted, regardless of its optimizer; None: it can."""
-    if is_sharded(theirs):
+    kind = kind_of(theirs)
+    if kind is Kind.SHARDED:
         return "it is sharded by TorchRec: rk.distributed.torchrec_state takes its checkpoints"
-    if is_quantized(theirs):
+    if kind in QUANTIZED:
         return "it has hooks" if _has_hooks(theirs) else quantized_refusal(theirs)
-    if is_fbgemm(theirs) or not any(isinstance(theirs, kind) for kind in supported_classes()):
+    if kind not in (Kind.LAYER, Kind.TORCHREC, Kind.FUSED):
         return None  # FbgemmTables or find_tables() raises later
-    if type(theirs) not in supported_classes():
-        base = next(kind for kind in type(theirs).__mro__ if kind in supported_classes())
+    if type(theirs) not in (classes := classes_of(kind)):
+        base = next(base for base in type(theirs).__mro__ if base in classes)
         return f"it is a subclass of {base.__name__}, whose lookups may be others"
     if _has_hooks(theirs):
         return "it has hooks"
-    layers: dict[str, Any] | None = torchrec_layers(theirs)
-    if is_fused(theirs) and (reason := _mixed_columns(theirs)):
+    if kind is Kind.FUSED and (reason := _mixed_columns(theirs)):
         return reason
     for name in ("max_norm", "scale_grad_by_freq"):
-        if layers is None and getattr(theirs, name):
+        if kind is Kind.LAYER and getattr(theirs, name):
             return f"{name}={getattr(theirs, name)!r} is not offered"
-    if layers is not None and getattr(theirs, "need_indices", bool)():
+    if getattr(theirs, "need_indices", bool)():
         return "need_indices=True: the rows of rk.EmbeddingCollection come without their ids"
     try:
-        for name, layer in (layers or {"weight": theirs}).items():
-            weight: Any = layer.weight
-            check_weight(name, weight)
-        if layers is not None:
-            _configs(theirs)
+        for name, layer in layers_of(theirs).items():
+            check_weight(name, layer.weight)
+        if kind is not Kind.LAYER:
+            torchrec_configs(theirs)
     except ValueError as error:
         return str(error)
     return None
@@ -155,38 +146,29 @@ def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
 
 def _build(theirs: Any, external: ExternalTables, given: dict[str, Any], own: Sequence[Optimizer]) -> nn.Module:
     """Builds the module without its rows; ``own`` has one optimizer per table, or is empty."""
-    if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
+    kind = kind_of(theirs)
+    if kind is Kind.LAYER:
         return _layer(theirs, given)
-    format = given.pop("format", None)
-    weights = external.weights()
-    tables: list[EmbeddingConfig]
-    if is_fbgemm(theirs):
+    format, weights = given.pop("format", None), external.weights()
+    formats = [format or FLOAT_FORMATS[weight.dtype] for weight in weights]
+    if kind is Kind.FBGEMM:
         given.setdefault("output_dtype", fbgemm_tables.output_dtype_of(theirs))
         given.setdefault("rounding", "stochastic" if theirs.stochastic_rounding else "nearest")
-        pooling = fbgemm_tables.pooling_of(theirs)
-        options: dict[str, Any] = {} if pooling is None else {"pooling": pooling}
-        kind = EmbeddingConfig if pooling is None else EmbeddingBagConfig
-        names = zip(external.names(), fbgemm_tables.features_of(theirs), weights, strict=True)
-        tables = [
-            kind(
-                *w.shape,
-                name=n,
-                feature_names=f,
-                format=format or FLOAT_FORMATS[w.dtype],
-                init=DeferredInit(),
-                **options,
-            )
-            for n, f, w in names
-        ]
+        sizes = [weight.shape for weight in weights]
+        tables = fbgemm_tables.configs_of(theirs, external.names(), sizes, formats, init=DeferredInit())
     else:
-        pooling = getattr(theirs, "embedding_bag_configs", None)
-        given["is_weighted"] = pooling is not None and theirs.is_weighted()
-        tables = _configs(theirs, [format or FLOAT_FORMATS[w.dtype] for w in weights])
+        given["is_weighted"] = hasattr(theirs, "embedding_bag_configs") and theirs.is_weighted()
+        is_meta = any(weight.is_meta for weight in weights)
+        tables = [
+            dataclasses.replace(table, format=format, init=table.init if is_meta else DeferredInit())
+            for table, format in zip(torchrec_configs(theirs), formats, strict=True)
+        ]
     for i, optimizer in enumerate(own):
         if optimizer != own[0]:
             tables[i] = dataclasses.replace(tables[i], optimizer=optimizer)
-    of = EmbeddingCollection if pooling is None else EmbeddingBagCollection
-    return of(tables, device=weights[0].device, **given)
+    is_pooled = isinstance(tables[0], EmbeddingBagConfig)
+    collection = EmbeddingBagCollection if is_pooled else EmbeddingCollection
+    return collection(tables, device=weights[0].device, **given)
 
 
 def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
@@ -207,17 +189,6 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
     return kind(*shape, **sizes, **{**own, **later, **given})
 
 
-def _configs(theirs: Any, formats: list[str] | None = None) -> list[EmbeddingConfig]:
-    """Converts a TorchRec collection's table configs; ``init`` is kept only on the meta device."""
-    pooled = hasattr(theirs, "embedding_bag_configs")
-    given = [from_torchrec(c) for c in (theirs.embedding_bag_configs() if pooled else theirs.embedding_configs())]
-    formats = [table.format for table in given] if formats is None else formats
-    is_meta, found = any(p.is_meta for p in theirs.parameters()), []
-    for table, format in zip(given, formats, strict=True):
-        found.append(dataclasses.replace(table, format=format, init=table.init if is_meta else DeferredInit()))
-    return found
-
-
 class DeferredInit:
     """An ``init`` for rows that are copied in after the module is built."""
 
@@ -229,10 +200,8 @@ class DeferredInit:
 
 def _copy_modes(ours: Any, theirs: Any) -> nn.Module:
     """Copies the training mode and frozen tables of theirs to ours."""
-    layers = torchrec_layers(theirs) or {"weight": theirs}
-    for name, layer in layers.items():
-        weight = getattr(layer, "weight", None)
-        if isinstance(weight, nn.Parameter) and not weight.requires_grad:
+    for name, layer in layers_of(theirs).items():
+        if isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad:
             target = ours if isinstance(ours, (Embedding, EmbeddingBag)) else ours._held[name].weight
             target.requires_grad_(False)
     return ours.train(theirs.training)

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rec_kernels.convert.fbgemm_tables import features_of, output_dtype_of, pooling_of
+from rec_kernels.convert.fbgemm_tables import configs_of, output_dtype_of
+from rec_kernels.convert.kinds import Kind, kind_of, torchrec_configs
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.nn.tables.load_state import format_tensor
-from rec_kernels.nn.tables.torchrec_configs import from_torchrec
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm
 
-_FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops_inference"
-_TORCHREC = "torchrec.quant.embedding_modules"
 _FORMATS = ("int8", "int4", "fp16", "fp32")
 _OPTIONS = {"output_dtype", "bounds_check"}
-
-
-def is_fbgemm_quantized(module: Any) -> bool:
-    """True for FBGEMM's inference tables; FBGEMM is not imported."""
-    found = getattr(sys.modules.get(_FBGEMM), "IntNBitTableBatchedEmbeddingBagsCodegen", None)
-    return found is not None and type(module) is found
-
-
-def is_torchrec_quantized(module: Any) -> bool:
-    """True for a quantized TorchRec collection, but not for subclasses; TorchRec is not imported."""
-    found = sys.modules.get(_TORCHREC)
-    return found is not None and type(module) in (found.EmbeddingBagCollection, found.EmbeddingCollection)
-
-
-def is_quantized(module: Any) -> bool:
-    """True for inference tables of a supported type."""
-    return is_fbgemm_quantized(module) or is_torchrec_quantized(module)
 
 
 def quantized_refusal(theirs: Any) -> str | None:
@@ -61,7 +41,7 @@ def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollectio
     """Converts inference tables to a frozen collection whose rows decode to the same values.
 
     Args:
-        theirs: a module for which ``is_quantized`` is true and ``quantized_refusal`` is None.
+        theirs: a module whose kind is in ``QUANTIZED`` and whose ``quantized_refusal`` is None.
         options: ``output_dtype``, ``bounds_check``.
 
     Raises:
@@ -92,7 +72,7 @@ def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollectio
 
 def quantized_parts(theirs: Any) -> list[Any]:
     """The FBGEMM modules: the module itself, or a collection's modules, one for each pooling and format."""
-    return [theirs] if is_fbgemm_quantized(theirs) else list(theirs._emb_modules)
+    return [theirs] if kind_of(theirs) is Kind.FBGEMM_QUANTIZED else list(theirs._emb_modules)
 
 
 def _check(part: Any) -> None:
@@ -112,21 +92,13 @@ def _check(part: Any) -> None:
 def _tables(theirs: Any) -> list[EmbeddingConfig]:
     """Configurations of the tables, in the order of their output columns."""
     specs = [spec for part in quantized_parts(theirs) for spec in part.embedding_specs]
-    if is_torchrec_quantized(theirs):
-        pooled = hasattr(theirs, "embedding_bag_configs")
-        configs = theirs.embedding_bag_configs() if pooled else theirs.embedding_configs()
-        by_name = {config.name: from_torchrec(config) for config in configs}
+    if kind_of(theirs) is Kind.TORCHREC_QUANTIZED:
+        by_name = {config.name: config for config in torchrec_configs(theirs)}
         return [dataclasses.replace(by_name[name], format=kind.value, init=None) for name, _, _, kind, _ in specs]
-    pooling = pooling_of(theirs)
-    options: dict[str, Any] = {} if pooling is None else {"pooling": pooling}
-    config = EmbeddingConfig if pooling is None else EmbeddingBagConfig
     names = [spec[0] for spec in specs]
     if len(set(names)) < len(names) or not all(names):
         names = [f"t{i}" for i in range(len(specs))]
-    return [
-        config(rows, columns, name=name, feature_names=features, format=kind.value, **options)
-        for name, (_, rows, columns, kind, _), features in zip(names, specs, features_of(theirs), strict=True)
-    ]
+    return configs_of(theirs, names, [spec[1:3] for spec in specs], [spec[3].value for spec in specs])
 
 
 def _rows(part: Any) -> list[Tensor]:

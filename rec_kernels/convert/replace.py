@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rec_kernels.convert.kinds import QUANTIZED, Kind, kind_of, layers_of
 from rec_kernels.convert.modules import convert_embeddings, refusal
-from rec_kernels.convert.quantized import is_fbgemm_quantized, is_quantized, quantized_parts
-from rec_kernels.convert.tables import is_fbgemm, is_other, is_ours, is_sharded, torchrec_layers
+from rec_kernels.convert.quantized import quantized_parts
 from rec_kernels.convert.torch_tables import TrainedBy, flatten_optimizers, parameters_of
+from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.collection_options import CollectionOptions
+from rec_kernels.nn.embedding_layers import EmbeddingLayer
 from rec_kernels.nn.training.dense_parameters import dense_parameters, in_backward, mark_replaced
 
 if TYPE_CHECKING:
@@ -149,7 +151,7 @@ class _Conversion:
 
 def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
     """Checks the arguments ``model`` and ``trained_by``."""
-    if not isinstance(model, nn.Module) or _is_embedding(model):
+    if not isinstance(model, nn.Module) or kind_of(model) is not None:
         raise TypeError(
             f"model must be a module that has embeddings inside, got {type(model).__name__}: rk.convert_embeddings is "
             "for a single one"
@@ -169,28 +171,27 @@ def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Sit
     seen.add(module)
     for key, child in module._modules.items():
         name = f"{prefix}{key}"
-        if child is None or is_ours(child):
+        if child is None or _is_ours(child):
             continue
-        if _is_embedding(child):
+        if kind_of(child) is not None:
             yield _Site(name, module, key, child)
         elif child not in seen:
             yield from _walk(child, f"{name}.", seen)
 
 
-def _is_embedding(module: Any) -> bool:
-    is_layer = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    is_theirs = is_fbgemm(module) or is_quantized(module) or torchrec_layers(module) is not None or is_other(module)
-    return is_layer or is_theirs or is_sharded(module)
+def _is_ours(module: nn.Module) -> bool:
+    """True for this package's layers and collections, including sharded ones."""
+    is_sharded = kind_of(module) is Kind.SHARDED and type(module).__module__.startswith("rec_kernels.")
+    return is_sharded or isinstance(module, (EmbeddingLayer, TableCollection))
 
 
 def _tables(module: Any) -> list[tuple[str, int, int]]:
-    if is_fbgemm(module):
+    kind = kind_of(module)
+    if kind is Kind.FBGEMM:
         return [(f"t{i}", *spec[:2]) for i, spec in enumerate(module.embedding_specs)]
-    if is_quantized(module):
+    if kind in QUANTIZED:
         return [spec[:3] for part in quantized_parts(module) for spec in part.embedding_specs]
-    unknown = is_sharded(module) or is_other(module)
-    layers: dict[str, Any] = torchrec_layers(module) or ({} if unknown else {"weight": module})
-    return [(name, *layer.weight.shape) for name, layer in layers.items()]
+    return [(name, *layer.weight.shape) for name, layer in layers_of(module).items()]
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -211,10 +212,10 @@ def _has(trainer: torch.optim.Optimizer, module: nn.Module) -> bool:
 
 def _reason_to_skip(conversion: _Conversion, owners: dict[Tensor, list[str]]) -> str:
     """The reason not to replace a module; "": it can be replaced."""
-    module = conversion.module
-    if is_fbgemm(module) or is_fbgemm_quantized(module):
+    module, kind = conversion.module, kind_of(conversion.module)
+    if kind in (Kind.FBGEMM, Kind.FBGEMM_QUANTIZED):
         return "FBGEMM's module takes ids and offsets: rk.convert_embeddings makes a collection of it"
-    if is_other(module):
+    if kind is Kind.OTHER:
         return f"no module here replaces {type(module).__module__}.{type(module).__name__}"
     if reason := refusal(module):
         return reason
@@ -232,7 +233,7 @@ def _convert(conversion: _Conversion, name: str, seed_offset: int) -> nn.Module:
             f"{name}: with optimizer=None its tables have new parameters, which trained_by does not have: leave out "
             "trained_by and make torch's optimizer afterwards, or leave out optimizer"
         )
-    if not conversion.keeps_parameter and not is_quantized(conversion.module):
+    if not conversion.keeps_parameter and kind_of(conversion.module) not in QUANTIZED:
         options["seed"] = (options.get("seed") or 0) + seed_offset
     try:
         return convert_embeddings(conversion.module, trained_by=conversion.trained_by, **options)

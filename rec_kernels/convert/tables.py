@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,17 +11,13 @@ from torch import Tensor, nn
 
 from rec_kernels.convert.external_tables import FAMILIES, CombinedTables, ExternalTables, Family, TableTensors
 from rec_kernels.convert.fbgemm_tables import FbgemmTables
-from rec_kernels.convert.quantized import is_quantized
+from rec_kernels.convert.kinds import QUANTIZED, Kind, kind_of, layers_of
 from rec_kernels.convert.torch_tables import TorchTables, TrainedBy
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_layers import EmbeddingLayer
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.rows import decode
 from rec_kernels.nn.training.fused_update import power_names
-
-_TORCHREC = "torchrec.modules.embedding_modules"
-_FUSED = "torchrec.modules.fused_embedding_modules"
-_FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
 def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
@@ -98,89 +93,31 @@ def find_tables(theirs: Any, trained_by: TrainedBy) -> ExternalTables:
     Raises:
         TypeError: the module's type is not supported. ValueError: as in ``TorchTables`` and ``FbgemmTables``.
     """
-    if trained_by and (is_fbgemm(theirs) or is_fused(theirs)):
+    kind = kind_of(theirs)
+    if trained_by and kind in (Kind.FBGEMM, Kind.FUSED):
         raise TypeError("trained_by must be None or []: FBGEMM's tables have their optimizer in themselves")
-    if is_fbgemm(theirs):
+    if kind is Kind.FBGEMM:
         return FbgemmTables(theirs, rows_only=trained_by is not None)
-    if is_fused(theirs):
+    if kind is Kind.FUSED:
         parts = [([t.name for t in part._embedding_tables], part._emb_module) for part in theirs._emb_modules]
         return CombinedTables([FbgemmTables(m, rows_only=trained_by is not None, names=names) for names, m in parts])
-    if isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):
-        return TorchTables({"weight": theirs}, trained_by)
-    layers = torchrec_layers(theirs)
-    if layers is None and isinstance(theirs, (Mapping, nn.ModuleDict)):
+    layers = layers_of(theirs)
+    if kind is None and isinstance(theirs, (Mapping, nn.ModuleDict)):
         layers = dict(theirs.items())
-        wrong = [name for name, layer in layers.items() if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
-        if wrong:
-            kind = type(layers[wrong[0]]).__name__
-            raise TypeError(f"theirs[{wrong[0]!r}] must be a torch.nn.Embedding or EmbeddingBag, got {kind}")
+        for name, layer in layers.items():
+            if kind_of(layer) is not Kind.LAYER:
+                got = type(layer).__name__
+                raise TypeError(f"theirs[{name!r}] must be a torch.nn.Embedding or EmbeddingBag, got {got}")
     if layers:
         return TorchTables(layers, trained_by)
-    is_named = is_other(theirs) or is_quantized(theirs)
     raise TypeError(
         "theirs must be a torch.nn.Embedding or EmbeddingBag, a dict of some, TorchRec's EmbeddingBagCollection, "
         "EmbeddingCollection or FusedEmbeddingBagCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got "
-        + (f"{type(theirs).__module__}.{type(theirs).__name__}" if is_named else type(theirs).__name__)
-        + (": tables for inference are made anew, by rk.convert_embeddings" if is_quantized(theirs) else "")
-        + (": rk.distributed.torchrec_state is for tables that TorchRec has sharded" if is_sharded(theirs) else "")
+        + (f"{type(theirs).__module__}." if kind in (Kind.OTHER, *QUANTIZED) else "")
+        + type(theirs).__name__
+        + (": tables for inference are made anew, by rk.convert_embeddings" if kind in QUANTIZED else "")
+        + (": rk.distributed.torchrec_state is for tables that TorchRec has sharded" if kind is Kind.SHARDED else "")
     )
-
-
-def is_fbgemm(module: Any) -> bool:
-    """True for FBGEMM's training tables; FBGEMM is not imported."""
-    found = getattr(sys.modules.get(_FBGEMM), "SplitTableBatchedEmbeddingBagsCodegen", None)
-    return found is not None and isinstance(module, found)
-
-
-def is_fused(module: Any) -> bool:
-    """True for TorchRec's ``FusedEmbeddingBagCollection``, which has its tables in FBGEMM modules."""
-    found = sys.modules.get(_FUSED)
-    return found is not None and isinstance(module, found.FusedEmbeddingBagCollection)
-
-
-def is_other(module: Any) -> bool:
-    """True for unsupported tables of TorchRec or FBGEMM, such as those with managed collisions."""
-    if is_fbgemm(module) or is_quantized(module) or torchrec_layers(module) is not None:
-        return False
-    found = sys.modules.get(_TORCHREC)
-    faces = (found.EmbeddingBagCollectionInterface, found.EmbeddingCollectionInterface) if found else ()
-    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, faces) and kind not in faces]
-    if any(kind.__module__.startswith("torchrec.") for kind in kinds):  # a user's own may have a collection inside
-        return True
-    return type(module).__module__.startswith("fbgemm_gpu.") and hasattr(module, "embedding_specs")
-
-
-def torchrec_layers(module: Any) -> dict[str, nn.Module] | None:
-    """Table name -> layer of a TorchRec collection; None for other modules. TorchRec is not imported."""
-    found = sys.modules.get(_TORCHREC)
-    if is_fused(module) or (found is not None and isinstance(module, found.EmbeddingBagCollection)):
-        return dict(module.embedding_bags.items())
-    if found is not None and isinstance(module, found.EmbeddingCollection):
-        return dict(module.embeddings.items())
-    return None
-
-
-def supported_classes() -> set[type]:
-    """The classes of layers and collections that this package can replace; subclasses are not supported."""
-    names = (
-        (_TORCHREC, "EmbeddingBagCollection"),
-        (_TORCHREC, "EmbeddingCollection"),
-        (_FUSED, "FusedEmbeddingBagCollection"),
-    )
-    collections = {getattr(sys.modules[module], name) for module, name in names if module in sys.modules}
-    return {nn.Embedding, nn.EmbeddingBag} | collections
-
-
-def is_ours(module: Any) -> bool:
-    """True for this package's layers and collections, including sharded ones."""
-    sharded = is_sharded(module) and type(module).__module__.startswith("rec_kernels.")
-    return sharded or isinstance(module, (EmbeddingLayer, TableCollection))
-
-
-def is_sharded(module: Any) -> bool:
-    """True for a module that TorchRec has sharded, including this package's."""
-    found = getattr(sys.modules.get("torchrec.distributed.types"), "ShardedModule", None)
-    return found is not None and isinstance(module, found)
 
 
 def _collection(ours: Any) -> TableCollection:
