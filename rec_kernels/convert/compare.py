@@ -24,9 +24,7 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, training in modes.items():
-            module.training = training
-            if isinstance(module, EmbeddingLayer) and module.collection is not None:
-                module.collection.train(training)
+            module.train(training)  # parents come first
 
 
 class _UndoError(Exception):

@@ -102,19 +102,15 @@ class CombinedTables(ExternalTables):
         self.is_trained = any(part.is_trained for part in parts)
 
     def names(self) -> list[str]:
-        """The names of the tables, in their order."""
         return [name for part in self._parts for name in part.names()]
 
     def weights(self) -> list[Tensor]:
-        """The rows of each table [E, D], in the modules' own memory."""
         return [weight for part in self._parts for weight in part.weights()]
 
     def read(self) -> list[TableTensors]:
-        """Reads rows and state of all tables."""
         return [table for part in self._parts for table in part.read()]
 
     def write(self, tables: Sequence[TableTensors]) -> None:
-        """Writes each part's tables."""
         remaining = list(tables)
         for part in self._parts:
             count = len(part.names())
@@ -122,7 +118,6 @@ class CombinedTables(ExternalTables):
             del remaining[:count]
 
     def counterparts(self) -> list[Optimizer]:
-        """The equivalent optimizers of all tables."""
         return [optimizer for part in self._parts for optimizer in part.counterparts()]
 
 

@@ -84,11 +84,9 @@ class TorchTables(ExternalTables):
         self.families = [Family(_family(trainer), type(trainer).__name__) for trainer in self._trainers]
 
     def names(self) -> list[str]:
-        """The names of the tables, in their order."""
         return list(self._weights)
 
     def weights(self) -> list[Tensor]:
-        """The rows of each table [E, D], in the parameters' memory."""
         return [weight.detach() for weight in self._weights.values()]
 
     def read(self) -> list[TableTensors]:
@@ -144,7 +142,6 @@ class TorchTables(ExternalTables):
                 own["step"] = _first_step(trainer, weight, given.step)
 
     def counterparts(self) -> list[Optimizer]:
-        """The equivalent optimizer of this package for each table."""
         trained = list(zip(self._weights.values(), self._trainers, self.families, strict=True))
         for weight, _, _ in trained:
             _refuse_clipping(weight, self._given)
