@@ -12,14 +12,17 @@ from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 #: Returns the name of a part for messages.
 NameOf: TypeAlias = Callable[[int], str]
 
-#: The arguments of ``table_layout`` that describe a table and its position.
-_ARGUMENTS = {
+#: The arguments of ``table_layout`` by which parts read one table.
+_IDENTITY = {
     Column.num_embeddings: "num_embeddings",
     Column.embedding_dim: "embedding_dims",
     Column.format: "formats",
     Column.row_offset: "row_offsets",
     Column.weight_offset: "weight_offsets",
     Column.table_id: "table_ids",
+}
+#: Further arguments that describe a table, equal for all parts that read it.
+_OF_TABLE = {
     Column.state_offset: "state_offsets",
     Column.table_rows: "shards.table_rows",
     Column.first_row: "shards.first_rows",
@@ -28,6 +31,7 @@ _ARGUMENTS = {
     Column.cache_first_set: "cache.first_sets",
     Column.cache_row_offset: "cache.row_offsets",
 }
+_ARGUMENTS = _IDENTITY | _OF_TABLE
 
 
 def check_cache_apart(records: Records, ways: int) -> None:
@@ -60,16 +64,12 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
     Args:
         element_bytes: bytes of the unit of ``weight_offsets``.
     """
-    identity = (
-        *(Column.row_offset, Column.weight_offset, Column.num_embeddings, Column.embedding_dim),
-        *(Column.format, Column.table_id),
-    )
     tables: dict[tuple[int, ...], int] = {}
     parts_by_row: dict[tuple[int, int], int] = {}
     for i, record in enumerate(records):
         if record[Column.num_embeddings] == 0:
             continue  # occupies nothing
-        first = tables.setdefault(tuple(record[c] for c in identity), i)
+        first = tables.setdefault(tuple(record[c] for c in _IDENTITY), i)
         if first != i:
             _check_same_table(records, name_of, first, i)
         feature, row = record[Column.feature], record[Column.row_offset]
@@ -89,10 +89,7 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
 def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
     """Lists the arguments in which two tables with the same start differ, with both values."""
     found = []
-    for column in (
-        *(Column.num_embeddings, Column.embedding_dim, Column.format, Column.row_offset, Column.weight_offset),
-        *(Column.state_offset, Column.table_id),
-    ):
+    for column in (*_IDENTITY, Column.state_offset):
         here, there = (_argument_value(column, records[i][column], element_bytes) for i in (b, a))
         if here != there:
             found.append(f"{_ARGUMENTS[column]}[{b}] = {here} is not its {there}")
@@ -106,13 +103,10 @@ def _argument_value(column: Column, number: int, element_bytes: int) -> int | st
 
 
 def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> None:
-    for column in (
-        *(Column.state_offset, Column.table_rows, Column.first_row, Column.first_column),
-        *(Column.cache_sets, Column.cache_first_set, Column.cache_row_offset),
-    ):
+    for column, argument in _OF_TABLE.items():
         here, there = records[i][column], records[first][column]
         rule = f"that of {name_of(first)}, which reads the same table"
-        check(here == there, f"{_ARGUMENTS[column]}[{i}] = {here} must be {there}, {rule}")
+        check(here == there, f"{argument}[{i}] = {here} must be {there}, {rule}")
 
 
 def _overlapping(records: Records, tables: list[int], column: Column) -> Iterator[tuple[int, int]]:
