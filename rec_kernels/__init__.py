@@ -21,9 +21,10 @@ from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
 from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.pytrees import register as _register_pytrees
-from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 from rec_kernels.nn.tables.compression import Hash, MixedDimension, Partitions, QuotientRemainder
 from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from rec_kernels.distributed.backward_sync import HEADER_SIZE
 from rec_kernels.distributed.messages import MessagesAwaitable, ReceivedMessage
 from rec_kernels.distributed.table_parts import PartCombiner
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.tensors import JaggedTensor
 
 if TYPE_CHECKING:
     from rec_kernels.distributed.lookup_context import LookupContext

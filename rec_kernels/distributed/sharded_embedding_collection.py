@@ -20,8 +20,8 @@ from rec_kernels.distributed.sequence_output_dist import SequenceOutputDist
 from rec_kernels.distributed.sharded_collection import ShardedCollection
 from rec_kernels.distributed.table_parameters import TableViews
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys
-from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.load_state import rename
 

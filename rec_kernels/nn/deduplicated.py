@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.select_features import select_bags
-from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 from rec_kernels.ops.expand import expand
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rec_kernels.nn import sequence_lookups
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys
-from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.served import ServedTables, in_format
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.load_state import rename

@@ -13,8 +13,8 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.bounds import read_at
 from rec_kernels.nn.jagged.checks import check_offsets
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
-from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.served import ServedTables
 from rec_kernels.nn.tables.feature_map import FeatureMap
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
@@ -112,12 +113,31 @@ class BagContainer(JaggedContainer):
 
 
 class OffsetsContainer(JaggedContainer):
-    """Container that caches ``_offset_per_key`` with the version counters of the tensors it was read from.
+    """Key-major bags of several features, with a cache of where each feature's ids start, ``_offset_per_key``.
 
-    Copies and pickles keep a cache that is still valid, with the version counters of their own tensors.
+    The cache has the version counters of the tensors it was read from. Copies and pickles keep one that is still valid,
+    with the version counters of their own tensors.
     """
 
+    _keys: list[str]
+    _strides: list[int] | None  # batch sizes, if they differ
     _offset_per_key: tuple[Any, list[int]] | None
+
+    def keys(self) -> list[str]:
+        """F feature names, in order."""
+        return list(self._keys)
+
+    @abstractmethod
+    def stride_per_key(self) -> list[int]:
+        """F batch sizes."""
+
+    def variable_stride_per_key(self) -> bool:
+        """True if features have batch sizes of their own."""
+        return self._strides is not None
+
+    def _bag_starts(self) -> list[int]:
+        """[F + 1]: index of each feature's first bag."""
+        return list(itertools.accumulate(self.stride_per_key(), initial=0))
 
     @abstractmethod
     def known_offset_per_key(self) -> list[int] | None:

@@ -10,8 +10,9 @@ from torch.utils import _pytree
 
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 
 _KINDS = (JaggedTensor, KeyedJaggedTensor, KeyedJaggedWindows, KeyedTensor, InverseKeyedJaggedTensor)

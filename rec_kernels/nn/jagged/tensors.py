@@ -1,182 +1,23 @@
-"""Jagged containers with TorchRec's interface: key-major, int32 or int64, without TorchRec's dependencies."""
+"""KeyedJaggedTensor: jagged ids of several features, with TorchRec's interface, without its dependencies."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from rec_kernels.nn.arguments import integer_from
 from rec_kernels.nn.jagged import bounds, build, checks, text
-from rec_kernels.nn.jagged.batch_facts import BatchFacts
 from rec_kernels.nn.jagged.checks import has_data
-from rec_kernels.nn.jagged.container import BagContainer
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.nn.jagged.container import BagContainer, OffsetsContainer
+from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 
 
-class JaggedTensor(BagContainer):
-    """Rows of different lengths: row b is ``values[offsets[b] : offsets[b+1]]``.
-
-    Args:
-        values: [N, ...].
-        weights: [N] floating-point weights, or None.
-        lengths: [B] int32 or int64, each at least 0, with a sum of at most N: instead of offsets, or consistent with
-            them.
-        offsets: [B + 1] int32 or int64, non-decreasing, in [0, N]. Values before the first offset and after the last
-            belong to no row.
-
-    The argument order is TorchRec's.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not match; on the CPU, offsets are not non-decreasing in [0, N]. On a
-            GPU, methods that read offsets raise: ``to_dense()``, ``to_padded_dense()``, some lookups. TypeError: an
-            argument is not a tensor. Compiled code raises none of these.
-    """
-
-    _tensors = ("_values", "_offsets", "_weights")
-
-    def __init__(
-        self,
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ) -> None:
-        if not torch.compiler.is_compiling():
-            checks.check_values(values)
-            given, offsets = offsets, bounds.resolve_offsets(values, lengths, offsets)
-            if weights is not None:
-                checks.check_weights(weights, values)
-            checks.check_bounds(offsets, values.shape[0], _row_name, lengths if given is None else None)
-        elif offsets is None:
-            offsets = bounds.to_offsets(lengths)
-        self._values, self._offsets, self._weights = values, offsets, weights
-
-    @classmethod
-    def _from_parts(cls, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """Creates a tensor from consistent parts, without checks."""
-        new = cls.__new__(cls)
-        new._values, new._offsets, new._weights = values, offsets, weights
-        return new
-
-    def to_dense(self) -> list[Tensor]:
-        """Splits the values into one tensor per row.
-
-        Raises:
-            ValueError: on a GPU, or after an in-place change, offsets are not non-decreasing in [0, N].
-        """
-        return self._split_rows(self._values)
-
-    def to_dense_weights(self) -> list[Tensor] | None:
-        """``to_dense()`` of the weights, with the same errors; None without weights."""
-        return None if self._weights is None else self._split_rows(self._weights)
-
-    def _split_rows(self, numbers: Tensor) -> list[Tensor]:
-        ends = self._read_offsets().tolist()
-        return [numbers[a:b] for a, b in itertools.pairwise(ends)]
-
-    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """[B, L, ...]: the rows, truncated or padded to ``desired_length``; None: the length of the longest row.
-
-        On a GPU the host waits. Compiled code does not check offsets: a row with bad offsets is padding, or raises
-        torch's index error.
-
-        Raises:
-            ValueError: as ``to_dense()``; ``desired_length`` is not an integer, or is negative.
-        """
-        return self._pad(self._values, desired_length, padding_value)
-
-    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
-        """[B, L]: ``to_padded_dense()`` of the weights, with the same errors; None without weights."""
-        return None if self._weights is None else self._pad(self._weights, desired_length, padding_value)
-
-    def _pad(self, numbers: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
-        if not cannot_read(self._offsets):
-            self._read_offsets()
-        lengths = self.lengths()
-        batch = lengths.shape[0]  # symbolic in an exported program; len() would specialize it
-        if desired_length is None:
-            desired_length = int(lengths.max()) if batch else 0
-        elif not isinstance(desired_length, torch.SymInt):
-            desired_length = integer_from(0, "desired_length", desired_length)
-        places = torch.arange(desired_length, device=lengths.device)
-        inside = places < lengths[:, None]
-        source = (self._offsets[:-1, None] + places)[inside]
-        shape = (batch, desired_length, *numbers.shape[1:])
-        padded = torch.full(shape, padding_value, dtype=numbers.dtype, device=numbers.device)
-        return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), numbers[source])
-
-    @staticmethod
-    def from_dense(values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> JaggedTensor:
-        """Concatenates tensors, one per row, as in TorchRec.
-
-        Args:
-            values: B tensors [N_b, ...], at least one. weights: B tensors [N_b], or None.
-
-        Raises:
-            ValueError: ``values`` is empty, or weights are not floating-point or do not have the rows' lengths.
-        """
-        return JaggedTensor(*build.from_rows(values, weights))
-
-    @staticmethod
-    def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """Takes the first ``lengths[b]`` values of each row of a dense tensor, as in TorchRec.
-
-        Args:
-            values: [B, L, ...]. lengths: [B] int32 or int64, in [0, L]. weights: [B, L] or None.
-
-        Raises:
-            ValueError: a wrong shape or dtype; on the CPU, a length out of range.
-        """
-        return JaggedTensor(*build.from_prefixes(values, lengths, weights))
-
-    @staticmethod
-    def empty(
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        values_dtype: torch.dtype | None = None,
-        weights_dtype: torch.dtype | None = None,
-        lengths_dtype: torch.dtype = torch.int32,
-    ) -> JaggedTensor:
-        """Creates a tensor without rows, as in TorchRec, except that offsets are [0].
-
-        Args:
-            is_weighted: whether the result has (empty) weights. lengths_dtype: int32 or int64.
-            values_dtype, weights_dtype: None: torch's default dtype.
-        """
-        weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
-        return JaggedTensor(
-            torch.zeros(0, dtype=values_dtype, device=device),
-            offsets=torch.zeros(1, dtype=lengths_dtype, device=device),
-            weights=weights,
-        )
-
-    @staticmethod
-    def empty_like(jt: JaggedTensor) -> JaggedTensor:
-        """A tensor without rows, with ``jt``'s dtypes and device; as in TorchRec, without its ``device`` argument."""
-        weights = None if jt.weights_or_none() is None else jt.weights().new_zeros(0)
-        return JaggedTensor(jt.values().new_zeros(0), weights, jt.lengths().new_zeros(0))
-
-    def _read_offsets(self) -> Tensor:
-        """Checks the offsets and returns them on the CPU; a tracer's offsets are returned unchanged."""
-        if self._offsets.is_meta or type(self._offsets) is not Tensor:
-            return self._offsets
-        offsets = self._offsets.cpu()
-        checks.check_bounds(offsets, self._values.shape[0], _row_name)
-        return offsets
-
-    def __repr__(self) -> str:
-        return text.format_rows("JaggedTensor", self._values, self._offsets, self._weights)
-
-
-def _row_name(number: int) -> str:
-    return f"row {number}"
-
-
-class KeyedJaggedTensor(BatchFacts):
+class KeyedJaggedTensor(BagContainer, OffsetsContainer):
     """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
@@ -264,10 +105,6 @@ class KeyedJaggedTensor(BatchFacts):
         self._strides = None if strides is None else list(strides)
         self._inverse_keys, self._inverse, self._offset_per_key = None, None, None
 
-    def keys(self) -> list[str]:
-        """F feature names, in order."""
-        return list(self._keys)
-
     def stride(self) -> int:
         """Batch size B; the size of the full batch, if features have batch sizes of their own."""
         if self._strides is None and self._keys:
@@ -280,9 +117,114 @@ class KeyedJaggedTensor(BatchFacts):
         """F batch sizes."""
         return [self.stride()] * len(self._keys) if self._strides is None else list(self._strides)
 
-    def variable_stride_per_key(self) -> bool:
-        """True if features have batch sizes of their own."""
-        return self._strides is not None
+    def offset_per_key(self) -> list[int]:
+        """[F + 1]: start of each feature's ids. Read from the device, and cached until the offsets change.
+
+        Raises:
+            ValueError: on a GPU, or after an in-place change, offsets are not non-decreasing in [0, N].
+        """
+        found = self.known_offset_per_key()
+        if found is None:
+            bags = self._bag_starts()
+            found = bounds.read_at(self._offsets, bags) if self._keys else [0]
+            self._check_starts(bags, found)
+            self.keep_offset_per_key(found)
+        return list(found)
+
+    def known_offset_per_key(self) -> list[int] | None:
+        """``offset_per_key()`` if the host knows it; None if it must be read from the device."""
+        known = self._offset_per_key
+        if known is None or torch.compiler.is_compiling():  # compiled code cannot compare version counters
+            return None
+        return known[1] if known[0] == self._offsets._version else None
+
+    def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
+        """Caches starts that were read from the offsets in their current version."""
+        # Inference tensors have no version counter, and compiled code has no object to cache the starts in.
+        if not torch.compiler.is_compiling() and not self._offsets.is_inference():
+            self._offset_per_key = self._offsets._version, offset_per_key
+
+    def _check_starts(self, bags: list[int], starts: list[int]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        count = self._values.shape[0]
+        if isinstance(self._offsets, FakeTensor):  # symbolic sizes
+            for before, start in itertools.pairwise([0, *starts, count]):
+                torch._check(before <= start)
+            return
+        for f, (before, start) in enumerate(itertools.pairwise([0, *starts])):
+            if not before <= start <= count:
+                where = f"feature {self._keys[f]!r} begins" if f < len(self._keys) else "the last feature ends"
+                raise ValueError(
+                    f"offsets[{bags[f]}] = {start}, where {where}, must be in [{before}, {count}], from where the one "
+                    "before begins to the number of values"
+                )
+
+    def _set_given_starts(self, starts: list[int] | None) -> None:
+        """Caches the feature starts given by a caller. On the CPU they are compared with the offsets."""
+        if starts is None or torch.compiler.is_compiling():
+            return
+        if len(starts) != len(self._keys) + 1:
+            raise ValueError(f"offset_per_key must be {len(self._keys) + 1} numbers, for the keys and an end: {starts}")
+        if has_data(self._offsets) and starts != (found := self.offset_per_key()):
+            raise ValueError(f"offset_per_key must be {found}, as lengths or offsets say, got {starts}")
+        self._check_starts(self._bag_starts(), starts)
+        self.keep_offset_per_key(starts)
+
+    def _describe_bag(self, bag: int) -> str:
+        return checks.describe_bag(bag, self._keys, self.stride_per_key())
+
+    def index_per_key(self) -> dict[str, int]:
+        """Index of each feature."""
+        return {key: f for f, key in enumerate(self._keys)}
+
+    def length_per_key(self) -> list[int]:
+        """F id counts. Read from the device, as ``offset_per_key()``.
+
+        Raises:
+            ValueError: as ``offset_per_key()``.
+        """
+        return [stop - start for start, stop in itertools.pairwise(self.offset_per_key())]
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """``length_per_key()`` if the host knows it; None if it must be read from the device."""
+        known = self.known_offset_per_key()
+        return None if known is None else [stop - start for start, stop in itertools.pairwise(known)]
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """``offset_per_key()`` if the host knows it; None if it must be read from the device."""
+        known = self.known_offset_per_key()
+        return None if known is None else list(known)
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """[F + 1]: index of each feature's first bag."""
+        return self._bag_starts()
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """F lists of one batch size each, if features have batch sizes of their own; else an empty list.
+
+        TorchRec's lists have one batch size per rank.
+        """
+        return [[size] for size in self.stride_per_key()] if self.variable_stride_per_key() else []
+
+    def flatten_lengths(self) -> KeyedJaggedTensor:
+        """Returns a shallow copy, for TorchRec's callers: lengths are one-dimensional already."""
+        return copy.copy(self)
+
+    def sync(self) -> KeyedJaggedTensor:
+        """Reads ``offset_per_key()``, so that later calls do not wait for a GPU, and returns the batch.
+
+        Does nothing in compiled code, and for tensors without data.
+        """
+        values = self._values
+        if not (torch.compiler.is_compiling() or values.is_meta or type(values) is not Tensor):
+            self.offset_per_key()
+        return self
+
+    def unsync(self) -> KeyedJaggedTensor:
+        """Drops the cached ``offset_per_key()`` and returns the batch."""
+        self._offset_per_key = None
+        return self
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         """Names and int64 [F, B], or None."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,10 +91,6 @@ class KeyedJaggedWindows(OffsetsContainer):
         strides = list(kjt.stride_per_key()) if getattr(kjt, "variable_stride_per_key", bool)() else None
         return cls(list(kjt.keys()), values, starts, offsets.diff(), stride_per_key=strides)
 
-    def keys(self) -> list[str]:
-        """F feature names, in order."""
-        return list(self._keys)
-
     def values(self) -> Tensor:
         """[N]: the buffer of ids."""
         return self._values
@@ -113,10 +108,6 @@ class KeyedJaggedWindows(OffsetsContainer):
         if self._strides is not None:
             return list(self._strides)
         return [self._starts.shape[0] // max(len(self._keys), 1)] * len(self._keys)
-
-    def variable_stride_per_key(self) -> bool:
-        """True if features have batch sizes of their own."""
-        return self._strides is not None
 
     def offset_per_key(self) -> list[int]:
         """[F + 1]: start of each feature's ids in ``to_kjt()``. On a GPU the host may wait, once.
@@ -212,10 +203,6 @@ class KeyedJaggedWindows(OffsetsContainer):
         if known is not None:
             new.keep_offset_per_key(known)
         return new
-
-    def _bag_starts(self) -> list[int]:
-        """[F + 1]: index of each feature's first bag."""
-        return list(itertools.accumulate(self.stride_per_key(), initial=0))
 
     def _outside(self) -> Tensor:
         """[F * B] bool: windows that are outside of the values."""
