@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,17 +134,19 @@ def _containers(model: nn.Module, example: tuple) -> dict[str, Any]:
 
 def _groups(traced: fx.GraphModule, owners: Mapping[Tensor, list[str]]) -> tuple[list[list[fx.Node]], dict[str, str]]:
     """Groups of lookups that can be fused, in graph order; and layer name -> reason for the others."""
-    apart = {str(n.target): reason for n, layer in _lookups(traced) if (reason := _reason_not_to_fuse(layer, owners))}
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            apart |= {str(n.target): "its weight is used beside lookups" for n, _ in _lookups(traced) if _in(node, n)}
+    apart, used = {}, [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
+    for node, layer in _lookups(traced):
+        name = str(node.target)
+        if any(attribute.startswith(f"{name}.") for attribute in used):
+            apart[name] = "its weight is used beside lookups"
+        elif reason := _reason_not_to_fuse(layer, owners):
+            apart[name] = reason
     while True:
-        groups = _runs(traced, apart)
-        at = {node: number for number, group in enumerate(groups) for node in group}
-        scattered = {str(n.target) for n, _ in _lookups(traced)} - set(apart)
-        scattered = {
-            name for name in scattered if len({at.get(n) for n, _ in _lookups(traced) if n.target == name}) > 1
-        }
+        groups, groups_of = _runs(traced, apart), defaultdict(set)
+        for number, group in enumerate(groups):
+            for node in group:
+                groups_of[str(node.target)].add(number)
+        scattered = [name for name, numbers in groups_of.items() if len(numbers) > 1]
         if not scattered:
             break
         apart |= dict.fromkeys(scattered, "something between its lookups keeps them apart")
@@ -157,10 +160,6 @@ def _lookups(traced: fx.GraphModule) -> list[tuple[fx.Node, EmbeddingBag]]:
     calls = [node for node in traced.graph.nodes if node.op == "call_module"]
     found = [(node, traced.get_submodule(str(node.target))) for node in calls]
     return [(node, layer) for node, layer in found if isinstance(layer, EmbeddingBag)]
-
-
-def _in(node: fx.Node, layer: fx.Node) -> bool:
-    return str(node.target).startswith(f"{layer.target}.")
 
 
 def _runs(traced: fx.GraphModule, apart: Mapping[str, str]) -> list[list[fx.Node]]:

@@ -59,7 +59,7 @@ def export_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None)
     collection = _collection(ours)
     external = find_tables(theirs, trained_by)
     _check_memory(collection, external)
-    order = {theirs_name: i for i, (theirs_name, _) in enumerate(_match_tables(collection, external, external.read()))}
+    order = {table.name: i for i, table in enumerate(_match_tables(collection, external))}
     own = _decoded_tables(collection, with_state=bool(external.families))
     external.write([own[order[name]] for name in external.names()])
 
@@ -73,7 +73,7 @@ def _check_memory(collection: TableCollection, external: ExternalTables) -> None
 
 def copy_from(collection: TableCollection, external: ExternalTables) -> None:
     """Loads rows and state of external tables into a collection."""
-    tables = [table for _, table in _match_tables(collection, external, external.read())]
+    tables = _match_tables(collection, external)
     state: dict[str, Tensor] = {}
     for config, table in zip(collection.tables, tables, strict=True):
         prefix = f"{collection._holder}.{config.name}"
@@ -141,11 +141,9 @@ def _collection(ours: Any) -> TableCollection:
     return collection
 
 
-def _match_tables(
-    collection: TableCollection, external: ExternalTables, given: list[TableTensors]
-) -> list[tuple[str, TableTensors]]:
-    """The external tables with their own names, in the order of the collection's tables."""
-    tables, own = collection.tables, [table.name for table in collection.tables]
+def _match_tables(collection: TableCollection, external: ExternalTables) -> list[TableTensors]:
+    """Reads the external tables, in the order of the collection's tables."""
+    given, own = external.read(), [table.name for table in collection.tables]
     if len(own) != len(given):
         raise ValueError(f"ours has {len(own)} tables, {', '.join(own)}, and theirs {len(given)}")
     if external.has_names and len(own) > 1:
@@ -153,13 +151,13 @@ def _match_tables(
         if missing := [name for name in own if name not in by_name]:
             raise ValueError(f"theirs has no table {missing[0]!r} of ours, only {', '.join(by_name)}")
         given = [by_name[name] for name in own]
-    for config, table in zip(tables, given, strict=True):
+    for config, table in zip(collection.tables, given, strict=True):
         size = [config.num_embeddings, config.embedding_dim]
         if list(table.weight.shape) != size:
             raise ValueError(f"table {config.name!r} has {size} numbers, and theirs {list(table.weight.shape)}")
         if table.family is not None:
             _check_family(config.name, config.optimizer or collection.optimizer, table.family)
-    return [(table.name, table) for table in given]
+    return given
 
 
 def _check_family(name: str, optimizer: Optimizer | None, family: Family) -> None:

@@ -244,8 +244,9 @@ def _checked_blocks(sizes: Sequence[int], dims: Sequence[int], embedding_dim: in
         raise ValueError(
             f"block_sizes and block_dims must have the same length, at least 1, got {len(sizes)} and {len(dims)}"
         )
+    embedding_dim = positive_integer("embedding_dim", embedding_dim)
     for k, dim in enumerate(dims):
-        if dim > positive_integer("embedding_dim", embedding_dim):
+        if dim > embedding_dim:
             raise ValueError(f"block_dims[{k}] = {dim} must be at most {embedding_dim}, embedding_dim")
     return sizes, dims
 

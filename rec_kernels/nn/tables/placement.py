@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rec_kernels.nn.arguments import check_choice, integer_from
+from rec_kernels.nn.arguments import integer_from
 from rec_kernels.nn.tables.config import EmbeddingConfig
-from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
+from rec_kernels.nn.tables.row_cache import BACKINGS, RowCache, slot_bytes
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def place_tables(
         ValueError: counts of a table are missing, negative, not finite or not [E]; two tables have the same name; a
             budget is negative or not an integer; ``ways`` is out of range.
     """
-    RowCache(ways=ways)  # checks ``ways``
-    check_choice("policy", policy, POLICIES)
+    RowCache(ways=ways, policy=policy)  # checks them
     _check_budgets(cache_bytes=cache_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
     _refuse_repeated([t.name for t in tables])
     sorted_counts = [_sorted_counts(t, counts) for t in tables]

@@ -192,7 +192,12 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
 
 def have_same_layout(lookups: list[Lookup]) -> bool:
     """True if all or none have ``bag_starts``, and all or none ``shared``, with the same groups."""
-    return len({_kind(lookup) for lookup in lookups if len(lookup.grad)}) <= 1
+    kinds = {
+        (lookup.bag_starts is None, None if lookup.shared is None else tuple(lookup.shared.groups))
+        for lookup in lookups
+        if len(lookup.grad)
+    }
+    return len(kinds) <= 1
 
 
 def _group_by_feature(lookups: list[Lookup], sizes: list[list[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -215,10 +220,6 @@ def _group_by_feature(lookups: list[Lookup], sizes: list[list[int]]) -> tuple[Te
     if not values.is_cuda:
         total = sum(int(own[-1] - own[0]) for own in offsets)
     return jagged_permute(values, torch.cat(offsets), order, strides, weights, total=total)
-
-
-def _kind(lookup: Lookup) -> tuple[bool, tuple[int, ...] | None]:
-    return lookup.bag_starts is None, None if lookup.shared is None else tuple(lookup.shared.groups)
 
 
 def _batch_sizes(lookup: Lookup, num_features: int) -> list[int]:
