@@ -7,13 +7,12 @@ from torch import Tensor
 
 from rec_kernels import _library
 from rec_kernels.nn import late_errors
-from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, batch_size_error, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.served import LookupModule
 from rec_kernels.nn.tables.feature_map import FeatureLookup
 from rec_kernels.ops.autograd import call
 from rec_kernels.ops.grouped_projection import grouped_projection
@@ -21,7 +20,7 @@ from rec_kernels.ops.grouped_projection import grouped_projection
 _ops = torch.ops.rec_kernels
 
 
-def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
+def look_up(tables: LookupModule, features) -> KeyedTensor:
     """Implements ``forward`` of ``rk.EmbeddingBagCollection``."""
     feature_map = tables._features
     features = as_batch(features, feature_map.feature_names)
@@ -35,12 +34,12 @@ def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
     return KeyedTensor._from_parts(feature_map.output_keys, feature_map.output_dims, pooled)
 
 
-def look_up_bags(tables: TableCollection | ServedTables, given: SelectedKeys) -> Tensor:
+def look_up_bags(tables: LookupModule, given: SelectedKeys) -> Tensor:
     """[B, sum of D] of ``output_dtype``, for features with the same number of bags."""
     return finish(tables, tables._lookup(given))
 
 
-def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict[str, Tensor]:
+def look_up_by_feature(tables: LookupModule, features) -> dict[str, Tensor]:
     """Implements ``by_feature`` of ``rk.EmbeddingBagCollection``."""
     if isinstance(features, InverseKeyedJaggedTensor):
         return look_up(tables, features).to_dict()
@@ -54,7 +53,7 @@ def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict
     return dict(zip(feature_map.output_keys, finish_each(tables, pooled, given.strides), strict=True))
 
 
-def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor | None]:
+def bags_of(tables: LookupModule, features) -> tuple[SelectedKeys, Tensor | None]:
     """Selects the bags of a batch to look up, and feature starts if each bag has its own output row."""
     names = tables._features.feature_names
     features = as_batch(features, names)
@@ -63,7 +62,7 @@ def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedK
     return _with_starts(tables, select_keys(features, names))
 
 
-def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
+def _with_starts(tables: LookupModule, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
     """Adds feature starts if batch sizes differ and the lookup must know them."""
     strides = given.strides
     if strides is None or (_expands_later(tables, given.offsets) and all(size == strides[0] for size in strides)):
@@ -71,7 +70,7 @@ def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) ->
     return given, given.own_starts()
 
 
-def _expands_later(tables: TableCollection | ServedTables, offsets: Tensor) -> bool:
+def _expands_later(tables: LookupModule, offsets: Tensor) -> bool:
     """True if distinct bags must be expanded to samples after the lookup.
 
     Bags are combined or projected first, or the Triton kernels run, which support neither shared bags nor batch sizes
@@ -80,7 +79,7 @@ def _expands_later(tables: TableCollection | ServedTables, offsets: Tensor) -> b
     return tables._features.finishes_later or (offsets.is_cuda and _library.cuda_unavailable is not None)
 
 
-def finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
+def finish(tables: LookupModule, pooled: Tensor) -> Tensor:
     """[B, sum of D] of ``output_dtype``: combines adjacent pooled parts and projects narrow columns."""
     feature_map = tables._features
     if not feature_map.finishes_later:
@@ -94,13 +93,13 @@ def finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
     return grouped_projection(pooled, flat, feature_map.combined_dims, feature_map.output_dims).to(tables.output_dtype)
 
 
-def finish_each(tables: TableCollection | ServedTables, rows: Tensor, strides: list[int]) -> list[Tensor]:
+def finish_each(tables: LookupModule, rows: Tensor, strides: list[int]) -> list[Tensor]:
     """``finish`` for the concatenated bags of all features: [bags, D] per feature."""
     blocks = zip(tables._features.features, rows.split(strides), strict=True)
     return [_finish_feature(tables, feature, block) for feature, block in blocks]
 
 
-def _finish_feature(tables: TableCollection | ServedTables, feature: FeatureLookup, block: Tensor) -> Tensor:
+def _finish_feature(tables: LookupModule, feature: FeatureLookup, block: Tensor) -> Tensor:
     """``finish`` for the columns of one feature."""
     block = feature.combined(block[:, : feature.width])
     if not feature.table.projection:
@@ -110,7 +109,7 @@ def _finish_feature(tables: TableCollection | ServedTables, feature: FeatureLook
     return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(tables.output_dtype)
 
 
-def _look_up_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shared: SharedBags) -> Tensor:
+def _look_up_shared(tables: LookupModule, given: SelectedKeys, shared: SharedBags) -> Tensor:
     """[B, sum of D] of ``output_dtype``, for bags that samples share."""
     if not _expands_later(tables, given.offsets) and shared.fits_ops():
         return tables._lookup(given, given.own_starts(), shared)
@@ -124,7 +123,7 @@ def _look_up_shared(tables: TableCollection | ServedTables, given: SelectedKeys,
     return _expand_groups(tables, list(pooled.split(tables._features.output_dims, dim=1)), shared)
 
 
-def _expand_groups(tables: TableCollection | ServedTables, blocks: list[Tensor], shared: SharedBags) -> Tensor:
+def _expand_groups(tables: LookupModule, blocks: list[Tensor], shared: SharedBags) -> Tensor:
     """Expands [bags, D] of each feature to [B, sum of D]."""
     dims = tables._features.output_dims
     for group, members in shared.features_by_group().items():
@@ -135,7 +134,7 @@ def _expand_groups(tables: TableCollection | ServedTables, blocks: list[Tensor],
     return torch.cat(blocks, dim=1)
 
 
-def _expand(tables: TableCollection | ServedTables, rows: Tensor, shared: SharedBags) -> Tensor:
+def _expand(tables: LookupModule, rows: Tensor, shared: SharedBags) -> Tensor:
     """[B, C]: expands the rows [bags, C] of a group to the samples."""
     wide, status = call(_ops.expand.default, rows, shared.inverse[0])
     if late_errors.reports_late(status):

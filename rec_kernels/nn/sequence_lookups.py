@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.bounds import read_at
 from rec_kernels.nn.jagged.checks import check_offsets
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
-from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.served import LookupModule
 from rec_kernels.nn.tables.feature_map import FeatureMap
 
 
-def look_up(tables: TableCollection | ServedTables, features) -> dict[str, JaggedTensor]:
+def look_up(tables: LookupModule, features) -> dict[str, JaggedTensor]:
     """Implements ``forward`` of ``rk.EmbeddingCollection``."""
     feature_map = tables._features
     features = as_batch(features, feature_map.feature_names)
@@ -58,12 +57,12 @@ def _own_offsets(offsets: Tensor, bags: list[int]) -> Sequence[Tensor]:
     return [own - own[0] for own in views]
 
 
-def look_up_rows(tables: TableCollection | ServedTables, features) -> Tensor:
+def look_up_rows(tables: LookupModule, features) -> Tensor:
     """Implements ``rows`` of ``rk.EmbeddingCollection``."""
     return tables._lookup(*bags_of(tables, features))
 
 
-def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor]:
+def bags_of(tables: LookupModule, features) -> tuple[SelectedKeys, Tensor]:
     """Every id of a batch as a bag of its own, and [F + 1] feature starts among them."""
     names = tables._features.feature_names
     return _each_id(_select(names, as_batch(features, names)), len(names))

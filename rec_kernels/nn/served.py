@@ -143,3 +143,7 @@ class ServedTables(nn.Module):
 
     def _note(self, status: Tensor, *what: Any) -> None:
         """Discards the status of a lookup on a GPU: serving reports no late errors."""
+
+
+#: What looks up tables: a collection, or the module that serves it.
+LookupModule = TableCollection | ServedTables
