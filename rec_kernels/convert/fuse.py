@@ -22,7 +22,6 @@ from rec_kernels.nn.embedding_layers import EmbeddingBag, EmbeddingLayer
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
 from rec_kernels.nn.tables.parameters import RequiresGrad
-from rec_kernels.nn.training.fused_update import power_names
 from rec_kernels.ops.embedding_bag import read_bags
 
 _OPTIONS = ("optimizer", "output_dtype", "bounds_check", "rounding", "seed")
@@ -245,12 +244,10 @@ class _FusedBags(nn.Module):
         ]
         options = {name: getattr(first.collection, name) for name in _OPTIONS}
         self.collection = EmbeddingBagCollection(tables, device=first.collection.device, **options)
-        optimizers = self.collection._features.optimizers
-        powers, state = power_names(optimizers.distinct), {}
-        for number, (name, layer) in zip(optimizers.of, layers.items(), strict=True):
+        state = {}
+        for name, layer in layers.items():
             for kind, values in layer.collection.state_dict().items():
-                own = powers[number] if kind == "beta_powers" else kind
-                state[own.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1)] = values
+                state[kind.replace("embedding_bags.weight.", f"embedding_bags.{name}.", 1)] = values
         self.collection.load_state_dict(state)
         self.collection.fused_optimizer.param_groups[0]["lr"] = float(first.collection.lr)
         for name, layer in layers.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_layers import EmbeddingLayer
 from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.rows import decode
-from rec_kernels.nn.training.fused_update import power_names
 
 
 def import_tables(ours: nn.Module, theirs: Any, *, trained_by: TrainedBy = None) -> None:
@@ -79,11 +77,9 @@ def copy_from(collection: TableCollection, external: ExternalTables) -> None:
         prefix = f"{collection._holder}.{config.name}"
         state[f"{prefix}.weight"] = table.weight
         state |= {f"{prefix}.{kind}": values for kind, values in table.state.items()}
-    step = _common_step(tables)
-    if step is not None:
-        state |= _step_state(collection, step)
-    elif "step" in collection._buffers:
-        state["step"] = collection.step
+    if "step" in collection._buffers:
+        step = _common_step(tables)
+        state["step"] = collection.step if step is None else torch.full_like(collection.step, step)
     collection.load_state_dict(state, strict=False, convert=True)
 
 
@@ -185,27 +181,6 @@ def _common_step(given: list[TableTensors]) -> int | None:
         )
     steps = list(used.values()) or [table.step for table in counting]
     return max(steps, default=None)
-
-
-def _step_state(collection: TableCollection, step: int) -> dict[str, Tensor]:
-    """The collection's ``step`` and beta powers after ``step`` updates."""
-    buffers: dict[str, Any] = collection._buffers
-    optimizers: Any = collection._features.optimizers.distinct
-    state = {"step": torch.full_like(buffers["step"], step)}
-    for index, name in power_names(optimizers).items():
-        powers = [power_after(beta, step) for beta in optimizers[index].betas]
-        state[name] = torch.tensor(powers, dtype=torch.float32, device=buffers[name].device)
-    return state
-
-
-def power_after(beta: float, steps: int) -> float:
-    """``beta ** steps``, computed by repeated float32 multiplication as updates compute it."""
-    factor, power = ctypes.c_float(beta).value, 1.0
-    for _ in range(steps):
-        before, power = power, ctypes.c_float(power * factor).value
-        if power == before:
-            break
-    return power
 
 
 def _decoded_tables(collection: TableCollection, *, with_state: bool) -> list[TableTensors]:

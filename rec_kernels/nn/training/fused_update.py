@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -58,35 +58,29 @@ def power_names(optimizers: Sequence[Optimizer]) -> dict[int, str]:
 
 
 def fit_powers(state_dict: dict, prefix: str, optimizers: Sequence[Optimizer]) -> None:
-    """Gives each optimizer in a state the powers of its own betas, although tables may have been others or reordered.
+    """Gives each optimizer in a state the powers of its betas after ``step`` updates.
 
-    They are exact if the state has them under any name; otherwise they are computed from ``step``.
+    They follow from ``step`` and the betas, bit for bit, although tables and optimizers of the state may be others.
     """
     step = state_dict.get(f"{prefix}step")
     if not isinstance(step, Tensor) or step.is_meta or isinstance(step, FakeTensor) or step.dim() or int(step) < 0:
         return
-    powers = [state_dict[name] for name in sorted(state_dict) if name.startswith(f"{prefix}beta_powers")]
-    given = [t for t in powers if isinstance(t, Tensor) and t.shape == (2,) and not t.is_meta]
     for number, name in power_names(optimizers).items():
-        own, optimizer = state_dict.get(prefix + name), cast(Any, optimizers[number])
-        betas: tuple[float, float] = optimizer.betas
-        candidates = [t for t in [own, *given] if t is not None and are_powers(t, betas, int(step))]
-        if not given or (candidates and candidates[0] is own):
-            continue
-        computed = [beta ** int(step) for beta in betas]
-        state_dict[prefix + name] = candidates[0] if candidates else given[0].new_tensor(computed)
+        powers = [_power_after(beta, int(step)) for beta in cast(Any, optimizers[number]).betas]
+        state_dict[prefix + name] = torch.tensor(powers, dtype=torch.float32, device=step.device)
 
 
-def are_powers(found: Tensor, betas: tuple[float, float], step: int) -> bool:
-    """True if two float32 values are the betas' powers after ``step`` multiplications, each rounded."""
-    for power, beta in zip(found.tolist(), betas, strict=True):
-        expected = beta**step
-        if expected < 1e-30 or power < 1e-30:
-            if max(expected, power) > 1e-25:
-                return False
-        elif abs(math.log(power) - math.log(expected)) > 1e-4 + 1e-7 * step:
-            return False
-    return True
+def _power_after(beta: float, steps: int) -> float:
+    """``beta ** steps``, by repeated float32 multiplication as updates compute it."""
+    power = np.float32(1)
+    while steps > 0:
+        factors = np.full(min(steps, 1 << 16), beta, dtype=np.float32)
+        factors[0] *= power
+        before, power = power, np.multiply.accumulate(factors)[-1]
+        if power == before:
+            break
+        steps -= len(factors)
+    return float(power)
 
 
 def rate_groups(features: FeatureMap) -> list[RateGroup]:
