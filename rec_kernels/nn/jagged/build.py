@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import is_list
 from rec_kernels.nn.jagged.checks import check_integers, check_keys_differ, has_data
-from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer, listed
+from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integer
 
 #: The arguments of ``rk.KeyedJaggedTensor`` by name.
 Arguments = dict[str, Any]
@@ -84,46 +84,6 @@ def from_offsets_list(
         _check_offsets(f, ends)
         found[key] = _Feature(ids, ends.diff(), None if weights is None else weights[f])
     return _concat(found)
-
-
-def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``rk.JaggedTensor.from_dense``: values, weights and lengths."""
-    values = listed(values, "values")
-    if not values:
-        raise ValueError("values are empty: they must be a tensor for each row, one at least")
-    counts = _lengths("values", values)
-    if weights is not None and (other := _lengths("weights", weights)) != counts:
-        raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
-    joined = torch.cat(values)
-    lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
-    return joined, None if weights is None else torch.cat(list(weights)), lengths
-
-
-def _lengths(name: str, rows: Sequence[Tensor]) -> list[int]:
-    for b, row in enumerate(rows):
-        check_tensor(f"{name}[{b}]", row)
-        if not row.dim():
-            raise ValueError(f"{name}[{b}] must have one dimension at least, got a tensor without any")
-    return [row.shape[0] for row in rows]
-
-
-def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``rk.JaggedTensor.from_dense_lengths``: values, weights and lengths."""
-    check_tensor("values", values)
-    if values.dim() < 2:
-        raise ValueError(f"values must be [B, L, ...], got {list(values.shape)}")
-    check_integers("lengths", lengths, values)
-    if lengths.shape != values.shape[:1]:
-        raise ValueError(f"lengths must be one for each of {values.shape[0]} rows, got {list(lengths.shape)}")
-    if weights is not None:
-        check_tensor("weights", weights)
-        if weights.shape != values.shape[:2]:
-            raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
-    if has_data(lengths) and len(bad := ((lengths < 0) | (lengths > values.shape[1])).nonzero()):
-        i = int(bad[0])
-        raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be in [0, {values.shape[1]}], the columns of values")
-    inside = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
-    return values[inside], None if weights is None else weights[inside], lengths
 
 
 def _check_dict(name: str, given: Any) -> None:

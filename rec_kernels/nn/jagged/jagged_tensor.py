@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.arguments import integer_from
-from rec_kernels.nn.jagged import bounds, build, checks, text
+from rec_kernels.nn.jagged import bounds, checks, text
 from rec_kernels.nn.jagged.container import BagContainer
+from rec_kernels.ops.layout_records import check_tensor, listed
 from rec_kernels.ops.status import cannot_read
 
 
@@ -116,7 +117,15 @@ class JaggedTensor(BagContainer):
         Raises:
             ValueError: ``values`` is empty, or weights are not floating-point or do not have the rows' lengths.
         """
-        return JaggedTensor(*build.from_rows(values, weights))
+        values = listed(values, "values")
+        if not values:
+            raise ValueError("values are empty: they must be a tensor for each row, one at least")
+        counts = _row_lengths("values", values)
+        if weights is not None and (other := _row_lengths("weights", weights)) != counts:
+            raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
+        joined = torch.cat(values)
+        lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
+        return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
@@ -128,7 +137,22 @@ class JaggedTensor(BagContainer):
         Raises:
             ValueError: a wrong shape or dtype; on the CPU, a length out of range.
         """
-        return JaggedTensor(*build.from_prefixes(values, lengths, weights))
+        check_tensor("values", values)
+        if values.dim() < 2:
+            raise ValueError(f"values must be [B, L, ...], got {list(values.shape)}")
+        checks.check_integers("lengths", lengths, values)
+        if lengths.shape != values.shape[:1]:
+            raise ValueError(f"lengths must be one for each of {values.shape[0]} rows, got {list(lengths.shape)}")
+        if weights is not None:
+            check_tensor("weights", weights)
+            if weights.shape != values.shape[:2]:
+                raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
+        columns = values.shape[1]
+        if checks.has_data(lengths) and len(bad := ((lengths < 0) | (lengths > columns)).nonzero()):
+            i = int(bad[0])
+            raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be in [0, {columns}], the columns of values")
+        inside = torch.arange(columns, device=values.device) < lengths[:, None]
+        return JaggedTensor(values[inside], None if weights is None else weights[inside], lengths)
 
     @staticmethod
     def empty(
@@ -171,3 +195,11 @@ class JaggedTensor(BagContainer):
 
 def _row_name(number: int) -> str:
     return f"row {number}"
+
+
+def _row_lengths(name: str, rows: Sequence[Tensor]) -> list[int]:
+    for b, row in enumerate(rows):
+        check_tensor(f"{name}[{b}]", row)
+        if not row.dim():
+            raise ValueError(f"{name}[{b}] must have one dimension at least, got a tensor without any")
+    return [row.shape[0] for row in rows]
