@@ -81,7 +81,7 @@ def triton_ops() -> set[str]:
 def formats(arguments: set[str]) -> str:
     """The row formats that an op, whose overloads have these arguments, knows."""
     if arguments & {"tables", "weights_shape"}:  # torch takes their gradient
-        return "fp32"
+        return "fp32, fp16, bf16"
     if "layout" in arguments:
         return "all of tables" if arguments & {"values", "weights"} else "-"
     return "all" if "format" in arguments else "-"

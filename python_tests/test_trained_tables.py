@@ -139,7 +139,7 @@ def untrained(format: str, pools: bool) -> nn.Module:
 UNTRAINED = r"a collection whose tables nothing trains.*{'%s': '%s'} here.*RowwiseAdagrad.*requires_grad_\(False\)"
 
 
-@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize("format", ["mx4", "int8"])
 @pytest.mark.parametrize("pools", [True, False])
 def test_lookups_of_training_that_train_nothing_are_told_once(format: str, pools: bool) -> None:
     """Moves and copies have been told, too; frozen tables, evaluations and lookups without gradients are fine."""
@@ -169,8 +169,8 @@ def test_lookups_of_training_that_train_nothing_are_told_once(format: str, pools
 def test_layers_of_training_that_train_nothing_are_told_once(make_layer: type[rk.Embedding]) -> None:
     """Layers of rows that torch cannot train, unless they are frozen."""
     ids = torch.tensor([[1, 2]])
-    layer = make_layer(9, 4, format="bf16")
-    with pytest.warns(UserWarning, match=UNTRAINED % ("weight", "bf16")):
+    layer = make_layer(9, 4, format="int4")
+    with pytest.warns(UserWarning, match=UNTRAINED % ("weight", "int4")):
         layer(ids)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -240,21 +240,27 @@ void check_weights(const Tensor& weights, const Tensor& values, const Layout& la
 }
 
 void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables) {
-  int64_t end = 0;
+  const auto size = static_cast<int64_t>(weights.element_size());
+  int64_t end = 0;  // in bytes
   for (size_t i = 0; i < tables.size(); ++i) {
     const Tensor& t = tables[i];
     const std::string name = "tables[" + std::to_string(i) + "]";
-    check(t, name.c_str()).rank(2).dtype(ScalarType::Float).on_device_of(weights, "weights");
-    end += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
+    check(t, name.c_str()).rank(2).on_device_of(weights, "weights");
+    if (size == 1) check_float_dtype(t.scalar_type(), name.c_str());
+    else check(t, name.c_str()).dtype(ScalarType::Float);
+    end += aligned_bytes(t);
   }
-  check_value(weights.numel() == end, "weights must have ", end,
-              " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
+  check_value(weights.numel() * size == end, "weights must have ", end / size,
+              " elements, the tables one after the other at multiples of ", kTableAlignment / size, ", got ",
+              weights.numel());
 }
 
 void check_trainable(const Layout& layout) {
-  check_value(!(layout.sizes.flags & kBytes),
-              "weights must be float32: rows of other formats have no gradient that torch could take; they are trained "
-              "by a fused update");
+  int64_t floats = 0;
+  for (const RowFormat f : {RowFormat::kFp32, RowFormat::kFp16, RowFormat::kBf16}) floats |= 1 << static_cast<int>(f);
+  check_value(!(layout.sizes.formats & ~floats),
+              "weights must have rows of fp32, fp16 or bf16 only: rows of other formats have no gradient that torch "
+              "could take; they are trained by a fused update");
 }
 
 void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim) {

@@ -48,9 +48,9 @@
 
 namespace rec_kernels {
 
-// Alignment, in elements, of each table in the `weights` of embedding_bag_tables (TABLE_ALIGNMENT in
+// Alignment, in bytes, of each table in the `weights` of embedding_bag_tables (TABLE_ALIGNMENT in
 // rec_kernels/ops/embedding_bag.py).
-constexpr int64_t kTableAlignment = 16;
+constexpr int64_t kTableAlignment = 64;
 
 // Unchecked arguments: the bags of a call and their tables' layout. All but the first four have defaults.
 struct BagArguments {
@@ -135,7 +135,11 @@ inline Sizes sizes_of(const Shape& shape) { return {shape.data(), shape.size()};
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
 // Checks rank, dtype and device of the tables of embedding_bag_tables, and that they fill `weights`.
 RK_EXPORT void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables);
-// Checks that tables are float32: rows of other formats have no gradient for torch, only fused updates.
+// Bytes of a table in the `weights` of embedding_bag_tables, up to the next table.
+inline int64_t aligned_bytes(const Tensor& table) {
+  return ceil_div(table.numel() * static_cast<int64_t>(table.element_size()), kTableAlignment) * kTableAlignment;
+}
+// Checks that tables have rows of floats: rows of other formats have no gradient for torch, only fused updates.
 RK_EXPORT void check_trainable(const Layout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 // Data pointer of an optional one-element float32 tensor, or of an optional status; null if absent.

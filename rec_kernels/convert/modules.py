@@ -135,11 +135,11 @@ def _has_hooks(theirs: nn.Module) -> bool:
 
 
 def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
-    """Raises ValueError if trained rows would have no optimizer: torch's optimizers train fp32 rows only."""
+    """Raises ValueError if trained rows would have no optimizer: torch's train rows of its dtypes only."""
     formats = {given["format"]} if "format" in given else {FLOAT_FORMATS[w.dtype] for w in external.weights()}
-    if "optimizer" not in given and formats - {"fp32"} and external.is_trained:
+    if "optimizer" not in given and (codes := formats - {*FLOAT_FORMATS.values()}) and external.is_trained:
         raise ValueError(
-            f"rows of format {', '.join(sorted(formats - {'fp32'}))} are trained by fused optimizers only: give "
+            f"rows of format {', '.join(sorted(codes))} are trained by fused optimizers only: give "
             "optimizer= one, or freeze theirs first with requires_grad_(False)"
         )
 

@@ -13,7 +13,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.training.accumulate import Lookup
 from rec_kernels.nn.training.dense_parameters import mark_switch
-from rec_kernels.ops.embedding_bag import table_starts
+from rec_kernels.ops.embedding_bag import split_tables
 
 _ops = torch.ops.rec_kernels
 
@@ -90,7 +90,8 @@ class DenseTableGradients(torch.autograd.Function):
             shards: this rank's. weights: of these.
             gradients: a list to which the output's backward appends those of all ranks.
         """
-        ctx.shards, ctx.gradients, ctx.shapes = shards, gradients, [weight.shape for weight in weights]
+        ctx.shards, ctx.gradients = shards, gradients
+        ctx.shapes, ctx.dtypes = [weight.shape for weight in weights], [weight.dtype for weight in weights]
         return torch.zeros(0, dtype=torch.float32, device=shards.device)
 
     @staticmethod
@@ -101,9 +102,7 @@ class DenseTableGradients(torch.autograd.Function):
         layout = shards._layout.arguments(lookup.bag_starts, lookup.shared)
         bags = {"values": lookup.values, "offsets": lookup.offsets, "per_sample_weights": lookup.weights}
         flat = _ops.embedding_bag_backward_dense.layout(lookup.grad, shards._weights, **bags, **layout)
-        starts = table_starts([shape.numel() for shape in ctx.shapes])
-        needed = ctx.needs_input_grad[2:]
-        blocks = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, ctx.shapes, strict=False)]
+        needed, blocks = ctx.needs_input_grad[2:], split_tables(flat, ctx.shapes, ctx.dtypes)
         # A view would keep gradients alive that are not needed.
         return (
             None,

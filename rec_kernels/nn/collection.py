@@ -26,7 +26,7 @@ from rec_kernels.nn.tables.layout import LayoutBuffers, mark_static, move, move_
 from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_tensors, copied, fit_formats
 from rec_kernels.nn.tables.optimizer_state import TableOptimizers
 from rec_kernels.nn.tables.optimizers import Optimizer
-from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, refuse_written, tie_tables
+from rec_kernels.nn.tables.parameter_views import Tied, pickled_members, refuse_replaced, refuse_written, tie_tables
 from rec_kernels.nn.tables.parameters import Tables, refuse_reset
 from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
@@ -107,14 +107,16 @@ class TableCollection(nn.Module):
     def _make_tables(self, device: torch.device | str | None) -> None:
         features = self._features
         weights, state = self._store.new_weights(device), optimizer_tensors(features, device)
-        self._memory = register_memory(self, weights, state, is_bytes=features.storage.is_bytes)
+        has_bytes = features.storage.is_bytes and not self._trained_by_torch
+        self._memory = register_memory(self, weights, state, is_bytes=has_bytes)
         numbers = self._store.numbers()
-        held = Tables(features, self._weights, in_file=bool(numbers), trains=self._is_trained, device=device)
+        options: Any = {"in_bytes": has_bytes, "in_file": bool(numbers), "trains": self._is_trained}
+        held = Tables(features, self._weights, **options, device=device)
         self._modules[self._holder] = held
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
         self._own_buffers = tuple(self._buffers)
-        self._untrained = Untrained({t.name: t.format for t in features.stored if t.format != "fp32"})
+        self._untrained = Untrained(features.stored)
         self._tie()
         self._store.initialize(held.weights())
         self._tied.note_written()
@@ -161,7 +163,7 @@ class TableCollection(nn.Module):
     @property
     def _trained_by_torch(self) -> bool:
         """True if torch computes gradients of the tables, for an optimizer of torch."""
-        return self.optimizer is None and not self._features.storage.is_bytes
+        return self.optimizer is None and not self._features.storage.has_codes
 
     @property
     def _is_trained(self) -> bool:
@@ -217,12 +219,7 @@ class TableCollection(nn.Module):
         self._store.refuse_copies()
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *others = reduced
-        # pickle writes the whole storage for every view, so views are dropped. torch.save (protocol 2) writes a storage
-        # once, unless views have several dtypes, so views may stay. They must stay if an optimizer of torch may be
-        # pickled together with the collection, because it must refer to the same parameters afterwards.
-        if self._features.storage.is_bytes or (not self._trained_by_torch and int(protocol) > 2):
-            state["_modules"] = {**self._modules, self._holder: self._held.without_rows()}
-        return make, arguments, state, *others
+        return make, arguments, state | pickled_members(self, int(protocol)), *others
 
     def __getstate__(self) -> dict:
         refuse_replaced(self._tied)
@@ -231,6 +228,8 @@ class TableCollection(nn.Module):
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter its own storage.
         super().__setstate__(state)
+        if self._weights is None:
+            self._weights = self._features.storage.joined(self._held.weights())
         self._weights = self._store.placed(self._weights, self.device)
         self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: only the original raises its errors
         self._tie()
@@ -240,6 +239,7 @@ class TableCollection(nn.Module):
     def __copy__(self) -> Self:
         """A collection that shares this one's memory, with its own update object."""
         state: Any = self.__reduce_ex__(4)[2]
+        state |= {"_weights": self._weights} if "_weights" in state else {}
         other = type(self).__new__(type(self))
         other.__setstate__(state if self._update is None else {**state, "_update": self._update.alone()})
         return other

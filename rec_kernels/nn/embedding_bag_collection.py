@@ -49,8 +49,9 @@ class EmbeddingBagCollection(TableCollection):
 
     ``.to(device)`` moves the tables; ``.half()`` and ``.bfloat16()`` do not change them.
 
-    Formats other than fp32 train with a fused optimizer only. Without one, no table of the collection has a gradient,
-    and the first lookup in training mode warns unless ``requires_grad_(False)`` was called.
+    Without a fused optimizer, tables have dense gradients of their dtype. Formats other than fp32, fp16 and bf16 train
+    with a fused optimizer only: without one, no table of the collection has a gradient, and the first lookup in
+    training mode warns unless ``requires_grad_(False)`` was called.
 
     Dense parameters elsewhere in the model need an optimizer of their own.
 

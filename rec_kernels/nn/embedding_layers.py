@@ -319,7 +319,7 @@ class Embedding(EmbeddingLayer):
         options: table options: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
             as for ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows start as in torch,
             normal with variance 1. Without options, ``weight`` is a parameter of its dtype with torch's gradients.
-            Rows in another ``format`` than fp32 are trained by a fused ``optimizer`` only; else they get no gradient.
+            Rows in a ``format`` that is no dtype are trained by a fused ``optimizer`` only; else they get no gradient.
 
     Attributes:
         weight: [E, D], or byte rows [E, row_bytes] if the format is not a dtype; ``weight_0``, ``weight_1`` ... for a

@@ -25,8 +25,8 @@ from rec_kernels.ops.table_layout import Size
 _ops = torch.ops.rec_kernels
 _one_table = _ops.embedding_bag.table  # resolved once, because attribute lookup costs time in a small call
 
-#: Alignment, in elements, of the tables in a flat weight tensor (64 bytes of float32: a cache line).
-TABLE_ALIGNMENT = 16
+#: Alignment, in bytes, of the tables in a flat weight tensor: a cache line.
+TABLE_ALIGNMENT = 64
 
 # Half-precision dtypes of weight tensors, with the names of their row formats.
 NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
@@ -203,12 +203,20 @@ def _flatten_bags(
     return input.reshape(-1), offsets, None if weights is None else weights.reshape(-1)
 
 
-def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int]:
+def table_starts(sizes: list[int], itemsize: int = 4) -> list[int]:
     """Start of each table in a flat tensor, then the tensor's length: sizes [T], in elements -> offsets [T + 1]."""
-    starts = [0]
+    starts, alignment = [0], TABLE_ALIGNMENT // itemsize
     for size in sizes:
         starts.append(-(-(starts[-1] + size) // alignment) * alignment)
     return starts
+
+
+def split_tables(flat: Tensor, shapes: list[torch.Size], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Views of the tables in a flat tensor: float32, or the bytes of tables of several dtypes."""
+    sizes = [shape.numel() * dtype.itemsize // flat.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    starts = table_starts(sizes, flat.itemsize)
+    tables = [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return [t.view(dtype).view(shape) for t, dtype, shape in zip(tables, dtypes, shapes, strict=True)]
 
 
 def _outputs(like: Tensor, rows: int | torch.SymInt, columns: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -237,7 +245,9 @@ def _fake_table_lookup(a: dict) -> tuple[Tensor, Tensor]:
 
 def _dense_gradient(a: dict) -> Tensor:
     check_one_device(a.values())
-    return a["grad"].new_empty(a["weights_shape"] if "weights_shape" in a else a["weights"].shape)
+    if "weights_shape" in a:
+        return a["grad"].new_empty(a["weights_shape"])
+    return a["grad"].new_empty(a["weights"].shape, dtype=a["weights"].dtype)
 
 
 def _sparse_gradient(a: dict) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from rec_kernels.ops.autograd import (
     refuse_tangents,
     register_autograd,
 )
-from rec_kernels.ops.embedding_bag import NARROW, table_starts
+from rec_kernels.ops.embedding_bag import NARROW, split_tables
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.ops.version_counters import call_in_place
 
@@ -159,7 +159,7 @@ def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
 
 def _setup_tables(ctx, inputs, output) -> None:
     a = arguments_of("embedding_bag_tables.layout", inputs)
-    ctx.table_shapes = [t.shape for t in a["tables"]]
+    ctx.table_shapes, ctx.table_dtypes = [t.shape for t in a["tables"]], [t.dtype for t in a["tables"]]
     _save_arguments(ctx, "embedding_bag_tables.layout", a)
 
 
@@ -181,10 +181,10 @@ def _backward_tables(ctx, grad: Tensor, _):
 def _gradients_of_tables(ctx, grad: Tensor, weights: Tensor, bags: dict, shapes) -> list[Tensor]:
     if ctx.arguments["sparse"]:
         rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse.layout(grad, weights, **bags)
-        return _split_sparse(rows, row_grads, row_counts, bags["layout"][:, Column.row_offset], shapes)
+        found = _split_sparse(rows, row_grads, row_counts, bags["layout"][:, Column.row_offset], shapes)
+        return [t.to(dtype) for t, dtype in zip(found, ctx.table_dtypes, strict=True)]
     flat = _ops.embedding_bag_backward_dense.layout(grad, weights, **bags)
-    starts = table_starts([shape.numel() for shape in shapes])
-    return [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
+    return split_tables(flat, shapes, ctx.table_dtypes)
 
 
 def _freeze_unneeded(bags: dict, shapes, needs_grad) -> Tensor:

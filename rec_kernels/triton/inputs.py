@@ -234,11 +234,11 @@ def check_gradient(a: SimpleNamespace, bags: BagInput) -> None:
 
 
 def check_tables(a: SimpleNamespace) -> None:
-    """Raises ValueError unless the tables fill weights, each at the next multiple of TABLE_ALIGNMENT."""
+    """Raises ValueError unless the tables fill weights, each at the next multiple of TABLE_ALIGNMENT bytes."""
     for i, t in enumerate(a.tables):
         check_tensor(t, f"tables[{i}]", (a.weights.dtype,), rank=2)
     elements = table_starts([t.numel() for t in a.tables])[-1]
-    where = f"the tables one after the other at multiples of {TABLE_ALIGNMENT}"
+    where = f"the tables one after the other at multiples of {TABLE_ALIGNMENT // 4}"
     fits = a.weights.numel() == elements
     check(fits, f"weights must have {elements} elements, {where}, got {a.weights.numel()}")
 

@@ -291,7 +291,7 @@ SharedRows sum_shared(const Tensor& grad, BagInput* in) {
   return shared;
 }
 
-// Input of a gradient of float32 tables: those in `weights`, which products read, or one table of a given shape.
+// Input of a gradient of tables of floats: those in `weights`, which products read, or one float32 table of a shape.
 BagInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_trainable(layout);
@@ -307,6 +307,8 @@ BagInput read_gradient(const Tensor& grad, const Shape& shape, const OneTableBag
 }
 const uint8_t* rows_of(const Tensor& weights) { return static_cast<const uint8_t*>(weights.const_data_ptr()); }
 const uint8_t* rows_of(const Shape&) { return nullptr; }
+ScalarType type_of(const Tensor& weights) { return weights.scalar_type(); }
+ScalarType type_of(const Shape&) { return ScalarType::Float; }
 
 template <class Weights, class Arguments>
 Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Arguments& bags) {
@@ -314,7 +316,7 @@ Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Argum
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in, grad);
-  Tensor out = new_zeros(grad, sizes_of(weights), ScalarType::Float);
+  Tensor out = new_zeros(grad, sizes_of(weights), type_of(weights));
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
   finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);

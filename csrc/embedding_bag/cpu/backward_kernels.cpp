@@ -292,9 +292,13 @@ void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table,
            });
 }
 
-// Stores gradients to be returned: dense, indexed by row, or sparse, with row indices.
+// Stores gradients to be returned: dense, indexed by row, in the table's format, or sparse, as floats with row indices.
 void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const Part& f = *table.part;
+  if (f.format != RowFormat::kFp32 && !t.rows) {
+    const EncodedRows rows(f, t, scratch + scratch_rows(f.embedding_dim));
+    return finish_runs(a, EncodedGradients{f.embedding_dim, rows}, table, scratch, begin, end);
+  }
   StoredGradients target{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset), nullptr};
   if (t.rows) {
     target.gradients = reinterpret_cast<float*>(t.weights) + table.first_float;

@@ -61,17 +61,18 @@ std::tuple<Tensor, Tensor> one_table_cpu(const Tensor& weights, const OneTableBa
 }
 
 // The backward assigns gradients to tables by their location in `weights`, so every part must have the location of one.
-void check_locations(const std::vector<Tensor>& tables, const BagInput& in) {
+void check_locations(const std::vector<Tensor>& tables, const BagInput& in, int64_t element_size) {
   std::vector<TablePart> places;
   int64_t start = 0, row = 0;
   for (const Tensor& t : tables) {
     TablePart place{};
-    place.weight_offset = 4 * start;
+    place.weight_offset = start;
     place.row_offset = row;
     place.num_embeddings = t.size(0);
     place.embedding_dim = t.size(1);
+    place.format = static_cast<int64_t>(float_format(t.scalar_type()));
     places.push_back(place);
-    start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
+    start += aligned_bytes(t);
     row += t.size(0);
   }
   for (int64_t i = 0; i < in.bags.num_parts; ++i) {
@@ -81,9 +82,10 @@ void check_locations(const std::vector<Tensor>& tables, const BagInput& in) {
     bool known = false;
     for (; !known && p != places.end() && p->row_offset == f.row_offset; ++p)
       known = p->weight_offset == f.weight_offset && p->num_embeddings == f.num_embeddings &&
-              p->embedding_dim == f.embedding_dim;
-    check_value(known, "layout[", i, "]: weight_offset ", f.weight_offset / 4, " and row_offset ", f.row_offset, " (",
-                f.num_embeddings, " x ", f.embedding_dim, ") are the place of none of the tables");
+              p->embedding_dim == f.embedding_dim && p->format == static_cast<int64_t>(f.format);
+    check_value(known, "layout[", i, "]: weight_offset ", f.weight_offset / element_size, " and row_offset ",
+                f.row_offset, " (", f.num_embeddings, " x ", f.embedding_dim, ", ", row_format_name(f.format),
+                ") are the place of none of the tables");
   }
 }
 
@@ -96,7 +98,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const
   check_weights(weights, bags.values, layout);
   const BagInput in = read_bags(bags, layout, limits_of(layout.num_parts, weights));
   check_tables_of(weights, tables);
-  check_locations(tables, in);
+  check_locations(tables, in, static_cast<int64_t>(weights.element_size()));
   return forward(weights, in, output_dtype);
 }
 

@@ -96,10 +96,10 @@ struct EncodedRows {
     rounding.noise.shard = f.shard;
   }
   void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
+  RK_HOST_DEVICE float* next() const { return buffer + count * D; }
   RK_HOST_DEVICE float* open(int64_t row) const {
-    float* own = buffer + count * D;
-    decode(rows + row * row_bytes, 1, D, own);
-    return own;
+    decode(rows + row * row_bytes, 1, D, next());
+    return next();
   }
   void close(int64_t row) {
     indices[count++] = row;
@@ -110,6 +110,29 @@ struct EncodedRows {
     encode(buffer, count, D, rounding, {rows, 0, indices});
     count = 0;
   }
+};
+
+// Dense gradients of an encoded table, in its format.
+struct EncodedGradients {
+  static constexpr bool kInRegisters = true, kProductsInRegisters = false;
+  int64_t D;
+  EncodedRows rows;
+
+  static int64_t ahead() { return 0; }
+  void prefetch(int64_t, int64_t, int64_t) const {}
+  static void select(int64_t) {}
+  RK_HOST_DEVICE float* buffer(int64_t, int64_t, float*) const { return rows.next(); }
+  void finish(int64_t row, int64_t, const float* g) {
+    if (g != rows.next()) memcpy(rows.next(), g, static_cast<size_t>(D) * sizeof(float));
+    rows.close(row);
+  }
+  static bool has_step() { return false; }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void finish_registers(int64_t row, int64_t, const Vec* g, int tail) {
+    store_columns<NV, kTail>(g, rows.next(), tail);
+    rows.close(row);
+  }
+  void flush() { rows.flush(); }
 };
 
 // Rows of an encoded or cached table. Cached rows are updated in the cache.

@@ -5,6 +5,7 @@
 #include "embedding_bag/cuda/cache_input.cuh"
 #include "embedding_bag/cuda/shared_rows.cuh"
 #include "embedding_bag/cuda/targets_elementwise.cuh"
+#include "rows/cuda/writer.cuh"
 
 namespace rec_kernels {
 namespace {
@@ -28,6 +29,31 @@ struct StoredTarget {
   }
   __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 updated(const Part&, const Vec4&, const Vec4& g, float) { return g; }
+};
+
+// Dense gradients of fp16 or bf16 rows, in the format of the rows.
+struct HalfGradients {
+  static constexpr bool kElementwise = false, kEncodes = true, kUpdates = false;
+  uint8_t* gradients;
+
+  __device__ static bool needs_mean_square() { return false; }
+  __device__ static float state_before(int64_t) { return 0.0f; }
+  __device__ void expect(int64_t, const Part&, int64_t, PrefetchLanes) const {}
+  __device__ static float open(const Part&, int64_t, int64_t, float, float, bool) { return 0.0f; }
+  __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
+  // x: the gradient of all columns; for a wider row, gradient() computes it block by block into x.
+  template <int G, int kBlocks, class Gradient>
+  __device__ __forceinline__ void put_row(const Part& f, int64_t row, float, const Group<G>& group, Vec4 (&x)[kBlocks],
+                                          const Gradient& gradient) const {
+    const int64_t D = f.embedding_dim;
+    uint8_t* out = gradients + f.weight_offset + (row - f.row_offset) * Fp16::row_bytes(D);
+    for (int64_t column = 0; column < columns_behind<kBlocks, G>(D); column += kBlocks * 4 * G) {
+      if (is_wider<G, kBlocks>(D)) gradient(column, true, [](int64_t) { return Vec4{}; });
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k)
+        store_halves(out, column + (k * G + group.lane) * 4, D, f.format == RowFormat::kFp16, x[k]);
+    }
+  }
 };
 
 struct UpdateTarget {
@@ -97,10 +123,14 @@ void finish_floats(const SumArgs& args, const Target& target, cudaStream_t strea
       args.max_dim, [&](auto group, auto blocks) { launch_finish<group, blocks>(args, target, stream); });
 }
 
+// Stores gradients to be returned: dense, each table's in its format, or sparse, as floats.
 void store_all(const BagInput& in, SumArgs args, const StoredTarget& target, const Tensor& like, cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
   const Tensor sums = sum_chunks(in, &args, like, stream);
-  finish_floats(args, target, stream);
+  for (args.format = 0; args.format < in.parts.num_formats; ++args.format) {
+    if (target.rows || in.parts.formats[args.format] == RowFormat::kFp32) finish_floats(args, target, stream);
+    else finish_few_widths(args, HalfGradients{reinterpret_cast<uint8_t*>(target.gradients)}, stream);
+  }
 }
 
 // Updates float32 rows, or rows in cache slots, which are floats.
@@ -154,7 +184,7 @@ SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cu
   return shared;
 }
 
-// Input of a gradient of float32 tables: those in `weights`, which products read, or one table of a given shape.
+// Input of a gradient of tables of floats: those in `weights`, which products read, or one float32 table of a shape.
 struct GradientInput {
   BagInput in;
   LayoutLimits limits;
@@ -171,6 +201,8 @@ GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const Bag
   const auto* rows = in.multiplies ? on_gpu(weights, bags.values) : nullptr;
   return {std::move(in), limits_of(layout.num_parts, weights), rows};
 }
+ScalarType type_of(const Tensor& weights) { return weights.scalar_type(); }
+ScalarType type_of(const Shape&) { return ScalarType::Float; }
 GradientInput read_gradient(const Tensor& grad, const Shape& shape, const OneTableBags& bags, cudaStream_t) {
   check(grad, "grad").on_device_of(bags.values, "values");
   BagInput in = read_bags(bags, read_one_table(shape, parse_pooling(bags.pooling)));
@@ -186,9 +218,9 @@ Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Argum
   const Tensor grad = as_contiguous(grad_in), status = new_status(in, limits, grad, stream, true);
   const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  Tensor out = new_zeros(grad, sizes_of(weights), ScalarType::Float);
+  Tensor out = new_zeros(grad, sizes_of(weights), type_of(weights));
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
-  const StoredTarget target{out.mutable_data_ptr<float>(), nullptr, nullptr};
+  const StoredTarget target{static_cast<float*>(out.mutable_data_ptr()), nullptr, nullptr};
   store_all(in, sum_args(in, o, grad, rows, nullptr, skip), target, grad, stream);
   return out;
 }

@@ -386,6 +386,11 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
   launch(kKernel, grid, dim3(kFinishThreads), kAhead, stream, a, target);
 }
 
+template <class Target>
+void finish_few_widths(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  with_few_widths(a.max_dim, [&](auto group, auto blocks) { launch_finish<group, blocks>(a, target, stream); });
+}
+
 // An update of rows in `weights`.
 struct RowUpdate : Update {
   uint8_t* weights;

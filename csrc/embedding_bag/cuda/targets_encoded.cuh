@@ -81,11 +81,6 @@ inline constexpr bool kNarrow<ElementwiseTarget<EncodedTarget<Bf16>>> = true;
 
 }  // namespace RK_ISA
 
-template <class Target>
-void finish_few_widths(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  with_few_widths(a.max_dim, [&](auto group, auto blocks) { launch_finish<group, blocks>(a, target, stream); });
-}
-
 template <class Format>
 void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream) {
   using Plain = EncodedTarget<Format>;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,22 @@ def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
         except RuntimeError:  # weak references to the parameter exist
             pass
     parameter.data = view
+
+
+def pickled_members(collection: Any, protocol: int) -> dict[str, Any]:
+    """The members of a collection that are pickled in another form, by name.
+
+    pickle writes the whole storage for every view, so views are dropped. torch.save (protocol 2) writes a storage once,
+    and refuses views of several dtypes, so views of one may stay. They must stay if an optimizer of torch may be
+    pickled together with the collection, because it must refer to the same parameters afterwards; bytes under views of
+    a dtype are dropped then.
+    """
+    storage, is_saved = collection._features.storage, protocol <= 2
+    if collection._trained_by_torch and not (is_saved and storage.is_mixed):
+        return {"_weights": None} if storage.is_bytes else {}
+    if is_saved and not storage.is_bytes:
+        return {}
+    return {"_modules": {**collection._modules, collection._holder: collection._held.without_rows()}}
 
 
 def refuse_written(tied: Tied) -> None:

@@ -71,7 +71,7 @@ class Table(nn.Module):
 
     weight: nn.Parameter
     projection: nn.Parameter  # only for tables with a projection
-    in_bytes = False  # True if the flat weight tensor is uint8
+    in_bytes = False  # True if the flat weight tensor is uint8, and torch's optimizers do not train its views
     in_file = False  # True if the weights are in a file, and not part of a state
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -80,7 +80,7 @@ class Table(nn.Module):
         if self.in_file:
             del destination[prefix + views.pop(0)]
         # Each entry gets its own storage in the same memory: pickle writes the whole storage of a view, and torch.save
-        # rejects a storage with several dtypes. With keep_vars, fp32 entries are the module's own parameters.
+        # rejects a storage with several dtypes. With keep_vars, entries may be the module's own parameters.
         for name in [] if keep_vars and not self.in_bytes else views:
             rows = destination[prefix + name].detach()
             if type(rows) is Tensor and not rows.is_meta:
@@ -127,7 +127,7 @@ class Tables(nn.Module):
 
     Args:
         features: the collection's features. weights: the flat tensor; each table's weight is a view of it.
-        in_file: True if the flat tensor is the window of a file.
+        in_bytes, in_file: see ``Table``.
         trains: True if weights of float dtypes require gradients.
         device: device of the projections.
     """
@@ -137,6 +137,7 @@ class Tables(nn.Module):
         features: FeatureMap,
         weights: Tensor,
         *,
+        in_bytes: bool,
         in_file: bool,
         trains: bool,
         device: torch.device | str | None,
@@ -147,7 +148,7 @@ class Tables(nn.Module):
             holder = self[table.name]
             rows = features.storage.view(weights, i)
             holder.weight = nn.Parameter(rows, requires_grad=trains and rows.is_floating_point())
-            holder.in_bytes, holder.in_file = features.storage.is_bytes, in_file
+            holder.in_bytes, holder.in_file = in_bytes, in_file
         for config in features.tables:
             if config.projection:
                 matrix = torch.empty(config.projection, dtype=torch.float32, device=device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,13 +21,19 @@ class Storage:
 
     Args:
         tables: the tables, in memory order.
+
+    Attributes:
+        is_mixed: True if tables have several formats.
+        has_codes: True if some table has a format other than torch's fp32, fp16 and bf16.
     """
 
     def __init__(self, tables: list[StoredTable]) -> None:
         self.is_bytes = any(t.format != "fp32" for t in tables)
+        self.is_mixed = len({t.format for t in tables}) > 1
+        self.has_codes = any(t.format not in FLOAT_DTYPES for t in tables)
         self.dtype = torch.uint8 if self.is_bytes else torch.float32
         self._tables = tables
-        self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
+        self.starts = table_starts([self._size(t) for t in tables], self.dtype.itemsize)
 
     def _size(self, table: StoredTable) -> int:
         row = table.row_bytes if self.is_bytes else table.embedding_dim
@@ -36,6 +44,13 @@ class Storage:
         table, start = self._tables[i], self.starts[i]
         rows = flat[start : start + self._size(table)]
         return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
+
+    def joined(self, rows: Sequence[Tensor]) -> Tensor:
+        """A new flat tensor of tables' rows, each as ``view`` returns it."""
+        flat = zeros(self.starts[-1], self.dtype, rows[0].device)
+        for i, own in enumerate(rows):
+            self.view(flat, i).copy_(own.detach())
+        return flat
 
 
 @torch.library.register_fake("rec_kernels::_advise_huge_pages")

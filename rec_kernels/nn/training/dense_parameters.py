@@ -12,9 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rec_kernels.nn.tables.config import StoredTable
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.fused_optimizer import FusedGroup, FusedOptimizer
 from rec_kernels.ops.exporting import is_exporting
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _MARK = "_rec_kernels_mark"  # an attribute of a parameter
 
@@ -68,11 +70,11 @@ class Untrained:
     """Warns about tables without optimizer in formats that torch cannot train.
 
     Args:
-        formats: table name -> format, for tables in formats other than fp32.
+        tables: the tables, also those in formats that torch can train.
     """
 
-    def __init__(self, formats: dict[str, str]) -> None:
-        self._formats = formats
+    def __init__(self, tables: Sequence[StoredTable]) -> None:
+        self._formats = {t.name: t.format for t in tables if t.format not in FLOAT_DTYPES}
         self._grad_flags: list[RequiresGrad] = []
         self._has_warned = False
 
@@ -101,9 +103,9 @@ def _warn_of_untrained(formats: dict[str, str]) -> None:
     """Emits the UserWarning that nothing trains the collection's tables."""
     warnings.warn(
         f"a lookup of training, by a collection whose tables nothing trains: torch has no gradients of rows in a "
-        f"format other than fp32, {formats} here, nor of fp32 tables beside them. Build the collection with a fused "
-        "optimizer, rk.RowwiseAdagrad(lr=0.05) say. If the tables are to stay as they are, call requires_grad_(False) "
-        "of it, or look up in eval() or under torch.no_grad()",
+        f"format other than fp32, fp16 and bf16, {formats} here, nor of tables beside them. Build the collection with "
+        "a fused optimizer, rk.RowwiseAdagrad(lr=0.05) say. If the tables are to stay as they are, call "
+        "requires_grad_(False) of it, or look up in eval() or under torch.no_grad()",
         stacklevel=2,
     )
 
@@ -119,8 +121,8 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(getattr(p, _MARK, None) is _UNTRAINED and RequiresGrad.of(p).requires_grad for p in given):
         warnings.warn(
             f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in a format other "
-            "than fp32 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or leave the tables "
-            "out by rk.dense_parameters(model), if they are to stay as they are",
+            "than fp32, fp16 and bf16 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or "
+            "leave the tables out by rk.dense_parameters(model), if they are to stay as they are",
             stacklevel=3,
         )
     if _REPLACED in marks:
