@@ -287,8 +287,8 @@ def test_errors_of_layers() -> None:
         rk.convert_embeddings(nn.Embedding(9, 4, max_norm=1.0))
     with pytest.raises(ValueError, match=r"theirs: table .weight.: weight must be .* got \[9, 4\] torch\.float64"):
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="rows of format fp16 are trained by fused optimizers only"):
-        rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="rows of format int8 are trained by fused optimizers only"):
+        rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float16), format="int8")
     with pytest.raises(TypeError, match="theirs must be one module, got several: rk"):
         rk.convert_embeddings(nn.ModuleDict({"a": nn.Embedding(9, 4)}))
 

@@ -245,7 +245,7 @@ BAD_ARGUMENTS = [
     ("weights", lambda t: t[None], "weights must have 1 dimension(s), got shape [1, 176]"),
     ("weights", lambda t: torch.stack([t, t], 1)[:, 0], "weights must be contiguous"),
     ("tables", lambda t: t[:1], "weights must have 80 elements, the tables one after the other"),
-    ("tables", lambda t: t[::-1], "layout[0]: weight_offset 0 and row_offset 0 (5 x 16) are the place of none"),
+    ("tables", lambda t: t[::-1], "layout[0]: weight_offset 0 and row_offset 0 (5 x 16, fp32) are the place of none"),
     ("tables", lambda t: [t[0].reshape(-1), t[1]], "tables[0] must have 2 dimension(s), got shape [80]"),
     ("tables", lambda t: [t[0], t[1].double()], "tables[1] must be float32, got float64"),
     ("embedding_dims", lambda t: torch.tensor([0, 32, 16]), "embedding_dims[0] = 0 must be in [1, 2^31)"),

@@ -170,12 +170,13 @@ def test_bad_table(changes: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("op", TAKE_FLOATS)
 def test_ops_for_floats_refuse_formats(op: str) -> None:
-    """Ops with a gradient take floats only, and refuse fp32 in bytes, too."""
-    for formats in (FORMATS, ["fp32"]):
+    """Ops with a gradient take floats only, in bytes if their layout says so."""
+    messages = ["weights must have rows of fp32, fp16 or bf16 only", "weights must be uint8, got float32"]
+    for formats, message in zip((FORMATS, ["fp32"]), messages, strict=True):
         given = arguments() | {"formats": formats, "format_of": torch.zeros(3, dtype=torch.int64)}
         given |= {"weight_offsets": torch.tensor([0, 512, 0]), "weights": torch.zeros(176), "weights_shape": [176]}
         for namespace in (ops, emulated()):
-            check_refused(op, given, "weights must be float32", namespace)
+            check_refused(op, given, message, namespace)
 
 
 def test_gradient_of_bytes() -> None:

@@ -59,8 +59,10 @@ std::tuple<Tensor, Tensor> one_table_cuda(const Tensor& weights, const OneTableB
 std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, const std::vector<Tensor>& tables,
                                                      const BagArguments& bags, bool,
                                                      std::optional<ScalarType> output_dtype) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_trainable(layout);
+  check_weights(weights, bags.values, layout);
   check_tables_of(weights, tables);
-  check_trainable(read_layout(bags.layout, bags.layout_sizes, bags.values));
   // The gradients of tables are on the device of the values.
   check(weights, "weights").on_device_of(bags.values, "values");
   const OptionalTensor none;
