@@ -99,6 +99,19 @@ def test_same_bits(optimizer: Any, options: dict[str, Any]) -> None:
         assert torch.equal(tables.embedding_bags[f"bags_{i}"].weight, layer.weight)
 
 
+def test_bits_of_nans_and_of_sparse_gradients() -> None:
+    """A NaN equals itself, and other layers may have sparse gradients."""
+
+    def beside_a_sparse_layer(model: Any, calls: Any, ids: Tensor) -> Tensor:
+        return torch.cat([calls[0](), calls[2](), model.sparse(ids[0])], dim=1).log()
+
+    model = Model(beside_a_sparse_layer)
+    model.sparse = nn.EmbeddingBag(20, 4, sparse=True)
+    found = rk.fuse_embedding_bags(model, *batch(0))
+    assert found.model(*batch(0)).isnan().any()
+    assert found.groups == [["bags.0", "bags.2"]]
+
+
 def test_batch_sizes_of_their_own() -> None:
     """Layers with other numbers of bags, offsets that end before the ids do, and ids of two dtypes."""
 
@@ -312,11 +325,16 @@ def test_models_that_are_not_traced() -> None:
         first, second = calls[0](), calls[2]()
         return torch.cat([Reversed.apply(first), second], dim=1)
 
+    def negative_zeros(model: Any, calls: Any, ids: Tensor) -> Tensor:
+        first, second = calls[0](), calls[2]()
+        return torch.cat([Reversed.apply(first) * 0, second], dim=1)
+
     for combine, reason in (
         (branches, "torch.fx cannot trace the model: TraceError: symbolically traced variables cannot be used"),
         (trains, "torch.fx has another graph in training than in evaluation"),
         (silent, "for example_inputs, gradients differ"),
         (reversed_gradient, "for example_inputs, gradients differ"),
+        (negative_zeros, "for example_inputs, gradients differ"),
         (random, "for example_inputs, outputs differ"),
     ):
         model = Model(combine)

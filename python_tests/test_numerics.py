@@ -225,4 +225,8 @@ def test_same_bits() -> None:
     assert not same_bits(zero, torch.zeros(2))
     assert not same_bits(zero, zero.double())
     assert same_bits(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    sparse = torch.tensor([0.0, 2.0]).to_sparse()
+    assert same_bits(sparse, sparse.clone())
+    assert not same_bits(sparse, -sparse)
+    assert not same_bits(sparse, sparse.to_dense())
     assert same_bits(torch.ones(1).to(torch.float8_e4m3fn), torch.ones(1).to(torch.float8_e4m3fn))

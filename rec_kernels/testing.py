@@ -1,6 +1,6 @@
 """Helpers for testing code built on rec_kernels: jagged batches, CPU instruction sets, tolerances.
 
-The package does not need this module; its own tests and benchmarks use it.
+In the package, only ``rk.fuse_embedding_bags`` uses this module; tests and benchmarks do.
 """
 
 from __future__ import annotations
@@ -156,9 +156,14 @@ def _repeat_sessions(values: Tensor, lengths: Tensor, session: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True if shape, dtype and bits are equal: 0 and -0 differ; all NaNs are equal (payloads are unspecified)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """True if shape, dtype and bits are equal: 0 and -0 differ; all NaNs are equal (payloads are unspecified).
+
+    Sparse COO tensors are equal if their stored indices and values are.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.layout == torch.sparse_coo:
+        return same_bits(a._indices(), b._indices()) and same_bits(a._values(), b._values())
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.dtype.is_floating_point:

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_layers import EmbeddingLayer
+from rec_kernels.testing import same_bits
 
 
 @contextlib.contextmanager
@@ -108,9 +109,9 @@ def difference(model: nn.Module, fused: nn.Module, calls: Mapping[str, Sequence[
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two pytrees have equal structure and leaves; tensors are compared with ``torch.equal``."""
+    """True if two pytrees have equal structure and leaves; tensors are compared with ``same_bits``."""
     (ours, shape), (others, other_shape) = _pytree.tree_flatten(one), _pytree.tree_flatten(other)
     pairs = zip(ours, others, strict=False)
     return shape == other_shape and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b for a, b in pairs
+        same_bits(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b for a, b in pairs
     )
