@@ -72,21 +72,25 @@ def test_ties_of_the_largest_are_torchs(options: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layer", [rk.Embedding, functools.partial(rk.EmbeddingBag, mode="max")], ids=["rows", "bags"])
-def test_half_precision_without_options(layer: Callable[..., nn.Module], dtype: torch.dtype) -> None:
-    """A layer without options has an ordinary parameter of its dtype, cast or made so; torch's optimizers train it."""
+@pytest.mark.parametrize(
+    "kind", [rk.Embedding, *(functools.partial(rk.EmbeddingBag, mode=m) for m in ("sum", "mean", "max"))], ids=str
+)
+def test_half_precision_without_options(kind: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    """A layer without options has a parameter and results of its dtype; torch's optimizers train it."""
     given = torch.randn(ROWS, DIM)
-    layers = [layer(ROWS, DIM, _weight=given.to(dtype)), layer(ROWS, DIM, _weight=given).to(dtype)]
-    assert [(each.collection, each.weight.dtype) for each in (*layers, layer(ROWS, DIM, dtype=dtype))] == [
+    layers = [kind(ROWS, DIM, _weight=given.to(dtype)), kind(ROWS, DIM, _weight=given).to(dtype)]
+    assert [(each.collection, each.weight.dtype) for each in (*layers, kind(ROWS, DIM, dtype=dtype))] == [
         (None, dtype)
     ] * 3
-    wide = layer(ROWS, DIM, _weight=given.to(dtype).float())
-    for each in (*layers, wide):
-        output = each(PADDED)
-        assert torch.equal(output, wide(PADDED))
-        output.square().sum().backward()
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    wide = kind(ROWS, DIM, _weight=given.to(dtype).float())
+    expected = wide(PADDED).to(dtype)  # sums are rounded once
+    expected.float().square().sum().backward()
     for each in layers:
+        output = each(PADDED)
+        assert output.dtype == dtype
+        assert torch.equal(output, expected)
+        output.float().square().sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
         assert torch.equal(each.weight.grad, wide.weight.grad.to(dtype))
         assert torch.equal(each.weight, given.to(dtype).add(each.weight.grad, alpha=-0.1))
 

@@ -321,9 +321,12 @@ def test_nothing_is_lost_in_silence() -> None:
     made.tables[0].init(rows)
     assert torch.equal(rows, torch.full((10, 4), 7.0))
 
-    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).bfloat16()
-    rk.replace_embeddings(model, optimizer=rk.SGD(lr=0.1))
-    assert model(torch.arange(2)).dtype == torch.bfloat16
+    for options in ({}, {"optimizer": rk.SGD(lr=0.1)}):
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).bfloat16()
+        weight = model[0].weight
+        rk.replace_embeddings(model, **options)
+        assert model(torch.arange(2)).dtype == torch.bfloat16
+        assert (model[0].weight is weight) == (not options)
 
     hooked = nn.Sequential(nn.Embedding(10, 4))
     hooked[0].weight.register_post_accumulate_grad_hook(print)

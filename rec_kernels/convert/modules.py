@@ -75,7 +75,8 @@ def convert_embeddings(theirs: Any, *, trained_by: TrainedBy = None, **options: 
     own = external.counterparts() if external.families and "optimizer" not in given else []
     if own:
         given["optimizer"] = own[0]
-    _check_trained(external, given)
+    if given or not isinstance(theirs, (nn.Embedding, nn.EmbeddingBag)):  # else the layer shares its parameter
+        _check_trained(external, given)
     ours: Any = _build(theirs, external, given, own)
     collection = getattr(ours, "collection", ours)
     if collection is not None and not collection._weights.is_meta:
@@ -177,7 +178,7 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         sizes |= {"mode": theirs.mode, "include_last_offset": theirs.include_last_offset}
     kind: Any = EmbeddingBag if isinstance(theirs, nn.EmbeddingBag) else Embedding
     shape = theirs.num_embeddings, theirs.embedding_dim
-    if not given and theirs.weight.dtype == torch.float32:
+    if not given:
         if not theirs.weight.is_contiguous():
             strides = list(theirs.weight.stride())
             raise ValueError(f"weight must be contiguous, got {list(shape)} with strides {strides}")

@@ -142,7 +142,7 @@ class EmbeddingLayer(nn.Module):
         if self.collection is not None:
             return self._pooled(ids, each, None)
         options: dict[str, Any] = {"include_last_offset": True, "padding_idx": self.padding_idx, "sparse": self.sparse}
-        return embedding_bag(ids, self.weight, each, mode="sum", **options)
+        return embedding_bag(ids, self.weight, each, mode="sum", output_dtype=self.weight.dtype, **options)
 
     def _refuse_replaced(self, holders) -> None:
         for stored in holders:
@@ -376,7 +376,7 @@ class Embedding(EmbeddingLayer):
             input: int32 or int64 ids of any shape.
 
         Returns:
-            ``[*input.shape, D]``, float32 unless ``output_dtype`` is set.
+            ``[*input.shape, D]``; of the weight's dtype, or with table options of ``output_dtype``, by default float32.
 
         Raises:
             IndexError: an id is out of range. On a GPU ``collection.check()`` raises it, with a position in
@@ -478,7 +478,8 @@ class EmbeddingBag(EmbeddingLayer):
                 divided by the number of ids.
 
         Returns:
-            [B, D], float32 unless ``output_dtype`` is set; zeros for an empty bag.
+            [B, D], zeros for an empty bag; of the weight's dtype, or with table options of ``output_dtype``, by default
+            float32. Sums are float32 and rounded once.
 
         Raises:
             IndexError: an id is out of range; on a GPU ``collection.check()`` raises it. ValueError: wrong shapes,
@@ -495,6 +496,7 @@ class EmbeddingBag(EmbeddingLayer):
                 per_sample_weights=per_sample_weights,
                 include_last_offset=self.include_last_offset,
                 padding_idx=self.padding_idx,
+                output_dtype=self.weight.dtype,
             )
         ids, ends, factors = read_bags(input, offsets, per_sample_weights, self.include_last_offset)
         if self.mode == "max" and factors is not None:

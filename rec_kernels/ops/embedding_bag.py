@@ -85,7 +85,7 @@ def embedding_bag(
     options = _row_options(weight, format, embedding_dim)
     options |= {"sparse": True} if sparse else {}
     options |= {} if padding_idx is None else {"padding_idx": _padding_row(padding_idx, len(weight))}
-    options |= {} if output_dtype is None else {"output_dtype": output_dtype}
+    options |= {} if output_dtype in (None, torch.float32) else {"output_dtype": output_dtype}
     try:  # positional arguments, because keywords take a fifth of a small call's time
         has_last = include_last_offset or is_padded
         return call(_one_table, weight, ids, offsets, per_sample_weights, mode, has_last, **options)[0]
