@@ -118,6 +118,19 @@ def test_forward(groups: str, tables: str, options: dict) -> None:
             assert same_bits(module.for_serving()(few).values(), expected.values())
 
 
+@pytest.mark.parametrize("compression", [None, *(options["compression"] for options in COMPRESSIONS.values())], ids=str)
+@pytest.mark.parametrize("samples", [9, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_sums(compression, samples: int, dtype: torch.dtype) -> None:
+    """Gradients of half precision are summed over samples in float32, also where there are more bags than samples."""
+    half, whole = (collection(rk.SGD(lr=0.5), compression=compression, output_dtype=d) for d in (dtype, torch.float32))
+    unique = sessions(list("dcab"), distinct=4, batch=4)
+    few = rk.InverseKeyedJaggedTensor(unique, [list("dcab")], torch.arange(samples)[None] % 2)
+    grad = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(5)).to(dtype)
+    assert same_bits(step(half, few, grad), step(whole, few, grad).to(dtype))
+    assert_same(half, whole)
+
+
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("tables", TABLES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)

@@ -324,16 +324,21 @@ class TableCollection(nn.Module):
     def _select_bags(self, features) -> tuple[SelectedKeys, Tensor | None]:
         """Selects the bags of a batch to look up, and [F + 1] feature starts if each bag has its own output row."""
 
-    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        """The ops' output for the bags of all features; with ``starts`` [F + 1] and no ``shared``, one row per bag."""
+    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared=None, dtype=None) -> Tensor:
+        """The ops' output for the bags of all features; with ``starts`` [F + 1] and no ``shared``, one row per bag.
+
+        Args:
+            shared: the ``SharedBags`` of the batch. dtype: of the output; None: ``output_dtype``. It is always float32
+                if rows are combined or projected later.
+        """
         with self._store.held():
             try:
-                return self._look_up(given.weighted(self._features.is_weighted), starts, shared)
+                return self._look_up(given.weighted(self._features.is_weighted), starts, shared, dtype)
             except (IndexError, ValueError) as error:
                 explain(error, self.feature_names)
                 raise
 
-    def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
+    def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None, dtype) -> Tensor:
         layout: Any = self._modules["_layout"]
         update = self._update if torch.is_grad_enabled() else None
         if not (is_compiling := is_traced(self._held, self._update)):
@@ -341,7 +346,7 @@ class TableCollection(nn.Module):
             self._reports.raise_arrived(layout._buffers["bad_position"])  # before any state changes
         weights, bags, cache = self._weights, (given.values, given.offsets), self._store.cache
         options = layout.arguments(starts, shared)
-        options |= self._features.output(self.output_dtype)
+        options |= self._features.output(dtype or self.output_dtype)
         options["per_sample_weights"] = given.weights
         if cache is not None:
             table_call = self._call(given.values, given.offsets, starts)

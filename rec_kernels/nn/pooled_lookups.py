@@ -30,13 +30,13 @@ def look_up(tables: LookupModule, features) -> KeyedTensor:
     elif given.strides is not None:
         raise batch_size_error(feature_map.feature_names, given.strides)
     else:
-        pooled = look_up_bags(tables, given)
-    return KeyedTensor._from_parts(feature_map.output_keys, feature_map.output_dims, pooled)
+        pooled = finish(tables, tables._lookup(given))
+    return KeyedTensor._from_parts(feature_map.output_keys, feature_map.output_dims, pooled.to(tables.output_dtype))
 
 
 def look_up_bags(tables: LookupModule, given: SelectedKeys) -> Tensor:
     """[B, sum of D] of ``output_dtype``, for features with the same number of bags."""
-    return finish(tables, tables._lookup(given))
+    return finish(tables, tables._lookup(given)).to(tables.output_dtype)
 
 
 def look_up_by_feature(tables: LookupModule, features) -> dict[str, Tensor]:
@@ -47,10 +47,11 @@ def look_up_by_feature(tables: LookupModule, features) -> dict[str, Tensor]:
     given, starts = bags_of(tables, features)
     pooled = tables._lookup(given, starts)
     if starts is None:
-        return KeyedTensor._from_parts(
-            feature_map.output_keys, feature_map.output_dims, finish(tables, pooled)
-        ).to_dict()
-    return dict(zip(feature_map.output_keys, finish_each(tables, pooled, given.strides), strict=True))
+        blocks = finish(tables, pooled).split(feature_map.output_dims, dim=1)
+    else:
+        blocks = finish_each(tables, pooled, given.strides)
+    each = (block.to(tables.output_dtype) for block in blocks)
+    return dict(zip(feature_map.output_keys, each, strict=True))
 
 
 def bags_of(tables: LookupModule, features) -> tuple[SelectedKeys, Tensor | None]:
@@ -80,7 +81,7 @@ def _expands_later(tables: LookupModule, offsets: Tensor) -> bool:
 
 
 def finish(tables: LookupModule, pooled: Tensor) -> Tensor:
-    """[B, sum of D] of ``output_dtype``: combines adjacent pooled parts and projects narrow columns."""
+    """[B, sum of D]: combines adjacent pooled parts and projects narrow columns."""
     feature_map = tables._features
     if not feature_map.finishes_later:
         return pooled
@@ -88,9 +89,9 @@ def finish(tables: LookupModule, pooled: Tensor) -> Tensor:
         blocks = zip(feature_map.features, pooled.split(feature_map.widths, dim=1), strict=True)
         pooled = torch.cat([feature.combined(block) for feature, block in blocks], dim=1)
     if not feature_map.projected:
-        return pooled.to(tables.output_dtype)
+        return pooled
     flat = torch.cat([tables._projection(table).reshape(-1) for table in feature_map.projected])
-    return grouped_projection(pooled, flat, feature_map.combined_dims, feature_map.output_dims).to(tables.output_dtype)
+    return grouped_projection(pooled, flat, feature_map.combined_dims, feature_map.output_dims)
 
 
 def finish_each(tables: LookupModule, rows: Tensor, strides: list[int]) -> list[Tensor]:
@@ -103,18 +104,18 @@ def _finish_feature(tables: LookupModule, feature: FeatureLookup, block: Tensor)
     """``finish`` for the columns of one feature."""
     block = feature.combined(block[:, : feature.width])
     if not feature.table.projection:
-        return block.to(tables.output_dtype)
+        return block
     matrix = tables._projection(feature.table)
     dims = list(matrix.shape)
-    return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(tables.output_dtype)
+    return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1])
 
 
 def _look_up_shared(tables: LookupModule, given: SelectedKeys, shared: SharedBags) -> Tensor:
-    """[B, sum of D] of ``output_dtype``, for bags that samples share."""
+    """[B, sum of D], for bags that samples share; rows that are expanded after the lookup are float32 until then."""
     if not _expands_later(tables, given.offsets) and shared.fits_ops():
         return tables._lookup(given, given.own_starts(), shared)
     given, starts = _with_starts(tables, given)
-    pooled = tables._lookup(given, starts)
+    pooled = tables._lookup(given, starts, dtype=torch.float32)
     if starts is not None:
         return _expand_groups(tables, finish_each(tables, pooled, shared.sizes), shared)
     pooled = finish(tables, pooled)

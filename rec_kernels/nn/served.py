@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
-from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, shown
 from rec_kernels.nn.tables.layout import LayoutBuffers, move_buffers
 from rec_kernels.nn.tables.prefetch import TableCall
@@ -128,11 +127,11 @@ class ServedTables(nn.Module):
             self.row_cache._apply(fn)
         return self
 
-    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
+    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared=None, dtype=None) -> Tensor:
         """Looks up as ``TableCollection._lookup``."""
         given = given.weighted(self._features.is_weighted)
         bags, weights, layout = (given.values, given.offsets), self._weights, self._layout
-        options = layout.arguments(starts, shared) | self._features.output(self.output_dtype)
+        options = layout.arguments(starts, shared) | self._features.output(dtype or self.output_dtype)
         if self._store.cache is not None:
             options |= self._store.served_arguments(TableCall(weights, (*bags, starts), layout.arguments(starts), {}))
         try:
