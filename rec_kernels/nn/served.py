@@ -144,5 +144,5 @@ class ServedTables(nn.Module):
         """Discards the status of a lookup on a GPU: serving reports no late errors."""
 
 
-#: What looks up tables: a collection, or the module that serves it.
+#: A module that looks up tables: a collection, or the module that serves it.
 LookupModule = TableCollection | ServedTables

@@ -18,22 +18,15 @@ from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, Tabl
 
 
 @dataclass(frozen=True)
-class PartLookup:
-    """A part of a feature's table: the index of its stored table, and its first column within the feature's columns."""
-
-    stored: int
-    column: int
-
-
-@dataclass(frozen=True)
 class FeatureLookup:
     """A feature: the parts of its table, and its columns [column, column + width) of the ops' output.
 
-    The ops combine the parts, or concatenate them (``combine="concat"``, and parts that are pooled first).
+    ``parts`` are indices of stored tables, which the ops combine or concatenate (``combine="concat"``, and parts that
+    are pooled first).
     """
 
     table: EmbeddingConfig
-    parts: list[PartLookup]
+    parts: range
     combine: str
     column: int
     width: int
@@ -164,12 +157,12 @@ class FeatureMap:
             optimizer: index of the optimizer that updates with this layout; tables of other optimizers have no rows,
                 and their features are frozen. None: the layout of lookups, and of a single optimizer.
         """
-        numbers = [*(p.stored for feature in self.features for p in feature.parts), *by_row]
+        numbers = [*(i for feature in self.features for i in feature.parts), *by_row]
         has = [optimizer is None or self.optimizers.of[i] == optimizer for i in range(len(self.stored))]
         first = next((t for t, own in zip(self.stored, has, strict=True) if own), None)
         parts = [self.stored[i] if has[i] else _without_rows(self.stored[i], first) for i in numbers]
-        features = [f.table if has[f.parts[0].stored] else None for f in self.features] + [None] * len(by_row)
-        gone = [not has[f.parts[0].stored] for f in self.features] + [not has[i] for i in by_row]
+        features = [f.table if has[f.parts[0]] else None for f in self.features] + [None] * len(by_row)
+        gone = [not has[f.parts[0]] for f in self.features] + [not has[i] for i in by_row]
         state = self.states[optimizer or 0] if optimizer is not None or len(self.states) == 1 else None
         rows = self.rows if state is None else state.rows
         return table_layout(
@@ -196,7 +189,7 @@ class FeatureMap:
 
     def _partitions(self, parts: Sequence[StoredTable], has: Sequence[bool], by_row: Sequence[int]) -> IdPartitions:
         """Id -> row partitions of all features (tables without ``has`` have no ids) and ``by_row`` tables."""
-        limits = [f.table.num_embeddings if has[f.parts[0].stored] else 0 for f in self.features]
+        limits = [f.table.num_embeddings if has[f.parts[0]] else 0 for f in self.features]
         counts = [len(f.parts) for f in self.features] + [1] * len(by_row)
         mapped = [t.part for t in parts[: len(parts) - len(by_row)]] + [None] * len(by_row)
         return IdPartitions(
@@ -247,11 +240,9 @@ def _lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
     for table in tables:
         compression = table.compression
         combined = compression is not None and compression.compose == "per_id" and compression.combine != "concat"
-        parts, width = [], 0
-        for part in table.stored:
-            parts.append(PartLookup(stored, width))
-            stored, width = stored + 1, 0 if combined else width + part.embedding_dim
-        width = table.embedding_dim if combined else width
+        parts = range(stored, stored + len(table.stored))
+        stored = parts.stop
+        width = table.embedding_dim if combined else sum(part.embedding_dim for part in table.stored)
         for _ in table.feature_names:
             features.append(FeatureLookup(table, parts, compression.combine if combined else "concat", column, width))
             column += width

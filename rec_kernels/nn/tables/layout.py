@@ -122,11 +122,11 @@ class LayoutBuffers(nn.Module):
             ValueError: only some parts of a feature would be trained.
         """
         for feature in self._features.features:
-            if len({trained[part.stored] for part in feature.parts}) > 1:
-                names = [self._features.stored[part.stored].name for part in feature.parts]
+            if len({trained[i] for i in feature.parts}) > 1:
+                names = [self._features.stored[i].name for i in feature.parts]
                 raise ValueError(
                     f"requires_grad of the parts {names} of table {feature.table.name!r} must be the same: they are "
-                    f"trained together, got {[trained[part.stored] for part in feature.parts]}"
+                    f"trained together, got {[trained[i] for i in feature.parts]}"
                 )
         self.trained = trained
         self._freeze()
@@ -134,13 +134,13 @@ class LayoutBuffers(nn.Module):
     def _flags(self) -> list[bool]:
         """For each feature, True if it gives no gradient."""
         features = zip(self._features.feature_names, self._features.features, strict=True)
-        return [name in self.frozen or not self.trained[f.parts[0].stored] for name, f in features]
+        return [name in self.frozen or not self.trained[f.parts[0]] for name, f in features]
 
     def _freeze(self) -> None:
         flags = self._flags()
         set_frozen(self._layout(None), flags)
         for number in self._several:
-            others = [number != self._features.number_of(f.parts[0].stored) for f in self._features.features]
+            others = [number != self._features.number_of(f.parts[0]) for f in self._features.features]
             set_frozen(self._layout(number), [a or b for a, b in zip(flags, others, strict=True)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutBuffers:

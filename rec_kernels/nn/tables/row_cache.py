@@ -161,7 +161,7 @@ class CacheState(nn.Module):
     ) -> None:
         super().__init__()
         self.cache, self._stored, self._features = cache, features.stored, features.features
-        alone = {feature.parts[0].stored for feature in self._features if len(feature.parts) == 1}
+        alone = {feature.parts[0] for feature in self._features if len(feature.parts) == 1}
         names = {feature.table.name for feature in self._features if len(feature.parts) == 1}
         if isinstance(cache.fraction, Mapping):
             several = {feature.table.name for feature in self._features} - names
@@ -234,7 +234,7 @@ class CacheState(nn.Module):
     def places(self) -> CachePlaces:
         """The sets and slot offsets of each part of each feature."""
         of = {i: group for group in self._groups for i in group.tables}
-        parts = [of.get(part.stored) for feature in self._features for part in feature.parts]
+        parts = [of.get(i) for feature in self._features for i in feature.parts]
         return CachePlaces(
             self.cache.ways,
             [g.sets if g else 0 for g in parts],
