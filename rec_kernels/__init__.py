@@ -23,7 +23,6 @@ from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.jagged_tensor import JaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.pytrees import register as _register_pytrees
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 from rec_kernels.nn.tables.compression import Hash, MixedDimension, Partitions, QuotientRemainder
@@ -55,7 +54,6 @@ if _TYPE_CHECKING:  # for editors only: dir(rk) omits it because help(rk) import
     from rec_kernels import distributed as distributed
 
 _use_triton()
-_register_pytrees()
 
 
 def __getattr__(name: str) -> _Any:

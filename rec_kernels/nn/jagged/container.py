@@ -1,4 +1,4 @@
-"""Base classes of the jagged containers: moving them between devices, and caching what was read from their offsets."""
+"""Base classes of the jagged containers: moves, pytrees, and caches of what was read from their offsets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rec_kernels.nn.jagged.checks import require
 
@@ -16,7 +17,7 @@ _Container = TypeVar("_Container", bound="JaggedContainer")
 
 
 class JaggedContainer:
-    """Base class that copies and moves a container by the names of its attributes.
+    """Base class that copies and moves a container by the names of its attributes, and makes it a pytree.
 
     ``_tensors`` are tensors, nested containers, or None; ``_plain`` are plain values; ``_cached`` are cached facts
     about these tensors, None where unknown; a container made of other tensors starts without them.
@@ -25,6 +26,10 @@ class JaggedContainer:
     _tensors: ClassVar[tuple[str, ...]]
     _plain: ClassVar[tuple[str, ...]] = ()
     _cached: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        if "_tensors" in vars(cls):  # a container, neither a base class nor a variant of one
+            _register_pytree(cls)
 
     @classmethod
     def _from_attributes(cls: type[_Container], parts: Iterable[Any], values: Iterable[Any]) -> _Container:
@@ -62,7 +67,33 @@ class JaggedContainer:
     def _map_tensors(self: _Container, fn: Callable[[Any], Any]) -> _Container:
         """Applies ``fn`` to every tensor and returns the new container."""
         parts = [None if (part := getattr(self, name)) is None else fn(part) for name in self._tensors]
-        return self._from_attributes(parts, [getattr(self, name) for name in self._plain])
+        return self._from_attributes(parts, self._plain_values())
+
+    def _plain_values(self) -> list[Any]:
+        """The values for ``_from_attributes``, which are constants in a program of ``torch.export``."""
+        return [getattr(self, name) for name in self._plain]
+
+
+def _register_pytree(kind: type[JaggedContainer]) -> None:
+    """Registers a container for ``torch.export`` and ``torch.utils._pytree``, and for torch's safe unpickling."""
+
+    def flatten(x: JaggedContainer) -> tuple[list, list]:
+        # Lists survive saving and loading a program unchanged.
+        return [getattr(x, name) for name in kind._tensors], x._plain_values()
+
+    def flatten_with_keys(x: JaggedContainer) -> tuple[list, list]:
+        leaves, context = flatten(x)
+        return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(kind._tensors, leaves, strict=True)], context
+
+    _pytree.register_pytree_node(
+        kind,
+        flatten,
+        kind._from_attributes,
+        serialized_type_name=f"rec_kernels.{kind.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    # A saved program holds example inputs, which are only tensors and names: loading them executes no code.
+    torch.serialization.add_safe_globals([kind])
 
 
 class BagContainer(JaggedContainer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -245,9 +245,21 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
         weights = None if self._weights is None else self._weights[first:last]
         return JaggedTensor._from_parts(self._values[first:last], offsets - offsets[0], weights)
 
+    def _plain_values(self) -> list[Any]:
+        # A stride that follows from the offsets is left out: a program accepts any batch size.
+        is_free = self._stride is not None and (self._strides is not None or not self._keys)
+        return [*super()._plain_values(), *([self._stride] if is_free else [])]
+
+    @classmethod
+    def _from_attributes(cls, parts: Iterable[Any], values: Iterable[Any]) -> KeyedJaggedTensor:
+        *plain, stride = [*values, None][: len(cls._plain) + 1]
+        new = super()._from_attributes(parts, plain)
+        new._stride = stride
+        return new
+
     def _map_tensors(self, fn: Callable[[Any], Any]) -> KeyedJaggedTensor:
         moved = super()._map_tensors(fn)
-        moved._from_lengths, moved._stride = self._from_lengths, self._stride
+        moved._from_lengths = self._from_lengths
         # Read the starts now if that is free, so that no later call waits for a GPU.
         known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
         if known is not None:
