@@ -157,59 +157,58 @@ class FeatureMap:
             optimizer: index of the optimizer that updates with this layout; tables of other optimizers have no rows,
                 and their features are frozen. None: the layout of lookups, and of a single optimizer.
         """
+        stored = self.stored if optimizer is None else self._stored_for(optimizer)
         numbers = [*(i for feature in self.features for i in feature.parts), *by_row]
-        has = [optimizer is None or self.optimizers.of[i] == optimizer for i in range(len(self.stored))]
-        first = next((t for t, own in zip(self.stored, has, strict=True) if own), None)
-        parts = [self.stored[i] if has[i] else _without_rows(self.stored[i], first) for i in numbers]
-        features = [f.table if has[f.parts[0]] else None for f in self.features] + [None] * len(by_row)
-        gone = [not has[f.parts[0]] for f in self.features] + [not has[i] for i in by_row]
-        state = self.states[optimizer or 0] if optimizer is not None or len(self.states) == 1 else None
+        parts = [stored[i] for i in numbers]
+        is_left_out = [stored[i] is not self.stored[i] for i in (*(f.parts[0] for f in self.features), *by_row)]
+        tables = [None if out else f.table for f, out in zip(self.features, is_left_out, strict=False)]
+        state = None if optimizer is None and len(self.states) > 1 else self.states[optimizer or 0]
         rows = self.rows if state is None else state.rows
         return table_layout(
             [t.num_embeddings for t in parts],
             [t.embedding_dim for t in parts],
-            weight_offsets=[self.storage.starts[i] if has[i] else 0 for i in numbers],
-            row_offsets=[rows[i] if has[i] else 0 for i in numbers],
-            state_offsets=None if state is None else [state.starts[i] if has[i] else 0 for i in numbers],
+            weight_offsets=[self.storage.starts[i] for i in numbers],
+            row_offsets=[rows[i] for i in numbers],
+            state_offsets=None if state is None else [state.starts[i] for i in numbers],
             formats=[t.format for t in parts] if self.storage.is_bytes else None,
             table_ids=[self.table_ids[i] for i in numbers],
-            mean=[getattr(table, "pooling", "sum") == "mean" for table in features],
-            frozen=[a or b for a, b in zip([*frozen, *[False] * len(by_row)], gone, strict=True)],
-            padding_idx=[getattr(table, "padding_idx", None) for table in features],
-            cache=cache if cache is None or all(has) else _cached(cache, [has[i] for i in numbers]),
+            mean=[getattr(table, "pooling", "sum") == "mean" for table in tables] + [False] * len(by_row),
+            frozen=[a or b for a, b in zip([*frozen, *[False] * len(by_row)], is_left_out, strict=True)],
+            padding_idx=[getattr(table, "padding_idx", None) for table in tables] + [None] * len(by_row),
+            cache=cache,
             num_rows=rows[-1],
             device=device,
-            partitions=self._partitions(parts, has, by_row) if any(t.part for t in self.stored) else None,
+            partitions=self._partitions(parts, tables, len(by_row)) if any(t.part for t in self.stored) else None,
             shards=_shards(parts) if any(t.place for t in self.stored) else None,
         )
+
+    def _stored_for(self, optimizer: int) -> list[StoredTable]:
+        """The stored tables; those of other optimizers have no rows, and the format of a table of this one."""
+        own = [number == optimizer for number in self.optimizers.of]
+        like = next(itertools.compress(self.stored, own), None)
+        return [
+            t if is_own else dataclasses.replace(t, num_embeddings=0, format=(like or t).format, part=None)
+            for t, is_own in zip(self.stored, own, strict=True)
+        ]
 
     def output(self, dtype: torch.dtype) -> dict[str, object]:
         """The ops' argument for outputs of ``dtype``; empty if outputs are combined or projected first."""
         return {} if dtype == torch.float32 or self.finishes_later else {"output_dtype": dtype}
 
-    def _partitions(self, parts: Sequence[StoredTable], has: Sequence[bool], by_row: Sequence[int]) -> IdPartitions:
-        """Id -> row partitions of all features (tables without ``has`` have no ids) and ``by_row`` tables."""
-        limits = [f.table.num_embeddings if has[f.parts[0]] else 0 for f in self.features]
-        counts = [len(f.parts) for f in self.features] + [1] * len(by_row)
-        mapped = [t.part for t in parts[: len(parts) - len(by_row)]] + [None] * len(by_row)
+    def _partitions(
+        self, parts: Sequence[StoredTable], tables: Sequence[EmbeddingConfig | None], by_row: int
+    ) -> IdPartitions:
+        """Id -> row partitions of all features; those without a table have no ids, and the last ``by_row`` rows."""
+        starts = list(itertools.accumulate([len(f.parts) for f in self.features] + [1] * by_row, initial=0))
+        mapped = [part.part for part in parts[: len(parts) - by_row]] + [None] * by_row
+        limits = [0 if table is None else table.num_embeddings for table in tables]
         return IdPartitions(
-            starts=list(itertools.accumulate(counts, initial=0)),
+            starts=starts,
             divisors=[part.divisor if part else 1 for part in mapped],
             moduli=[part.modulus if part else max(t.num_embeddings, 1) for part, t in zip(mapped, parts, strict=True)],
-            id_limits=limits + [t.num_embeddings for t in parts[len(parts) - len(by_row) :]],
-            combine=[f.combine for f in self.features] + ["concat"] * len(by_row),
+            id_limits=limits + [t.num_embeddings for t in parts[len(parts) - by_row :]],
+            combine=[f.combine for f in self.features] + ["concat"] * by_row,
         )
-
-
-def _without_rows(table: StoredTable, like: StoredTable | None) -> StoredTable:
-    """An empty table with the same number of columns, in the format of ``like``."""
-    format = table.format if like is None else like.format
-    return dataclasses.replace(table, num_embeddings=0, format=format, part=None, place=None)
-
-
-def _cached(cache: CachePlaces, has: Sequence[bool]) -> CachePlaces:
-    """The cache places, with 0 sets for parts that have no rows."""
-    return dataclasses.replace(cache, sets=[sets if own else 0 for sets, own in zip(cache.sets, has, strict=True)])
 
 
 def _shards(parts: Sequence[StoredTable]) -> Shards:

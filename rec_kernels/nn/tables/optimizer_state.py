@@ -86,8 +86,8 @@ class StatePlaces:
         self.starts = table_starts([t.num_embeddings * t.embedding_dim if t else 0 for t in tables])
         self.rows = [*itertools.accumulate((t.num_embeddings if t else 0 for t in tables), initial=0)]
         if rows is not None:
-            own = [first + t.num_embeddings for first, t in zip(rows, tables, strict=False) if t]
-            self.rows = [*rows[:-1], max(own, default=0)]
+            end = max((first + t.num_embeddings for first, t in zip(rows, tables, strict=False) if t), default=0)
+            self.rows = [*(min(first, end) for first in rows[:-1]), end]  # tables of other optimizers have no rows
 
     @property
     def is_rounded(self) -> bool:
