@@ -77,16 +77,13 @@ class EmbeddingLayer(nn.Module):
         super().__init__()
         check_names(type(self).__name__, options, TableOptions)
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        own: dict[str, Any] = {name: given.pop(name) for name in _CONFIG_OPTIONS if name in given}
-        dtype = dtype or torch.float32
-        format = _format_of_dtype(dtype)
-        if given or own:
-            own.setdefault("format", format)
-        fill = _InitialRows(weight)
-        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **{"init": fill, **own})
+        has_options, dtype, fill = bool(given), dtype or torch.float32, _InitialRows(weight)
+        own: dict[str, Any] = {"init": fill, "format": _format_of_dtype(dtype)}
+        own |= {name: given.pop(name) for name in _CONFIG_OPTIONS if name in given}
+        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
         if weight is not None:
             _check_initial(weight, table)
-        if sparse and (given or own):
+        if sparse and has_options:
             raise ValueError(
                 "sparse must be False beside options of the table: no gradient of it is stored, or a dense one"
             )
@@ -94,7 +91,7 @@ class EmbeddingLayer(nn.Module):
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         self.__dict__["collection"] = None
-        if not given and not own:
+        if not has_options:
             self._add_parameter(weight, device, dtype)
             return
         fill.padding_idx = None if table.compression else table.padding_idx
