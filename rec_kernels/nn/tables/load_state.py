@@ -121,7 +121,7 @@ def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
 
 
 def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert: bool) -> None:
-    """Converts, in a state, the rows of tables whose format differs from that of ``tables``.
+    """Converts, in a state, the rows of tables whose format differs from that of ``tables``. It may raise half-way.
 
     Args:
         state: name -> tensor; names of the collection's tables start with ``prefix``. Missing tables are ignored.
@@ -131,7 +131,6 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
         RuntimeError: a table is in another format and ``convert`` is False, or its format is not supported, or its row
             width does not fit its format and the table's columns.
     """
-    fitting: dict[str, Tensor | None] = {}
     for table in tables:
         name = f"{prefix}{table.name}"
         rows = state.get(f"{name}.weight")
@@ -155,11 +154,10 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
                 f"size mismatch for {name}.weight: {list(rows.shape)} with rows of format {found}, which are {width} "
                 f"wide for {table.embedding_dim} columns; no table of the collection was changed"
             )
-        fitting[f"{name}.weight"] = convert_rows(rows, found, table.format, table.embedding_dim)
-        fitting[f"{name}.format"] = None if table.format in FLOAT_DTYPES else format_tensor(table.format)
-    state.update(fitting)
-    for name in [name for name, value in fitting.items() if value is None]:
-        del state[name]
+        state[f"{name}.weight"] = convert_rows(rows, found, table.format, table.embedding_dim)
+        state.pop(f"{name}.format", None)
+        if table.format not in FLOAT_DTYPES:
+            state[f"{name}.format"] = format_tensor(table.format)
 
 
 def format_of_state(rows: object, name: object, table: StoredTable) -> str | None:
