@@ -235,7 +235,7 @@ def test_states_of_other_tables() -> None:
     again = named_tables("qus")
     again.load_state_dict(one.state_dict(), strict=False)
     assert torch.equal(again.beta_powers_1, both.beta_powers_1)
-    torch.testing.assert_close(again.beta_powers, torch.tensor([0.5**5, 0.6**5]))
+    assert torch.equal(again.beta_powers, both.beta_powers)
     for c, wanted in ((both, "groups of tables"), (named_tables("us", adam=False, u=0.1), "is of optimizer SGD for")):
         state = c.fused_optimizer.state_dict()
         state["param_groups"][-1].setdefault("optimizer", "SGD")
