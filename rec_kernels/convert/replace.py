@@ -99,10 +99,12 @@ def replace_embeddings(
             ``rk.convert_embeddings``, prefixed with the module's name. The model is unchanged.
     """
     trainers = flatten_optimizers(trained_by)
-    _check(model, trainers)
+    _check_model(model)
     sites: dict[nn.Module, list[_Site]] = defaultdict(list)
     for site in _walk(model, "", set()):
         sites[site.module].append(site)
+    if trainers and not any(_has(trainer, module) for trainer in trainers for module in sites):
+        raise ValueError("trained_by has no table of the model: it must be optimizers that have model.parameters()")
     owners = parameter_names(model)
     found: list[FoundEmbedding] = []
     for module, uses in sites.items():
@@ -149,8 +151,7 @@ class _Conversion:
         return layer and not fused and all(value is None for value in self.options.values())
 
 
-def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
-    """Checks the arguments ``model`` and ``trained_by``."""
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or kind_of(model) is not None:
         raise TypeError(
             f"model must be a module that has embeddings inside, got {type(model).__name__}: rk.convert_embeddings is "
@@ -162,8 +163,6 @@ def _check(model: Any, trainers: list[torch.optim.Optimizer]) -> None:
             f"model: {wrapped[0] or 'it'} is a DistributedDataParallel, which has registered its parameters: replace "
             "first, then wrap"
         )
-    if trainers and not any(_has(t, site.module) for t in trainers for site in _walk(model, "", set())):
-        raise ValueError("trained_by has no table of the model: it must be optimizers that have model.parameters()")
 
 
 def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Site]:
