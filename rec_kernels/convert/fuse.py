@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from rec_kernels.convert.compare import difference, preserve_modes
-from rec_kernels.convert.modules import HOOKS, DeferredInit
+from rec_kernels.convert.modules import HOOKS
 from rec_kernels.convert.replace import parameter_names
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
@@ -239,7 +239,7 @@ class _FusedBags(nn.Module):
         features = {name: [k for k, (n, _) in zip(self._keys, calls, strict=True) if n == name] for name in layers}
         first: Any = next(iter(layers.values()))
         tables = [
-            replace(_config(layer, first), name=name, feature_names=features[name], init=DeferredInit())
+            replace(_config(layer, first), name=name, feature_names=features[name], init=nn.init.zeros_)
             for name, layer in layers.items()
         ]
         options = {name: getattr(first.collection, name) for name in _OPTIONS}

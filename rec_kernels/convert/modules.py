@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from rec_kernels.convert import fbgemm_tables
 from rec_kernels.convert.external_tables import ExternalTables, check_weight
@@ -145,7 +146,7 @@ def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
 
 
 def _build(theirs: Any, external: ExternalTables, given: dict[str, Any], own: Sequence[Optimizer]) -> nn.Module:
-    """Builds the module without its rows; ``own`` has one optimizer per table, or is empty."""
+    """Builds the module with rows of zeros; ``own`` has one optimizer per table, or is empty."""
     kind = kind_of(theirs)
     if kind is Kind.LAYER:
         return _layer(theirs, given)
@@ -155,12 +156,12 @@ def _build(theirs: Any, external: ExternalTables, given: dict[str, Any], own: Se
         given.setdefault("output_dtype", fbgemm_tables.output_dtype_of(theirs))
         given.setdefault("rounding", "stochastic" if theirs.stochastic_rounding else "nearest")
         sizes = [weight.shape for weight in weights]
-        tables = fbgemm_tables.configs_of(theirs, external.names(), sizes, formats, init=DeferredInit())
+        tables = fbgemm_tables.configs_of(theirs, external.names(), sizes, formats, init=nn.init.zeros_)
     else:
         given["is_weighted"] = hasattr(theirs, "embedding_bag_configs") and theirs.is_weighted()
         is_meta = any(weight.is_meta for weight in weights)
         tables = [
-            dataclasses.replace(table, format=format, init=table.init if is_meta else DeferredInit())
+            dataclasses.replace(table, format=format, init=table.init if is_meta else nn.init.zeros_)
             for table, format in zip(torchrec_configs(theirs), formats, strict=True)
         ]
     for i, optimizer in enumerate(own):
@@ -185,17 +186,8 @@ def _layer(theirs: Any, given: dict[str, Any]) -> nn.Module:
         layer.weight = theirs.weight
         return layer
     own = {"format": FLOAT_FORMATS[theirs.weight.dtype], "output_dtype": theirs.weight.dtype}
-    later = {} if theirs.weight.is_meta else {"init": DeferredInit()}
+    later = {} if theirs.weight.is_meta else {"init": nn.init.zeros_}
     return kind(*shape, **sizes, **{**own, **later, **given})
-
-
-class DeferredInit:
-    """An ``init`` for rows that are copied in after the module is built."""
-
-    in_chunks = True
-
-    def __call__(self, rows: Tensor) -> None:
-        rows.detach().zero_()
 
 
 def _copy_modes(ours: Any, theirs: Any) -> nn.Module:
