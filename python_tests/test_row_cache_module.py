@@ -206,11 +206,10 @@ def test_two_lookups_before_their_backwards() -> None:
     layout, options, grads, slots = twin._layout.arguments(), twin._update_options(tensors_of(twin)), [], []
     for given in batches:
         bags = given.values(), given.offsets()
-        slots.append(twin.row_cache.insert(twin._weights, bags, layout, twin._rounding()))
+        slots.append(twin.row_cache.insert(twin._call(*bags, None)))
         cached = twin.row_cache.arguments(slots[-1])
         grads.append(ops.embedding_bag(twin._weights, *bags, **layout, **cached)[0])
-    first = batches[0].values(), batches[0].offsets()
-    now = twin.row_cache.lookup(first, layout)
+    now = twin.row_cache.lookup(twin._call(batches[0].values(), batches[0].offsets(), None))
     assert ((slots[0] >= 0) & (now < 0)).any()
     for given, grad in zip(batches, grads, strict=True):
         ops.embedding_bag_backward_fused_(

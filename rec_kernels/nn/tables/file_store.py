@@ -76,12 +76,9 @@ class FileStore(TableStore):
             return pin_file_rows(self.file.held)
         return self.file.held()
 
-    def _plan(self, call: TableCall, *, inserts: bool) -> tuple[Tensor, Tensor]:
-        return self.cache.plan(call.bags[:2], call.layout, call.rounding["seed"], inserts=inserts)
-
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
         self.file.has_unflushed_slots |= inserts
-        rows, written = self._plan(call, inserts=inserts)
+        rows, written = self.cache.plan(call, inserts=inserts)
         # A backward marks the rows that it writes itself; most lookups outside training have no backward.
         self.file.load(rows, written if inserts else written[:0])
         self._marked = inserts
@@ -101,7 +98,7 @@ class FileStore(TableStore):
     def _load_for_update(self, call: TableCall) -> None:
         """Loads the uncached rows of an update."""
         self.file.has_unflushed_slots = True
-        self.file.load(*self._plan(call, inserts=False))
+        self.file.load(*self.cache.plan(call, inserts=False))
 
     def keep(self, output: Tensor, call: TableCall) -> None:
         if output.requires_grad:
@@ -118,7 +115,7 @@ class FileStore(TableStore):
         return True
 
     def prefetch(self, call: TableCall, *, training: bool) -> None:
-        self.file.prefetch(self._plan(call, inserts=training)[0])
+        self.file.prefetch(self.cache.plan(call, inserts=training)[0])
 
     def numbers(self) -> dict[str, int]:
         return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}

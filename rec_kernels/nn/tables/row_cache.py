@@ -18,6 +18,7 @@ from rec_kernels.nn.arguments import check_choice, integer_from, positive_intege
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.layout import move_whole, uncast
 from rec_kernels.nn.tables.load_state import copied
+from rec_kernels.nn.tables.prefetch import TableCall
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.ops.table_layout import CachePlaces, table_layout
 from rec_kernels.ops.version_counters import call_uncounted
@@ -242,24 +243,23 @@ class CacheState(nn.Module):
             [g.offset(self.cache.ways) if g else 0 for g in parts],
         )
 
-    def lookup(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
-        """Finds the slots [N] of ids without changing the cache. ``layout`` has the ops' layout arguments."""
-        return _ops.row_cache_lookup.layout(self.tags, self.marks, *bags, **layout)
+    def lookup(self, call: TableCall) -> Tensor:
+        """Finds the slots [N] of ids without changing the cache."""
+        return _ops.row_cache_lookup.layout(self.tags, self.marks, *call.bags[:2], **call.layout)
 
-    def insert(
-        self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
-    ) -> Tensor:
+    @torch.no_grad()
+    def insert(self, call: TableCall) -> Tensor:
         """Inserts the rows of a batch where slots are available, and returns the slots [N] of its ids."""
         own = self._policy() | self._named("stats")
         slots = self._named("rows", "tags", "marks", "dirty", "stamps", "clock").values()
-        return call_uncounted("row_cache_insert_.layout", weights, *slots, *bags, **layout, **rounding, **own)
+        given = *slots, *call.bags[:2]
+        return call_uncounted("row_cache_insert_.layout", call.weights, *given, **call.layout, **call.rounding, **own)
 
-    def plan(
-        self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
-    ) -> tuple[Tensor, Tensor]:
+    def plan(self, call: TableCall, *, inserts: bool) -> tuple[Tensor, Tensor]:
         """The linear rows that a batch reads from the tables, and the subset that it may write to them."""
         slots = self._named("tags", "marks", "dirty", "stamps", "clock").values()
-        return _ops.row_cache_plan.layout(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
+        options = self._policy() | {"seed": call.rounding["seed"], "inserts": inserts}
+        return _ops.row_cache_plan.layout(*slots, *call.bags[:2], **call.layout, **options)
 
     def _policy(self) -> dict[str, object]:
         own: dict[str, object] = {"policy": self.cache.policy}

@@ -107,14 +107,10 @@ class TableStore:
 
     def served_arguments(self, call: TableCall) -> dict[str, Tensor]:
         """``lookup_arguments`` for a serving module with a cache."""
-        return self.cache.arguments(self.cache.lookup(call.bags[:2], call.layout))
+        return self.cache.arguments(self.cache.lookup(call))
 
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
-        return self._insert(call) if inserts else self.cache.lookup(call.bags[:2], call.layout)
-
-    @torch.no_grad()
-    def _insert(self, call: TableCall) -> Tensor:
-        return self.cache.insert(call.weights, call.bags[:2], call.layout, call.rounding)
+        return self.cache.insert(call) if inserts else self.cache.lookup(call)
 
     def update_arguments(self, call: Callable[[], TableCall]) -> dict[str, Tensor]:
         """The cache arguments of the update ``call()``, made only if rows must be loaded for it.
@@ -303,7 +299,7 @@ class HostStore(TableStore):
     def _insert_prefetched(self) -> None:
         """Inserts the rows of the prefetched batch, unless an update must run before."""
         if not self._prefetched.is_empty and not self._defers_prefetch:
-            self._prefetched.insert(self._insert, self.cache.buffers())
+            self._prefetched.insert(self.cache.insert, self.cache.buffers())
 
     def updated(self) -> None:
         with contextlib.suppress(IndexError, ValueError):  # the batch's lookup raises the same error
