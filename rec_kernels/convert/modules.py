@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from rec_kernels.convert import fbgemm_tables

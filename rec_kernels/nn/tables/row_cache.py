@@ -291,7 +291,7 @@ class CacheState(nn.Module):
     def clear(self) -> None:
         """Empties all slots, and resets clock, counts and statistics."""
         for name, tensor in self._buffers.items():
-            if not name.startswith("_") and name != "geometry":
+            if name != "geometry":
                 tensor.fill_(-1 if name == "tags" else 0)
         self.geometry.copy_(torch.tensor(self._geometry(), device="cpu"))
 

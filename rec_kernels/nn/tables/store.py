@@ -98,12 +98,12 @@ class TableStore:
         return _NOT_HELD
 
     def lookup_arguments(self, call: TableCall, *, inserts: bool) -> dict[str, Tensor]:
-        """The cache arguments of a lookup.
+        """The cache arguments of a lookup of a collection with a cache.
 
         Args:
             inserts: True to insert the batch's rows into the cache first, as in training.
         """
-        return {} if self.cache is None else self.cache.arguments(self._slots(call, inserts=inserts))
+        return self.cache.arguments(self._slots(call, inserts=inserts))
 
     def served_arguments(self, call: TableCall) -> dict[str, Tensor]:
         """``lookup_arguments`` for a serving module with a cache."""
