@@ -50,7 +50,8 @@ class Case:
     """A collection that is trained, and how it is shared out.
 
     Args:
-        plan: of ``PLANS``. format, optimizer, rounding, pooling: of all tables. sizes: samples of each rank.
+        plan: of ``PLANS``. format, optimizer, rounding, pooling: of all tables; format may name one for each. sizes:
+            samples of each rank.
         one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
@@ -106,7 +107,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
             *(None if case.every_id and i == 2 else rows, DIM),
             name=f"t{i}",
             feature_names=features[i],
-            format=case.format,
+            format=(case.format.split() * len(ROWS))[i],
             pooling=case.pooling,
             compression=rk.Hash(rows) if case.every_id and i == 2 else case.compression,
             padding_idx=case.padding[i],

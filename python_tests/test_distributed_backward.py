@@ -165,10 +165,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize("plan", ["mixed", "one_rank", *full("grid_shard", "table_wise", "data_parallel", "row_wise")])
-@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
-def test_optimizers_of_torch(plan: str, pooling: str) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "format"), [("mean", "fp32"), ("sum", "fp16 bf16 fp32"), *full(("sum", "fp32"), ("mean", "fp16"))]
+)
+def test_optimizers_of_torch(plan: str, pooling: str, format: str) -> None:
     """A rank's shards are parameters, with the gradients of all ranks, replicas too: one process's bits."""
-    case = Case(plan, optimizer="torch", pooling=pooling, sizes=(8, 5), one_id=True)
+    case = Case(plan, format, "torch", pooling=pooling, sizes=(8, 5), one_id=True)
     found = pool(2).run(HERE, "by_torch", case)
     model = Model(collection(case))
     outputs = train_by_torch(case, model, ranks_of(case))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from backends import every_backend
+from collection_cases import is_tied
 from collection_format_cases import DTYPES, batch
 from embedding_bag_cases import Case, Parts, make_case
 from embedding_bag_format_cases import EncodedCase
@@ -128,3 +134,128 @@ def test_gradients_are_torchs(formats: list[str]) -> None:
             )
             bags.square().sum().backward()
         torch.testing.assert_close(p.grad, weight.grad.to(p.dtype))
+
+
+def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, lookup: Any, steps: range) -> None:
+    """Steps of a loss that is not linear."""
+    for step in steps:
+        optimizer.zero_grad()
+        lookup(batch(module, step)).values().square().sum().backward()
+        optimizer.step()
+
+
+def test_steps_are_torchs_and_compiled_ones_too() -> None:
+    """In one graph; Adam steps as it does with parameters of its own that get the same gradients."""
+    found, compiled = make(MIXTURES[0]), make(MIXTURES[0])
+    one_graph = torch.compile(lambda given: compiled(given), fullgraph=True, backend="aot_eager")
+    apart = [p.detach().clone() for p in found.parameters()]
+    optimizers = [torch.optim.Adam(p, lr=0.1) for p in (found.parameters(), compiled.parameters(), apart)]
+    for step in range(3):
+        train(compiled, optimizers[1], one_graph, range(step, step + 1))
+        train(found, optimizers[0], found, range(step, step + 1))
+        for own, p in zip(apart, found.parameters(), strict=True):
+            own.grad = p.grad
+        optimizers[2].step()
+    for other in (compiled.parameters(), apart):
+        assert all(map(same_bits, found.parameters(), other))
+
+
+@pytest.mark.parametrize("formats", MIXTURES, ids=str)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save", "save both", "state_dict", "assign"])
+def test_copies_go_on_alike(way: str, formats: list[str]) -> None:
+    """With the optimizer, which holds the copy's parameters, or its state."""
+    original = make(formats)
+    optimizer = torch.optim.Adam(original.parameters(), lr=0.1)
+    train(original, optimizer, original, range(2))
+    both = original, optimizer
+    if way == "save both" and len(set(formats)) > 1:
+        with pytest.raises(RuntimeError, match="Cannot save multiple tensors"):
+            torch.save(both, io.BytesIO())
+        return
+    if way == "deepcopy":
+        other, copied = copy.deepcopy(both)
+    elif way == "pickle":
+        other, copied = pickle.loads(pickle.dumps(both))
+    elif way == "save both":
+        other, copied = saved(both)
+    else:
+        other = saved(original) if way == "save" else make(formats, device="meta" if way == "assign" else None)
+        if way != "save":
+            other.load_state_dict(original.state_dict(), assign=way == "assign")
+        copied = torch.optim.Adam(other.parameters(), lr=0.1)
+        copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert is_tied(other)
+    assert [p.dtype for p in other.parameters()] == [DTYPES[f] for f in formats]
+    before = [p.detach().clone() for p in original.parameters()]
+    train(other, copied, other, range(2, 4))
+    assert all(map(same_bits, original.parameters(), before))
+    train(original, optimizer, original, range(2, 4))
+    assert all(map(same_bits, original.parameters(), other.parameters()))
+    assert not any(map(same_bits, original.parameters(), before))
+
+
+def saved(what: Any) -> Any:
+    """``what``, saved by torch and loaded."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_a_shallow_copy_shares_the_rows() -> None:
+    """It looks up what the original's optimizer has trained."""
+    original = make(MIXTURES[0])
+    other = copy.copy(original)
+    train(original, torch.optim.SGD(original.parameters(), lr=0.1), original, range(1))
+    assert is_tied(original)
+    assert torch.equal(other(batch(other)).values(), original(batch(original)).values())
+
+
+def test_only_wanted_gradients() -> None:
+    """A frozen table has none, and no other table's gradient keeps the memory of one; casts change nothing."""
+    found, whole = make(MIXTURES[0]).half(), make(MIXTURES[0])
+    found.embedding_bags["t1"].weight.requires_grad_(False)
+    for module in (found, whole):
+        module(batch(module)).values().square().sum().backward()
+    for name, p in found.named_parameters():
+        if "t1" in name:
+            assert p.grad is None
+        else:
+            assert same_bits(p.grad, whole.get_parameter(name).grad)
+            assert p.grad.untyped_storage().nbytes() == p.grad.nbytes
+    assert all(own is p for own, p in zip(found.state_dict(keep_vars=True).values(), found.parameters(), strict=True))
+
+
+def test_gradients_overflow_as_in_torch() -> None:
+    """Beyond the largest half they are infinite, by which a GradScaler knows."""
+    collection = make(["fp16", "bf16", "fp32"])
+    (collection(batch(collection)).values().sum() * 1e5).backward()
+    first, second, third = collection.parameters()
+    assert first.grad.isinf().any()
+    assert second.grad.isfinite().all()
+    assert third.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tables_of_the_op_have_any_of_the_dtypes(sparse: bool) -> None:
+    """The op takes them in bytes, at multiples of 64; others are refused."""
+    dtypes = [torch.float16, torch.float32, torch.bfloat16]
+    flat = torch.zeros(192, dtype=torch.uint8)
+    tables = [flat[s : s + 16 * d.itemsize].view(d).view(4, 4) for s, d in zip((0, 64, 128), dtypes, strict=True)]
+    places = {"weight_offsets": [0, 64, 128], "formats": ["fp16", "fp32", "bf16"]}
+    layout = rk.table_layout([4] * 3, [4] * 3, **places)._asdict()
+    bags = torch.tensor([1, 2, 1, 3, 3, 0]), torch.tensor([0, 2, 3, 4, 4, 5, 6])
+    lookup = torch.ops.rec_kernels.embedding_bag_tables.layout
+    tables = [t.requires_grad_() for t in tables]
+    output, _ = lookup(flat, tables, *bags, **layout, sparse=sparse)
+    output.backward(torch.arange(1.0, 25.0).view(2, 12) + 2**-12)
+    assert [t.grad.dtype for t in tables] == dtypes
+    for t, rows in zip(tables, ([1, 2], [3], [0, 3]), strict=True):
+        assert t.grad.is_sparse == sparse
+        assert t.grad.to_dense().any(1).nonzero().flatten().tolist() == rows
+    with pytest.raises(ValueError, match=r"tables\[1\] must be float32, float16 or bfloat16, got float64"):
+        lookup(flat, [tables[0], tables[1].double(), tables[2]], *bags, **layout)
+    with pytest.raises(ValueError, match=r"layout\[0\]: .* \(4 x 4, fp16\) are the place of none of the tables"):
+        lookup(flat, [tables[2], *tables[1:]], *bags, **layout)
+    with pytest.raises(ValueError, match=r"weights must have 256 elements, .* at multiples of 64, got 192"):
+        lookup(flat, [*tables, tables[0]], *bags, **layout)

@@ -48,7 +48,7 @@ def test_ops_are_short() -> None:
 
 def layout(**options) -> dict[str, object]:
     """Two tables, the second shared by two features, one of them mean."""
-    starts, rows = [0, 48], [0, 11]
+    starts, rows = options.pop("starts", [0, 48]), [0, 11]
     return rk.table_layout(
         [TABLES[t][0] for t in FEATURE_TABLES],
         DIMS,
@@ -57,6 +57,11 @@ def layout(**options) -> dict[str, object]:
         mean=[False, True, False],
         **options,
     )._asdict()
+
+
+def halves() -> dict[str, object]:
+    """The layout of fp16 and bf16 tables in bytes: 88 and 40 of padding, 84 and 44."""
+    return layout(starts=[0, 128], formats=[["fp16", "bf16"][t] for t in FEATURE_TABLES])
 
 
 STEP = {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "clip_grad_value": 1.0, "clip_grad_norm": 2.0}
@@ -245,8 +250,10 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
     def trained() -> dict:
         return {"per_sample_weights": factors.clone().requires_grad_()}
 
+    flat = torch.zeros(256, dtype=torch.uint8)
     gradients = [
         ((grad, weights(), *bags), layout() | weighted),
+        ((grad, flat, *bags), halves() | weighted),
         ((torch.randn(5, sum(DIMS)), weights(), *bags), shared() | weighted),
         ((torch.randn(B, 12), weights(), *bags), partitions() | weighted),
     ]
@@ -258,6 +265,7 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
         "embedding_bag_tables.layout": [
             ((weights(), tables, *bags), layout() | trained()),
             ((torch.randn(80), _parts(), *bags), partitions() | trained()),
+            ((flat, [tables[0].half(), tables[1].bfloat16()], *bags), halves() | trained()),
         ],
         "embedding_bag_fused.layout": [
             _fused(values, offsets, factors, **layout()),

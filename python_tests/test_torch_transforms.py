@@ -34,6 +34,10 @@ def batch() -> rk.KeyedJaggedTensor:
     return rk.KeyedJaggedTensor(KEYS, torch.arange(8), lengths=torch.tensor([2, 1, 0, 2, 1, 2]))
 
 
+def halves(optimizer: Any = None) -> rk.EmbeddingBagCollection:
+    return pooled(optimizer, format="bf16")
+
+
 def layer(optimizer: Any = None) -> rk.Embedding:
     return rk.Embedding(10, 8, optimizer=optimizer)
 
@@ -206,23 +210,26 @@ def test_compiled_steps(scales: bool) -> None:
 
 @pytest.mark.parametrize("optimizer", [None, rk.Adam(lr=0.1)])
 @pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("make", [pooled, layer])
+@pytest.mark.parametrize("make", [pooled, layer, halves])
 def test_averages_of_weights(make: Any, use_buffers: bool, optimizer: Any) -> None:
     """Tables are averaged once, and lookups read the average: flat tensors, of which they are views, are no buffers."""
     module = make(optimizer)
+    if make is halves and optimizer is not None:
+        pytest.skip("bytes of a fused optimizer keep the latest rows")
     average = torch.optim.swa_utils.AveragedModel(module, use_buffers=use_buffers)
-    given, weights = batch() if make is pooled else torch.tensor([1, 2]), []
+    given, weights = torch.tensor([1, 2]) if make is layer else batch(), []
     for step in range(3):
         with torch.no_grad():
             for weight in module.parameters():
                 weight.fill_(float(step * step))
         average.update_parameters(module)
+    rounds = 0.01 if make is halves else None
     weights = [weight.unique().item() for weight in average.module.parameters()]
-    assert weights == pytest.approx([5 / 3] * len(weights))
+    assert weights == pytest.approx([5 / 3] * len(weights), rel=rounds)
     with torch.no_grad():
         found = average.module(given)
-    found = found.values() if make is pooled else found
-    assert found.unique().tolist() == pytest.approx([0.0, 5 / 3, 10 / 3] if make is pooled else [5 / 3])
+    found = found if make is layer else found.values()
+    assert found.unique().tolist() == pytest.approx([5 / 3] if make is layer else [0.0, 5 / 3, 10 / 3], rel=rounds)
     flat = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
     assert not flat & {t.untyped_storage().data_ptr() for t in module.buffers()}
 
