@@ -249,8 +249,16 @@ def test_configs_are_kept() -> None:
     config = torchrec.EmbeddingConfig(
         name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"], data_type=data_type
     )
-    half: Any = rk.convert_embeddings(torchrec.EmbeddingCollection(tables=[config]), optimizer=rk.SGD())
+    of_halves = torchrec.EmbeddingCollection(tables=[config])
+    half: Any = rk.convert_embeddings(of_halves, optimizer=rk.SGD())
     assert half.tables[0].format == "fp16"
+    both: list[Any] = [of_halves, rk.convert_embeddings(of_halves)]
+    for collection in both:  # torch's optimizers train them, too
+        batch = torchrec.KeyedJaggedTensor(["f"], torch.tensor([1, 2, 8, 1]), lengths=torch.tensor([2, 2]))
+        collection(batch)["f"].values().float().square().sum().backward()
+        torch.optim.SGD(collection.parameters(), lr=0.25).step()
+    for found, expected in zip(both[1].parameters(), of_halves.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
     eighth: Any = rk.convert_embeddings(theirs, optimizer=rk.SGD(), format="int8")
     assert [t.format for t in eighth.tables] == ["int8"] * 3
     assert lookup(eighth)(0).shape == (BATCH, 28)

@@ -120,7 +120,7 @@ def test_what_is_left() -> None:
         "wide": f"table 'weight': weight must be {shape} float32, float16 or bfloat16, got [5, 4] torch.float64",
         "own": "it is a subclass of Embedding, whose lookups may be others",
         "hooked": "it has hooks",
-        "tied": "its weight is shared (tied.weight and output.weight), which a fused optimizer does not support",
+        "tied": "its weight is shared (tied.weight and output.weight), and its replacement would have its own",
     }
     assert [n for n, m in layers.items() if m is not before[n]] == ["swapped"] == [f.names[0] for f in found.swapped]
     assert "own: Own (weight 5 x 4) left: it is a subclass of Embedding, whose lookups may be others" in str(found)

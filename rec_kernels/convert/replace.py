@@ -220,7 +220,7 @@ def _reason_to_skip(conversion: _Conversion, owners: dict[Tensor, list[str]]) ->
         return reason
     for parameter in module.parameters():
         if len(owners[parameter]) > 1 and not conversion.keeps_parameter:
-            return f"its weight is shared ({' and '.join(owners[parameter])}), which a fused optimizer does not support"
+            return f"its weight is shared ({' and '.join(owners[parameter])}), and its replacement would have its own"
     return ""
 
 
