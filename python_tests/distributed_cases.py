@@ -280,7 +280,7 @@ def run_compiled(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """``run`` of a model that torch compiles as TorchRec's TrainPipelinePT2 does."""
     model = sharded(case, collection(case))
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-        outputs = train(case, torch.compile(model, backend="eager"), [dist.get_rank()])
+        outputs = train(case, torch.compile(model, backend="aot_eager", dynamic=True), [dist.get_rank()])
     return outputs, blocks(model.module.ebc.state_dict())
 
 

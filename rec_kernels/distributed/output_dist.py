@@ -101,14 +101,13 @@ def start_output_dist(
 
 def lazy(read: Callable[[], T]) -> Callable[[], T]:
     """Returns a function that calls ``read`` once, in the grad mode of now: the first reader may be a logger."""
-    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return functools.cache(functools.partial(_read, read, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
 
-    @functools.cache
-    def cached() -> T:
-        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
-            return read()
 
-    return cached
+@torch.compiler.disable(reason="a sharded lookup waits for its collectives in Python")
+def _read(read: Callable[[], T], has_gradients: bool, is_inference: bool) -> T:
+    with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+        return read()
 
 
 class _OutputDistReq(torch.autograd.Function):
