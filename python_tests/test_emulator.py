@@ -39,9 +39,9 @@ def test_a_kernel_without_bugs(planted) -> None:
 @pytest.mark.parametrize(
     ("bug", "message"),
     [
-        (LANE_MISSING, "waits at __shfl_sync for lanes 0xffffffff, of which 0xffffff7f have come"),
-        (OTHER_COLLECTIVE, "__ballot_sync where other lanes of the mask are at __shfl_sync"),
-        (LANE_NOT_IN_MASK, "__shfl_sync with mask 0xffff0000, which leaves out the lane itself"),
+        (LANE_MISSING, "waits at __shfl_sync for lanes 0xffffffff, of which 0xffffff7f have arrived"),
+        (OTHER_COLLECTIVE, "__ballot_sync while other lanes of the mask are at __shfl_sync"),
+        (LANE_NOT_IN_MASK, "__shfl_sync with mask 0xffff0000, which excludes the calling lane"),
         (BARRIER_MISSED, "waits at __syncthreads, which 32 of 64 threads have reached"),
         (MISALIGNED, "access of 16 bytes at .* is not aligned"),
     ],
@@ -55,11 +55,11 @@ def test_forbidden_steps_are_named(bug: int, message: str, planted) -> None:
 
 @pytest.mark.parametrize(
     ("bug", "message"),
-    [(OTHER_STREAM, "on a stream that is not torch's"), (NO_GUARD, "where no OnDeviceOf is in scope")],
+    [(OTHER_STREAM, "on a stream that is not torch's"), (NO_GUARD, "without an OnDeviceOf in scope")],
 )
 def test_launches_are_on_torchs_stream_and_device(bug: int, message: str, planted) -> None:
     """A GPU runs such a kernel, too early or on another GPU; the next launch works again."""
-    with pytest.raises(RuntimeError, match=f"a kernel is started {message}"):
+    with pytest.raises(RuntimeError, match=f"a kernel is launched {message}"):
         planted.planted(bug, torch.randn(65))
     assert planted.planted(NONE, torch.randn(65)).isfinite().all()
 

@@ -63,7 +63,7 @@ def test_log_that_is_a_link(tmp_path):
     for found in (None, b""):
         if found is not None:
             target.write_bytes(found)
-        with pytest.raises(OSError, match="is a symbolic link, and what it names would be overwritten"):
+        with pytest.raises(OSError, match="is a symbolic link, and its target would be overwritten"):
             open_file(path)
         assert (target.read_bytes() if target.exists() else None) == found
     log_of(path).unlink()

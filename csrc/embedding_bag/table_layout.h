@@ -144,12 +144,12 @@ RK_HOST_DEVICE TableShard shard_of(const TablePart& p) {
   return {static_cast<uint32_t>(p.table_id), static_cast<uint32_t>(p.first_column / 4), p.first_row};
 }
 
-// True if 0 <= part <= whole.
-RK_HOST_DEVICE bool at_most(int64_t part, int64_t whole) { return part >= 0 && part <= whole; }
+// True if 0 <= value <= limit.
+RK_HOST_DEVICE bool within_limit(int64_t value, int64_t limit) { return value >= 0 && value <= limit; }
 
 // True if [first, first + count) is within [0, whole).
 RK_HOST_DEVICE bool is_within(int64_t first, int64_t count, int64_t whole) {
-  return count >= 0 && at_most(first, whole) && count <= whole - first;
+  return count >= 0 && within_limit(first, whole) && count <= whole - first;
 }
 
 // First part of a feature, or num_parts after the last feature.
@@ -178,7 +178,7 @@ RK_HOST_DEVICE bool are_next_columns(const TablePart* parts, int64_t i, const La
   int64_t column = 0, part_column = 0;
   if (i > 0) {
     const TablePart& before = parts[i - 1];
-    const bool same = before.feature == p.feature, fits = at_most(before.embedding_dim, sizes.max_embedding_dim);
+    const bool same = before.feature == p.feature, fits = within_limit(before.embedding_dim, sizes.max_embedding_dim);
     if (!fits || !is_within(before.column, before.embedding_dim, sizes.output_dim) ||
         !is_within(before.part_column, before.embedding_dim, sizes.widest_feature))
       return false;
@@ -268,7 +268,7 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
     return LayoutFault::kFormat;
   const auto format = static_cast<RowFormat>(p.format);
   if (!is_within(p.row_offset, p.num_embeddings, sizes.num_rows)) return LayoutFault::kRows;
-  if (!at_most(p.weight_offset, limits.weight_bytes) ||
+  if (!within_limit(p.weight_offset, limits.weight_bytes) ||
       p.num_embeddings > (limits.weight_bytes - p.weight_offset) / row_bytes(format, p.embedding_dim) ||
       (format == RowFormat::kFp32 && p.weight_offset % 4 != 0))
     return LayoutFault::kWeights;
@@ -286,7 +286,7 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
   if (!is_within(p.first_row, p.num_embeddings, p.table_rows) || p.table_rows > kMaxNoisyRows || p.first_column < 0 ||
       p.first_column > INT32_MAX || p.first_column % 4 != 0)
     return LayoutFault::kShard;
-  if (limits.state_elements >= 0 && (!at_most(p.state_offset, limits.state_elements) ||
+  if (limits.state_elements >= 0 && (!within_limit(p.state_offset, limits.state_elements) ||
                                      p.num_embeddings > (limits.state_elements - p.state_offset) / p.embedding_dim))
     return LayoutFault::kState;
   if (!follows_in_rows(parts, i, limits.num_parts) || repeats_table(parts, i)) return LayoutFault::kOverlap;

@@ -14,7 +14,7 @@
 #include "cuda_runtime.h"
 #include "emulator/fiber.h"
 
-// Coordinates of the running thread, as a kernel sees them.
+// Built-in variables of the running thread.
 Index3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
@@ -23,12 +23,12 @@ namespace {
 
 constexpr unsigned kLanes = 32;
 
-// A barrier of some lanes of a warp, or of a whole block.
-struct Meeting {
+// A synchronization point of some lanes of a warp, or of a whole block.
+struct SyncPoint {
   unsigned mask = 0;
   const char* what = nullptr;
   unsigned arrived = 0;  // mask of lanes; for a block, number of threads
-  // Values of this meeting and the previous one: no lane can be two meetings ahead.
+  // Values of the current and the previous operation: no lane can be two operations ahead.
   uint64_t values[2][kLanes];
   unsigned turn = 0;
 };
@@ -38,14 +38,14 @@ enum class State { kReady, kWaiting, kDone };
 struct Thread {
   Index3 index;
   State state = State::kReady;
-  const Meeting* waits_for = nullptr;
+  const SyncPoint* waiting_at = nullptr;
 };
 
 struct Block {
   const std::function<void()>* body = nullptr;
   std::vector<Thread> threads;
-  std::vector<std::vector<Meeting>> warps;  // meetings of each warp
-  Meeting barrier;
+  std::vector<std::vector<SyncPoint>> warps;  // synchronization points of each warp, by mask
+  SyncPoint barrier;
   std::unique_ptr<unsigned char[]> shared;
   unsigned running = 0;
   std::string error;
@@ -55,7 +55,7 @@ Block block;
 std::vector<std::unique_ptr<Fiber>> fibers;  // reused: creating a stack costs more than a small kernel
 Order order = Order::kAscending;
 std::mt19937_64 random_bits;
-std::mutex one_launch;
+std::mutex launch_mutex;
 
 Fiber& fiber() { return *fibers[block.running]; }
 
@@ -66,19 +66,19 @@ void run_thread() {
   fiber().leave(true);
 }
 
-void wait_for(const Meeting& meeting) {
+void wait_for(const SyncPoint& point) {
   Thread& thread = block.threads[block.running];
   thread.state = State::kWaiting;
-  thread.waits_for = &meeting;
+  thread.waiting_at = &point;
   fiber().leave();
 }
 
-void wake(const Meeting& meeting) {
+void wake(const SyncPoint& point) {
   for (Thread& t : block.threads)
-    if (t.state == State::kWaiting && t.waits_for == &meeting) t.state = State::kReady;
+    if (t.state == State::kWaiting && t.waiting_at == &point) t.state = State::kReady;
 }
 
-std::vector<unsigned> turns(size_t count) {
+std::vector<unsigned> run_order(size_t count) {
   std::vector<unsigned> out(count);
   for (size_t i = 0; i < count; ++i) out[i] = static_cast<unsigned>(order == Order::kDescending ? count - 1 - i : i);
   if (order == Order::kRandom) std::shuffle(out.begin(), out.end(), random_bits);
@@ -86,18 +86,18 @@ std::vector<unsigned> turns(size_t count) {
 }
 
 // Reports the first thread that is deadlocked.
-std::string stuck() {
+std::string describe_deadlock() {
   for (size_t i = 0; i < block.threads.size(); ++i) {
     const Thread& t = block.threads[i];
     if (t.state != State::kWaiting) continue;
-    const Meeting& m = *t.waits_for;
+    const SyncPoint& m = *t.waiting_at;
     char text[160];
     if (&m == &block.barrier)
       std::snprintf(text, sizeof text, "thread %zu waits at __syncthreads, which %u of %zu threads have reached", i,
                     m.arrived, block.threads.size());
     else
-      std::snprintf(text, sizeof text, "thread %zu waits at %s for lanes 0x%08x, of which 0x%08x have come", i, m.what,
-                    m.mask, m.arrived);
+      std::snprintf(text, sizeof text, "thread %zu waits at %s for lanes 0x%08x, of which 0x%08x have arrived", i,
+                    m.what, m.mask, m.arrived);
     return text;
   }
   return {};
@@ -106,7 +106,7 @@ std::string stuck() {
 void run_threads() {
   for (bool progress = true; progress;) {
     progress = false;
-    for (const unsigned i : turns(block.threads.size())) {
+    for (const unsigned i : run_order(block.threads.size())) {
       if (block.threads[i].state != State::kReady) continue;
       progress = true;
       block.running = i;
@@ -115,7 +115,7 @@ void run_threads() {
       if (!block.error.empty()) return;
     }
   }
-  block.error = stuck();
+  block.error = describe_deadlock();
 }
 
 void start_block(dim3 size, size_t shared_bytes) {
@@ -134,38 +134,39 @@ void start_block(dim3 size, size_t shared_bytes) {
   std::memset(block.shared.get(), 0xff, shared_bytes);  // NaN as a float, -1 as an integer
 }
 
-Meeting& meeting_of(unsigned mask) {
-  auto& meetings = block.warps[block.running / kLanes];
-  for (Meeting& m : meetings)
+SyncPoint& sync_point_of(unsigned mask) {
+  auto& points = block.warps[block.running / kLanes];
+  for (SyncPoint& m : points)
     if (m.mask == mask) return m;
-  // Waiting threads have pointers to meetings, so the vector must not reallocate.
-  if (meetings.empty()) meetings.reserve(64);
-  if (meetings.size() == 64) fail("more than 64 different masks in one warp");
-  meetings.emplace_back();
-  meetings.back().mask = mask;
-  return meetings.back();
+  // Waiting threads have pointers to elements, so the vector must not reallocate.
+  if (points.empty()) points.reserve(64);
+  if (points.size() == 64) fail("a warp uses more than 64 different lane masks");
+  points.emplace_back();
+  points.back().mask = mask;
+  return points.back();
 }
 
 }  // namespace
 
 void set_order(Order next, uint64_t seed) {
-  const std::lock_guard<std::mutex> lock(one_launch);
+  const std::lock_guard<std::mutex> lock(launch_mutex);
   order = next;
   random_bits.seed(seed);
 }
 
 void run_grid(Index grid, Index size, size_t shared_bytes, const std::function<void()>& body) {
-  const std::lock_guard<std::mutex> lock(one_launch);
+  const std::lock_guard<std::mutex> lock(launch_mutex);
   const size_t threads = size_t{size.x} * size.y * size.z, blocks = size_t{grid.x} * grid.y * grid.z;
   if (threads == 0 || threads > 1024 || blocks == 0 || grid.x > 2147483647u || grid.y > 65535u || grid.z > 65535u)
     throw std::runtime_error("invalid configuration argument: grid " + std::to_string(blocks) + " blocks of " +
                              std::to_string(threads) + " threads");
   if (shared_bytes > 48 * 1024)
-    throw std::runtime_error("more shared memory than every GPU has: " + std::to_string(shared_bytes));
+    throw std::runtime_error("more than 48 KiB of shared memory, which not every GPU has: " +
+                             std::to_string(shared_bytes));
   gridDim = dim3(grid.x, grid.y, grid.z);
   blockDim = dim3(size.x, size.y, size.z);
   block.body = &body;
-  for (const unsigned b : turns(blocks)) {
+  for (const unsigned b : run_order(blocks)) {
     blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
     start_block(blockDim, shared_bytes);
     run_threads();
@@ -177,13 +178,13 @@ void* shared_bytes() { return block.shared.get(); }
 
 int lane() { return static_cast<int>(block.running % kLanes); }
 
-const uint64_t* meet_lanes(const char* what, unsigned mask, uint64_t value) {
+const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value) {
   const unsigned me = 1u << lane();
   const size_t lanes = std::min<size_t>(kLanes, block.threads.size() - block.running / kLanes * kLanes);
-  if (!(mask & me)) fail("%s with mask 0x%08x, which leaves out the lane itself", what, mask);
+  if (!(mask & me)) fail("%s with mask 0x%08x, which excludes the calling lane", what, mask);
   if (lanes < kLanes && mask >> lanes) fail("%s with mask 0x%08x in a warp of %zu lanes", what, mask, lanes);
-  Meeting& m = meeting_of(mask);
-  if (m.arrived && std::strcmp(m.what, what) != 0) fail("%s where other lanes of the mask are at %s", what, m.what);
+  SyncPoint& m = sync_point_of(mask);
+  if (m.arrived && std::strcmp(m.what, what) != 0) fail("%s while other lanes of the mask are at %s", what, m.what);
   m.what = what;
   uint64_t* values = m.values[m.turn & 1];
   values[lane()] = value;
@@ -198,8 +199,8 @@ const uint64_t* meet_lanes(const char* what, unsigned mask, uint64_t value) {
   return values;
 }
 
-void meet_block() {
-  Meeting& m = block.barrier;
+void sync_block() {
+  SyncPoint& m = block.barrier;
   if (++m.arrived != block.threads.size()) {
     wait_for(m);
   } else {

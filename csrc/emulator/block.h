@@ -1,11 +1,11 @@
 // Runs one CUDA block at a time, with its threads as fibers of one OS thread. Test-only.
 //
-// It detects: barriers, shuffles and votes that a participating thread does not reach, or reaches as another operation;
-// misaligned vector accesses; shared memory that is read before it is written (it starts as NaN); kernels on a stream
-// other than torch's, or without a device guard; and, with AddressSanitizer, accesses outside of a tensor or of shared
+// It detects: barriers, shuffles and votes that a participating thread never reaches, or where it calls another
+// operation; misaligned vector accesses; reads of uninitialized shared memory (it starts as NaN); kernels on a stream
+// other than torch's, or without a device guard; and, with AddressSanitizer, accesses outside a tensor or shared
 // memory. Missing synchronization shows as results that depend on the order of threads (set_order). It cannot detect:
-// lost or torn updates by concurrent threads (a thread is never interrupted between meetings), memory ordering between
-// blocks, timing, registers, occupancy.
+// lost or torn updates by concurrent threads (a thread is never interrupted between synchronizations), memory ordering
+// between blocks, timing, registers, occupancy.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +28,12 @@ void run_grid(Index grid, Index block, size_t shared_bytes, const std::function<
 // Shared memory of the running thread: `shared_bytes` bytes, which AddressSanitizer guards.
 void* shared_bytes();
 
-// Waits until all lanes of `mask` call the same operation `what`; returns their 32 values, valid until the next meeting
-// of the same lanes.
-const uint64_t* meet_lanes(const char* what, unsigned mask, uint64_t value);
+// Waits until all lanes of `mask` call the same operation; returns the values of the warp's 32 lanes, valid until the
+// next operation of the same lanes.
+const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value);
 int lane();
 // Waits for every thread of the block.
-void meet_block();
+void sync_block();
 // Throws from run_grid(), naming the running thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 

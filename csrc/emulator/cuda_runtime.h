@@ -1,4 +1,4 @@
-// The part of CUDA's vocabulary that our kernels use, for g++. Test-only: see emulator/block.h.
+// The subset of CUDA's API that our kernels use, for g++. Test-only: see emulator/block.h.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,8 @@
 #define __forceinline__ inline  // not forced, to save compile time
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
-// Static shared memory could not be reset to NaN for every block: kernels use shared_memory<T>() of core/cuda/launch.h.
+// The emulator could not reset static shared memory to NaN for every block, so kernels use shared_memory<T>() of
+// core/cuda/launch.h.
 #define __shared__ static_assert(false, "use shared_memory<T>()");
 
 struct Index3 {
@@ -57,13 +58,14 @@ T from_bits(uint64_t bits) {
   return value;
 }
 
-// Value of lane `from` of the calling lane's part of `width` lanes; as in CUDA, its own value beyond them.
+// Returns the value of lane `from`. As in CUDA, a lane outside the caller's segment of `width` lanes returns the
+// caller's own value.
 template <class T>
 T exchange(const char* what, unsigned mask, T value, int from, int width) {
-  const uint64_t* values = meet_lanes(what, mask, to_bits(value));
+  const uint64_t* values = sync_lanes(what, mask, to_bits(value));
   const int first = lane() / width * width;
   if (from < first || from >= first + width) return value;
-  if (!(mask >> from & 1)) fail("%s from lane %d, which mask 0x%08x leaves out", what, from, mask);
+  if (!(mask >> from & 1)) fail("%s from lane %d, which mask 0x%08x excludes", what, from, mask);
   return from_bits<T>(values[from]);
 }
 
@@ -80,7 +82,7 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  const uint64_t* votes = rec_kernels::emulator::meet_lanes("__ballot_sync", mask, predicate != 0);
+  const uint64_t* votes = rec_kernels::emulator::sync_lanes("__ballot_sync", mask, predicate != 0);
   unsigned out = 0;
   for (int lane = 0; lane < 32; ++lane)
     if (mask >> lane & 1) out |= static_cast<unsigned>(votes[lane]) << lane;
@@ -88,16 +90,16 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-  const uint64_t* values = rec_kernels::emulator::meet_lanes("__reduce_max_sync", mask, value);
+  const uint64_t* values = rec_kernels::emulator::sync_lanes("__reduce_max_sync", mask, value);
   uint64_t most = 0;
   for (int lane = 0; lane < 32; ++lane)
     if (mask >> lane & 1 && values[lane] > most) most = values[lane];
   return static_cast<unsigned>(most);
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::meet_lanes("__syncwarp", mask, 0); }
-inline void __syncthreads() { rec_kernels::emulator::meet_block(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::sync_lanes("__syncwarp", mask, 0); }
+inline void __syncthreads() { rec_kernels::emulator::sync_block(); }
 
-// One thread runs at a time: a plain read and write is atomic.
+// Only one thread runs at a time, so a plain read and write is atomic.
 template <class T, class U>
 T atomicAdd(T* p, U value) {
   const T before = *p;

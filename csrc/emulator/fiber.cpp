@@ -79,10 +79,10 @@ rk_switch_stack:
 namespace rec_kernels::emulator {
 namespace {
 
-constexpr size_t kStack = 256 << 10;  // AddressSanitizer makes frames several times larger
+constexpr size_t kStack = 256 << 10;  // AddressSanitizer makes frames several times as large
 
 void* scheduler_stack_pointer;
-#if defined(__SANITIZE_ADDRESS__)  // must be told which stack is in use
+#if defined(__SANITIZE_ADDRESS__)  // state for its annotations of stack switches
 void* scheduler_fake_stack;
 const void* scheduler_bottom;
 size_t scheduler_size;
@@ -106,10 +106,10 @@ void Fiber::start(void (*entry)()) {
   __asan_unpoison_memory_region(memory_ + page, kStack - page);
   fake_stack_ = nullptr;
 #endif
-  // rk_switch_stack pops these: the saved registers, then the address to go to.
+  // rk_switch_stack pops these: the saved registers, then the return address, which is the entry.
   auto* top = reinterpret_cast<uintptr_t*>(memory_ + kStack - 64);
 #if defined(__x86_64__)
-  *--top = 0;  // entry's own return address; the stack is aligned as after a call
+  *--top = 0;  // return address of entry(); the stack is aligned as after a call
   *--top = reinterpret_cast<uintptr_t>(entry);
   for (int i = 0; i < 6; ++i) *--top = 0;
 #else

@@ -5,7 +5,7 @@
 
 namespace rec_kernels::emulator {
 
-// Runs entry(argument) on its own stack when first switched to; entry never returns.
+// Runs entry() on its own stack when first switched to; entry() never returns.
 class Fiber {
  public:
   Fiber();

@@ -10,7 +10,7 @@
 
 namespace rec_kernels {
 
-// Few, so that grid-stride loops have several iterations.
+// Small, so that grid-stride loops have several iterations.
 constexpr int64_t kMostBlocks = 3;
 
 inline int64_t resident_threads() { return 1; }
@@ -26,7 +26,8 @@ inline char current_stream;
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& t) {
-    if (!t.is_cpu()) throw std::runtime_error("a tensor that is on no GPU is to make its GPU current");
+    if (!t.is_cpu())
+      throw std::runtime_error("OnDeviceOf needs a tensor on the device, got one that is not on the CPU");
     ++guards;
   }
   OnDeviceOf(const OnDeviceOf&) = delete;
@@ -40,11 +41,11 @@ class OnDeviceOf {
 // Checks every launch, sort, sum and copy for errors that a GPU would not report: a stream other than torch's, and a
 // missing device guard.
 inline void check_stream(cudaStream_t stream) {
-  if (OnDeviceOf::guards == 0) throw std::runtime_error("a kernel is started where no OnDeviceOf is in scope");
-  if (stream != &current_stream) throw std::runtime_error("a kernel is started on a stream that is not torch's");
+  if (OnDeviceOf::guards == 0) throw std::runtime_error("a kernel is launched without an OnDeviceOf in scope");
+  if (stream != &current_stream) throw std::runtime_error("a kernel is launched on a stream that is not torch's");
 }
 
-// Nodes of a CUDA graph of the calls since the last _count_nodes(): kernels and memsets.
+// Nodes that a CUDA graph of the calls since the last _count_nodes() would have: kernels and memsets.
 inline int64_t graph_nodes = 0;
 
 template <class... Parameters, class... Arguments>
@@ -62,7 +63,7 @@ inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t 
   std::memcpy(to, from, bytes);
 }
 
-// Every tensor is in host memory here; tests set whether it counts as pinned.
+// Every tensor is in host memory here; tests choose whether it counts as pinned.
 inline bool memory_is_pinned = true;
 inline void* mapped_address(void* p) { return memory_is_pinned ? p : nullptr; }
 

@@ -1,4 +1,4 @@
-// Functions for tests to control the emulator.
+// Ops that tests use to control the emulator.
 #include <utility>
 
 #include "core/boxing.h"

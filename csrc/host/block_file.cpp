@@ -36,11 +36,11 @@ struct State {
   uint64_t digest, identity;
 };
 static_assert(sizeof(State) == 48);
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are little-endian");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's integers are little-endian");
 
 int64_t round_up(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
-uint64_t mixed(int64_t block, uint32_t checksum) {
+uint64_t digest_term(int64_t block, uint32_t checksum) {
   if (checksum == 0) return 0;
   uint64_t z = static_cast<uint64_t>(block) * 0x9e3779b97f4a7c15 + checksum;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
@@ -49,7 +49,7 @@ uint64_t mixed(int64_t block, uint32_t checksum) {
 }
 
 // Returns a description of the invalid size, or an empty string.
-std::string wrong_sizes(int64_t num_bytes, int64_t block_bytes) {
+std::string describe_bad_size(int64_t num_bytes, int64_t block_bytes) {
   const int64_t page = Window::page_bytes();
   if (num_bytes < 0 || num_bytes > kMostBytes)
     return join("num_bytes is ", num_bytes, ", allowed are 0 to ", kMostBytes);
@@ -59,7 +59,7 @@ std::string wrong_sizes(int64_t num_bytes, int64_t block_bytes) {
   return {};
 }
 
-// Excerpt of a possibly long text where it differs from another one.
+// Excerpt of a possibly long text around its first difference from another text.
 std::string excerpt(const std::string& text, size_t differs) {
   constexpr size_t kBefore = 60, kMost = 400;
   const auto begins = [&](size_t i) {
@@ -85,7 +85,7 @@ void BlockFile::place(int64_t num_bytes, int64_t block_bytes, int64_t layout_byt
 }
 
 void BlockFile::check_sizes(int64_t num_bytes, int64_t block_bytes) {
-  const std::string wrong = wrong_sizes(num_bytes, block_bytes);
+  const std::string wrong = describe_bad_size(num_bytes, block_bytes);
   check_value(wrong.empty(), wrong);
 }
 
@@ -120,9 +120,9 @@ BlockFile BlockFile::create(const std::string& path, int64_t num_bytes, int64_t 
 BlockFile BlockFile::open(const std::string& path, const std::string& layout) {
   // The log's name is derived from the file's: under another name, a generation in the log would not be found.
   BlockFile opened{File(resolved(path), 0)};
-  const int64_t names = opened.file_.names();
-  check_value(names == 1, opened.path(), " has ", names, " names (hard links), and generations may wait in the log of ",
-              "another one: remove the other names, or make copies of the file and its log");
+  const int64_t links = opened.file_.link_count();
+  check_value(links == 1, opened.path(), " has ", links, " names (hard links), and the log of another ",
+              "name may have a newer generation: remove the other names, or make copies of the file and its log");
   opened.file_.lock();
   opened.read_header(layout);
   opened.read_state();
@@ -139,7 +139,7 @@ void BlockFile::read_header(const std::string& layout) {
                                    : "does not begin with RKROWFIL (or its creation was cut short)");
   check_value(header.version == kFileVersion, path, " has version ", header.version,
               " of the format of row files, expected ", kFileVersion);
-  const std::string wrong = wrong_sizes(header.num_bytes, header.block_bytes);
+  const std::string wrong = describe_bad_size(header.num_bytes, header.block_bytes);
   const bool fits = header.layout_bytes >= 0 && header.layout_bytes <= std::min(size - kLayoutOffset, kMostLayoutBytes);
   std::string found(fits ? static_cast<size_t>(header.layout_bytes) : 0, 0);
   file_.read(found.data(), static_cast<int64_t>(found.size()), kLayoutOffset);
@@ -148,7 +148,7 @@ void BlockFile::read_header(const std::string& layout) {
   check_value(wrong.empty(), path, " cannot be used: ", wrong);
   place(header.num_bytes, header.block_bytes, header.layout_bytes);
   if (size != file_bytes_)
-    throw SystemError(EIO, join("the file has ", size, " bytes, its header asks for ", file_bytes_), path);
+    throw SystemError(EIO, join("the file has ", size, " bytes, but its header requires ", file_bytes_), path);
   identity_ = header.identity;
   if (found == layout) return;
   const auto differs = std::mismatch(found.begin(), found.end(), layout.begin(), layout.end()).first - found.begin();
@@ -179,7 +179,7 @@ void BlockFile::read_checksums(uint64_t digest) {
   checksums_.resize(static_cast<size_t>(num_blocks_));
   const auto bytes = num_blocks_ * static_cast<int64_t>(sizeof(uint32_t));
   file_.read(checksums_.data(), bytes, checksum_offset_);
-  for (int64_t i = 0; i < num_blocks_; ++i) digest_ += mixed(i, checksum(i));
+  for (int64_t i = 0; i < num_blocks_; ++i) digest_ += digest_term(i, checksum(i));
   if (!being_overwritten_ && digest_ != digest)
     throw corrupted(join("the checksums of the blocks (bytes ", checksum_offset_, " to ", checksum_offset_ + bytes - 1,
                          ") or the state before them are damaged: wrong digest"),
@@ -188,7 +188,8 @@ void BlockFile::read_checksums(uint64_t digest) {
 
 uint64_t BlockFile::digest_with(const std::vector<LogEntry>& entries) const {
   uint64_t digest = digest_;
-  for (const LogEntry& e : entries) digest += mixed(e.block, e.checksum) - mixed(e.block, checksum(e.block));
+  for (const LogEntry& e : entries)
+    digest += digest_term(e.block, e.checksum) - digest_term(e.block, checksum(e.block));
   return digest;
 }
 

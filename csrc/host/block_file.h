@@ -16,8 +16,8 @@
 //   ends there.
 //
 // The digest guards the checksums: the sum modulo 2^64, over the blocks with a checksum c that is not 0, of
-// mix(block * 0x9e3779b97f4a7c15 + c), where mix is the finalizer of SplitMix64 (see `mixed` in the .cpp). It says
-// nothing of the order in which checksums reach the disk, so that a torn write can be repeated.
+// mix(block * 0x9e3779b97f4a7c15 + c), where mix is the finalizer of SplitMix64 (digest_term() in the .cpp). It does
+// not depend on the order in which checksums reach the disk, so a torn write can be repeated.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +40,7 @@ class BlockFile {
   static void check_sizes(int64_t num_bytes, int64_t block_bytes);
   // Creates a durable file of zeros; removes it after an exception. Call check_sizes() first.
   static BlockFile create(const std::string& path, int64_t num_bytes, int64_t block_bytes, const std::string& layout);
+  // Throws ValueError if the file has another layout.
   static BlockFile open(const std::string& path, const std::string& layout);
 
   const std::string& path() const { return file_.path(); }
@@ -54,15 +55,15 @@ class BlockFile {
   int64_t bookkeeping_bytes() const { return static_cast<int64_t>(checksums_.capacity() * sizeof(uint32_t)); }
   // The digest of the checksums after replacing those of the log's blocks.
   uint64_t digest_with(const std::vector<LogEntry>& entries) const;
-  // Throws if the layout differs.
+  // Throws if `digest` is not digest_with(entries).
   void check_digest(const std::vector<LogEntry>& entries, uint64_t digest) const;
 
   // Read or write adjacent blocks. Thread-safe. The caller compares checksums.
   void read(int64_t first, int64_t count, uint8_t* to) const;
   void write(int64_t first, int64_t count, const uint8_t* from) const;
   int64_t offset(int64_t block) const { return data_offset_ + block * block_bytes_; }
-  // Called before the first block is overwritten, and after the last one, with sorted blocks. Can be repeated from the
-  // beginning after an exception.
+  // Call begin_overwriting() before writing the first block and end_overwriting(), with sorted entries, after the last.
+  // After an exception, the whole sequence can be repeated.
   void begin_overwriting(int64_t generation);
   void end_overwriting(const std::vector<LogEntry>& entries, uint64_t digest);
 
@@ -82,7 +83,7 @@ class BlockFile {
   uint64_t identity_ = 0, digest_ = 0;
   int64_t generation_ = 0, sequence_ = 0;
   bool being_overwritten_ = false;
-  std::vector<uint32_t> checksums_;  // current, or to be written, in the file
+  std::vector<uint32_t> checksums_;  // in the file, or to be written to it
 };
 
 }  // namespace rec_kernels::host

@@ -31,19 +31,19 @@ BlockLog::BlockLog(const BlockFile& main)
       num_blocks_(main.num_blocks()),
       identity_(main.identity()) {
   static_assert(sizeof(Commit) == 64 && sizeof(Entry) == 16);
-  refuse_another_kind();
+  check_is_log();
   file_.sync_folder();
 }
 
 // Rejects a file of this name that is not a log, since logs are emptied. After a crash, a log starts with the magic,
 // with zeros if it was not written yet, or with a mixture if the write was torn.
-void BlockLog::refuse_another_kind() const {
+void BlockLog::check_is_log() const {
   char found[sizeof Commit::magic] = {};
   file_.read(found, std::min<int64_t>(file_.size(), sizeof found), 0);
   for (size_t i = 0; i < sizeof found; ++i)
     check_value(found[i] == 0 || found[i] == kLogMagic[i], path(),
-                " is not the log of a row file (it does not begin with RKROWLOG), and its name is that of the log of ",
-                path().substr(0, path().size() - 4), "; move it away, or the row file");
+                " is not the log of a row file (it does not begin with RKROWLOG), but has the name of the log of ",
+                path().substr(0, path().size() - 4), "; move it away, or move the row file");
 }
 
 int64_t BlockLog::offset(int64_t slot) const { return kSlotOffset + slot * block_bytes_; }
@@ -54,8 +54,8 @@ int64_t BlockLog::bookkeeping_bytes() const {
   return static_cast<int64_t>(entries_.capacity() * sizeof(Entry) + table_.capacity() * sizeof(int64_t));
 }
 
-// The commit has two copies. The second copy is durable before the first is written, so a crash leaves zeros in the
-// first, or one whole copy. Anything else without a whole copy is damage.
+// The commit has two copies. The second is durable before the first is written, so a crash leaves either one whole copy
+// or zeros in place of the first. Anything else without a whole copy is damage.
 std::optional<BlockLog::Commit> BlockLog::read_commit() const {
   bool begun = false;
   for (const int64_t place : {int64_t{0}, kSecondCopy}) {
@@ -70,7 +70,7 @@ std::optional<BlockLog::Commit> BlockLog::read_commit() const {
   if (begun)
     throw corrupted(join("both copies of the log's commit (bytes 0 to ", sizeof(Commit) - 1, " and ", kSecondCopy,
                          " to ", kSecondCopy + static_cast<int64_t>(sizeof(Commit)) - 1,
-                         ") are damaged, and a generation may be in it; move it away to go on without it"),
+                         ") are damaged, and the log may have a generation; move it away to continue without it"),
                     path());
   return std::nullopt;
 }
@@ -82,7 +82,7 @@ std::optional<int64_t> BlockLog::find_commit() {
   check_value(commit.version == kLogVersion, path(), " has version ", commit.version,
               " of the format of logs of row files, expected ", kLogVersion);
   check_value(commit.identity == identity_, path(),
-              " is the log of another row file; move it away to go on without it");
+              " is the log of another row file; move it away to continue without it");
   return commit.generation;
 }
 
@@ -108,7 +108,8 @@ void BlockLog::adopt() {
   reserve(commit.entries);
   for (const Entry& entry : entries) {
     if (entry.block < 0 || entry.block >= num_blocks_ || find(entry.block) >= 0)
-      throw corrupted(join("the log's index names block ", entry.block, " twice or out of ", num_blocks_), path());
+      throw corrupted(join("the log's index names block ", entry.block, " twice or outside [0, ", num_blocks_, ")"),
+                      path());
     set_checksum(assign(entry.block), entry.checksum);
   }
   set_committed(commit.generation, commit.digest);
@@ -159,7 +160,7 @@ void BlockLog::make_writable() {
   commit_uncertain_ = false;
 }
 
-// After a failed sync the system forgets which data was not written, so all of it must be written again.
+// After a failed fsync the kernel no longer knows which pages are dirty, so all slots must be written again.
 void BlockLog::rewrite() {
   std::vector<uint8_t> block(static_cast<size_t>(block_bytes_));
   for (int64_t slot = 0; slot < num_entries(); ++slot) {
@@ -174,10 +175,10 @@ void BlockLog::rewrite() {
 
 void BlockLog::write_commit(int64_t generation, uint64_t digest) {
   make_writable();
-  if (write_failed_) rewrite();
+  if (must_rewrite_) rewrite();
   const auto bytes = static_cast<size_t>(num_entries()) * sizeof(Entry);
   file_.write(entries_.data(), static_cast<int64_t>(bytes), offset(num_entries()));
-  write_failed_ = true;  // cleared on success
+  must_rewrite_ = true;  // until the commit succeeds
   file_.sync();
   Commit commit{{}, kLogVersion, 0, identity_, generation, num_entries(), crc32c(entries_.data(), bytes), 0, digest, 0};
   std::memcpy(commit.magic, kLogMagic, sizeof commit.magic);
@@ -190,7 +191,7 @@ void BlockLog::write_commit(int64_t generation, uint64_t digest) {
     file_.write(half.data(), kSecondCopy, place);
     file_.sync();
   }
-  commit_uncertain_ = write_failed_ = false;
+  commit_uncertain_ = must_rewrite_ = false;
 }
 
 void BlockLog::set_committed(int64_t generation, uint64_t digest) {
@@ -201,7 +202,7 @@ void BlockLog::set_committed(int64_t generation, uint64_t digest) {
 
 void BlockLog::truncate() {
   file_.truncate(0);
-  commit_uncertain_ = write_failed_ = false;
+  commit_uncertain_ = must_rewrite_ = false;
 }
 
 void BlockLog::discard() {

@@ -26,7 +26,7 @@ namespace rec_kernels::host {
 // only by one thread.
 class BlockLog {
  public:
-  // Throws ValueError if a file of another kind has the log's name.
+  // Throws ValueError if the file with the log's name is not a log.
   explicit BlockLog(const BlockFile& main);
 
   const std::string& path() const { return file_.path(); }
@@ -38,7 +38,7 @@ class BlockLog {
   int64_t bytes() const;
   int64_t bookkeeping_bytes() const;
 
-  // Generation of the file's commit, if any; adopt() then loads its index.
+  // Returns the generation of the file's commit, if any; adopt() then loads its index.
   std::optional<int64_t> find_commit();
   void adopt();
 
@@ -63,7 +63,7 @@ class BlockLog {
   // Commits the entries durably; the owner then calls set_committed.
   void write_commit(int64_t generation, uint64_t digest);
   void set_committed(int64_t generation, uint64_t digest);
-  // Empties the file once its blocks are in the main file or not needed; forget() then clears the entries.
+  // Empties the file once its blocks are in the main file or no longer needed; then call forget() to clear the entries.
   void truncate();
   void forget();
   // truncate() and forget(), for a log without a valid commit.
@@ -77,7 +77,7 @@ class BlockLog {
   };
   struct Commit;
 
-  void refuse_another_kind() const;
+  void check_is_log() const;
   std::optional<Commit> read_commit() const;
   std::vector<Entry> read_index(const Commit& commit) const;
   void rewrite();
@@ -89,7 +89,7 @@ class BlockLog {
   uint64_t identity_;
   bool committed_ = false;
   bool commit_uncertain_ = false;  // a commit that was reported as failed may be on the disk
-  bool write_failed_ = false;      // a commit has failed: slots may be lost, and the next one writes all again
+  bool must_rewrite_ = false;      // a failed commit may have lost slots: the next one rewrites all of them
   int64_t generation_ = 0;
   uint64_t digest_ = 0;
   std::vector<Entry> entries_;  // by slot

@@ -15,7 +15,7 @@ int64_t BlockTable::bookkeeping_bytes() const {
   return static_cast<int64_t>(states_.capacity() + (frames_.capacity() + free_.capacity()) * sizeof(int64_t));
 }
 
-int64_t BlockTable::take_frame(int64_t block) {
+int64_t BlockTable::allocate_frame(int64_t block) {
   ++used_;
   if (free_.empty()) {
     frames_.push_back(block);
@@ -27,7 +27,7 @@ int64_t BlockTable::take_frame(int64_t block) {
   return frame;
 }
 
-void BlockTable::give_frame(int64_t frame) {
+void BlockTable::release_frame(int64_t frame) {
   --used_;
   frames_[static_cast<size_t>(frame)] = -1;
   free_.push_back(frame);
@@ -39,7 +39,7 @@ std::vector<int64_t> BlockTable::choose_victims(int64_t count) {
   const auto frames = static_cast<int64_t>(frames_.size());
   // Two rounds: the first one clears the referenced bits.
   for (int64_t steps = 2 * frames; static_cast<int64_t>(victims.size()) < count; --steps) {
-    if (steps < 0) throw std::logic_error("BlockTable::choose_victims: more than there are");
+    if (steps < 0) throw std::logic_error("BlockTable::choose_victims: fewer evictable blocks than requested");
     hand_ = hand_ + 1 < frames ? hand_ + 1 : 0;
     const int64_t block = frames_[static_cast<size_t>(hand_)];
     if (block < 0 || has(block, kPinned | kPrefetched | kMoving | kWanted)) continue;
@@ -47,7 +47,7 @@ std::vector<int64_t> BlockTable::choose_victims(int64_t count) {
     change(block, spared ? 0 : kMoving, kReferenced);
     if (spared) continue;
     victims.push_back(block);
-    give_frame(hand_);
+    release_frame(hand_);
   }
   std::sort(victims.begin(), victims.end());
   return victims;

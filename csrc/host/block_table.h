@@ -14,14 +14,14 @@ class BlockTable {
   enum Flag : uint8_t {
     kResident = 1,     // data is in the window
     kReferenced = 2,   // used since the clock hand passed
-    kDirty = 4,        // resident, and not yet in the log or the main file
+    kDirty = 4,        // resident, with changes in neither the log nor the main file
     kPinned = 8,       // pinned by the current load
     kPrefetched = 16,  // prefetched and not yet used by a load
     kMoving = 32,      // being read into the window or, if resident, written out; its memory is in use
     kWanted = 64,      // needed by the running call
   };
 
-  // Allocates all memory: later calls throw only for the vectors that they return.
+  // Allocates all memory, so that later calls allocate only the vectors that they return.
   BlockTable(int64_t num_blocks, int64_t capacity);
 
   int64_t capacity() const { return capacity_; }  // in blocks
@@ -45,8 +45,8 @@ class BlockTable {
 
   // Every resident or arriving block has one of `capacity` frames.
   int64_t free_frames() const { return capacity_ - used_; }
-  int64_t take_frame(int64_t block);
-  void give_frame(int64_t frame);
+  int64_t allocate_frame(int64_t block);
+  void release_frame(int64_t frame);
   // Selects `count` victims among resident blocks that are not held, moving or wanted, by the clock algorithm, and
   // marks them as moving. That many must exist.
   std::vector<int64_t> choose_victims(int64_t count);

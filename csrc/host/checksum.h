@@ -1,4 +1,4 @@
-// CRC32C (Castagnoli), as in iSCSI and ext4: using the CPU instruction if the compiler's target has it, else tables.
+// CRC32C (Castagnoli), as in iSCSI and ext4, by the CPU's instruction if the compilation target has it, else by tables.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ uint32_t checksum_of(Record record, const std::string& more = {}) {
 }
 
 // The checksum of a block: CRC32C of its bytes, exclusive-or CRC32C of as many zero bytes. A block of zeros has
-// checksum 0, so that the checksums of a new file are zeros, too, and take no space on the disk.
+// checksum 0, so the checksums of a new file are zeros and take no disk space.
 class BlockChecksum {
  public:
   explicit BlockChecksum(int64_t block_bytes);

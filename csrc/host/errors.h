@@ -9,7 +9,7 @@
 
 namespace rec_kernels::host {
 
-// OSError(code, text, path); Python picks the subclass by the code.
+// Becomes OSError(code, text, path); Python chooses the subclass by the code.
 class SystemError : public std::runtime_error {
  public:
   SystemError(int code, const std::string& text, std::string path)
@@ -25,16 +25,16 @@ class SystemError : public std::runtime_error {
 // Data corruption: an OSError with the code that Linux file systems use for checksum errors.
 SystemError corrupted(const std::string& text, const std::string& path);
 
-// Makes the error for a failed system call, with the system's message.
-SystemError refused(int code, const std::string& what, const std::string& path);
+// The error of a failed system call, with the system's message for `code`.
+SystemError failed_call(int code, const std::string& what, const std::string& path);
 
-// MemoryError: more memory is needed at once than was allowed.
+// Becomes MemoryError: a call needs more memory at once than the budget allows.
 class BudgetError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// ValueError.
+// Throws an exception that becomes ValueError, unless `ok`.
 template <class... Parts>
 void check_value(bool ok, const Parts&... parts) {
   if (__builtin_expect(!ok, 0)) throw std::invalid_argument(join(parts...));

@@ -27,15 +27,15 @@ auto retried(Call call) {
 
 SystemError corrupted(const std::string& text, const std::string& path) { return {EBADMSG, text, path}; }
 
-SystemError refused(int code, const std::string& what, const std::string& path) {
+SystemError failed_call(int code, const std::string& what, const std::string& path) {
   return {code, what + ": " + std::generic_category().message(code), path};
 }
 
 File::File(std::string path, int flags) : path_(std::move(path)) {
   handle_ = retried([&] { return ::open(path_.c_str(), O_RDWR | O_CLOEXEC | flags, 0666); });
   if (handle_ < 0 && errno == ELOOP && (flags & O_NOFOLLOW))
-    throw SystemError(errno, "is a symbolic link, and what it names would be overwritten: remove the link", path_);
-  if (handle_ < 0) throw refused(errno, flags & O_EXCL ? "cannot be created" : "cannot be opened", path_);
+    throw SystemError(errno, "is a symbolic link, and its target would be overwritten: remove the link", path_);
+  if (handle_ < 0) throw failed_call(errno, flags & O_EXCL ? "cannot be created" : "cannot be opened", path_);
 }
 
 File::File(File&& other) noexcept : path_(std::move(other.path_)), handle_(std::exchange(other.handle_, -1)) {}
@@ -49,29 +49,29 @@ void File::close() noexcept {
 }
 
 int64_t File::size() const {
-  // The file position is not used otherwise. (The symbol of fstat does not exist in glibc before 2.33.)
+  // Nothing else uses the file position. (glibc before 2.33 does not export fstat.)
   const off_t end = ::lseek(handle_, 0, SEEK_END);
-  if (end < 0) throw refused(errno, "its size cannot be read", path_);
+  if (end < 0) throw failed_call(errno, "its size cannot be read", path_);
   return end;
 }
 
-int64_t File::names() const {
+int64_t File::link_count() const {
   struct statx found{};
   if (::statx(handle_, "", AT_EMPTY_PATH, STATX_NLINK, &found) != 0)
-    throw refused(errno, "the number of its names cannot be read", path_);
+    throw failed_call(errno, "its number of hard links cannot be read", path_);
   return found.stx_nlink;
 }
 
-// Linux transfers at most 2 GiB per call and returns the amount.
+// Linux transfers at most 2 GiB per call and returns the number of bytes.
 void File::read(void* to, int64_t bytes, int64_t offset) const {
   for (int64_t done = 0; done < bytes;) {
     const int64_t left = bytes - done;
     const ssize_t got = retried(
         [&] { return ::pread(handle_, static_cast<char*>(to) + done, left, static_cast<off_t>(offset + done)); });
-    if (got < 0) throw refused(errno, join("reading ", left, " bytes at byte ", offset + done), path_);
+    if (got < 0) throw failed_call(errno, join("reading ", left, " bytes at byte ", offset + done), path_);
     if (got == 0)
-      throw SystemError(EIO, join("the file ends at byte ", offset + done, ", expected bytes up to ", offset + bytes),
-                        path_);
+      throw SystemError(
+          EIO, join("the file ends at byte ", offset + done, ", expected at least ", offset + bytes, " bytes"), path_);
     done += got;
   }
 }
@@ -86,7 +86,7 @@ void File::write(std::vector<iovec> ranges, int64_t offset) const {
   for (iovec* next = ranges.data(); left > 0;) {
     const auto count = static_cast<int>(std::min<int64_t>(ranges.data() + ranges.size() - next, IOV_MAX));
     const ssize_t put = retried([&] { return ::pwritev(handle_, next, count, static_cast<off_t>(offset)); });
-    if (put <= 0) throw refused(put < 0 ? errno : EIO, join("writing ", left, " bytes at byte ", offset), path_);
+    if (put <= 0) throw failed_call(put < 0 ? errno : EIO, join("writing ", left, " bytes at byte ", offset), path_);
     left -= put;
     offset += put;
     auto done = static_cast<size_t>(put);
@@ -98,28 +98,28 @@ void File::write(std::vector<iovec> ranges, int64_t offset) const {
 
 void File::truncate(int64_t bytes) const {
   if (retried([&] { return ::ftruncate(handle_, static_cast<off_t>(bytes)); }) != 0)
-    throw refused(errno, join("setting its size to ", bytes, " bytes"), path_);
+    throw failed_call(errno, join("its size cannot be set to ", bytes, " bytes"), path_);
 }
 
 void File::sync() const {
-  if (retried([&] { return ::fsync(handle_); }) != 0) throw refused(errno, "bringing it to the disk", path_);
+  if (retried([&] { return ::fsync(handle_); }) != 0) throw failed_call(errno, "cannot be synced to the disk", path_);
 }
 
 void File::sync_folder() const {
   const size_t slash = path_.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
   const int handle = retried([&] { return ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
-  if (handle < 0) throw refused(errno, "cannot be opened", folder);
+  if (handle < 0) throw failed_call(errno, "cannot be opened", folder);
   const int failed = retried([&] { return ::fsync(handle); }) != 0 ? errno : 0;
   ::close(handle);
-  if (failed) throw refused(failed, "bringing it to the disk", folder);
+  if (failed) throw failed_call(failed, "cannot be synced to the disk", folder);
 }
 
 void File::lock() const {
   if (retried([&] { return ::flock(handle_, LOCK_EX | LOCK_NB); }) == 0) return;
   if (errno == EWOULDBLOCK)
     throw SystemError(errno, "is open already, in this process or another; close it there first", path_);
-  throw refused(errno, "cannot be locked", path_);
+  throw failed_call(errno, "cannot be locked", path_);
 }
 
 std::string resolved(const std::string& path) {

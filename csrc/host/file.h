@@ -1,4 +1,4 @@
-// A file with positional reads and writes; every failed system call throws with the path.
+// A file with positional reads and writes. Every failed system call throws SystemError with the path.
 #pragma once
 
 #include <sys/uio.h>
@@ -13,7 +13,7 @@ namespace rec_kernels::host {
 
 class File {
  public:
-  // Opens it for reading and writing; `flags` are more flags of open(2).
+  // Opens the file for reading and writing; `flags` are additional flags of open(2).
   File(std::string path, int flags);
   File(File&& other) noexcept;
   ~File();
@@ -22,8 +22,7 @@ class File {
 
   const std::string& path() const { return path_; }
   int64_t size() const;
-  // Number of names (hard links) of the file.
-  int64_t names() const;
+  int64_t link_count() const;
   // Read or write all bytes, or throw. Thread-safe.
   void read(void* to, int64_t bytes, int64_t offset) const;
   void write(const void* from, int64_t bytes, int64_t offset) const;
@@ -33,7 +32,7 @@ class File {
   void sync() const;
   // Makes the file's name durable.
   void sync_folder() const;
-  // Locks the file exclusively; throws EWOULDBLOCK if it is open with a lock, in this process or another.
+  // Locks the file exclusively; throws EWOULDBLOCK if this or another process has it locked.
   void lock() const;
   // Also releases the lock, even if a forked process still has the file open.
   void close() noexcept;

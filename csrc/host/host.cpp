@@ -21,13 +21,13 @@ namespace py = pybind11;
 namespace rec_kernels::host {
 namespace {
 
-// A forked process has the object without its threads, so it can neither use nor destroy it.
-struct EndWhereMade {
+// A forked process has a copy of the object without its threads, and can neither use nor destroy it.
+struct DeleteInOwnerProcess {
   void operator()(RowFile* file) const {
-    if (file->made_by_this_process()) delete file;
+    if (file->is_owner_process()) delete file;
   }
 };
-using Handle = std::unique_ptr<RowFile, EndWhereMade>;
+using Handle = std::unique_ptr<RowFile, DeleteInOwnerProcess>;
 
 // Throws ValueError on behalf of the op libraries, which do not link Python (csrc/core/errors.cpp).
 [[noreturn]] void throw_value_error(const char* message) { throw py::value_error(message); }
@@ -35,11 +35,11 @@ using Handle = std::unique_ptr<RowFile, EndWhereMade>;
 std::string file_path(const py::object& path) {
   const py::object bytes = py::module_::import("os").attr("fsencode")(path);
   const std::string text = bytes.cast<std::string>();
-  check_value(text.find('\0') == std::string::npos, "path has a zero byte in it");
+  check_value(text.find('\0') == std::string::npos, "path must not contain a zero byte");
   return text;
 }
 
-// A message may quote a path or a file, which need not be UTF-8.
+// Messages may quote paths and file contents, which may not be valid UTF-8.
 py::object text_of(const std::string& text) {
   return py::reinterpret_steal<py::object>(
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
@@ -92,7 +92,7 @@ std::vector<Span> spans_of(const RowFile& file, const py::object& starts, const 
   const bool one_size = given && given.ndim() == 0;
   const int64_t size = one_size ? whole_number(sizes) : 0;
   const Integers each = one_size ? Integers(0) : integers(sizes, "sizes");
-  check_value(one_size || each.size() == first.size(), "sizes must be one number or have as many elements as starts, ",
+  check_value(one_size || each.size() == first.size(), "sizes must be one integer or have as many elements as starts, ",
               first.size(), ", got ", each.size());
   const int64_t* const first_data = first.data();
   const int64_t* const size_data = one_size ? &size : each.data();
@@ -100,7 +100,7 @@ std::vector<Span> spans_of(const RowFile& file, const py::object& starts, const 
   return file.spans(first_data, size_data, first.size(), one_size);
 }
 
-// A call of a method that takes spans first.
+// Calls a method whose first argument is spans.
 template <auto kMethod, class... More>
 void with_spans(RowFile& file, const py::object& starts, const py::object& sizes, More... more) {
   const std::vector<Span> spans = spans_of(file, starts, sizes);
@@ -123,7 +123,7 @@ Handle open(const py::object& path, const std::string& layout, int64_t memory_bu
   return Handle(RowFile::open(name, layout, memory_budget, threads_or_default(threads), generation).release());
 }
 
-// The window as an array that keeps its memory alive.
+// The window as an array that owns a reference to it.
 py::array_t<uint8_t> window(const RowFile& file) {
   auto owner = std::make_unique<std::shared_ptr<Window>>(file.window());
   uint8_t* const data = (*owner)->data();
@@ -188,7 +188,7 @@ void define_row_file(py::module_& module) {
 
 PYBIND11_MODULE(_host, module) {
   namespace host = rec_kernels::host;
-  module.doc() = "Host objects with a state. RowFile: embedding tables in a file, in a bounded amount of memory.";
+  module.doc() = "Stateful host objects. RowFile keeps embedding tables in a file and uses a bounded amount of memory.";
   py::register_local_exception_translator(&host::translate);
   host::define_row_file(module);
   module.def(
@@ -198,8 +198,8 @@ PYBIND11_MODULE(_host, module) {
         return by_table ? host::crc32c_by_table(bytes.data(), bytes.size()) : host::crc32c(bytes.data(), bytes.size());
       },
       py::arg("data"), py::kw_only(), py::arg("by_table") = false,
-      "The CRC32C of bytes, as row files have it; ``by_table`` without the processor's instruction.");
+      "Returns the CRC32C of bytes, as in row files; ``by_table`` avoids the CPU's instruction.");
   module.def(
       "value_error_thrower", [] { return reinterpret_cast<uintptr_t>(&host::throw_value_error); },
-      "The address of a C++ function that throws a ValueError with the C string that it is given.");
+      "Returns the address of a C++ function that throws ValueError with a C string as its message.");
 }

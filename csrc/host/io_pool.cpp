@@ -64,7 +64,7 @@ void IoPool::help(Job& job) {
   for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
     job.work(i);
     if (job.left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-    const std::lock_guard<std::mutex> lock(mutex_);  // else `run` could miss the notification
+    const std::lock_guard<std::mutex> lock(mutex_);  // otherwise run() could miss the notification
     done_.notify_all();
   }
 }
@@ -82,7 +82,7 @@ void IoPool::serve() {
   }
 }
 
-// All tasks of the job have started: remove it from the queue, unless another thread already has.
+// Removes a job whose items have all started from the queue, unless another thread already has.
 void IoPool::remove(const std::shared_ptr<Job>& job) {
   const auto place = std::find(jobs_.begin(), jobs_.end(), job);
   if (place != jobs_.end()) jobs_.erase(place);

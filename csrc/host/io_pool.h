@@ -24,10 +24,10 @@ class IoPool {
   IoPool& operator=(const IoPool&) = delete;
 
   int64_t threads() const { return static_cast<int64_t>(threads_.size()); }
-  // Runs a job ahead of the queue, also on the calling thread, and returns when it is done. Never throws: if memory for
-  // the queue is lacking, the caller does all the work.
+  // Runs a job ahead of the queue, also on the calling thread, and returns when it is done. Never throws: if it cannot
+  // allocate the job, the caller does all the work.
   void run(int64_t count, const Work& work) noexcept;
-  // Appends a job to the queue and returns at once. After an exception, none of it has started.
+  // Appends a job to the queue and returns at once. If it throws, no part of the job has started.
   void start(int64_t count, Work work);
 
  private:

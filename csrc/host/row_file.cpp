@@ -72,7 +72,7 @@ std::unique_ptr<RowFile> RowFile::open(const std::string& path, const std::strin
   return file;
 }
 
-// Chooses between the generation of the main file and the next one, of a committed log.
+// Chooses between the generation of the main file and the next one, in a committed log.
 void RowFile::recover(std::optional<int64_t> generation) {
   const int64_t in_main = main_.generation();
   const std::optional<int64_t> in_log = log_.find_commit();
@@ -81,7 +81,7 @@ void RowFile::recover(std::optional<int64_t> generation) {
     throw corrupted(join("the log does not have generation ", in_main, ", which was being copied into ", path()),
                     log_.path());
   check_value(begun || !in_log || *in_log <= in_main + 1, log_.path(), " has generation ", in_log.value_or(0), ", but ",
-              path(), " has ", in_main, ": they do not belong together; move the log away to go on without it");
+              path(), " has ", in_main, ": they do not belong together; move the log away to continue without it");
   const bool next = !begun && in_log && *in_log == in_main + 1;
   check_value(!generation || *generation == in_main || (next && *generation == in_main + 1), "generation is ",
               generation.value_or(0), ", but ", path(), " has ", in_main,
@@ -91,7 +91,7 @@ void RowFile::recover(std::optional<int64_t> generation) {
   const bool newest = next && generation != in_main;
   if (begun || newest) log_.adopt();
   else log_.discard();
-  if (newest) check_log();  // it stays in the log: whoever has opened it may find that the other one is wanted
+  if (newest) check_log();  // not applied yet: the caller may still decide to open the previous generation
   if (begun) {
     Lock lock(mutex_);
     copy_log_to_main(lock);
@@ -102,13 +102,13 @@ void RowFile::recover(std::optional<int64_t> generation) {
 
 RowFile::~RowFile() { close(); }
 
-bool RowFile::made_by_this_process() const { return ::getpid() == process_; }
+bool RowFile::is_owner_process() const { return ::getpid() == process_; }
 
-// In a forked process a lock may be held forever by a thread that does not exist there.
+// In a forked process, a thread that does not exist there may hold the lock forever.
 RowFile::Lock RowFile::locked(std::mutex& mutex) const {
-  if (!made_by_this_process())
+  if (!is_owner_process())
     throw std::runtime_error(join("the row file ", path(), " was opened by process ", process_,
-                                  ", and this is another one that was forked from it: open it after forking"));
+                                  ", and this process was forked from it: open the file after forking"));
   return Lock(mutex);
 }
 
@@ -123,10 +123,10 @@ std::vector<Span> RowFile::spans(const int64_t* starts, const int64_t* sizes, in
   spans.reserve(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
     const int64_t start = starts[i], size = sizes[one_size ? 0 : i];
-    check_value(size >= 0, "sizes", one_size ? "" : join("[", i, "]"), " is ", size, ", allowed are 0 and more");
+    check_value(size >= 0, "sizes", one_size ? "" : join("[", i, "]"), " is ", size, ", allowed is at least 0");
     if (start < 0 || start > num_bytes() || size > num_bytes() - start)
-      throw std::out_of_range(join("starts[", i, "] = ", start, " with size ", size, " is outside of the window of ",
-                                   num_bytes(), " bytes"));
+      throw std::out_of_range(
+          join("starts[", i, "] = ", start, " with size ", size, " is outside the window of ", num_bytes(), " bytes"));
     if (size == 0) continue;
     const Span span{start / block_bytes_, (start + size - 1) / block_bytes_};
     if (spans.empty() || span.first != spans.back().first || span.last != spans.back().last) spans.push_back(span);
@@ -134,8 +134,8 @@ std::vector<Span> RowFile::spans(const int64_t* starts, const int64_t* sizes, in
   return spans;
 }
 
-// Marks the distinct blocks and returns them; at most one more than fit.
-std::vector<int64_t> RowFile::want(const std::vector<Span>& spans) {
+// Marks the distinct blocks that a call needs and returns them; stops after one more than the capacity.
+std::vector<int64_t> RowFile::mark_wanted(const std::vector<Span>& spans) {
   int64_t most = 0;
   for (const Span& span : spans) most = std::min(most + span.last + 1 - span.first, table_.capacity());
   std::vector<int64_t> wanted;
@@ -150,7 +150,7 @@ std::vector<int64_t> RowFile::want(const std::vector<Span>& spans) {
   return wanted;
 }
 
-void RowFile::unwant(const std::vector<int64_t>& wanted) {
+void RowFile::clear_wanted(const std::vector<int64_t>& wanted) {
   for (const int64_t b : wanted) table_.change(b, 0, Flag::kWanted);
 }
 
@@ -158,24 +158,25 @@ int64_t RowFile::count(const std::vector<int64_t>& blocks, uint8_t any) const {
   return std::count_if(blocks.begin(), blocks.end(), [&](int64_t b) { return table_.has(b, any); });
 }
 
-// Checks the capacity for the wanted blocks in addition to `others` held ones.
+// Throws BudgetError if the wanted blocks and `others` held ones exceed the capacity.
 void RowFile::check_budget(const char* call, const std::vector<Span>& spans, const std::vector<int64_t>& wanted,
                            int64_t others) const {
   if (static_cast<int64_t>(wanted.size()) + others <= table_.capacity()) return;
   const int64_t need = distinct_blocks(spans);
-  const std::string held = others == 0 ? "" : join(" beside ", others * block_bytes_, " bytes that other calls hold");
+  const std::string held =
+      others == 0 ? "" : join(" in addition to ", others * block_bytes_, " bytes held by other calls");
   throw BudgetError(join(call, " needs ", need * block_bytes_, " bytes of memory (", need, " blocks of ", block_bytes_,
                          " bytes)", held, ", but memory_budget is ", memory_budget_, " bytes"));
 }
 
-// Dirty blocks can only be written to the log if it has no commit to apply.
+// Dirty blocks can be evicted to the log only after its commit, if any, has been applied.
 void RowFile::prepare_log(Lock& lock, const std::vector<int64_t>& wanted) {
   const int64_t arriving = std::count_if(wanted.begin(), wanted.end(), [&](int64_t b) {
     return !table_.has(b, Flag::kResident) || table_.has(b, Flag::kMoving);
   });
   if (arriving <= table_.free_frames() || table_.dirty() == 0) return;
   if (log_.committed()) {
-    settle(lock);
+    wait_for_prefetches(lock);
     copy_log_to_main(lock);
   }
   log_.make_writable();
@@ -184,16 +185,16 @@ void RowFile::prepare_log(Lock& lock, const std::vector<int64_t>& wanted) {
 void RowFile::load(const std::vector<Span>& spans, bool write) {
   const Lock turn = begin_call();
   Lock lock(mutex_);
-  std::vector<int64_t> wanted = want(spans);
+  std::vector<int64_t> wanted = mark_wanted(spans);
   try {
     check_budget("load", spans, wanted, table_.prefetched() - count(wanted, Flag::kPrefetched));
     prepare_log(lock, wanted);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    unwant(wanted);
+    clear_wanted(wanted);
     throw;
   }
-  // From here on, the pinned blocks belong to this call.
+  // The load cannot be refused any more: unpin the blocks of the previous one.
   release_pins();
   ++counts_.loads;
   counts_.hits += count(wanted, Flag::kResident | Flag::kMoving);
@@ -202,9 +203,9 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
   const auto used = [&](int64_t b) { return !table_.has(b, Flag::kPrefetched); };
   prefetched_.erase(std::remove_if(prefetched_.begin(), prefetched_.end(), used), prefetched_.end());
   try {
-    bring_in(lock);
+    load_pinned(lock);
   } catch (...) {
-    settle(lock);  // wait: an arriving block that is not held cannot be evicted
+    wait_for_prefetches(lock);  // blocks that are being read cannot be evicted, so wait for them
     release_pins();
     throw;
   }
@@ -213,7 +214,7 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
 }
 
 // Loads pinned blocks that are not resident.
-void RowFile::bring_in(Lock& lock) {
+void RowFile::load_pinned(Lock& lock) {
   for (;;) {
     const std::shared_ptr<Batch> batch = plan(pinned_);
     if (batch) {
@@ -221,8 +222,8 @@ void RowFile::bring_in(Lock& lock) {
       pool_->run(batch->num_chunks(), [this, &batch](int64_t chunk) { execute(*batch, chunk); });
       lock.lock();
     }
-    // Wait for blocks that a prefetch is moving; load them here if it failed or evicted them.
-    for (const int64_t b : pinned_) moved_.wait(lock, [&] { return !table_.has(b, Flag::kMoving); });
+    // Wait for blocks that a prefetch is moving; the next iteration loads those that it evicted or failed to read.
+    for (const int64_t b : pinned_) chunk_finished_.wait(lock, [&] { return !table_.has(b, Flag::kMoving); });
     if (batch && batch->error) std::rethrow_exception(batch->error);
     if (count(pinned_, Flag::kResident) == static_cast<int64_t>(pinned_.size())) return;
   }
@@ -236,7 +237,7 @@ void RowFile::release_pins() {
 void RowFile::prefetch(const std::vector<Span>& spans) {
   const Lock turn = begin_call();
   Lock lock(mutex_);
-  const std::vector<int64_t> wanted = want(spans);
+  const std::vector<int64_t> wanted = mark_wanted(spans);
   try {
     check_budget("prefetch", spans, wanted, table_.held() - count(wanted, Flag::kPinned | Flag::kPrefetched));
     prepare_log(lock, wanted);
@@ -244,12 +245,12 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
     in_flight_.reserve(in_flight_.size() + 1);
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    unwant(wanted);
+    clear_wanted(wanted);
     throw;
   }
-  // A victim of an earlier prefetch must be written out first; this is rare and takes one write.
+  // Wait until victims of an earlier prefetch have been written out; this is rare and takes one write.
   for (const int64_t b : wanted)
-    moved_.wait(lock, [&] { return !table_.has(b, Flag::kResident) || !table_.has(b, Flag::kMoving); });
+    chunk_finished_.wait(lock, [&] { return !table_.has(b, Flag::kResident) || !table_.has(b, Flag::kMoving); });
   for (const int64_t b : wanted) {
     if (!table_.has(b, Flag::kPrefetched)) prefetched_.push_back(b);
     table_.change(b, Flag::kPrefetched | Flag::kReferenced, Flag::kWanted);
@@ -261,10 +262,10 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
   const auto ended = [](const std::shared_ptr<Batch>& b) { return b->chunks_left == 0; };
   in_flight_.erase(std::remove_if(in_flight_.begin(), in_flight_.end(), ended), in_flight_.end());
   in_flight_.push_back(batch);
-  chunks_under_way_ += batch->chunks_left;
+  background_chunks_ += batch->chunks_left;
   try {
     pool_->start(batch->num_chunks(), [this, batch](int64_t chunk) { execute(*batch, chunk); });
-  } catch (...) {  // release everything that was planned
+  } catch (...) {  // cancel everything that was planned
     batch->cancelled = true;
     lock.unlock();
     for (int64_t chunk = 0; chunk < batch->num_chunks(); ++chunk) execute(*batch, chunk);
@@ -280,7 +281,7 @@ void RowFile::cancel_prefetch() {
 
 void RowFile::end_prefetch(Lock& lock) {
   for (const std::shared_ptr<Batch>& batch : in_flight_) batch->cancelled = true;
-  settle(lock);
+  wait_for_prefetches(lock);
   for (const int64_t b : prefetched_) table_.change(b, 0, Flag::kPrefetched);
   prefetched_.clear();
 }
@@ -294,16 +295,16 @@ void RowFile::unpin() {
 void RowFile::mark_dirty(const std::vector<Span>& spans) {
   const Lock turn = begin_call();
   const Lock lock(mutex_);
-  const std::vector<int64_t> wanted = want(spans);
-  unwant(wanted);
+  const std::vector<int64_t> wanted = mark_wanted(spans);
+  clear_wanted(wanted);
   for (const int64_t b : wanted)
     check_value(table_.has(b, Flag::kPinned), "mark_dirty: block ", b, " (bytes ", b * block_bytes_, " to ",
                 (b + 1) * block_bytes_ - 1, " of the window) is not loaded; call load for it first");
   for (const int64_t b : wanted) table_.change(b, Flag::kDirty, 0);
 }
 
-void RowFile::settle(Lock& lock) {
-  moved_.wait(lock, [&] { return chunks_under_way_ == 0; });
+void RowFile::wait_for_prefetches(Lock& lock) {
+  chunk_finished_.wait(lock, [&] { return background_chunks_ == 0; });
   in_flight_.clear();
 }
 

@@ -2,8 +2,8 @@
 // from which they are evicted. docs/row_file.md has the contract and explains why a crash leaves one generation or the
 // next; block_file.h and block_log.h have the format.
 //
-// One call at a time (`turn_`) changes what is loaded, while the pool's threads process chunks of its batch: a chunk
-// evicts some blocks, then loads at least as many, so that memory never exceeds the budget in any order of chunks.
+// One call at a time (`turn_`) changes which blocks are loaded, while the pool's threads process the chunks of its
+// batch. A chunk evicts blocks, then loads at least as many, so memory stays within the budget in any order of chunks.
 // `mutex_` guards all state; files are read and written without it.
 #pragma once
 
@@ -30,7 +30,7 @@ namespace rec_kernels::host {
 
 struct Move;
 
-// Range of blocks, first to last, that a range of bytes overlaps.
+// The blocks, first to last inclusive, that a range of bytes overlaps.
 struct Span {
   int64_t first, last;
 };
@@ -70,7 +70,7 @@ class RowFile {
   int64_t num_bytes() const { return main_.num_bytes(); }
   int64_t block_bytes() const { return main_.block_bytes(); }
   int64_t memory_budget() const { return memory_budget_; }
-  bool made_by_this_process() const;
+  bool is_owner_process() const;
 
  private:
   struct Batch;
@@ -81,26 +81,25 @@ class RowFile {
   Lock locked(std::mutex& mutex) const;
   Lock begin_call();
 
-  // Marks and returns the blocks that a call needs.
-  std::vector<int64_t> want(const std::vector<Span>& spans);
-  void unwant(const std::vector<int64_t>& wanted);
+  std::vector<int64_t> mark_wanted(const std::vector<Span>& spans);
+  void clear_wanted(const std::vector<int64_t>& wanted);
   int64_t count(const std::vector<int64_t>& blocks, uint8_t any) const;
   void check_budget(const char* call, const std::vector<Span>& spans, const std::vector<int64_t>& wanted,
                     int64_t others) const;
   void prepare_log(Lock& lock, const std::vector<int64_t>& wanted);
   std::shared_ptr<Batch> plan(const std::vector<int64_t>& wanted);
-  void bring_in(Lock& lock);
+  void load_pinned(Lock& lock);
   void release_pins();
   void end_prefetch(Lock& lock);
-  void settle(Lock& lock);
+  void wait_for_prefetches(Lock& lock);
 
   // Process a chunk, on any thread.
   void execute(Batch& batch, int64_t chunk);
-  bool take_out(Batch& batch, int64_t chunk, std::exception_ptr& error);
+  bool evict_victims(Batch& batch, int64_t chunk, std::exception_ptr& error);
   void read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error);
-  void conclude(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error);
+  void finish_chunk(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error);
   void write_to_log(Move* first, Move* last) const;
-  void note_written(const Move& move);
+  void mark_written(const Move& move);
   SystemError damaged(const Move& read) const;
 
   std::exception_ptr in_chunks(int64_t count, const std::function<void(int64_t, int64_t)>& work);
@@ -119,18 +118,18 @@ class RowFile {
 
   std::mutex turn_;  // locked before mutex_
   mutable std::mutex mutex_;
-  std::condition_variable moved_;  // a chunk has finished
+  std::condition_variable chunk_finished_;  // a chunk has finished
   BlockTable table_;
   RowFileStats counts_;
   int64_t generation_ = 0;
-  bool owns_log_ = false;  // the existing log was examined, so this object may empty it
+  bool owns_log_ = false;  // recover() has examined the existing log, so this object may empty it
   bool closed_ = false;
-  std::vector<int64_t> pinned_;                    // by the current load
-  std::vector<int64_t> prefetched_;                // may name blocks whose prefetch has failed
+  std::vector<int64_t> pinned_;                    // by the last load
+  std::vector<int64_t> prefetched_;                // may include blocks whose prefetch has failed
   std::vector<std::shared_ptr<Batch>> in_flight_;  // prefetches in progress
-  int64_t chunks_under_way_ = 0;
+  int64_t background_chunks_ = 0;
   std::unique_ptr<IoPool> pool_;  // reset first when closing
-  BlockLog log_;                  // last member: if an earlier one fails, no log file is created
+  BlockLog log_;                  // last member: no log file is created if an earlier member throws
 };
 
 }  // namespace rec_kernels::host

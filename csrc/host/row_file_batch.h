@@ -1,4 +1,4 @@
-// A batch of blocks to load into the window of a row file, and their victims.
+// A batch of blocks to load into the window of a row file, and the victims they evict.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@ namespace rec_kernels::host {
 struct Move {
   int64_t block;
   int64_t frame = -1;     // target of a read
-  int64_t slot = -1;      // log slot to read from or write to; -1: read from the main file, or do not write
+  int64_t slot = -1;      // log slot to read from or write to; -1: read from the main file, or evict without writing
   uint32_t checksum = 0;  // expected checksum of a read, or checksum of what was written
-  bool done = false;      // has been read or written
+  bool done = false;      // read or written successfully
 };
 
 struct RowFile::Batch {
@@ -29,11 +29,11 @@ struct RowFile::Batch {
   std::exception_ptr error;  // the first error; guarded by mutex_
 
   int64_t num_chunks() const { return static_cast<int64_t>((reads.size() + reads_per_chunk - 1) / reads_per_chunk); }
-  size_t first_read(int64_t chunk) const {
+  size_t first_read_of(int64_t chunk) const {
     return std::min(static_cast<size_t>(chunk) * reads_per_chunk, reads.size());
   }
-  // Victims are proportional to reads, so that no chunk has more victims than reads.
-  size_t first_victim(int64_t chunk) const { return victims.size() * first_read(chunk) / reads.size(); }
+  // Victims are distributed in proportion to reads, so that no chunk has more victims than reads.
+  size_t first_victim_of(int64_t chunk) const { return victims.size() * first_read_of(chunk) / reads.size(); }
 };
 
 }  // namespace rec_kernels::host

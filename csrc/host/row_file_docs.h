@@ -18,7 +18,7 @@ The object is thread-safe: calls are serialized, and the blocks of the last ``lo
 machine can open a file at a time. A forked child cannot use the object (RuntimeError), and the file may stay locked
 while the child lives if this process is killed.
 
-OSError has the errno and the path. It leaves the object usable: no data in memory is lost, and the failed call can be
+An OSError has the errno and the path. The object stays usable: no data in memory is lost, and the failed call can be
 retried. ``errno.EBADMSG`` means that a checksum does not match. After ``close``, every method except ``stats`` and
 ``close`` raises ValueError. See docs/row_file.md.)";
 
@@ -36,7 +36,7 @@ Args:
 Raises:
     FileExistsError: the path exists.
     OSError: the file cannot be written; it is removed.
-    ValueError: a number is out of range, or ``<path>.log`` exists and is not the log of a row file.)";
+    ValueError: an argument is out of range, or ``<path>.log`` exists and is not the log of a row file.)";
 
 constexpr char kOpen[] =
     R"(Opens a file in the state of its last flush.
@@ -52,7 +52,7 @@ Args:
 Raises:
     FileNotFoundError: the file does not exist.
     BlockingIOError: the file is already open.
-    ValueError: it is not a row file, has another version, layout or generation, a number is out of range, or
+    ValueError: it is not a row file, has another version, layout or generation, an argument is out of range, or
         ``<path>.log`` is not its log.
     OSError: the file cannot be read, is truncated or damaged (``errno.EBADMSG``).)";
 
@@ -69,20 +69,20 @@ Blocks that a ``prefetch`` has read, or is reading, are not read again.
 
 Args:
     starts: int64 [n], byte offsets in the window, in any order; may repeat.
-    sizes: int64 [n], or one number of bytes for all ranges.
+    sizes: int64 [n], bytes of each range, or one integer for all ranges.
     write: whether the bytes will be changed before the next ``load``: marks their blocks dirty.
 
 Raises:
     IndexError: a range is outside the window.
     ValueError, TypeError: arguments have a wrong shape, value or dtype.
-    MemoryError: these and the prefetched blocks exceed ``memory_budget``.
+    MemoryError: these blocks and the prefetched ones exceed ``memory_budget``.
     OSError: a block cannot be read or is damaged, or the disk is full when a dirty block is evicted. If reading had
         started, nothing is pinned afterwards. The other errors change nothing.)";
 
 constexpr char kPrefetch[] =
     R"(Starts reading all blocks of the ranges for a later ``load``, and returns.
 
-The blocks stay resident until a ``load`` of them, or ``cancel_prefetch``. Errors of reading are raised by that
+The blocks stay resident until they are loaded or ``cancel_prefetch`` is called. Read errors are raised by that
 ``load``. If dirty blocks must be evicted while a ``flush(apply=False)`` is not applied, this applies it first.
 
 Args and errors are those of ``load``.)";
@@ -113,8 +113,8 @@ Args:
         ``apply``, the next ``flush``, or a ``load`` or ``prefetch`` that must write dirty blocks to the log.
 
 Raises:
-    OSError: the disk is full or fails. No change is lost; ``generation`` tells whether the flush itself succeeded and
-        only applying the log has to be repeated, by ``apply`` or the next flush.)";
+    OSError: the disk is full or fails. No change is lost. If ``generation`` has advanced, the flush itself succeeded,
+        and only applying the log must be repeated, by ``apply`` or the next flush.)";
 
 constexpr char kApply[] =
     R"(Applies the log of ``flush(apply=False)`` to the file, if there is one.
@@ -134,7 +134,7 @@ constexpr char kStats[] =
 
 ``loads``; ``hits``, distinct blocks of loads that were resident or being read; ``prefetched``, blocks that prefetches
 started to read; ``blocks_read``, ``bytes_read``; ``blocks_written``, ``bytes_written``, to the log; ``resident_bytes``,
-at most ``memory_budget``; ``dirty_bytes`` of it, changed and in no file; ``log_bytes``; ``bookkeeping_bytes``, memory
+at most ``memory_budget``; ``dirty_bytes``, the part of them that was changed and is in no file yet; ``log_bytes``; ``bookkeeping_bytes``, memory
 besides the blocks: 5 bytes per block of the file, 16 per block that fits the budget, 8 to 16 more per resident block,
 32 to 64 per block in the log or being written to it.)";
 

@@ -1,4 +1,4 @@
-// I/O of a row file: chunks of a batch, the flush, and the checkpoint of the log into the main file.
+// I/O of a row file: chunks of a batch, the flush, and copying the log to the main file.
 #include <algorithm>
 
 #include "core/host_device.h"
@@ -22,7 +22,7 @@ void add_range(std::vector<iovec>& ranges, uint8_t* begin, int64_t bytes) {
 }
 
 // True if two reads are adjacent both in the window and in their file.
-bool neighbours(const Move& a, const Move& b) {
+bool are_adjacent(const Move& a, const Move& b) {
   return b.block == a.block + 1 && (a.slot < 0 ? b.slot < 0 : b.slot == a.slot + 1);
 }
 
@@ -45,7 +45,7 @@ std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted
   }
   for (Move& read : reads) {
     table_.change(read.block, Flag::kMoving, 0);
-    read.frame = table_.take_frame(read.block);
+    read.frame = table_.allocate_frame(read.block);
     read.slot = log_.find(read.block);
     read.checksum = read.slot < 0 ? main_.checksum(read.block) : log_.checksum(read.slot);
   }
@@ -59,28 +59,28 @@ std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted
 
 void RowFile::execute(Batch& batch, int64_t chunk) {
   std::exception_ptr error;
-  const bool room = !batch.cancelled && take_out(batch, chunk, error);
-  const size_t last = batch.first_read(chunk + 1);
-  for (size_t i = batch.first_read(chunk); room && i < last;) {
+  const bool room = !batch.cancelled && evict_victims(batch, chunk, error);
+  const size_t last = batch.first_read_of(chunk + 1);
+  for (size_t i = batch.first_read_of(chunk); room && i < last;) {
     size_t end = i + 1;
     const Move* reads = batch.reads.data();
-    while (end < last && neighbours(reads[end - 1], reads[end])) ++end;
+    while (end < last && are_adjacent(reads[end - 1], reads[end])) ++end;
     read_run(batch, i, end, error);
     i = end;
   }
-  conclude(batch, chunk, room, error);
+  finish_chunk(batch, chunk, room, error);
 }
 
-// Evicts all victims of a chunk and populates the memory of its reads; returns false if all victims stay in the window.
-bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
-  const size_t first = batch.first_victim(chunk), last = batch.first_victim(chunk + 1);
+// Evicts the victims of a chunk and populates the memory of its reads. Returns false on error: all victims stay loaded.
+bool RowFile::evict_victims(Batch& batch, int64_t chunk, std::exception_ptr& error) {
+  const size_t first = batch.first_victim_of(chunk), last = batch.first_victim_of(chunk + 1);
   try {
-    // One block per call: ext4 caches a large write as one piece, in which rewriting a block is slower.
+    // One block per call: ext4 caches a large write as one folio, in which rewriting a block is slower.
     for (size_t i = first; i < last; ++i)
       if (Move& victim = batch.victims[i]; victim.slot >= 0) write_to_log(&victim, &victim + 1);
     std::vector<iovec> out, in;
     for (size_t i = first; i < last; ++i) add_range(out, address(batch.victims[i].block), block_bytes_);
-    for (size_t i = batch.first_read(chunk); i < batch.first_read(chunk + 1); ++i)
+    for (size_t i = batch.first_read_of(chunk); i < batch.first_read_of(chunk + 1); ++i)
       add_range(in, address(batch.reads[i].block), block_bytes_);
     window_->drop(out);
     window_->populate(in);
@@ -120,28 +120,28 @@ SystemError RowFile::damaged(const Move& read) const {
       read.slot < 0 ? main_.path() : log_.path());
 }
 
-void RowFile::conclude(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error) {
+void RowFile::finish_chunk(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error) {
   const Lock lock(mutex_);
-  for (size_t i = batch.first_read(chunk); i < batch.first_read(chunk + 1); ++i) {
+  for (size_t i = batch.first_read_of(chunk); i < batch.first_read_of(chunk + 1); ++i) {
     const Move& read = batch.reads[i];
     if (read.done) {
       table_.change(read.block, Flag::kResident, Flag::kMoving);
       ++counts_.blocks_read;
     } else {
       table_.change(read.block, 0, Flag::kMoving | Flag::kPrefetched | Flag::kReferenced);
-      table_.give_frame(read.frame);
+      table_.release_frame(read.frame);
     }
   }
-  for (size_t i = batch.first_victim(chunk); i < batch.first_victim(chunk + 1); ++i) {
+  for (size_t i = batch.first_victim_of(chunk); i < batch.first_victim_of(chunk + 1); ++i) {
     const Move& victim = batch.victims[i];
-    if (victim.done) note_written(victim);
+    if (victim.done) mark_written(victim);
     table_.change(victim.block, 0, room ? Flag::kMoving | Flag::kResident : Flag::kMoving);
-    if (!room) table_.take_frame(victim.block);
+    if (!room) table_.allocate_frame(victim.block);
   }
   if (error && !batch.error) batch.error = error;
   --batch.chunks_left;
-  if (batch.in_background) --chunks_under_way_;
-  moved_.notify_all();
+  if (batch.in_background) --background_chunks_;
+  chunk_finished_.notify_all();
 }
 
 // Writes blocks in adjacent slots with one call.
@@ -159,7 +159,7 @@ void RowFile::write_to_log(Move* first, Move* last) const {
   }
 }
 
-void RowFile::note_written(const Move& move) {
+void RowFile::mark_written(const Move& move) {
   log_.set_checksum(move.slot, move.checksum);
   table_.change(move.block, 0, Flag::kDirty);
   ++counts_.blocks_written;
@@ -189,7 +189,7 @@ void RowFile::write_dirty(Lock& lock) {
     moves.push_back({b});
     moves.back().slot = log_.assign(b);
   }
-  // Sorted by slot, which may differ from the order of blocks, to write adjacent slots together.
+  // Sort by slot, to write adjacent slots together; blocks may be in another order.
   std::sort(moves.begin(), moves.end(), [](const Move& a, const Move& b) { return a.slot < b.slot; });
   lock.unlock();
   const std::exception_ptr error = in_chunks(static_cast<int64_t>(moves.size()), [&](int64_t first, int64_t last) {
@@ -197,14 +197,14 @@ void RowFile::write_dirty(Lock& lock) {
   });
   lock.lock();
   for (const Move& move : moves)
-    if (move.done) note_written(move);
+    if (move.done) mark_written(move);
   if (error) std::rethrow_exception(error);
 }
 
 int64_t RowFile::flush(bool apply) {
   const Lock turn = begin_call();
   Lock lock(mutex_);
-  settle(lock);
+  wait_for_prefetches(lock);
   if (log_.committed()) copy_log_to_main(lock);
   log_.make_writable();
   write_dirty(lock);
@@ -222,11 +222,11 @@ int64_t RowFile::flush(bool apply) {
 void RowFile::apply() {
   const Lock turn = begin_call();
   Lock lock(mutex_);
-  settle(lock);
+  wait_for_prefetches(lock);
   if (log_.committed()) copy_log_to_main(lock);
 }
 
-// Returns with the lock held, but not after an exception, when the log is still complete.
+// Returns with the lock held. After an exception the lock is not held, and the log is still complete.
 void RowFile::copy_log_to_main(Lock& lock) {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   lock.unlock();
@@ -241,7 +241,7 @@ void RowFile::copy_log_to_main(Lock& lock) {
   log_.forget();
 }
 
-// Reads blocks consecutively, adjacent slots with one call.
+// Reads blocks into consecutive memory, adjacent slots with one call, and verifies them.
 void RowFile::read_entries(const LogEntry* entries, int64_t count, uint8_t* to) const {
   for (int64_t i = 0, end = 0; i < count; i = end) {
     for (++end; end < count && entries[end].slot == entries[end - 1].slot + 1;) ++end;
@@ -252,7 +252,7 @@ void RowFile::read_entries(const LogEntry* entries, int64_t count, uint8_t* to) 
       throw damaged({entries[i].block, -1, entries[i].slot});
 }
 
-// Verifies an existing log before it is used; if it is damaged, the main file can still be opened on request.
+// Verifies an existing log before using it: if it is damaged, the caller can still open the main file's generation.
 void RowFile::check_log() {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   main_.check_digest(entries, log_.digest());
@@ -263,7 +263,7 @@ void RowFile::check_log() {
   if (error) std::rethrow_exception(error);
 }
 
-// Adjacent blocks are written with one call.
+// Copies blocks from the log to the main file, adjacent blocks with one write.
 void RowFile::copy_entries(const LogEntry* entries, int64_t count) const {
   const std::unique_ptr<uint8_t[]> blocks(new uint8_t[static_cast<size_t>(count * block_bytes_)]);
   read_entries(entries, count, blocks.get());

@@ -43,11 +43,12 @@ Window::Window(int64_t num_bytes) : num_bytes_(num_bytes > 0 ? num_bytes : page_
   void* address = ::mmap(nullptr, static_cast<size_t>(num_bytes_), PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED)
-    throw BudgetError(join("no range of ", num_bytes_,
+    throw BudgetError(join("cannot reserve ", num_bytes_,
                            " bytes of virtual memory for the window: ", std::generic_category().message(errno)));
   data_ = static_cast<uint8_t*>(address);
   self_ = handle_of_this_process();
-  // Huge pages would allocate memory of blocks that were not loaded. A kernel without them fails here, which is fine.
+  // Huge pages would allocate memory for blocks that are not loaded. On kernels without them the call fails,
+  // harmlessly.
   ::madvise(address, static_cast<size_t>(num_bytes_), MADV_NOHUGEPAGE);
 }
 
@@ -62,7 +63,7 @@ void Window::drop(int64_t offset, int64_t bytes) const {
 }
 
 // Each call interrupts every processor that runs this process (TLB shootdown), which takes longer than reading a block.
-// Newer kernels accept many ranges per call and interrupt once.
+// Newer kernels accept many ranges per call and interrupt only once.
 void Window::drop(const std::vector<iovec>& ranges) const {
   for (size_t next = advise(ranges, MADV_DONTNEED); next < ranges.size(); ++next)
     drop(static_cast<const uint8_t*>(ranges[next].iov_base) - data_, static_cast<int64_t>(ranges[next].iov_len));
@@ -71,7 +72,7 @@ void Window::drop(const std::vector<iovec>& ranges) const {
 // Without kernel support, reads cause page faults instead.
 void Window::populate(const std::vector<iovec>& ranges) const { advise(ranges, MADV_POPULATE_WRITE); }
 
-// Returns how many leading ranges were advised in batches.
+// Advises ranges in batches; returns the number of leading ranges that were advised.
 size_t Window::advise(const std::vector<iovec>& ranges, int advice) const {
   size_t next = 0;
   while (self_ >= 0 && together_ && next + 1 < ranges.size()) {

@@ -1,5 +1,5 @@
-// A range of virtual memory as large as the data of a row file. Only pages that were written and not dropped since have
-// memory; the others read as zeros.
+// A range of virtual memory as large as the data of a row file. Only pages written since they were last dropped have
+// physical memory; the others read as zeros.
 #pragma once
 
 #include <sys/uio.h>
@@ -22,7 +22,7 @@ class Window {
   void drop(int64_t offset, int64_t bytes) const;
   // Releases the memory of ranges.
   void drop(const std::vector<iovec>& ranges) const;
-  // Populates ranges with zeroed memory before they are written, if the kernel can do it in one call.
+  // Populates ranges with zeroed pages before they are written, if the kernel can do so in one call.
   void populate(const std::vector<iovec>& ranges) const;
   static int64_t page_bytes();
 

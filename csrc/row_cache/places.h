@@ -54,7 +54,7 @@ constexpr int64_t kWaysAtOnce = 32;
 
 // Bit mask of the ways, at most kWaysAtOnce, whose mark equals `mark`. It may have false positives, which the tags
 // exclude. Branch-free, since the position of a row in its set is unpredictable.
-RK_HOST_DEVICE uint32_t marked_of(const uint8_t* marks, int64_t n, uint8_t mark) {
+RK_HOST_DEVICE uint32_t match_marks(const uint8_t* marks, int64_t n, uint8_t mark) {
   constexpr uint64_t kOnes = UINT64_C(0x0101010101010101), kGather = UINT64_C(0x0102040810204080);
   uint64_t found = 0;
   for (int64_t first = 0; first < n; first += 8) {
@@ -65,9 +65,9 @@ RK_HOST_DEVICE uint32_t marked_of(const uint8_t* marks, int64_t n, uint8_t mark)
   }
   return static_cast<uint32_t>(n < kWaysAtOnce ? found & ((UINT64_C(1) << n) - 1) : found);
 }
-// marked_of() for n ways, with the default number as a compile-time constant.
-RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
-  return n == kWaysAtOnce ? marked_of(marks, kWaysAtOnce, mark) : marked_of(marks, n, mark);
+// match_marks() with the default number of ways as a compile-time constant.
+RK_HOST_DEVICE uint32_t matching_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
+  return n == kWaysAtOnce ? match_marks(marks, kWaysAtOnce, mark) : match_marks(marks, n, mark);
 }
 
 // The way of a set that holds a row, or -1.
@@ -75,7 +75,7 @@ RK_HOST_DEVICE int64_t way_of(const int64_t* tags, const uint8_t* marks, int64_t
   const uint8_t mark = mark_of(row);
   for (int64_t first = 0; first < ways; first += kWaysAtOnce) {
     const int64_t n = ways - first < kWaysAtOnce ? ways - first : kWaysAtOnce;
-    uint32_t found = marked_ways(marks + first, n, mark);
+    uint32_t found = matching_ways(marks + first, n, mark);
     for (; found; found &= found - 1)
       if (tags[first + lowest_bit(found)] == row) return first + lowest_bit(found);
   }

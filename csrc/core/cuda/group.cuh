@@ -111,8 +111,8 @@ __device__ __forceinline__ void store_row(float* row, int64_t column, int64_t co
 
 }  // namespace RK_ISA
 
-// Grid size for `items` groups of `lanes`, at most `most` blocks.
-inline dim3 at_most(int64_t most, int64_t items, int lanes, int threads = kThreads) {
+// Grid for `items` groups of `lanes`, capped at `most` blocks.
+inline dim3 capped_grid(int64_t most, int64_t items, int lanes, int threads = kThreads) {
   const int64_t blocks = ceil_div(items * lanes, threads);
   return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
 }
@@ -122,12 +122,12 @@ inline dim3 at_most(int64_t most, int64_t items, int lanes, int threads = kThrea
 inline dim3 blocks_for(int64_t items, int lanes) {
   constexpr int64_t kRounds = 4;
   const int64_t most = kRounds * ceil_div(resident_threads(), kThreads);
-  return at_most(most < kMostBlocks ? most : kMostBlocks, items, lanes);
+  return capped_grid(most < kMostBlocks ? most : kMostBlocks, items, lanes);
 }
 
 // Grid size for bags: one group per bag without a stride, since starting blocks dynamically balances bags of different
 // lengths better.
-inline dim3 blocks_for_bags(int64_t bags, int lanes) { return at_most(kMostBlocks, bags, lanes); }
+inline dim3 blocks_for_bags(int64_t bags, int lanes) { return capped_grid(kMostBlocks, bags, lanes); }
 
 // Launches a kernel whose groups of `lanes` take items in a grid-stride loop, or (launch_for_bags) one bag each.
 template <class... Parameters, class... Arguments>

@@ -27,7 +27,7 @@ struct RowsOfGroup {
 
 // Blocks for rows of `lanes` lanes each: kRows rows per group, without a grid-stride loop, since starting blocks
 // balances load better and a lane has enough loads in flight.
-inline dim3 blocks_for_rows(int64_t rows, int lanes) { return at_most(kMostBlocks, ceil_div(rows, kRows), lanes); }
+inline dim3 blocks_for_rows(int64_t rows, int lanes) { return capped_grid(kMostBlocks, ceil_div(rows, kRows), lanes); }
 
 __device__ __forceinline__ float scaled(float s, float x) { return s * x; }
 __device__ __forceinline__ float4 scaled(float s, float4 x) { return make_float4(s * x.x, s * x.y, s * x.z, s * x.w); }

@@ -111,7 +111,7 @@ Tensor sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStr
   args->format = 0;
   if (args->runs.most_runs <= kMostOfGroup) return sums;  // no run can be longer
   with_few_widths(in.max_dim, [&](auto group, auto blocks) {
-    launch(sum_chunk_sums_kernel<group, blocks>, at_most(kLongRunBlocks, rows, kThreads), dim3(kThreads), 0, stream,
+    launch(sum_chunk_sums_kernel<group, blocks>, capped_grid(kLongRunBlocks, rows, kThreads), dim3(kThreads), 0, stream,
            *args);
   });
   return sums;

@@ -382,7 +382,7 @@ template <int G, int kBlocks, class Target>
 void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
   constexpr size_t kAhead = kFinishThreads / G * kRunsAhead<kBlocks, G> * sizeof(RunAhead);
   constexpr auto kKernel = finish_kernel<G, kBlocks, Target>;
-  const dim3 grid = at_most(resident_blocks<kKernel>(kFinishThreads, kAhead), a.runs.most_runs, G, kFinishThreads);
+  const dim3 grid = capped_grid(resident_blocks<kKernel>(kFinishThreads, kAhead), a.runs.most_runs, G, kFinishThreads);
   launch(kKernel, grid, dim3(kFinishThreads), kAhead, stream, a, target);
 }
 
