@@ -62,7 +62,7 @@ def trained_copy(collection: Any) -> Any:
     """A collection of the same tables and options with other rows and no state."""
     other = type(collection)(collection.tables, optimizer=collection.optimizer)
     with torch.no_grad():
-        for weight in other._held.weights():
+        for weight in other._tables.weights():
             weight.fill_(7)
     return other
 

@@ -185,7 +185,11 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
     own = train_rates(case, model, tables, tables.optimizer, [dist.get_rank()])
     shown = [group["lr"] for group in model.fused_optimizer.param_groups]
     held = [
-        [name[:2] for name in tables.shards._held if any(tables.shards._held[name].weight is p for p in g["params"])]
+        [
+            name[:2]
+            for name in tables.shards._tables
+            if any(tables.shards._tables[name].weight is p for p in g["params"])
+        ]
         for g in tables.optimizer.param_groups
     ]
     trained, lr = blocks(tables.state_dict()), tables.lr

@@ -86,7 +86,7 @@ def test_replaced_modules(kind) -> None:
             change()
     tables.a = tables["a"]  # as DistributedModelParallel puts back what it does not shard
     setattr(collection, name, tables)
-    assert isinstance(copy.deepcopy(collection)._held, type(tables))
+    assert isinstance(copy.deepcopy(collection)._tables, type(tables))
 
 
 def test_replaced_by_functions_of_torch() -> None:

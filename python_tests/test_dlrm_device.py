@@ -172,13 +172,13 @@ def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends at the end of the test at the latest, and before anything is saved."""
-    told, check = [], late_errors.Reports.check
+    told, check = [], late_errors.LateErrors.check
 
-    def noted(reports: late_errors.Reports, position: Tensor) -> None:
+    def noted(reports: late_errors.LateErrors, position: Tensor) -> None:
         told.append(reports)
         check(reports, position)
 
-    monkeypatch.setattr(late_errors.Reports, "check", noted)
+    monkeypatch.setattr(late_errors.LateErrors, "check", noted)
     monkeypatch.setattr(checkpoint, "save", lambda *_: told.append("saved"))
     train(config(tmp_path, valid_fraction=0.3, eval_every=3), progress=False)
     evaluated, saved, tested = told[:1], told[1:-1], told[-1:]

@@ -125,7 +125,7 @@ def test_nothing_to_report_on_the_cpu() -> None:
     with pytest.raises(IndexError):
         collection(batch((0, 5)))
     step(collection)
-    assert not collection._reports._lookups
+    assert not collection._late_errors._lookups
     collection.check()
     assert collection.step.item() == 1
 
@@ -205,7 +205,7 @@ def test_nobody_waits_for_a_lookup(late, events: list[Event]) -> None:
         found(batch((position, 9)))
     events[1].done = True  # the one before is not
     found(batch())
-    assert len(found._reports._lookups) == 4
+    assert len(found._late_errors._lookups) == 4
     events[0].done = True
     assert message(lambda: found(batch())).startswith("values[0] = 9")
     assert message(lambda: found(batch())).startswith("values[2] = 9")
@@ -214,7 +214,7 @@ def test_nobody_waits_for_a_lookup(late, events: list[Event]) -> None:
     assert message(found.check).startswith("values[3] = 9")
     found.check()
     assert all(event.done for event in events)
-    assert not found._reports._lookups
+    assert not found._late_errors._lookups
 
 
 def test_what_is_done_is_let_go(late) -> None:
@@ -222,7 +222,7 @@ def test_what_is_done_is_let_go(late) -> None:
     found = make()
     for _ in range(5):
         step(found)
-    assert len(found._reports._lookups) == 1
+    assert len(found._late_errors._lookups) == 1
 
 
 def test_memory_that_was_reused(late) -> None:
@@ -348,7 +348,7 @@ def test_compiled(late, optimizer) -> None:
     compiled(batch(offsets=BAD_OFFSETS[1])).backward()
     assert message(found.state_dict, ValueError).startswith("offsets[6] was below the offset before it or outside")
     assert counter.frame_count == 1
-    assert not found._reports._lookups
+    assert not found._late_errors._lookups
     assert_same(found, expected)
 
 
@@ -403,7 +403,7 @@ def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
         found._layout.records[0, Column.weight_offset] = -1
         step(found)
         assert message(found.check, ValueError).startswith("the collection's layout of tables was overwritten in a")
-        assert not found._reports._lookups
+        assert not found._late_errors._lookups
 
 
 def test_layout_that_was_overwritten(late) -> None:
@@ -421,7 +421,7 @@ def test_who_reports_late() -> None:
         fake = torch.empty(2, device="cuda")
     assert fake.is_cuda
     assert not late_errors.reports_late(fake)
-    make()._reports.check(mode.from_tensor(torch.tensor(3)))
+    make()._late_errors.check(mode.from_tensor(torch.tensor(3)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

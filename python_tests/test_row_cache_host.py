@@ -96,7 +96,7 @@ def test_memory_is_pinned_where_it_is(page: int, runtime, monkeypatch) -> None:
     flat = host_memory.host_zeros(5_000, torch.float32)
     assert not flat.any()
     assert flat.data_ptr() % page == 0
-    assert host_memory.pinned(flat, GPU_0) is flat is host_memory.pinned(flat, GPU_0)
+    assert host_memory.pin(flat, GPU_0) is flat is host_memory.pin(flat, GPU_0)
     assert runtime.pinned == {flat.data_ptr(): max(page, 20_480)}
     row, flat = flat[7:9], None
     gc.collect()
@@ -111,7 +111,7 @@ def test_every_gpu_is_waited_for(runtime) -> None:
     """Tables that went from one to another are let go of when the kernels of both have ended."""
     flat = host_memory.host_zeros(5_000, torch.float32)
     for device in (GPU_0, torch.device("cuda", 3), torch.device("cuda", 3)):
-        assert host_memory.pinned(flat, device) is flat
+        assert host_memory.pin(flat, device) is flat
     assert not runtime.waited_for
     flat = None
     gc.collect()
@@ -122,11 +122,11 @@ def test_every_gpu_is_waited_for(runtime) -> None:
 def test_other_memory_is_copied(runtime) -> None:
     """Memory that torch has allocated is copied: it may lie anywhere."""
     given = torch.arange(3_000, dtype=torch.uint8)
-    found = host_memory.pinned(given, GPU_0)
+    found = host_memory.pin(given, GPU_0)
     assert found is not given
     assert same_bits(found, given)
     assert list(runtime.pinned) == [found.data_ptr()]
-    assert host_memory.pinned(torch.empty(0), GPU_0).numel() == host_memory.host_zeros(0, torch.uint8).numel() == 0
+    assert host_memory.pin(torch.empty(0), GPU_0).numel() == host_memory.host_zeros(0, torch.uint8).numel() == 0
 
 
 def test_memory_that_cannot_be_pinned(runtime, monkeypatch) -> None:
@@ -140,7 +140,7 @@ def test_memory_that_cannot_be_pinned(runtime, monkeypatch) -> None:
     flat = host_memory.host_zeros(1_000, torch.float32)
     monkeypatch.setattr(torch, "ones", launch)
     with pytest.raises(RuntimeError, match="4000 bytes of tables in host memory cannot be page-locked: CUDA error 2"):
-        host_memory.pinned(flat, GPU_0)
+        host_memory.pin(flat, GPU_0)
     assert launched == [GPU_0]
 
 
@@ -151,13 +151,13 @@ def test_collections_that_move(runtime, monkeypatch) -> None:
     for device in ("cpu", "meta"):
         c = make(cache=HOST, device=device)
         weights = c._weights
-        move = host_memory.staying(weights, lambda t, like=like: t if t.numel() else like)
+        move = host_memory.pin_instead_of_moving(weights, lambda t, like=like: t if t.numel() else like)
         assert move(c.step) is c.step
         moved = move(weights)
         assert moved.is_pinned()
         assert not moved.is_meta
         assert (moved is weights) == (device == "cpu")
-        assert host_memory.staying(weights, torch.clone) is torch.clone
+        assert host_memory.pin_instead_of_moving(weights, torch.clone) is torch.clone
 
 
 def test_fake_collections() -> None:

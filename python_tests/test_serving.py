@@ -79,7 +79,7 @@ def test_for_serving_in_a_format(format: str) -> None:
     assert torch.equal(torch.get_rng_state(), numbers)
     rows = {
         t.name: decode(encode(decode(w, t.format, t.embedding_dim), format), format, t.embedding_dim)
-        for t, w in zip(TABLES, trained._held.weights(), strict=True)
+        for t, w in zip(TABLES, trained._tables.weights(), strict=True)
     }
     plain = [dataclasses.replace(t, format="fp32", init=lambda w, t=t: w.copy_(rows[t.name])) for t in TABLES]
     expected = rk.EmbeddingBagCollection(plain)(given).values()

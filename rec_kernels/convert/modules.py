@@ -193,6 +193,6 @@ def _copy_modes(ours: Any, theirs: Any) -> nn.Module:
     """Copies the training mode and frozen tables of theirs to ours."""
     for name, layer in layers_of(theirs).items():
         if isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad:
-            target = ours if isinstance(ours, (Embedding, EmbeddingBag)) else ours._held[name].weight
+            target = ours if isinstance(ours, (Embedding, EmbeddingBag)) else ours._tables[name].weight
             target.requires_grad_(False)
     return ours.train(theirs.training)

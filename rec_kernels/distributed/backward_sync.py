@@ -101,7 +101,7 @@ class BackwardSync:
         self._lookup_nodes = LookupNodes()
         if shards._update is not None:
             for name in replicas:
-                self._forbid_gradient(shards._held[name].weight, _REPLICA_USED)
+                self._forbid_gradient(shards._tables[name].weight, _REPLICA_USED)
         self._is_stochastic, self._format = wire.rounding == "stochastic", wire.backward
         self._step_version, self._first_lookup = -1, 0  # of the tables' step, and the first lookup since it changed
         #: Features of the whole collection that ``freeze()`` has frozen.
@@ -177,7 +177,7 @@ class BackwardSync:
             needs_backward: whether it runs even if no table is trained, for gradients of weights.
         """
         shards = self._shards
-        weights: list[Tensor] = [*shards._held.weights()] if self._trained_by_torch else []
+        weights: list[Tensor] = [*shards._tables.weights()] if self._trained_by_torch else []
         if any(weight.requires_grad for weight in weights):
             return DenseTableGradients.apply(shards, pending.table_gradients, *weights)
         trains = shards._update is not None or self._trained_by_torch
@@ -186,7 +186,7 @@ class BackwardSync:
     def _versions(self) -> list[int]:
         """Version counters of the tables; with a cache, which moves unchanged rows, that of the step."""
         shards = self._shards
-        own = [] if shards._update is not None else shards._held.weights()
+        own = [] if shards._update is not None else shards._tables.weights()
         return [t._version for t in (shards._weights if shards.row_cache is None else shards.step, *own)]
 
     def track_output(self, pending: PendingBackward, output: Tensor) -> None:
@@ -241,14 +241,14 @@ class BackwardSync:
     def _settings(self) -> int:
         """Checksum of learning rates and of what is frozen."""
         update = self._shards._update
-        rates = [] if update is None else [group["lr"] for group in update.face.param_groups]
-        replicas = [p for name in self._replicas for p in self._shards._held[name]._parameters.values()]
+        rates = [] if update is None else [group["lr"] for group in update.fused_optimizer.param_groups]
+        replicas = [p for name in self._replicas for p in self._shards._tables[name]._parameters.values()]
         flags = [self.trains, *(RequiresGrad.of(p).requires_grad for p in replicas)]
         return zlib.crc32(str([*flags, *sorted(self.frozen)]).encode(), zlib.crc32(array("f", rates)))
 
     def _checksum_of_replicas(self) -> Tensor | int:
         """The sum of the bits of this rank's replicas that torch's optimizers train."""
-        own = [p for name in self._replicas for p in dense_parameters(self._shards._held[name])]
+        own = [p for name in self._replicas for p in dense_parameters(self._shards._tables[name])]
         return sum(p.detach().view(torch.int16).sum() for p in own)
 
     def apply(self, pending: PendingBackward, lookup: Lookup, headers: Tensor) -> None:

@@ -67,7 +67,7 @@ def _blocks(collection: ShardedCollection) -> Iterator[Tensor]:
     """The gradients that only this rank has: of its blocks of tables and of their projections."""
     own = {id(p) for p in collection.parameters()}
     for block in collection._stored_blocks:
-        for parameter in [] if block.shard.replica else collection.shards._held[block.name]._parameters.values():
+        for parameter in [] if block.shard.replica else collection.shards._tables[block.name]._parameters.values():
             if parameter is not None and id(parameter) in own and parameter.grad is not None:
                 yield parameter.grad
 

@@ -182,8 +182,8 @@ def make_local_collection(
                 matrix.copy_(torch.nn.init.xavier_uniform_(drawn))
             matrix.requires_grad_(module._projection(table).requires_grad)
     for block in blocks:
-        weight = module._held[module._features.stored[block.stored].name].weight
-        made._held[block.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
+        weight = module._tables[module._features.stored[block.stored].name].weight
+        made._tables[block.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
 
 
@@ -233,8 +233,8 @@ def _config(
 
 def _copy_optimizer_settings(made: TableCollection, module: TableCollection) -> None:
     """Copies the parameter groups, learning rates and GradScaler of the unsharded collection."""
-    weights, groups = made._held.weights(), rate_groups(module._features)
-    made._update.face = ShardedFusedOptimizer(weights, groups, made._features.table_ids, made.lr, made.step)
+    weights, groups = made._tables.weights(), rate_groups(module._features)
+    made._update.fused_optimizer = ShardedFusedOptimizer(weights, groups, made._features.table_ids, made.lr, made.step)
     for group, given in zip(made.fused_optimizer.param_groups, module.fused_optimizer.param_groups, strict=True):
         group["lr"] = given["lr"]
     made._update.take_scaler(module._update, weights, made._buffers)

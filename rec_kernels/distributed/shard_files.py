@@ -72,7 +72,7 @@ def rows_of_state(shards: TableCollection) -> dict[str, Tensor]:
 
 def _tables(shards: TableCollection) -> dict[str, Tensor]:
     """A rank's tables in its file, by name in the state."""
-    return {f"{shards._holder}.{name}.weight": shards._held[name].weight.detach() for name in shards._held}
+    return {f"{shards._holder}.{name}.weight": shards._tables[name].weight.detach() for name in shards._tables}
 
 
 def check_rows(shards: TableCollection, state: Mapping[str, Tensor]) -> None:

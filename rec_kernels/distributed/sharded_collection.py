@@ -117,17 +117,17 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         if trained_by_torch:
             self._modules[module._holder] = self.embedding_bags
         else:
-            trains = any(RequiresGrad.of(weight).requires_grad for weight in module._held.weights())
+            trains = any(RequiresGrad.of(weight).requires_grad for weight in module._tables.weights())
             self.all_tables = AllTablesParameter.of(self.backward_sync.train_all, device, requires_grad=trains)
             if projected := [table.name for table in collection._features.tables if table.projection]:
-                self._modules[module._holder] = TableViews({n: collection._held[n] for n in projected}, "projection")
+                self._modules[module._holder] = TableViews({n: collection._tables[n] for n in projected}, "projection")
         if not module._weights.is_meta:
             self._checks_replicas = False
             self.load_state_dict(module.state_dict())
             self._checks_replicas = True
             state = collection.state_dict()
             agreement.broadcast([state[name] for name in self._state.replicated_names(state)], group)
-            self.backward_sync.forbid_unsharded_weights(module._held.weights())
+            self.backward_sync.forbid_unsharded_weights(module._tables.weights())
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value, self._holder)
@@ -191,7 +191,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         found: dict[str, nn.Module] = {}
         for block in blocks:
             name = self._features.stored[block.stored].name
-            found[block.name if name in found else name] = self.shards._held[block.name]
+            found[block.name if name in found else name] = self.shards._tables[block.name]
         return found
 
     @property
@@ -296,7 +296,7 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             if ctx.is_prefetch:
                 shards._store.prefetch(shards._call(*ids), training=self.training)
                 return nothing
-            with shards._store.held():
+            with shards._store.pin_rows():
                 if ctx.training and shards.row_cache is not None:  # the lookup itself inserts no rows
                     shards._store.lookup_arguments(shards._call(*ids), inserts=True)
                 return shards._lookup(bags, starts)
@@ -567,7 +567,7 @@ def _options_by_name(module: TableCollection, shards: list[Shard]) -> dict[str, 
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check, module.is_weighted()
     cache = None if module.row_cache is None else module.row_cache.cache
     lr = [] if module.optimizer is None else [group["lr"] for group in module.fused_optimizer.param_groups]
-    weights = [RequiresGrad.of(weight).requires_grad for weight in module._held.weights()]
+    weights = [RequiresGrad.of(weight).requires_grad for weight in module._tables.weights()]
     return {
         "tables": str(tables),
         "the plan": str(shards),

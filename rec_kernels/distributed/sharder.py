@@ -138,7 +138,7 @@ class CollectionSharder(ModuleSharder):
 def _check(module: TableCollection, kind: type[TableCollection]) -> None:
     if not isinstance(module, kind):
         raise TypeError(f"module must be an rk.{kind.__name__}, got {type(module).__name__}")
-    if found := in_backward(module._held.weights()):
+    if found := in_backward(module._tables.weights()):
         raise ValueError(
             f"{type(found[0]).__name__} was applied in the backward to the tables of a collection, and shards would "
             "not be trained by it: give the collection an optimizer of this package, as optimizer=rk.SGD(lr=0.1)"

@@ -102,7 +102,7 @@ class TableCollection(nn.Module):
             self.close()  # the exception's traceback keeps the collection alive, which would keep a file locked
             raise
         rows = [(f, t.num_embeddings) for t in tables for f in t.feature_names]
-        self._reports = late_errors.Reports(rows, bounds_check)
+        self._late_errors = late_errors.LateErrors(rows, bounds_check)
 
     def _make_tables(self, device: torch.device | str | None) -> None:
         features = self._features
@@ -111,17 +111,17 @@ class TableCollection(nn.Module):
         self._memory = register_memory(self, weights, state, is_bytes=has_bytes)
         numbers = self._store.numbers()
         options: Any = {"in_bytes": has_bytes, "in_file": bool(numbers), "trains": self._is_trained}
-        held = Tables(features, self._weights, **options, device=device)
-        self._modules[self._holder] = held
+        tables = Tables(features, self._weights, **options, device=device)
+        self._modules[self._holder] = tables
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
         self._own_buffers = tuple(self._buffers)
         self._untrained = Untrained(features.stored)
         self._tie()
-        self._store.initialize(held.weights())
+        self._store.initialize(tables.weights())
         self._tied.note_written()
         if self.optimizer is not None:
-            self._update = FusedUpdate(features, held.weights(), self._buffers, self._dense_gradients())
+            self._update = FusedUpdate(features, tables.weights(), self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -151,7 +151,7 @@ class TableCollection(nn.Module):
         refuse_reset(self)
 
     @property
-    def _held(self) -> Tables:
+    def _tables(self) -> Tables:
         tables: Any = self._modules[self._holder]
         return tables
 
@@ -178,18 +178,18 @@ class TableCollection(nn.Module):
     @bounds_check.setter
     def bounds_check(self, value: str) -> None:
         check_choice("bounds_check", value, ("error", "ignore", "none"))
-        self._layout.bounds_check = self._reports.bounds_check = value
+        self._layout.bounds_check = self._late_errors.bounds_check = value
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         """The projection matrix [D, dim] of a table that has one."""
-        return self._held[table.name].projection
+        return self._tables[table.name].projection
 
     # Moves, copies and states.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._store.refuse_prefetched("moving the collection")
         refuse_replaced(self._tied)
-        given, fn = fn, self._store.mover(self._weights, fn)
+        given, fn = fn, self._store.wrap_apply(self._weights, fn)
         # Move the flat tensors first, then rebind the tables as views of them.
         self._layout._apply(fn)
         move_memory(self, fn)
@@ -197,11 +197,11 @@ class TableCollection(nn.Module):
             self.row_cache._apply(fn)
         for table in self.tables:
             if table.projection:
-                move(self._held[table.name], "projection", fn)
+                move(self._tables[table.name], "projection", fn)
         self._store.forget_prefetched()
         self._tie()
         if self._update is not None:
-            self._update.follow(self._held.weights(), self._buffers)
+            self._update.follow(self._tables.weights(), self._buffers)
         with only_added(self, buffers=self._own_buffers, modules=(self._holder, "_layout", "row_cache")):
             return super()._apply(given, recurse)
 
@@ -210,9 +210,9 @@ class TableCollection(nn.Module):
         if self._update is not None:
             self._update.release()
         is_fused = self.optimizer is not None
-        self._tied = tie_tables(self._held, self._features, self._weights, self._memory, is_fused=is_fused)
+        self._tied = tie_tables(self._tables, self._features, self._weights, self._memory, is_fused=is_fused)
         if not self._is_trained:
-            self._untrained.watch(self._held.weights())
+            self._untrained.watch(self._tables.weights())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._store.wait(self.device)
@@ -229,12 +229,12 @@ class TableCollection(nn.Module):
         # Copying and unpickling give every parameter its own storage.
         super().__setstate__(state)
         if self._weights is None:
-            self._weights = self._features.storage.joined(self._held.weights())
-        self._weights = self._store.placed(self._weights, self.device)
-        self._layout.bad_position.fill_(NOTHING_BAD)  # as with _reports: only the original raises its errors
+            self._weights = self._features.storage.joined(self._tables.weights())
+        self._weights = self._store.make_accessible(self._weights, self.device)
+        self._layout.bad_position.fill_(NOTHING_BAD)  # as with _late_errors: only the original raises its errors
         self._tie()
         if self._update is not None:
-            self._update.tie(self._held.weights(), self._buffers, self._dense_gradients())
+            self._update.tie(self._tables.weights(), self._buffers, self._dense_gradients())
 
     def __copy__(self) -> Self:
         """A collection that shares this one's memory, with its own update object."""
@@ -249,8 +249,8 @@ class TableCollection(nn.Module):
         self._store.refuse_copies()
         state = self.__getstate__()
         # Copies of views would double the memory. Other holders of a parameter, such as an optimizer, get the copy's.
-        for table in self._held:
-            memo.update({at: t for at, t in self._held[table].empty_views().items() if at not in memo})
+        for table in self._tables:
+            memo.update({at: t for at, t in self._tables[table].empty_views().items() if at not in memo})
         other = memo[id(self)] = type(self).__new__(type(self))
         other.__setstate__(copy.deepcopy(state, memo))
         return other
@@ -331,7 +331,7 @@ class TableCollection(nn.Module):
             shared: the ``SharedBags`` of the batch. dtype: of the output; None: ``output_dtype``. It is always float32
                 if rows are combined or projected later.
         """
-        with self._store.held():
+        with self._store.pin_rows():
             try:
                 return self._look_up(given.weighted(self._features.is_weighted), starts, shared, dtype)
             except (IndexError, ValueError) as error:
@@ -341,9 +341,9 @@ class TableCollection(nn.Module):
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None, dtype) -> Tensor:
         layout: Any = self._modules["_layout"]
         update = self._update if torch.is_grad_enabled() else None
-        if not (is_compiling := is_traced(self._held, self._update)):
+        if not (is_compiling := is_traced(self._tables, self._update)):
             refuse_replaced(self._tied)
-            self._reports.raise_arrived(layout._buffers["bad_position"])  # before any state changes
+            self._late_errors.raise_arrived(layout._buffers["bad_position"])  # before any state changes
         weights, bags, cache = self._weights, (given.values, given.offsets), self._store.cache
         options = layout.arguments(starts, shared)
         options |= self._features.output(dtype or self.output_dtype)
@@ -369,7 +369,7 @@ class TableCollection(nn.Module):
         if late_errors.reports_late(status):
             self._note(status, given, starts, shared)
         if cache is not None:
-            self._store.keep(output, table_call)
+            self._store.keep_until_backward(output, table_call)
         return output
 
     def _call(self, values: Tensor, offsets: Tensor, starts: Tensor | None) -> TableCall:
@@ -383,12 +383,12 @@ class TableCollection(nn.Module):
         if not self._trained_by_torch:
             self._untrained.before_lookup(training=self.training)
             return []
-        tables: list[Tensor] = [*self._held.weights()]
+        tables: list[Tensor] = [*self._tables.weights()]
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:
-        """Records the status of a lookup on a GPU, to raise its errors later (``Reports.add``)."""
-        self._reports.add(status, self._layout.bad_position, *what)
+        """Records the status of a lookup on a GPU, to raise its errors later (``LateErrors.add``)."""
+        self._late_errors.add(status, self._layout.bad_position, *what)
 
     def _update_options(self, tensors: dict[str, Any]) -> dict[str, object]:
         options = self._update.options(tensors)
@@ -452,7 +452,7 @@ class TableCollection(nn.Module):
         update = self._fused("accumulate()", "its gradients add up by themselves until optimizer.zero_grad()")
         if update.pending is None:
             self._follow_requires_grad(self._layout)
-        with self._store.held_back(), update.accumulate(self._update_once):
+        with self._store.defer_prefetched_rows(), update.accumulate(self._update_once):
             yield
 
     @property
@@ -462,7 +462,7 @@ class TableCollection(nn.Module):
         Raises:
             ValueError: the collection has no fused optimizer (``optimizer=None``).
         """
-        return self._fused("fused_optimizer", "its tables are parameters for optimizers of torch").face
+        return self._fused("fused_optimizer", "its tables are parameters for optimizers of torch").fused_optimizer
 
     def _fused(self, what: str, otherwise: str) -> FusedUpdate:
         """Returns the fused update; raises ValueError without a fused optimizer."""
@@ -495,7 +495,7 @@ class TableCollection(nn.Module):
         if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
         update = self._fused("set_grad_scaler()", "its gradients are torch's, which scaler.step(optimizer) divides")
-        update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
+        update.set_grad_scaler(scaler, self._tables.weights(), self._buffers)
 
     def freeze(self, *features: str) -> None:
         """Stops ids of these features from training their tables; outputs do not change.
@@ -532,7 +532,7 @@ class TableCollection(nn.Module):
             IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each error is raised once; training
             may continue.
         """
-        self._reports.check(self._layout.bad_position)
+        self._late_errors.check(self._layout.bad_position)
 
     # Stores.
 

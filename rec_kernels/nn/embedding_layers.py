@@ -130,7 +130,7 @@ class EmbeddingLayer(nn.Module):
         """[bags, D]: pooled embeddings from the collection."""
         collection: Any = self.__dict__["collection"]
         if not torch.compiler.is_compiling():
-            self._refuse_replaced(collection._held)
+            self._refuse_replaced(collection._tables)
         return pooled_lookups.look_up_bags(collection, SelectedKeys(ids, offsets, factors, None))
 
     def _rows(self, ids: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class _Lookup(NamedTuple):
         return self.event is None or self.event.query()
 
 
-class Reports:
+class LateErrors:
     """Input errors found by a collection's lookups, raised once their status has reached the host.
 
     Args:
@@ -61,7 +61,7 @@ class Reports:
 
     def __reduce__(self) -> tuple:
         # A copy has made no lookups; the original raises the errors of its own.
-        return Reports, (self._features, self.bounds_check)
+        return LateErrors, (self._features, self.bounds_check)
 
     def add(
         self,

@@ -48,7 +48,7 @@ def in_format(
         seed=source.seed,
         is_weighted=source.is_weighted(),
     )
-    own = tuple(f"{source._holder}.{name}." for name in source._held)  # a subclass may have others
+    own = tuple(f"{source._holder}.{name}." for name in source._tables)  # a subclass may have others
     kinds = (".weight", ".format", ".projection")
     rows = {n: t for n, t in source.state_dict().items() if n.startswith(own) and n.endswith(kinds)}
     made.load_state_dict(rows, assign=True, convert=True)
@@ -120,7 +120,7 @@ class ServedTables(nn.Module):
         return self._buffers[f"_projection_{table.name}"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedTables:
-        fn = self._store.mover(self._weights, fn)
+        fn = self._store.wrap_apply(self._weights, fn)
         self._layout._apply(fn)
         move_buffers(self, fn)
         if self.row_cache is not None:

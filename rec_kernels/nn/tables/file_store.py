@@ -49,7 +49,7 @@ class FileStore(TableStore):
             initialize(weight, table, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
         self.file.flush(apply=True)  # the empty generation is never reopened
 
-    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def wrap_apply(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
             raise NotImplementedError(
                 f"tables on disk ({self.file.path}) cannot be moved: their file backs host memory"
@@ -64,7 +64,7 @@ class FileStore(TableStore):
             self.file.file.apply()
         self.file.file.close()
 
-    def held(self) -> AbstractContextManager[None]:
+    def pin_rows(self) -> AbstractContextManager[None]:
         if is_exporting():
             raise NotImplementedError(
                 f"tables in {self.file.path} cannot be exported: a program has no file; load the rows into a "
@@ -73,8 +73,8 @@ class FileStore(TableStore):
         if torch.compiler.is_compiling():
             from rec_kernels.ops.graph_breaks import pin_file_rows
 
-            return pin_file_rows(self.file.held)
-        return self.file.held()
+            return pin_file_rows(self.file.pin_rows)
+        return self.file.pin_rows()
 
     def _slots(self, call: TableCall, *, inserts: bool) -> Tensor:
         self.file.has_unflushed_slots |= inserts
@@ -86,7 +86,7 @@ class FileStore(TableStore):
         return super()._slots(call, inserts=inserts)
 
     def row(self, weight: Tensor, number: int) -> Tensor:
-        with self.held():
+        with self.pin_rows():
             rows = torch.tensor([number], device="cpu")
             self.file.load(rows, rows[:0])
             return super().row(weight, number).clone()  # the next load may evict it
@@ -100,7 +100,7 @@ class FileStore(TableStore):
         self.file.has_unflushed_slots = True
         self.file.load(*self.cache.plan(call, inserts=False))
 
-    def keep(self, output: Tensor, call: TableCall) -> None:
+    def keep_until_backward(self, output: Tensor, call: TableCall) -> None:
         if output.requires_grad:
             loads = self.file.loads if self._marked else None
             output.register_hook(functools.partial(self._load_again, loads, call))
@@ -162,7 +162,7 @@ class FileStore(TableStore):
         Args:
             tables: (index, view of the weight, rows that ``check_tensors`` accepts) of each table.
         """
-        with self.file.held(), torch.no_grad():
+        with self.file.pin_rows(), torch.no_grad():
             for i, weight, rows in tables:
                 write(weight.detach(), rows, 0, self.file.rows_at_once(i), functools.partial(self.file.load_table, i))
             self.cache.clear()
@@ -170,7 +170,7 @@ class FileStore(TableStore):
     def _flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
         if not self.file.has_unflushed_slots and not self.file.has_changed:
             return  # a new generation would invalidate states that name the current one
-        with self.file.held():
+        with self.file.pin_rows():
             for first, count, rows in self.cache.dirty_slots(self.file.scattered_rows_at_once()):
                 self.file.load(rows, rows)
                 self.cache.flush(weights, layout, rounding, first, count)
@@ -190,7 +190,7 @@ class FileStore(TableStore):
 class UnopenedStore(TableStore):
     """Tables of backing "disk" on the meta device: no file is open, and ``rk.distributed`` can shard them."""
 
-    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def wrap_apply(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if not fn(torch.empty(0, device="meta")).is_meta:
             raise NotImplementedError(
                 f"tables on disk ({self.cache.cache.path}) that are on the meta device have no file, and cannot be "

@@ -22,7 +22,7 @@ _gpus: dict[int, set[int]] = {}
 
 
 def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor [size] of zeros in host memory, on huge pages if supported; ``pinned`` can pin it in place."""
+    """A tensor [size] of zeros in host memory, on huge pages if supported; ``pin`` can pin it in place."""
     like = torch.empty(0, dtype=dtype, device="cpu")
     if type(like) is not Tensor or size == 0:  # tensors of a tracer have no memory
         return like.new_zeros(size)
@@ -35,7 +35,7 @@ def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
     return flat.zero_()
 
 
-def pinned(flat: Tensor, device: torch.device) -> Tensor:
+def pin(flat: Tensor, device: torch.device) -> Tensor:
     """Pin a tensor for kernels of a GPU: in place if it comes from ``host_zeros``, else in a copy.
 
     Raises:
@@ -71,7 +71,7 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def staying(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def pin_instead_of_moving(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Wraps ``fn`` of ``torch.nn.Module._apply``: if it moves tensors to a GPU, pin ``weights`` instead."""
     device = fn(torch.empty(0, dtype=torch.uint8, device=weights.device)).device
     if device.type != "cuda":
@@ -80,6 +80,6 @@ def staying(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor
     def moved(t: Tensor) -> Tensor:
         if t is not weights:
             return fn(t)
-        return pinned(host_zeros(t.numel(), t.dtype) if t.is_meta else t, device)
+        return pin(host_zeros(t.numel(), t.dtype) if t.is_meta else t, device)
 
     return moved

@@ -118,7 +118,7 @@ def pickled_members(collection: Any, protocol: int) -> dict[str, Any]:
         return {"_weights": None} if storage.is_bytes else {}
     if is_saved and not storage.is_bytes:
         return {}
-    return {"_modules": {**collection._modules, collection._holder: collection._held.without_rows()}}
+    return {"_modules": {**collection._modules, collection._holder: collection._tables.without_rows()}}
 
 
 def refuse_written(tied: Tied) -> None:

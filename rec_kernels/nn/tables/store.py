@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
-from rec_kernels.nn.tables.host_memory import host_zeros, pinned, staying
+from rec_kernels.nn.tables.host_memory import host_zeros, pin, pin_instead_of_moving
 from rec_kernels.nn.tables.prefetch import PrefetchedBatch, TableCall
 from rec_kernels.nn.tables.row_cache import CacheState
 from rec_kernels.nn.tables.rows import initialize
 from rec_kernels.nn.tables.storage import zeros
 
-_NOT_HELD = contextlib.nullcontext()
+_NOTHING_TO_PIN = contextlib.nullcontext()
 
 
 class TableStore:
@@ -74,12 +74,12 @@ class TableStore:
         for weight, table in zip(weights, self._features.stored, strict=True):
             initialize(weight, table)
 
-    def placed(self, weights: Tensor, device: torch.device) -> Tensor:
-        """The weights in memory that kernels on the collection's ``device`` can access."""
+    def make_accessible(self, weights: Tensor, device: torch.device) -> Tensor:
+        """Returns the weights, in memory that kernels on ``device`` can access."""
         return weights
 
-    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Wraps ``fn`` of ``torch.nn.Module._apply`` so that it keeps weights in this store's memory."""
+    def wrap_apply(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Wraps ``fn`` of ``torch.nn.Module._apply`` so that ``weights`` stay in this store's memory."""
         return fn
 
     def wait(self, device: torch.device) -> None:
@@ -93,9 +93,9 @@ class TableStore:
 
     # Lookups and updates.
 
-    def held(self) -> AbstractContextManager[None]:
-        """Within the block, rows that this thread has loaded stay in memory."""
-        return _NOT_HELD
+    def pin_rows(self) -> AbstractContextManager[None]:
+        """Returns a context in which rows that this thread loads stay in memory."""
+        return _NOTHING_TO_PIN
 
     def lookup_arguments(self, call: TableCall, *, inserts: bool) -> dict[str, Tensor]:
         """The cache arguments of a lookup of a collection with a cache.
@@ -124,11 +124,11 @@ class TableStore:
     def _update_arguments(self, call: Callable[[], TableCall]) -> dict[str, Tensor]:
         return {} if self.cache is None else self.cache.update_arguments()
 
-    def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
+    def watch(self, output: Tensor, is_deferred: Callable[[], bool]) -> None:
         """Tracks a lookup whose backward updates rows, at once or deferred.
 
         Args:
-            is_put_off: called after the lookup's backward; returns True if its update is deferred.
+            is_deferred: called after the lookup's backward; returns True if its update is deferred.
         """
 
     def updated(self) -> None:
@@ -138,7 +138,7 @@ class TableStore:
         """Encoded row ``number`` of the first table, [1, ...], from its view ``weight``; it must not be cached."""
         return weight.detach()[number : number + 1]
 
-    def keep(self, output: Tensor, call: TableCall) -> None:
+    def keep_until_backward(self, output: Tensor, call: TableCall) -> None:
         """Ensures that the rows of a lookup are in memory when its backward runs."""
 
     def prefetch(self, call: TableCall, *, training: bool) -> None:
@@ -154,8 +154,8 @@ class TableStore:
     def forget_prefetched(self) -> None:
         """Discards the prefetched batch."""
 
-    def held_back(self) -> AbstractContextManager[None]:
-        """Within the block, delay insertion of prefetched rows: ``accumulate()`` defers the update to its end."""
+    def defer_prefetched_rows(self) -> AbstractContextManager[None]:
+        """Returns a context that delays inserting prefetched rows: ``accumulate()`` defers the update to its end."""
         return contextlib.nullcontext()
 
     # State.
@@ -262,13 +262,13 @@ class HostStore(TableStore):
         where, storage = device_of(device), self._features.storage
         if where.type == "meta":
             return super().new_weights(device)
-        return self.placed(host_zeros(storage.starts[-1], storage.dtype), where)
+        return self.make_accessible(host_zeros(storage.starts[-1], storage.dtype), where)
 
-    def placed(self, weights: Tensor, device: torch.device) -> Tensor:
-        return pinned(weights, device) if device.type == "cuda" else weights
+    def make_accessible(self, weights: Tensor, device: torch.device) -> Tensor:
+        return pin(weights, device) if device.type == "cuda" else weights
 
-    def mover(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return staying(weights, fn)
+    def wrap_apply(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return pin_instead_of_moving(weights, fn)
 
     def wait(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -283,11 +283,11 @@ class HostStore(TableStore):
             return slots
         return super()._slots(call, inserts=inserts)
 
-    def watch(self, output: Tensor, is_put_off: Callable[[], bool]) -> None:
+    def watch(self, output: Tensor, is_deferred: Callable[[], bool]) -> None:
         if torch.compiler.is_compiling():
             self._prefetched.is_compiled = True
         else:
-            self._prefetched.watch(output, lambda: None if is_put_off() else self.updated())
+            self._prefetched.watch(output, lambda: None if is_deferred() else self.updated())
 
     def takes_prefetches(self, *, training: bool) -> bool:
         return training
@@ -312,7 +312,7 @@ class HostStore(TableStore):
         self._prefetched.forget()
 
     @contextlib.contextmanager
-    def held_back(self) -> Iterator[None]:
+    def defer_prefetched_rows(self) -> Iterator[None]:
         before, self._defers_prefetch = self._defers_prefetch, True
         try:
             yield

@@ -23,7 +23,7 @@ class TableFile:
     """The flat tensor of a collection's tables, in a row file (docs/row_file.md).
 
     Rows are addressed by linear index over all tables. Only rows of the last load may be looked up or updated, so each
-    thread loads and reads within ``held()``.
+    thread loads and reads within ``pin_rows()``.
 
     Args:
         path: an existing file, which must have the same tables, or a new file, which is created with zeros.
@@ -77,8 +77,8 @@ class TableFile:
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock: within the block, rows that this thread loads stay in memory."""
+    def pin_rows(self) -> Iterator[None]:
+        """Holds the lock: within the block, rows that this thread loads stay in memory."""
         _ = self.file.closed  # RuntimeError in a forked process, where the lock's owner may not exist
         with self._lock:
             yield

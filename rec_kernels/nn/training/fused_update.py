@@ -143,7 +143,8 @@ class FusedUpdate:
     """Updates a collection's tables in the backward.
 
     ``token`` is the tensor whose gradient makes autograd run a fused update. With a ``GradScaler`` it has one element,
-    whose gradient shows whether an update was skipped, and ``face`` exposes it to the scaler; without one it is empty.
+    whose gradient shows whether an update was skipped, and ``fused_optimizer`` exposes it to the scaler; without one it
+    is empty.
 
     Args:
         features: features, tables and optimizers. weights: the tables' parameters.
@@ -151,7 +152,7 @@ class FusedUpdate:
         dense: watches the parameters for gradients from other uses of the weights.
 
     Attributes:
-        face: the ``torch.optim.Optimizer`` for schedulers and scalers.
+        fused_optimizer: the ``torch.optim.Optimizer`` for schedulers and scalers.
         pending: the lookups of the open ``accumulate()`` block, or None.
         has_several: whether the tables have several optimizers, each of which makes its own update.
     """
@@ -171,7 +172,7 @@ class FusedUpdate:
         self._per_optimizer = [(o.options(), _state_buffers(features, n)) for n, o in enumerate(optimizers)]
         self._options, state = ({"optimizer": "sgd"}, {}) if self.has_several else self._per_optimizer[0]
         self._state = {name: own for name, own in state.items() if name != "sum"}  # a positional argument of the ops
-        self.face = FusedOptimizer(weights, rate_groups(features), buffers["lr"], buffers["step"])
+        self.fused_optimizer = FusedOptimizer(weights, rate_groups(features), buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
         self._lost_scaler = False  # whether this is a copy of a collection that had one
@@ -185,7 +186,7 @@ class FusedUpdate:
 
     def follow(self, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """Rebinds to the collection's tensors after a move."""
-        self.token.has_moved = buffers["step"] is not self.face._step  # read by backwards of earlier lookups
+        self.token.has_moved = buffers["step"] is not self.fused_optimizer._step  # read by backwards of earlier lookups
         self._renew_token(buffers["lr"].device)
         self.tie(weights, buffers, self.dense)
 
@@ -195,11 +196,13 @@ class FusedUpdate:
             self.dense.release()
 
     def tie(self, weights: list[nn.Parameter], buffers: Buffers, dense: DenseGradients) -> None:
-        """Binds ``face`` to these tensors, and ``dense`` to the parameters."""
+        """Binds ``fused_optimizer`` to these tensors, and ``dense`` to the parameters."""
         self.dense = dense
         dense.watch(weights)
         self.token.take_over = dense.take_over  # called by the lookups' backward
-        self.face.rebind(weights, buffers["lr"], buffers["step"], None if self._scaler is None else self.token)
+        self.fused_optimizer.rebind(
+            weights, buffers["lr"], buffers["step"], None if self._scaler is None else self.token
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # No loss is scaled for a copy, and a scaler cannot be pickled between a backward and its update().
@@ -211,7 +214,7 @@ class FusedUpdate:
     def alone(self) -> FusedUpdate:
         """A copy for a collection that shares the tables' memory."""
         other = copy.copy(self)
-        other.face = copy.copy(self.face)
+        other.fused_optimizer = copy.copy(self.fused_optimizer)
         return other
 
     def options(self, buffers: Buffers) -> dict[str, object]:
@@ -282,7 +285,7 @@ class FusedUpdate:
 
                 return {"grad_scale": scale_while_traced(self._scaler, self._one)}
             if self.token.is_cuda and torch.cuda.is_current_stream_capturing():
-                self.face.is_captured = True
+                self.fused_optimizer.is_captured = True
             return {"grad_scale": self._scaler.scale(self._one)}
         if self._lost_scaler:
             raise RuntimeError(
@@ -312,7 +315,7 @@ class FusedUpdate:
             raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
         scaling = self.scaling()
         self.pending = pending = Pending(self.token)
-        self.dense.is_put_off = True
+        self.dense.is_deferred = True
         self.dense.take()  # discard leftovers of a failed backward
         try:
             yield
@@ -320,4 +323,4 @@ class FusedUpdate:
         finally:
             pending.close()
             self.dense.take()
-            self.pending, self.dense.is_put_off = None, False
+            self.pending, self.dense.is_deferred = None, False

@@ -77,7 +77,7 @@ class DenseGradients:
         refusal: why the tables cannot have dense gradients, for an error; None: they can.
 
     Attributes:
-        is_put_off: whether the update is deferred to the end of an ``accumulate()`` block.
+        is_deferred: whether the update is deferred to the end of an ``accumulate()`` block.
         weights: the tables' parameters; grad_flags: holds ``requires_grad`` of each.
         is_compiled: whether lookups update inside compiled graphs, where they cannot wait for a dense gradient.
     """
@@ -85,7 +85,7 @@ class DenseGradients:
     def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
         self._names, self._finish, self._refusal = names, finish, refusal
         self._open = LookupNodes()
-        self.is_put_off = self.is_compiled = False
+        self.is_deferred = self.is_compiled = False
         self._updated = -1  # last backward (graph task id, increasing) in which a lookup updated at once
         self._queue = LookupQueue()
         self._dense: dict[int, Tensor] = {}
@@ -132,7 +132,7 @@ class DenseGradients:
         Raises:
             RuntimeError: an ``accumulate()`` block is open, and the lookup was made before it.
         """
-        if self.is_put_off:
+        if self.is_deferred:
             raise RuntimeError(
                 "a lookup made before this accumulate() block runs its backward inside it, and has updated nothing: "
                 "call the collection inside the block, too"
@@ -273,9 +273,9 @@ class DenseGradients:
             return  # torch also calls hooks for undefined gradients
         if reason is None and self.is_compiled:
             reason = "its lookups are compiled, and update before it is there"
-        if reason is None and not self.is_put_off and _is_compiled_backward():
+        if reason is None and not self.is_deferred and _is_compiled_backward():
             reason = f"it would be added behind the backward, and {_COMPILED}, outside of accumulate()"
-        if reason is None and not self.is_put_off and self._is_in_reentrant_checkpoint():
+        if reason is None and not self.is_deferred and self._is_in_reentrant_checkpoint():
             reason = (
                 "it comes from a reentrant checkpoint, whose backward is one of its own: use use_reentrant=False, or "
                 "make the lookups and the backward inside accumulate() of the collection"
@@ -290,7 +290,7 @@ class DenseGradients:
                 "table, or build the collection with optimizer=None; weight.detach() has no gradient"
             )
         self._refuse_nested(_current_task())
-        if not self.is_put_off and self._task != _current_task():
+        if not self.is_deferred and self._task != _current_task():
             self._begin_update()
         # Taken now: a gradient that a failed backward leaves in ``grad`` would join a later update.
         known = self._dense.get(i)
