@@ -1,7 +1,7 @@
-"""The tests of a file that ask for a kind of backend, read from its source: `--backends` leaves out the others.
+"""Finds the tests of a file that use a kind of backend, from the source; `--backends` deselects the others.
 
-A test asks if a name that it uses is one of ``SEEDS``, or is defined, there or in a file beside it that it is imported
-from, by something that asks. Fixtures count as names, and so do words of strings: some tests run code in a process.
+A test uses a kind if one of its names is in ``SEEDS``, or is defined by code that does, in the test's file or in an
+imported file of this folder. Fixtures and words of strings count as names: some tests run code in a subprocess.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Names that ask for a kind of backend beside the CPU's.
+#: Names that select a backend other than the CPU.
 SEEDS = {
     "cuda_emulated": {"every_backend", "device_backends", "host_backends", "emulated"},
     "cuda": {"every_backend", "device_backends", "OnCuda", "is_available"},
 }
-#: Files whose other names ask for nothing: that of the seeds.
+#: Modules that the search does not enter: the one that defines the seeds.
 ENDS = {"backends"}
-#: Statements that count for each test of their file.
+#: Names that apply to every test of their file.
 EVERYWHERE = "pytestmark"
 
 
 class Source:
-    """The names at the top of a file, and what each uses."""
+    """Top-level names of a file, and the names that each definition uses."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Name -> names that its definition uses; name -> file beside this one and its name there (None: the file).
+        #: Name -> names in its definition; imported name -> file in this folder and name there (None: the module).
         self.uses: dict[str, set[str]] = {}
         self.imports: dict[str, tuple[Path, str | None]] = {}
         self.stars: list[Path] = []
@@ -45,7 +45,7 @@ class Source:
 
     @property
     def tests(self) -> list[str]:
-        """Names of test functions and of classes of such."""
+        """Names of test functions and test classes."""
         return [name for name in self.uses if name.lower().startswith("test")]
 
     def _beside(self, module: str) -> Path | None:
@@ -63,13 +63,13 @@ class Source:
 
 @functools.cache
 def read(path: Path) -> Source:
-    """The file's names; it is read once."""
+    """Returns the parsed file."""
     return Source(path)
 
 
 @functools.cache
 def asks(path: Path, test: str, kinds: frozenset[str]) -> bool:
-    """True if a test of the file, by its function's name, asks for one of the kinds."""
+    """Returns True if a test, given by its function's name, uses one of the kinds."""
     seeds = set().union(*(SEEDS.get(kind, set()) for kind in kinds))
     seen: set[tuple[Path, str]] = set()
     todo = [(path, test), (path, EVERYWHERE)]
@@ -86,20 +86,20 @@ def asks(path: Path, test: str, kinds: frozenset[str]) -> bool:
 
 
 def _followed(path: Path, name: str, used: set[str]) -> Iterator[tuple[Path, str]]:
-    """Places where the names that a definition uses, and the name itself, are defined."""
+    """Yields the definitions of ``name`` and of the names that it uses."""
     source = read(path)
     for each in used | {name}:
         if each in source.uses:
             yield path, each
         if each in source.imports:
             beside, original = source.imports[each]
-            # Names of an imported file are attributes where they are used: their names are among ``used``.
+            # A module's names appear as attributes, hence in ``used``.
             yield from ((beside, n) for n in (used if original is None else {original}))
         yield from ((beside, each) for beside in source.stars)
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """Names that a statement defines at the top of a file."""
+    """Returns the top-level names that a statement defines."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     stored = (n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
@@ -107,7 +107,7 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def _names(statement: ast.stmt) -> set[str]:
-    """Names, attributes, arguments, and words of strings, in a statement without its docstrings."""
+    """Returns names, attributes, arguments and words of strings in a statement, without docstrings."""
     found: set[str] = set()
     docstrings = set()
     for node in ast.walk(statement):

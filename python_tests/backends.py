@@ -1,9 +1,8 @@
-"""The backends that compute the same bits: CPU kernels of every instruction set, CUDA kernels emulated, and on a GPU.
+"""Backends that must compute the same bits: CPU kernels of every instruction set, CUDA kernels emulated and on a GPU.
 
-``cuda_emulated`` are the kernels of csrc/*/cuda compiled by the C++ compiler (csrc/emulator); the library is built when
-a test first asks for it. Their threads take turns in ascending, descending and random order: races show as other bits.
-A copy of the tests without csrc beside it, as wheels/compatibility.py makes, tests the installed kernels only.
-`pytest --backends=cuda` leaves the other kinds out (conftest.py).
+``cuda_emulated`` are the kernels of csrc/*/cuda compiled by the C++ compiler (csrc/emulator); the library is built on
+first use. Threads run in ascending, descending and random order, so that a race changes bits. Tests without csrc, as
+wheels/compatibility.py copies them, use only the installed kernels. `pytest --backends=cuda` deselects the other kinds.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from rec_kernels._library import keep_value_errors
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "emulated"
-#: The kinds of backends; those that run.
+#: All kinds of backends, and the selected ones.
 KINDS = ("cpu", "cuda_emulated", "cuda")
 CHOSEN = set(KINDS)
-#: Number of comparisons that each kind of backend has passed; the test summary prints them.
+#: Passed comparisons per kind of backend, for the test summary.
 PASSED: collections.Counter[str] = collections.Counter()
 
 
 class Backend(NamedTuple):
-    """A device or emulator on which a case runs, and its ops, which take CPU tensors."""
+    """A device or emulator that runs a case, and its ops, which take CPU tensors."""
 
     name: str
     ops: object
@@ -52,35 +51,35 @@ class Backend(NamedTuple):
 
 
 def every_backend() -> Iterator[Backend]:
-    """Runs the loop body with every backend of this machine, which is in effect meanwhile."""
+    """Yields every backend of this machine; its settings are in effect during the loop body."""
     yield from _counted(CPU, EMULATED, CUDA)
 
 
 def cpu_backends() -> Iterator[Backend]:
-    """Every instruction set, with several numbers of threads."""
+    """Yields every instruction set, with several numbers of threads."""
     yield from _counted(CPU)
 
 
 def host_backends() -> Iterator[Backend]:
-    """Backends that work on the tensors they are given: for memory that is too large to be copied to a GPU."""
+    """Yields the backends that do not copy their arguments, for tensors too large to copy to a GPU."""
     yield from _counted(CPU, EMULATED)
 
 
 def device_backends() -> Iterator[Backend]:
-    """Backends of the CUDA kernels, emulated and on a GPU where there is one; without any, the test is skipped."""
+    """Yields the CUDA kernels, emulated and on a GPU; skips the test if neither exists."""
     if not (SOURCES.exists() or torch.cuda.is_available()):
         pytest.skip("there are no CUDA kernels to run: neither csrc nor a GPU")
     yield from _counted(EMULATED, CUDA)
 
 
 def choose(kinds: str) -> None:
-    """Has only some kinds of backends run from now on.
+    """Selects the kinds of backends that run.
 
     Args:
-        kinds: their names, separated by commas.
+        kinds: names, separated by commas.
 
     Raises:
-        ValueError: no such kind; or only "cuda", and there is no GPU, or no CUDA library for it.
+        ValueError: unknown kind; or only "cuda" without a GPU or a CUDA library for it.
     """
     wanted = set(kinds.split(","))
     if not wanted <= set(KINDS):
@@ -95,7 +94,7 @@ def choose(kinds: str) -> None:
 
 
 def left_out(file: Path, test: str | None = None) -> bool:
-    """True if a test of a file (None: if each) asks for none of the chosen kinds (asks.py): it is the CPU's."""
+    """Returns True if a test (None: every test of the file) uses no selected kind of backend (asks.py)."""
     if "cpu" in CHOSEN:
         return False
     return not any(asks(file, name, frozenset(CHOSEN)) for name in ([test] if test else read(file).tests))
@@ -112,13 +111,12 @@ def _counted(*runs: tuple[str, Callable[[], Iterator[Backend]]]) -> Iterator[Bac
 
 
 def _is_sanitized() -> bool:
-    """True in a process of sanitized libraries. Sanitizers look at addresses: of the CPU, those of the most pieces of
-    work; of the emulator, one order of threads. Races, which need more of them, are other bits."""
+    """True if sanitizers are preloaded. They check addresses: the most threads and one order are enough."""
     return "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
 def _cpu() -> Iterator[Backend]:
-    # The number of threads decides on the pieces of work, and instruction sets compute each in other registers.
+    # The number of threads determines the split of the work; each instruction set has its own vector width.
     *older, newest = testing.cpu_isas()
     some = (3,) if _is_sanitized() else (1, 2, 3)
     for isa, threads in [*((isa, 2 + i % 2) for i, isa in enumerate(older)), *((newest, n) for n in some)]:
@@ -160,7 +158,7 @@ def _skip_without(kind: str) -> None:
 
 
 def build(target: str, **options: str) -> Path:
-    """Builds one of the emulator's libraries where it is not up to date; returns its path.
+    """Builds one of the emulator's libraries, and returns its path.
 
     Args:
         target: "rec_kernels_emulated" or "rec_kernels_emulated_asan".
@@ -169,11 +167,11 @@ def build(target: str, **options: str) -> Path:
     _skip_without("cuda_emulated")
     definitions = {"REC_KERNELS_EMULATE": "ON", "REC_KERNELS_TORCH": torch.__path__[0]} | options
     flags = [f"-D{name}={value}" for name, value in definitions.items()]
-    # A folder and a lock each: who needs one library does not wait while another process builds the sanitized one.
+    # One folder and lock per library: a process does not wait while another one builds the sanitized library.
     folder = BUILD / target
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        # cmake starts the ninja that it has found: another version of it would build everything again.
+        # `cmake --build` runs the ninja of the configuration: another version of ninja would rebuild everything.
         build_it = ["cmake", "--build", folder, "--target", target]
         for command in (["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *flags], build_it):
             done = subprocess.run(command, capture_output=True, text=True)
@@ -186,7 +184,7 @@ def sanitized_environment() -> dict[str, str]:
     """The environment of a process that loads libraries built with AddressSanitizer.
 
     Raises:
-        FileNotFoundError: the compiler has no such sanitizer.
+        FileNotFoundError: the compiler has no sanitizer runtime.
     """
     compiler = os.environ.get("CXX", "c++")
     found = []
@@ -199,25 +197,25 @@ def sanitized_environment() -> dict[str, str]:
 
 
 def emulated() -> InLists:
-    """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
+    """The ops of the emulated CUDA kernels, ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
     _skip_without("cuda_emulated")
     return InLists(_load_emulated())
 
 
 @functools.cache
 def _load_emulated() -> object:
-    # The sanitized library only loads into a process that has the sanitizers, as test_emulator.py starts one.
+    # The sanitized library loads only into a process with preloaded sanitizers (test_emulator.py).
     library = Path(os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated"))
     torch.ops.load_library(library)
-    with suppress(ImportError):  # what the package does for its own library with torch 2.15; tested with any torch here
+    with suppress(ImportError):  # as _library.py does with torch 2.15; tested with every version
         keep_value_errors(library)
     return torch.ops.rec_kernels_emulated
 
 
 def moved(x: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
-    """``x`` as ``to`` copies it, with its strides: ``to`` copies the memory from its first to its last element.
+    """Copies ``x`` by ``to``, from its first to its last element, and keeps the strides.
 
-    ``Tensor.to`` and ``Tensor.clone`` make a tensor contiguous that has gaps, or one element in many places.
+    ``Tensor.to`` and ``Tensor.clone`` make a tensor with gaps or overlapping elements contiguous.
     """
     if x.is_contiguous():
         return to(x)
@@ -226,21 +224,21 @@ def moved(x: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def unaligned(x: Tensor) -> Tensor:
-    """``x`` in new memory on its device, one element behind an aligned place, with its strides.
+    """Copies ``x`` on its device to an address one element past an aligned one, with its strides.
 
-    Four, of flat bytes: they may be tables, of which some have rows of float32.
+    Flat bytes move by four: they may be tables with float32 rows.
     """
     past = 4 if x.dtype == torch.uint8 and x.dim() == 1 else 1
     return moved(x, lambda flat: torch.cat([x.new_zeros(past), flat.flatten()])[past:].view(flat.shape))
 
 
 class OnDevice:
-    """``ops`` for CPU tensors: they are copied to the device, strides and all, and back what an op returns and changes.
+    """``ops`` for CPU tensors: copies arguments with their strides to the device, results and changed arguments back.
 
     Args:
         ops: torch.ops.rec_kernels, or the emulated ones.
         to: copies a tensor to the device.
-        back: copies one from there.
+        back: copies a tensor from the device.
     """
 
     def __init__(self, ops: object, to: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
@@ -251,7 +249,7 @@ class OnDevice:
 
 
 class _OpOnDevice:
-    """An op, or the overloads of one, of ``OnDevice``."""
+    """An op of ``OnDevice``, or one of its overloads."""
 
     def __init__(self, op: Callable, changes: bool, to: Callable, back: Callable) -> None:
         self._op, self._changes, self._to, self._back = op, changes, to, back
@@ -270,7 +268,7 @@ class _OpOnDevice:
 
 
 class OnCuda(OnDevice):
-    """torch.ops.rec_kernels on the GPU, for CPU tensors; ``place``: ``unaligned``, or nothing to do there."""
+    """torch.ops.rec_kernels on the GPU, for CPU tensors; ``place`` is applied to the copies."""
 
     def __init__(self, place: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__(torch.ops.rec_kernels, lambda x: place(x.cuda()), lambda x: x.cpu())

@@ -1,4 +1,4 @@
-"""Collections and batches that tests of several files share, and comparisons and copies of collections."""
+"""Collections and batches shared by several test files, with comparisons and copies of collections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
 
 
 def pooled(optimizer=None, **options) -> rk.EmbeddingBagCollection:
-    """Tables of 5 x 3 and 4 x 20, so that the first one is padded in the flat tensor."""
+    """Tables of 5 x 3 and 4 x 20 elements; the first is padded in the flat tensor."""
     torch.manual_seed(1)
     tables = [
         rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
@@ -27,7 +27,7 @@ def pooled(optimizer=None, **options) -> rk.EmbeddingBagCollection:
 
 
 def sequences(optimizer=None, formats=("fp32", "fp32"), **options) -> rk.EmbeddingCollection:
-    """Two tables of different dimensions, the first shared by f and g, g in both."""
+    """Two tables of different dimensions: the first has features f and g, the second g."""
     torch.manual_seed(0)
     tables = [
         rk.EmbeddingConfig(50, 6, name="a", feature_names=["f", "g"], format=formats[0]),
@@ -37,7 +37,7 @@ def sequences(optimizer=None, formats=("fp32", "fp32"), **options) -> rk.Embeddi
 
 
 def deduplicated(keys="fgh", seed: int = 1) -> tuple[rk.KeyedJaggedTensor, rk.KeyedJaggedTensor]:
-    """Features of 2, 3 and 4 distinct bags in a batch of 7, and the same batch written out."""
+    """Features with 2, 3 and 4 distinct bags in a batch of 7, and the same batch with every bag repeated."""
     g = torch.Generator().manual_seed(seed)
     strides = [2, 3, 4]
     places = torch.stack([torch.randint(0, s, (7,), generator=g) for s in strides])
@@ -62,7 +62,7 @@ def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(
     found: torch.nn.Module | Mapping[str, torch.Tensor], expected: torch.nn.Module | Mapping[str, torch.Tensor]
 ) -> None:
-    """Two modules, or their states, have the same names and the same bits: weights, formats, optimizer state, step."""
+    """Asserts that two modules or states have equal names and bits: weights, formats, optimizer state, step."""
     one, other = (x.state_dict() if isinstance(x, torch.nn.Module) else x for x in (found, expected))
     assert list(one) == list(other)
     for name, tensor in other.items():
@@ -70,7 +70,7 @@ def assert_same(
 
 
 def is_tied(collection: rk.EmbeddingBagCollection) -> bool:
-    """Every table's weight is a view of the flat tensor."""
+    """Returns True if every table's weight is a view of the flat tensor."""
     storage = collection._weights.untyped_storage().data_ptr()
     return all(p.untyped_storage().data_ptr() == storage for p in collection.parameters())
 
@@ -78,10 +78,10 @@ def is_tied(collection: rk.EmbeddingBagCollection) -> bool:
 def copied(
     original: rk.EmbeddingBagCollection, new: Callable[..., rk.EmbeddingBagCollection], way: str
 ) -> rk.EmbeddingBagCollection:
-    """A copy, made in a ``way``: "deepcopy" or "pickle", or a ``new`` collection that loads the state.
+    """Copies a collection by "deepcopy" or "pickle", or loads its state into a ``new`` collection.
 
-    The ways to load are "state_dict", "assign" and "file". "meta" makes the collection on the meta device, as ``new``
-    takes ``device``, and "meta context" inside a context of that device.
+    The ways to load are "state_dict", "assign" and "file". "meta" passes ``device`` to ``new``; "meta context"
+    constructs the collection inside a meta device context.
     """
     if way == "deepcopy":
         return copy.deepcopy(original)
@@ -102,23 +102,19 @@ def copied(
 
 
 class OtherJagged:
-    """Somebody else's KeyedJaggedTensor: only the methods that TorchRec's has."""
+    """A KeyedJaggedTensor of another library, with only the methods of TorchRec's."""
 
     def __init__(self, kjt: rk.KeyedJaggedTensor) -> None:
         self._kjt = kjt
 
     def keys(self) -> list[str]:
-        """Names."""
         return list(self._kjt.keys())
 
     def values(self) -> torch.Tensor:
-        """Ids."""
         return self._kjt.values()
 
     def offsets(self) -> torch.Tensor:
-        """Offsets."""
         return self._kjt.offsets()
 
     def weights_or_none(self) -> torch.Tensor | None:
-        """Weights."""
         return self._kjt.weights_or_none()

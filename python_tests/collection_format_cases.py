@@ -1,4 +1,4 @@
-"""Collections with a table in every row format, for the tests."""
+"""Collections with a table in every row format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 12
 
 
 def make(optimizer=None, formats=BAG_FORMATS, dims: dict[str, int] = DIMS, **options) -> rk.EmbeddingBagCollection:
-    """Tables t0, t1, ... of the formats; the first one has two features, every other one is averaged."""
+    """Tables t0, t1, ... of the formats; the first has two features, and every other one pools by the mean."""
     torch.manual_seed(0)
     tables = [
         rk.EmbeddingBagConfig(
@@ -42,13 +42,13 @@ def batch(collection, seed: int = 0, size: int = 6, factors: bool = False, rows:
 
 
 def train(collection: rk.EmbeddingBagCollection, steps: int = 3) -> None:
-    """A few backwards of a loss that is not linear."""
+    """Runs a few backward passes of a nonlinear loss."""
     for step in range(steps):
         collection(batch(collection, step)).values().square().sum().backward()
 
 
 def numbers(collection: rk.EmbeddingBagCollection, name: str) -> Tensor:
-    """A table as float32 [E, D]."""
+    """Dequantizes a table to float32 [E, D]."""
     table = next(t for t in collection.tables if t.name == name)
     rows = collection.embedding_bags[name].weight.detach()
     return rows.float() if table.format in DTYPES else rk.dequantize_rows(rows, table.format, table.embedding_dim)

@@ -1,11 +1,11 @@
-"""Compiles every Triton kernel for NVIDIA and AMD GPUs, of which none has to be there.
+"""Compiles every Triton kernel for NVIDIA and AMD GPUs, without a GPU.
 
-Run by test_triton.py in a process of its own; by hand, names of ops restrict it to theirs. The functions of
-rec_kernels.triton are called as usual, but a launch compiles the kernel for its arguments instead of running it;
-``architectures`` says for which GPUs. Prints Triton's version and then a line for each kernel and target: the
-architecture, the kernel (with its row format; of products, with their precision and dtype), how often the PTX fuses a
-multiplication and an addition, divides exactly, rounds to BF16, has instructions that approximate or flush denormals,
-and multiplies tiles of TF32 and of half precision; and how many bytes of shared memory a program takes.
+test_triton.py runs this file in a subprocess; on the command line, names of ops restrict it to them. The functions of
+rec_kernels.triton are called as usual, but a launch compiles the kernel for its arguments instead of running it, for
+the targets of ``architectures``. Prints Triton's version, then one line per kernel and target: the architecture, the
+kernel (with its row format, or precision and dtype), the numbers of PTX instructions that fuse a multiplication and an
+addition, divide exactly, round to BF16, approximate or flush denormals, and multiply tiles of TF32 and of half
+precision; and the bytes of shared memory per program.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rec_kernels.triton.fake_quantize import fake_quantize
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),  # whose products of large tiles are other instructions
-    "sm_100": GPUTarget("cuda", 100, 32),  # as are these
+    "sm_90": GPUTarget("cuda", 90, 32),  # large tiles use other matrix instructions
+    "sm_100": GPUTarget("cuda", 100, 32),  # large tiles use other matrix instructions
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 COUNTED = [
@@ -50,12 +50,12 @@ def even(argument: object) -> bool:
 
 
 def architectures(kernel: str, has_products: bool) -> list[str]:
-    """Targets that a launch of a kernel is compiled for, of which this is the first launch or a later one.
+    """Returns the targets for which a launch of a kernel is compiled; the first launch of a kernel has more.
 
-    The installed Triton compiles every launch for sm_90. All other targets, and Triton 3.6, have the first launch of
-    each kernel: calls below begin with full tiles, with noise, with the most that an update does. Kernels without
-    products have one PTX for all GPUs of NVIDIA's, two conversions aside; those with products are compiled for sm_80
-    and sm_100 in the most passes of float32 and in float16. Triton 3.6 is for NVIDIA's GPUs only.
+    The installed Triton compiles every launch for sm_90. The other targets, and Triton 3.6, compile the first launch of
+    each kernel; therefore calls below begin with full tiles, with noise and with every option of an update. Kernels
+    without products have the same PTX on all NVIDIA GPUs, except two conversions; those with products are compiled for
+    sm_80 and sm_100 in float32 with the most passes and in float16. Triton 3.6 supports only NVIDIA GPUs here.
     """
     oldest, is_first = triton.__version__.startswith("3.6."), kernel not in _kernels
     _kernels.add(kernel)
@@ -70,7 +70,7 @@ def architectures(kernel: str, has_products: bool) -> list[str]:
 
 
 def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
-    """Takes the place of a launch."""
+    """Replaces ``JITFunction.run``: compiles instead of launching."""
     options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
     given = dict(zip(self.arg_names, args, strict=False)) | kwargs
     # Triton 3.9 warns without this option; its default changes in 3.10.
@@ -81,7 +81,7 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     signature = {name: "constexpr" if name in fixed else mangle_type(given[name]) for name in self.arg_names}
     places = dict(enumerate(self.arg_names))
     constants = {(i,): given[name] for i, name in places.items() if name in fixed}
-    # A launch compiles for what it can know of addresses and sizes: loads become wider, and are staged.
+    # Triton specializes on divisibility of addresses and sizes: loads become wider and are pipelined.
     known = {
         (i,): [["tt.divisibility", 16]] for i, name in places.items() if name in special - fixed and even(given[name])
     }
@@ -91,7 +91,7 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     _seen.add(key)
     label = [given[name] for name in ("FORMAT", "PRECISION") if name in given]
     label += [signature[self.arg_names[0]].removeprefix("*")] if "PRECISION" in given else []
-    # The functions choose these where torch is for AMD GPUs and no interpreter is used.
+    # The functions choose these options if torch targets AMD GPUs without the interpreter.
     chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
     kernel = "-".join([self.fn.__name__, *label])
     for architecture in architectures(kernel, "PRECISION" in given):
@@ -105,7 +105,7 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
 
 
 def compile_embedding_bag() -> None:
-    """Calls every function: a BF16 table, FP32 tables with and without a layout, an FP16 table."""
+    """Calls every function on a BF16 table, FP32 tables with and without a layout, and an FP16 table."""
     ops = InLists(kernels)
     values, offsets = torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int()
     table, grad = torch.zeros(4, 20, dtype=torch.bfloat16), torch.zeros(1, 20)
@@ -126,7 +126,7 @@ def compile_embedding_bag() -> None:
 
 
 def compile_expand() -> None:
-    """Calls it with every width of elements, and of rows."""
+    """Calls expand with every element width, and with rows."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for columns in (1, 18, 3000):
             kernels.expand(torch.zeros(4, columns, dtype=dtype), torch.tensor([3, 0]))
@@ -135,7 +135,7 @@ def compile_expand() -> None:
 
 
 def compile_fake_quantize() -> None:
-    """Calls it for every format and rounding, with every dtype and both scale rules, and for long integer rows."""
+    """Calls fake_quantize with every format, rounding, dtype and scale rule, and with long integer rows."""
     seed = torch.tensor(1)
     for format in rk.ROW_FORMATS:
         fake_quantize(torch.zeros(4, 100, dtype=torch.bfloat16), format, "stochastic", seed, seed)
@@ -145,7 +145,7 @@ def compile_fake_quantize() -> None:
 
 
 def compile_grouped_projection() -> None:
-    """Calls it and its gradients with wide columns and with narrow ones."""
+    """Calls the op and its gradients with wide and narrow columns."""
     for in_dims, out_dims in (([70, 40], [130, 40]), ([3, 2], [4, 4])):
         x, grad = torch.zeros(100, sum(in_dims)), torch.zeros(100, sum(out_dims))
         dims = (in_dims, out_dims, [0, 1])
@@ -158,7 +158,7 @@ KINDS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee
 
 
 def compile_dot_interaction() -> None:
-    """Calls it and its gradient in every precision, with more vectors than a tile has and with few; of one column."""
+    """Calls the op and its gradient in every precision, with more vectors than a tile, few, and one column."""
     for vectors, columns, self_interaction in ((80, 128, False), (3, 10, True), (2, 1, False)):
         for dtype, precision in KINDS[: 1 if columns == 1 else None]:
             dense, sparse = torch.zeros(2, columns, dtype=dtype), torch.zeros(2, vectors, columns, dtype=dtype)
@@ -167,7 +167,7 @@ def compile_dot_interaction() -> None:
 
 
 def compile_factorization_machine() -> None:
-    """Calls it and its gradient in every precision with one tile of vectors and with two, and with a small one."""
+    """Calls the op and its gradient in every precision with one tile of vectors, with two, and with a small tile."""
     for (vectors, columns, factors), kinds in (((27, 64, 24), KINDS), ((40, 64, 24), KINDS), ((3, 10, 4), KINDS[:1])):
         for dtype, precision in kinds:
             x, y = torch.zeros(2, vectors, columns, dtype=dtype), torch.zeros(vectors, factors, dtype=dtype)

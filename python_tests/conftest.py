@@ -41,17 +41,17 @@ settings.register_profile("rec_kernels", derandomize=True, deadline=None, databa
 settings.load_profile("rec_kernels")
 
 
-#: Files that take half a minute and more in one process, the longest first; of two, one would wait for them at the end.
-#: (xdist keeps this order with --no-loadscope-reorder; else it starts with the files of most tests.)
+#: Files that take more than half a minute, longest first, so that none starts last and delays the end.
+#: (xdist keeps this order with --no-loadscope-reorder; otherwise files with the most tests start first.)
 SLOWEST = (
     *("test_emulator.py", "test_triton.py", "test_sanitized_cpu.py", "test_cpp_examples.py"),
     *("test_embedding_bag_triton.py", "test_row_formats.py", "test_types.py", "test_aarch64.py"),
     *("test_cuda_code.py", "test_dlrm_sharded.py", "test_sanitize_cuda.py", "test_bench_workloads.py"),
 )
-#: Prefixes of test files that import the trainer, and the packages that only these files need.
+#: Prefixes of test files that import the trainer, and packages that only these files need.
 TRAINER_FILES = (
     *("test_dlrm_", "test_studies_", "test_recorded_programs."),
-    *("test_bench_tools.", "test_cost_model.", "test_tuning."),  # bench.run asks the trainer for the processor's name
+    *("test_bench_tools.", "test_cost_model.", "test_tuning."),  # bench.run reads the processor's name with the trainer
 )
 TRAINER_PACKAGES = ("matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "tqdm")
 

@@ -1,4 +1,4 @@
-"""Batches, models and comparisons that the tests of converters share."""
+"""Batches, models and comparisons for the tests of converters."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ import rec_kernels as rk
 
 SIZES = {"user": (30, 8), "item": (12, 16), "shop": (5, 4)}
 BATCH = 6
-# Each feature's table. FBGEMM's kernels for the CPU want a table's features side by side.
+# Table of each feature. FBGEMM's CPU kernels require adjacent features per table.
 FEATURES = [0, 0, 1, 2]
 
 
 def ids_of(step: int, rows: int, width: int = 4) -> Tensor:
-    """[BATCH, width] ids, the same for every model of a step."""
+    """Returns ids [BATCH, width], which depend only on the step."""
     return torch.randint(rows, (BATCH, width), generator=torch.Generator().manual_seed(step))
 
 
 def jagged(step: int) -> rk.KeyedJaggedTensor:
-    """Bags of 4 ids for every table, whose feature is the table's name with an f behind it."""
+    """Bags of 4 ids for every table; a table's feature is its name followed by f."""
     ids = torch.cat([ids_of(step, rows).flatten() for rows, _ in SIZES.values()])
     return rk.KeyedJaggedTensor([f"{n}f" for n in SIZES], ids, lengths=torch.full((len(SIZES) * BATCH,), 4))
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """A loss with another gradient in each column, of one magnitude for every update."""
+    """A loss with a different gradient per column, of the same magnitude in every update."""
     return (output - torch.linspace(-1, 1, output.shape[-1])).square().mean()
 
 
 def train(look_up: Callable[[int], Tensor], steps: range, optimizers: Sequence[Any] = ()) -> list[float]:
-    """The losses of training; ``look_up`` returns the output for a step's batch."""
+    """Trains, and returns the losses; ``look_up`` returns the output for a step's batch."""
     losses = []
     for step in steps:
         loss = loss_of(look_up(step))
@@ -49,17 +49,17 @@ def train(look_up: Callable[[int], Tensor], steps: range, optimizers: Sequence[A
 
 
 def layer_lookup(layer: nn.Module) -> Callable[[int], Tensor]:
-    """Lookups of a layer of torch.nn or ours."""
+    """Returns the lookup function of a layer of torch.nn or of this package."""
     return lambda step: layer(ids_of(step, 30))
 
 
 def same_bits(ours: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    """True if two states have the same names and bits."""
+    """Returns True if two states have equal names and bits."""
     return list(ours) == list(others) and all(torch.equal(t, others[n]) for n, t in ours.items())
 
 
 def trained_copy(collection: Any) -> Any:
-    """A collection of the same tables and options with other rows and no state."""
+    """A collection with the same tables and options, different rows and no optimizer state."""
     other = type(collection)(collection.tables, optimizer=collection.optimizer)
     with torch.no_grad():
         for weight in other._tables.weights():
@@ -68,7 +68,7 @@ def trained_copy(collection: Any) -> Any:
 
 
 def comes_back(ours: Any, theirs: nn.Module, trainer: Any, *, counts_steps: bool) -> bool:
-    """True if all bits of a collection come back from ``theirs`` and its optimizer, which may count no steps."""
+    """Returns True if export to ``theirs`` and import keep every bit, except the step unless ``counts_steps``."""
     rk.export_tables(ours, theirs, trained_by=trainer)
     back = trained_copy(ours)
     rk.import_tables(back, theirs, trained_by=trainer)
@@ -82,8 +82,8 @@ def fbgemm(optimizer: str, *, pooling: str = "MEAN", on_device: bool = False, **
     """FBGEMM's module of three tables.
 
     Args:
-        on_device: whether its memory is what a GPU's would be; its optimizers of moments are offered there only. On the
-            CPU it cannot look up then.
+        on_device: whether to allocate as for a GPU, which optimizers with moments require. On the CPU such a module
+            cannot look up.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         from fbgemm_gpu.split_embedding_configs import EmbOptimType

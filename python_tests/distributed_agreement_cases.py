@@ -1,4 +1,4 @@
-"""Choices that ranks must make alike, and norms of all ranks: what test_distributed_agreement.py runs on each rank."""
+"""Functions that test_distributed_agreement.py runs on each rank: settings that ranks must share, and global norms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import rec_kernels as rk
 
 
 def train_clipped(case: Case, model: nn.Module, ranks: list[int]) -> tuple[list[float], list[Tensor]]:
-    """Steps of torch's SGD after clipping: norms, and the dense layer at the end."""
+    """Trains by torch's SGD with clipped gradients; returns the norms and the final dense layer."""
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.5), []
     for step in range(case.steps):
         loss, _ = model(batch(case, step, ranks))
@@ -28,7 +28,7 @@ def train_clipped(case: Case, model: nn.Module, ranks: list[int]) -> tuple[list[
         (8 * loss).backward()
         for name, parameter in model.named_parameters():
             if "dense" not in name and parameter.grad is not None:
-                parameter.grad *= 256  # the largest are those of tables
+                parameter.grad *= 256  # so that tables have the largest gradients
         norm_type = (2.0, float("inf"), 1.0)[step % 3]
         if dist.is_initialized():
             norm = rk.distributed.clip_grad_norm_(model, 0.5, norm_type)
@@ -40,12 +40,11 @@ def train_clipped(case: Case, model: nn.Module, ranks: list[int]) -> tuple[list[
 
 
 def clipped(case: Case) -> tuple[list[float], list[Tensor]]:
-    """``train_clipped`` on this rank."""
     return train_clipped(case, sharded(case, collection(case), Loss), [dist.get_rank()])
 
 
 def apart(case: Case) -> list[str]:
-    """Errors that this rank has where one loads other numbers, and where one freezes a feature."""
+    """Returns this rank's errors after loading different steps, and after freezing a feature on one rank."""
     model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
     state = {n: t.clone() for n, t in model.state_dict().items()}
     state["ebc.step"] += 5 * rank
@@ -68,7 +67,7 @@ def apart(case: Case) -> list[str]:
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """The error of a call, or "none"."""
+    """Returns the error that a call raises, or "none"."""
     try:
         call()
     except Exception as error:
@@ -77,9 +76,11 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def replicas_apart(case: Case) -> tuple[list[str], bool]:
-    """Errors where one rank freezes a replica, where a block ends with an exception on one, which a state mends, of one
-    rank's loss that uses a replica beside its lookups, also in a block, and of one without, and after a backward that
-    fails on one; and whether a replica stays as it is that both freeze."""
+    """Returns errors of replicas that ranks use differently, and whether a replica frozen on both stays unchanged.
+
+    Rank 1 freezes a replica; raises inside a block, which loading a state repairs; uses a replica's weight beside its
+    lookups, also inside a block, and without lookups; and fails in the backward.
+    """
     model, rank = sharded(case, collection(case)), dist.get_rank()
     ebc = model.module.ebc
     state = {n: t.clone() for n, t in ebc.state_dict().items()}
@@ -115,7 +116,7 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
     def failing() -> None:
         output, layer = ebc(batch(case, 0, [rank])), torch.ones(1, requires_grad=True)
         other = Failing.apply(layer) if rank == 1 else 2 * layer
-        (output.values().sum() + other).sum().backward()  # fails when gradients are sent and not received
+        (output.values().sum() + other).sum().backward()  # fails between sending and receiving gradients
 
     errors += [raised(beside), raised(beside_in_block), raised(alone), raised(failing)]
     errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
@@ -123,7 +124,7 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
 
 
 def replicas_of_torch(case: Case) -> list[str]:
-    """Errors of three steps of torch's SGD: losses use replicas alike, then otherwise on rank 1, and then alike."""
+    """Returns errors of three steps by torch's SGD; in the second one, rank 1 uses replicas with another factor."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     ebc, errors = model.module.ebc, []
     optimizer = torch.optim.SGD(rk.dense_parameters(ebc), lr=0.1)
@@ -136,21 +137,19 @@ def replicas_of_torch(case: Case) -> list[str]:
 
 
 class Failing(torch.autograd.Function):
-    """A layer whose backward fails."""
+    """A layer with a failing backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """A copy."""
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Raises MemoryError."""
         raise MemoryError("mine")
 
 
 class Unreadable:
-    """Data that rank 0 cannot begin to read."""
+    """An iterable that fails in ``__iter__`` on rank 0."""
 
     def __iter__(self) -> Iterator[int]:
         if dist.get_rank() == 0:
@@ -159,14 +158,14 @@ class Unreadable:
 
 
 def unreadable(case: Case) -> str:
-    """The error of data of which one rank has no iterator."""
+    """Returns the error on each rank if one rank's iterable has no iterator."""
     return raised(lambda: list(rk.distributed.until_all_end(Unreadable(), 0)))
 
 
 def settings(case: Case) -> tuple[list[str], float, str, float]:
-    """Errors of settings, one in a block, copies, a reset; the rate after TorchRec's group's update().
+    """Returns errors of settings, copies and a reset, and the learning rate after a group's ``update``.
 
-    Then the shards' rule for ids out of range, where the collection checked none and is to ignore them, and their sum.
+    Also returns the shards' ``bounds_check`` after changing "none" to "ignore", and the sum of an output of bad ids.
     """
     plain = collection(case)
     plain.bounds_check = "none"
@@ -193,7 +192,7 @@ def settings(case: Case) -> tuple[list[str], float, str, float]:
 
 
 def loaded_in_part(case: Case) -> tuple[list[str], bool]:
-    """Errors of a state of one table, strict or not, and whether the table was loaded, by either of two modules."""
+    """Returns errors of loading one table's state, strictly or not, and whether both modules loaded the table."""
     model, whole = sharded(case, collection(case)), collection(case).state_dict()
     ebc, part = model.module.ebc, {n: t for n, t in whole.items() if n.startswith("embedding_bags.t0.")}
     weight = part["embedding_bags.t0.weight"]
@@ -207,7 +206,7 @@ def loaded_in_part(case: Case) -> tuple[list[str], bool]:
 
 
 def whole_fsdp(case: Case) -> tuple[str, bool]:
-    """The error of FSDP2 that shards a whole model, and whether the model's requires_grad_(False) freezes tables."""
+    """Returns FSDP2's error for a whole model, and whether the model's ``requires_grad_(False)`` freezes tables."""
     from distributed_torchrec_cases import WithLayers
     from torch.distributed.fsdp import fully_shard
 
@@ -223,7 +222,7 @@ def whole_fsdp(case: Case) -> tuple[str, bool]:
 
 
 def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
-    """The norm of all gradients, where FSDP2 has sharded the layers, and that of the layers after the clipping."""
+    """Returns the global gradient norm with layers sharded by FSDP2, and the layers' norm after clipping."""
     from distributed_torchrec_cases import WithLayers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -237,7 +236,7 @@ def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
 
 
 def shared_weight(case: Case) -> list[str]:
-    """Errors of an output layer that has the weight of a table that was sharded: with lookups on rank 1, and alone."""
+    """Returns errors of an output layer that shares a sharded table's weight: with lookups on rank 1, and without."""
     ebc, rank = collection(case), dist.get_rank()
     layer = nn.Linear(16, 100, bias=False)
     layer.weight = ebc.embedding_bags["t0"].weight
@@ -251,7 +250,7 @@ def shared_weight(case: Case) -> list[str]:
 
 
 def evaluating(case: Case) -> dict[str, Any]:
-    """Blocks after training in which rank 1 alone makes other lookups without gradients, and in eval()."""
+    """Returns blocks after training in which only rank 1 also looks up without gradients and in eval()."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     for step in range(case.steps):
         model.module.ebc.train(rank == 0 or step % 2 == 0)
@@ -263,7 +262,7 @@ def evaluating(case: Case) -> dict[str, Any]:
 
 
 def refusals(case: Case) -> list[str]:
-    """Errors that this rank has of a topology without memory, and of rows in another format."""
+    """Returns this rank's errors for a topology with too little memory, and for a state in another row format."""
     from torchrec.distributed.planner import Topology
 
     tables, errors = collection(case, device="meta"), []
@@ -281,7 +280,7 @@ def refusals(case: Case) -> list[str]:
 
 
 def saved_together(case: Case, folder: str) -> tuple[bool, list[bool]]:
-    """Saves a model and optimizers in one checkpoint, and loads each by itself; whether this rank has what it saved."""
+    """Saves a model and optimizers in one checkpoint and loads each separately; returns this rank's comparisons."""
     import torch.distributed.checkpoint as dcp
 
     def made(seed: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Backwards of sharded collections that one process has, too: what test_distributed_backward.py runs on each rank."""
+"""Functions that test_distributed_backward.py runs on each rank: backward passes comparable to one process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 
 def ranks_of(case: Case) -> list[int]:
-    """All ranks: those whose samples one process has."""
     return list(range(len(case.sizes)))
 
 
 def train_together(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
-    """Three lookups of one backward in each step, the second with a graph of its own before it; the outputs."""
+    """Trains with three lookups per backward, the second with another backward before it; returns outputs."""
     outputs = []
     for step in range(case.steps):
         losses = []
@@ -32,7 +31,6 @@ def train_together(case: Case, model: nn.Module, ranks: list[int]) -> list[Tenso
 
 
 def together(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and blocks of this rank."""
     model = sharded(case, collection(case))
     return train_together(case, model, [dist.get_rank()]), blocks(model.module.ebc.state_dict())
 
@@ -40,12 +38,12 @@ def together(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
 def train_scaled(
     case: Case, model: nn.Module, tables: Any, face: Any, ranks: list[int], kind: type = torch.amp.GradScaler
 ) -> list[float]:
-    """Steps with a GradScaler, of which the last rank's gradient overflows in two; the scales.
+    """Trains with a GradScaler; in two steps the last rank's gradient overflows. Returns the scales.
 
-    The fifth step has two micro-batches, of which the second one overflows.
+    The fifth step has two micro-batches; the second one overflows.
 
     Args:
-        face: the fused optimizer, or one of torch. kind: of the scaler.
+        face: the fused optimizer, or one of torch. kind: class of the scaler.
     """
     scaler = kind("cpu", init_scale=1024.0, growth_interval=2)
     is_fused = OPTIMIZERS[case.optimizer] is not None
@@ -68,7 +66,7 @@ def train_scaled(
 
 
 def scaled(case: Case, by_all: bool = False) -> tuple[list[float], dict[str, Any]]:
-    """Scales and blocks of this rank; ``by_all``: with the scaler of FSDP, which asks all ranks."""
+    """Returns this rank's scales and blocks; ``by_all``: with FSDP's scaler, which reduces over ranks."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     model = sharded(case, collection(case))
@@ -87,7 +85,7 @@ def scaled_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def unlike(case: Case) -> tuple[list[str], bool]:
-    """Rank 1 runs backwards otherwise than rank 0: the errors, and whether the state is as before."""
+    """Returns errors of backward passes that differ between ranks, and whether the state is unchanged."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     tables, errors = model.module.ebc, []
     before = blocks(tables.state_dict())
@@ -117,9 +115,9 @@ def unlike(case: Case) -> tuple[list[str], bool]:
 
 
 def train_weighted(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> list[Tensor]:
-    """Steps with per-sample weights that want gradients, the last two of one block; the gradients.
+    """Trains with per-sample weights that require gradients, the last two steps in one block; returns the gradients.
 
-    In the second step rank 0's want none: of one process's weights, its samples' gradients are left out.
+    In the second step rank 0's weights require no gradient.
     """
     grads = []
     for step in range(case.steps):
@@ -138,21 +136,20 @@ def train_weighted(case: Case, model: nn.Module, tables: Any, ranks: list[int]) 
 
 
 def of_rank(case: Case, step: int, rank: int) -> Tensor:
-    """Where a rank's ids are among those of the batch of all ranks."""
+    """Returns the positions of a rank's ids in the batch of all ranks."""
     marked = [torch.full_like(batch(case, step, [r]).values(), r) for r in ranks_of(case)]
     parts = [m.split(batch(case, step, [r]).length_per_key()) for r, m in enumerate(marked)]
     return (torch.cat([own[f] for f in range(4) for own in parts]) == rank).nonzero().flatten()
 
 
 def weighted(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """Gradients of weights, and blocks, of this rank."""
     model = sharded(case, collection(case))
     tables = model.module.ebc
     return train_weighted(case, model, tables, [dist.get_rank()]), blocks(tables.state_dict())
 
 
 def late(case: Case) -> list[str]:
-    """Two lookups whose weights want gradients, with a backward of their own each: the second finds other rows."""
+    """Returns errors of two weighted lookups with separate backward passes: the second backward finds updated rows."""
     model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
     losses = []
     for step in range(2):
@@ -168,10 +165,10 @@ def late(case: Case) -> list[str]:
 
 
 def blocks_of_one_rank(case: Case) -> tuple[list[str], bool]:
-    """Rank 1 runs a backward in a block whose lookup was before it, then one after the block of its lookup.
+    """Rank 1 runs a backward in a block after a lookup before it, then a backward after the block of its lookup.
 
     Returns:
-        The errors of this rank, and whether its shards are as before.
+        Errors of this rank, and whether its shards are unchanged.
     """
     model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
     tables = model.module.ebc
@@ -194,7 +191,7 @@ def blocks_of_one_rank(case: Case) -> tuple[list[str], bool]:
 
 
 def train_by_torch(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
-    """Steps of torch's Adam, two lookups a step, whose table t1 is frozen after the first; the outputs."""
+    """Trains by torch's Adam, two lookups per step, with table t1 frozen after the first step; returns outputs."""
     named = {name: p for name, p in model.named_parameters() if "embedding_bags" in name}
     optimizers = [torch.optim.Adam(named.values(), lr=0.01)] if named else []
     outputs = []
@@ -215,7 +212,6 @@ def train_by_torch(case: Case, model: nn.Module, ranks: list[int]) -> list[Tenso
 
 
 def by_torch(case: Case) -> tuple[list[Tensor], dict[str, Any], list[str]]:
-    """Outputs, blocks and parameters of this rank."""
     model = sharded(case, collection(case))
     outputs = train_by_torch(case, model, [dist.get_rank()])
     names = [name for name, _ in model.named_parameters() if "dense" not in name]
@@ -223,7 +219,7 @@ def by_torch(case: Case) -> tuple[list[Tensor], dict[str, Any], list[str]]:
 
 
 def only_weights(case: Case) -> tuple[Tensor, bool, list[str]]:
-    """Tables of bytes without an optimizer: weights get gradients, nothing else is trained or sent back; warnings."""
+    """Returns the weights' gradient, whether outputs require one, and warnings of uint8 tables without optimizer."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     given = batch(case, 0, [rank])
     weights = torch.ones(len(given.values()), requires_grad=True)
@@ -236,7 +232,7 @@ def only_weights(case: Case) -> tuple[Tensor, bool, list[str]]:
 
 
 def step_by_torch(case: sequences.Sequences, model: nn.Module, ranks: list[int]) -> list:
-    """The outputs of several lookups, and a step of torch's SGD with the gradients of all of them."""
+    """Takes one step of torch's SGD with the gradients of several lookups; returns outputs."""
     outputs = sequences.train(case, model, ranks)
     tables = [p for name, p in model.named_parameters() if "embeddings" in name]
     if tables:
@@ -245,17 +241,16 @@ def step_by_torch(case: sequences.Sequences, model: nn.Module, ranks: list[int])
 
 
 def sequences_by_torch(case: sequences.Sequences) -> dict[str, Any]:
-    """Blocks of this rank."""
     model = sequences.sharded(case, sequences.collection(case))
     step_by_torch(case, model, [dist.get_rank()])
     return blocks(model.module.sequences.state_dict())
 
 
 def read_first(case: Case | sequences.Sequences, reader: int | None, mode: str = "enable_grad") -> list[dict[str, Any]]:
-    """Blocks of two collections that are trained together, where rank ``reader`` reads the second's output first.
+    """Trains two collections together; rank ``reader`` reads the second output first. Returns their blocks.
 
     Args:
-        mode: of torch, in which it does so.
+        mode: torch's grad mode of that read.
     """
     own: Any = sequences if isinstance(case, sequences.Sequences) else distributed_cases
     rank, tables = dist.get_rank(), []
@@ -273,7 +268,7 @@ def read_first(case: Case | sequences.Sequences, reader: int | None, mode: str =
 
 
 class WithLayers(nn.Module):
-    """Layers between a lookup and where its output is used, so large that DDP reduces their gradients in parts."""
+    """Layers between a lookup and the use of its output, large enough for several DDP buckets."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -281,7 +276,7 @@ class WithLayers(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 64))
 
     def forward(self, features: Any, way: str) -> Tensor:
-        """[B, 64]; ``way``: "log", "by_feature" or "", how this rank reads the lookup's output."""
+        """Returns [B, 64]; ``way`` ("log", "by_feature" or "") is how this rank reads the lookup's output."""
         found = self.ebc.by_feature(features) if way == "by_feature" else self.ebc(features)
         if way == "log":
             found.values().norm()
@@ -290,7 +285,7 @@ class WithLayers(nn.Module):
 
 
 def beside_layers(case: Case, ways: tuple[str, str]) -> dict[str, Any]:
-    """Blocks of tables that are trained beside layers under DDP, whose gradients are reduced in the same group."""
+    """Returns blocks of tables trained with dense layers, which DDP reduces in the same process group."""
     torch.manual_seed(0)
     model, rank = sharded(case, collection(case), WithLayers), dist.get_rank()
     for step in range(case.steps):

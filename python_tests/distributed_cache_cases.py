@@ -1,4 +1,4 @@
-"""Sharded collections with a row cache on each rank: what test_distributed_cache.py runs there and in one process."""
+"""Functions of test_distributed_cache.py for each rank and one process: sharded collections with a row cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 
 def train_cached(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> list[Tensor]:
-    """Steps with one lookup, with several, in a block, and with weights that want gradients; outputs, then gradients.
+    """Trains with one lookup, several, a block, and weights that require gradients; returns outputs, then gradients.
 
-    Rows are encoded in between, as a state needs them.
+    Reads the state in between, which encodes rows.
     """
     outputs = train(case, model, ranks)
     tables.state_dict()
@@ -29,7 +29,7 @@ def train_cached(case: Case, model: nn.Module, tables: Any, ranks: list[int]) ->
 
 
 def run(case: Case) -> tuple[list[Tensor], dict[str, Any], list[dict]]:
-    """Returns what ``train_cached`` has on this rank, blocks, and the report of its shards."""
+    """Returns this rank's results of ``train_cached``, its blocks, and its shards' memory report."""
     model = sharded(case, collection(case))
     tables = model.module.ebc
     return (
@@ -40,10 +40,10 @@ def run(case: Case) -> tuple[list[Tensor], dict[str, Any], list[dict]]:
 
 
 def reshard(case: Case, other: Case, folder: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Trains, saves, loads in place into a model of another plan that has trained before, and goes on.
+    """Trains, saves, loads into a trained model with another plan, and trains on.
 
     Returns:
-        The blocks when saved, when loaded, and after another step.
+        The blocks when saved, after loading, and after another step.
     """
     rank = dist.get_rank()
     model = sharded(case, collection(case))
@@ -58,7 +58,7 @@ def reshard(case: Case, other: Case, folder: str) -> tuple[dict[str, Any], dict[
 
 
 def counters(case: Case) -> list[list[tuple[int, int]]]:
-    """Lookups and insertions of this rank's shards after a training step, one in eval(), and one without gradients."""
+    """Returns lookups and insertions of this rank's shards after a training step, then after eval() and no_grad()."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
 
     def report() -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def counters(case: Case) -> list[list[tuple[int, int]]]:
 
 
 def sequence(case: sequences.Sequences) -> tuple[list, dict[str, Any], int]:
-    """Outputs, blocks, and rows in slots, of sequences on this rank."""
+    """Returns outputs, blocks and the number of cached rows of sequences on this rank."""
     model = sequences.sharded(case, sequences.collection(case))
     outputs = sequences.train(case, model, [dist.get_rank()])
     tables = model.module.sequences

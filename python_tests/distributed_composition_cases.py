@@ -1,4 +1,4 @@
-"""Sharded tables of parts that are combined once pooled, or of narrow rows: what ranks and one process do."""
+"""Sharded tables with compositions of pooled parts or with narrow rows, on ranks and in one process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ COMPRESSIONS = {
 
 
 def train(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Steps of the tables and of torch's SGD, which has what no fused optimizer trains; outputs, and its gradients.
+    """Trains tables, with torch's SGD for parameters without a fused optimizer; returns outputs and these gradients.
 
-    Then steps of several lookups, a lookup in eval(), and steps of weights that want gradients, in blocks, too.
+    Then trains with several lookups per step, looks up in eval(), and trains with weights that require gradients.
     """
     fused = case.optimizer != "torch"
     named = {n: p for n, p in tables.named_parameters() if not fused or n.endswith("projection")}
@@ -63,10 +63,10 @@ def train(case: Case, model: nn.Module, tables: Any, ranks: list[int]) -> tuple[
 
 
 def check_trained(found: list[dict[str, Any]], case: Case, outputs: list[Tensor], state: dict) -> None:
-    """Two ranks' ``run`` has the bits of one process: outputs and state, and that which was loaded."""
+    """Asserts that two ranks' ``run`` has the outputs and state of one process, and that loading restores them."""
     for i, want in enumerate(outputs[:7]):
         assert same_bits(torch.cat([own["outputs"][i] for own in found]), want)
-    for step, want in enumerate(outputs[7:]):  # gradients of weights; in step 1 rank 0's want none
+    for step, want in enumerate(outputs[7:]):  # gradients of weights; in step 1 rank 0's require none
         for rank in [1] if step == 1 else [0, 1]:
             assert same_bits(found[rank]["outputs"][7 + step], want[of_rank(case, step, rank)])
     for name in ("state", "loaded"):
@@ -75,11 +75,11 @@ def check_trained(found: list[dict[str, Any]], case: Case, outputs: list[Tensor]
 
 
 def run(case: Case, other: str, folder: str) -> dict[str, Any]:
-    """Trains, saves, and loads into another plan whose tables have begun with other numbers.
+    """Trains, saves, and loads into another plan with different initial rows.
 
     Returns:
-        "outputs" and "grads" of ``train`` on this rank, "state", and that which was "loaded"; the "names" of parameters
-        and of those that DistributedDataParallel has.
+        "outputs" and "grads" of ``train`` on this rank, "state", the "loaded" state, and the "names" of parameters and
+        of those under DistributedDataParallel.
     """
     model = sharded(case, collection(case))
     outputs, grads = train(case, model, model.module.ebc, [dist.get_rank()])
@@ -94,14 +94,14 @@ def run(case: Case, other: str, folder: str) -> dict[str, Any]:
 
 
 def one_process(case: Case) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Outputs, gradients of projections, and the state of one process with the samples of all ranks."""
+    """Outputs, gradients of projections, and state of one process with the samples of all ranks."""
     model = Model(collection(case))
     outputs, grads = train(case, model, model.ebc, [0, 1])
     return outputs, grads, dict(model.ebc.state_dict())
 
 
 def averaged(case: Case) -> list[Tensor]:
-    """Gradients of this rank's projections where losses are means over a rank's samples."""
+    """Returns gradients of this rank's projections, with losses that are means over each rank's samples."""
     model = sharded(case, collection(case))
     out, step = model(batch(case, 0, [dist.get_rank()])), 0
     ((out * coefficients(case, step, [dist.get_rank()])).sum() / len(out)).backward()

@@ -1,4 +1,4 @@
-"""Sharded collections whose tables are in files: what test_distributed_disk.py runs on each rank."""
+"""Functions that test_distributed_disk.py runs on each rank: sharded collections with row files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import rec_kernels as rk
 from rec_kernels.nn.tables.table_file import TableFile
 
-#: Memory for some of the rows of a rank. Each of these tables takes 4 to 70 KiB in fp32.
+#: Memory for some of a rank's rows. Each of these tables takes 4 to 70 KiB in fp32.
 BUDGET = 200_000
 
 
@@ -36,16 +36,16 @@ def made(case: Case) -> tuple[nn.Module, Any]:
 
 
 def save(model: nn.Module, folder: str) -> None:
-    """A checkpoint of torch.distributed.checkpoint."""
+    """Saves a checkpoint of torch.distributed.checkpoint."""
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
 
 
 def train_and_open(case: Case, other: Case, state: dict[str, Tensor], folder: str) -> dict[str, Any]:
-    """Trains from one process's state, saves, opens the files again, and loads the checkpoint into another plan.
+    """Trains from one process's state, saves, reopens the files, and loads the checkpoint into another plan.
 
     Returns:
-        "outputs" and "state" of the training, "read" from the files when they were opened again, "loaded" from the
-        checkpoint by the other plan's files, and "later", a step after that; the files of this rank; reports.
+        "outputs" and "state" of the training, the state "read" from the reopened files, the state "loaded" by the other
+        plan, and "later", a step after that; this rank's files; reports.
     """
     model, tables = made(on_disk(case, folder))
     model.load_state_dict({f"ebc.{name}": t for name, t in state.items()}, strict=False)
@@ -72,7 +72,7 @@ def train_and_open(case: Case, other: Case, state: dict[str, Tensor], folder: st
 
 
 def read_ahead(case: Case, state: dict[str, Tensor], folder: str) -> tuple[list[Tensor], dict[str, Any], list[int]]:
-    """Trains with every batch read ahead: outputs, blocks, and the rows that were asked for each time."""
+    """Trains with every batch prefetched; returns outputs, blocks, and the number of rows of each prefetch."""
     rank, asked, outputs = dist.get_rank(), [], []
     model, tables = made(on_disk(case, folder))
     model.load_state_dict({f"ebc.{name}": t for name, t in state.items()}, strict=False)
@@ -97,7 +97,7 @@ def read_ahead(case: Case, state: dict[str, Tensor], folder: str) -> tuple[list[
 
 
 def told(call: Callable[[], object]) -> str:
-    """The error of a call, kind and text."""
+    """Returns the error of a call, type and text."""
     try:
         call()
     except (OSError, MemoryError, RuntimeError, ValueError) as error:
@@ -106,12 +106,12 @@ def told(call: Callable[[], object]) -> str:
 
 
 def full_disk(*_: object, **__: object) -> None:
-    """Stands for a call that finds no space."""
+    """Raises ENOSPC."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class FullDisk:
-    """Within it, a method of this rank's files finds no space, if it is rank 1."""
+    """Context in which a method of rank 1's files raises ENOSPC."""
 
     def __init__(self, method: str) -> None:
         self._method, self._before = method, getattr(TableFile, method)
@@ -125,13 +125,13 @@ class FullDisk:
 
 
 def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
-    """Errors of rank 1 as this rank is told of them, and files that are left of those that could not be made.
+    """Returns errors of all ranks if rank 1's disk is full, files that remain after a failed creation, and comparisons.
 
-    The last: whether the state is as before errors in a step, and as before a later step.
+    The comparisons: the state before and after errors in a step, and before and after a later step.
     """
     rank, case = dist.get_rank(), on_disk(case, folder)
     errors, files = [], Path(folder)
-    with FullDisk("flush"):  # of first rows
+    with FullDisk("flush"):  # while writing the initial rows
         errors.append(told(lambda: made(case)))
     dist.barrier()
     left = sorted(path.name for path in files.glob("rows*"))
@@ -148,7 +148,7 @@ def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
     with FullDisk("flush"):
         errors.append(told(tables.state_dict))
         errors.append(told(tables.flush))
-    train(replace(case, steps=1), model, [rank])  # rank 0's file has had a generation more
+    train(replace(case, steps=1), model, [rank])  # rank 0's file is one generation ahead
     changed = blocks(tables.state_dict())
     tables.close()
     dist.barrier()
@@ -162,7 +162,7 @@ def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
 
 
 def refuse(case: Case, folder: str) -> list[str]:
-    """Errors of files that do not belong together, and of places where none can be."""
+    """Returns errors of files that do not belong together, and of unusable paths."""
     rank, errors, on = dist.get_rank(), [], on_disk(case, folder)
     _, tables = made(on)
     tables.close(apply=True)
@@ -175,7 +175,7 @@ def refuse(case: Case, folder: str) -> list[str]:
         assert not Path(folder, "rows.1-of-2").exists()
         Path(folder, "elsewhere").rename(Path(folder, "rows.1-of-2"))
     dist.barrier()
-    errors.append(told(lambda: made(replace(on, plan="table_wise"))))  # blocks of the plan before
+    errors.append(told(lambda: made(replace(on, plan="table_wise"))))  # files of the previous plan
     model, tables = made(on)
     train(replace(case, steps=1), model, [rank])
     if rank == 0:
