@@ -1,4 +1,4 @@
-"""Sharded collections on ranks, and one process with all their samples: what the tests of rk.distributed compare."""
+"""Sharded collections on ranks, and one process with all their samples, which the tests of rk.distributed compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rec_kernels as rk
 
-#: Rows of the tables; the last is looked up by two features.
+#: Rows of the tables; two features share the last table.
 ROWS = (100, 57, 1030)
 DIM = 16
 KEYS = ["f0", "f1", "f2", "g2"]
@@ -28,13 +28,13 @@ OPTIMIZERS = {
     "lamb": rk.LAMB(lr=0.01),
     "clipped": rk.SGD(lr=0.1, clip_grad_norm=0.5),
 }
-#: How each of the three tables is sharded.
+#: Sharding type of each of the three tables.
 PLANS = {
     "table_wise": ("table_wise",) * 3,
     "one_rank": ("first_rank",) * 3,
     "row_wise": ("row_wise",) * 3,
     "rows_of_one_rank": ("first_rank_rows",) * 3,
-    "rows_back": ("rows_back",) * 3,  # the last rank has the first ones
+    "rows_back": ("rows_back",) * 3,  # the last rank has the first rows
     "column_wise": ("column_wise",) * 3,
     "grid_shard": ("grid_shard",) * 3,
     "data_parallel": ("data_parallel",) * 3,
@@ -47,18 +47,19 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A collection that is trained, and how it is shared out.
+    """A collection to train, and its sharding.
 
     Args:
-        plan: of ``PLANS``. format, optimizer, rounding, pooling: of all tables; format may name one for each. sizes:
-            samples of each rank.
-        one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
-        steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
+        plan: key of ``PLANS``. format, optimizer, rounding, pooling: of all tables; format may name one for each.
+        sizes: batch size of each rank.
+        one_id: whether each bag has exactly one id instead of 0 to 8. weighted: whether the last rank's batch has
+            weights.
+        steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", otherwise their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
-        bad_ids: whether some ids are out of range, which the collection ignores. every_id: whether the last table is
-            hashed, and every int64 an id of it. row_wise: the sharder's.
-        rates, optimizers: each table's ``lr``, and its optimizer, of ``OPTIMIZERS``. cache: the collection's. wire: the
-            sharder's. is_weighted: the collection's.
+        bad_ids: whether some ids are out of range, which the collection ignores. every_id: whether the last table
+            hashes ids, which may be any int64. row_wise: the sharder's.
+        rates, optimizers: each table's ``lr``, and its optimizer, a key of ``OPTIMIZERS``. cache: the collection's.
+        wire: the sharder's. is_weighted: the collection's.
     """
 
     plan: str = "table_wise"
@@ -85,7 +86,7 @@ class Case:
 
 
 class Model(nn.Module):
-    """A collection and something dense behind it."""
+    """A collection and a dense parameter."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -93,13 +94,13 @@ class Model(nn.Module):
         self.dense = nn.Linear(2, 1)
 
     def forward(self, features: Any) -> Tensor:
-        """[B, sum of D], in the order of the keys."""
+        """Returns [B, sum of D], in the order of the keys."""
         pooled = self.ebc(features)
         return torch.cat([pooled[key] for key in KEYS], dim=1)
 
 
 def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection:
-    """The whole collection, whose rows every process draws alike."""
+    """The whole collection, with the same random rows in every process."""
     torch.manual_seed(7)
     features = [["f0"], ["f1"], ["f2", "g2"]]
     tables = [
@@ -130,7 +131,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
 
 
 def batch(case: Case, step: int, ranks: list[int]) -> rk.KeyedJaggedTensor:
-    """The samples of some ranks, one rank's after the other's."""
+    """The samples of some ranks, concatenated."""
     parts = [_samples(case, step, rank) for rank in ranks]
     lengths = torch.cat([torch.cat([p[0][f] for p in parts]) for f in range(len(KEYS))])
     values = torch.cat([torch.cat([p[1][f] for p in parts]) for f in range(len(KEYS))])
@@ -156,14 +157,14 @@ def _samples(case: Case, step: int, rank: int) -> tuple[list[Tensor], list[Tenso
 
 
 def coefficients(case: Case, step: int, ranks: list[int]) -> Tensor:
-    """[B, sum of D]: the gradient of the outputs, whatever these are."""
+    """Returns [B, sum of D]: the gradient of the outputs, independent of their values."""
     generators = [torch.Generator().manual_seed(9000 + 100 * step + rank) for rank in ranks]
     shapes = [(case.sizes[rank], len(KEYS) * DIM) for rank in ranks]
     return torch.cat([torch.randn(s, generator=g) for s, g in zip(shapes, generators, strict=True)])
 
 
 def train(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
-    """Trains with the samples of some ranks; the outputs."""
+    """Trains with the samples of some ranks; returns the outputs."""
     outputs = []
     for step in range(case.steps):
         out = model(batch(case, step, ranks))
@@ -174,7 +175,7 @@ def train(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
 
 
 def plan_of(case: Any, world: int, dims: tuple[int, ...] = (DIM,) * 3) -> dict[str, Any]:
-    """TorchRec's plan, written down by hand: table name -> ParameterSharding."""
+    """TorchRec's plan, written by hand: table name -> ParameterSharding."""
     from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
     plan = {}
@@ -206,10 +207,10 @@ def sharded(
     replicates: bool = True,
     group: Any = None,
 ) -> nn.Module:
-    """A model of a kind that TorchRec has sharded, of this rank.
+    """This rank's model of class ``kind``, sharded by TorchRec.
 
     Args:
-        replicates: whether what is dense is under DDP. group: the ranks; None: all.
+        replicates: whether dense parameters are under DDP. group: the ranks; None: all.
     """
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -227,7 +228,7 @@ def sharded(
 
 
 def blocks(state: dict[str, Any]) -> dict[str, list[tuple[list[int], Tensor]]]:
-    """The blocks that a rank has of a state: name -> where each begins, and its numbers."""
+    """Returns a rank's blocks of a state: name -> offsets and values of each block."""
     out = {}
     for name, value in state.items():
         if hasattr(value, "local_shards"):
@@ -245,17 +246,17 @@ def restore(model: nn.Module, folder: str) -> None:
 
 
 def run(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and blocks of the state of this rank."""
+    """Outputs of this rank, and blocks of its state."""
     model = sharded(case, collection(case))
     outputs = train(case, model, [dist.get_rank()])
     return outputs, blocks(model.module.ebc.state_dict())
 
 
 def run_elsewhere(case: Case, device: str | None) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and blocks of a collection that is sharded and trained where new tensors are float64, on a device.
+    """Outputs and blocks of a collection sharded and trained with default dtype float64 on a default device.
 
     Args:
-        device: None: what is new is float32 on the CPU.
+        device: default device; None: default dtype float32 on the CPU.
     """
     from test_default_device import elsewhere
     from torchrec.distributed.types import ShardingEnv
@@ -277,7 +278,7 @@ def run_elsewhere(case: Case, device: str | None) -> tuple[list[Tensor], dict[st
 
 
 def run_compiled(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """``run`` of a model that torch compiles as TorchRec's TrainPipelinePT2 does."""
+    """``run`` of a model compiled as TorchRec's TrainPipelinePT2 does."""
     model = sharded(case, collection(case))
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         outputs = train(case, torch.compile(model, backend="aot_eager", dynamic=True), [dist.get_rank()])
@@ -285,7 +286,7 @@ def run_compiled(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def run_reduced(case: Case) -> tuple[list[Tensor], dict[str, Any], list[list[int]]]:
-    """Outputs and blocks of this rank, and the shape of what it got of each collective that adds parts."""
+    """Outputs and blocks of this rank, and the shapes that it received from each reduction."""
     from rec_kernels.distributed import pooled_output_dist
 
     shapes, reduce_scatter = [], pooled_output_dist.reduce_scatter
@@ -310,7 +311,6 @@ def one_process(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True if shapes, dtypes and all bits are the same."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
@@ -319,7 +319,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def check_found(
     found: list[tuple], outputs: list[Tensor], state: dict[str, Tensor], *, same_outputs: bool = True
 ) -> None:
-    """State that ranks found has the bits of one process, and outputs, too, or are within the rounding of sums."""
+    """Asserts that the ranks' state has one process's bits, and outputs have them or differ by the rounding of sums."""
     assert differences(state, [blocks for _, blocks in found]) == []
     for step, whole in enumerate(outputs):
         got = torch.cat([out[step] for out, _ in found])
@@ -330,10 +330,10 @@ def check_found(
 
 
 def loop_and_pipeline(made: Callable[[], tuple[nn.Module, Any]], data: list) -> tuple[list[bool], list[str]]:
-    """Trains in a loop and in TorchRec's pipeline: if outputs are equal, batch by batch; the classes it pipelines.
+    """Trains in a loop and in TorchRec's pipeline; returns whether outputs are equal per batch, and pipelined classes.
 
     Args:
-        made: makes a model, which returns a loss and outputs, and its optimizer. data: the batches.
+        made: returns a model, which returns a loss and outputs, and its optimizer. data: the batches.
     """
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -354,7 +354,7 @@ def loop_and_pipeline(made: Callable[[], tuple[nn.Module, Any]], data: list) -> 
 
 @contextlib.contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Within the block, the list gets how many bytes of rows this rank sends to others in each exchange."""
+    """Yields a list that receives the bytes of rows that this rank sends to others, per all-to-all."""
     from rec_kernels.distributed import messages
 
     rank, sent, all_to_all = dist.get_rank(), [], messages.all_to_all
@@ -371,7 +371,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def differences(whole: dict[str, Tensor], ranks: list[dict[str, Any]]) -> list[str]:
-    """Names of a state whose blocks on the ranks are not all of it, or have other bits."""
+    """Returns names of a state whose blocks on the ranks do not cover it or have different bits."""
     wrong = set()
     for name, tensor in whole.items():
         seen = torch.zeros(tensor.shape, dtype=torch.bool)

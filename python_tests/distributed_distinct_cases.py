@@ -1,4 +1,4 @@
-"""Batches whose samples share bags, looked up by sharded collections and by one process: what their tests compare."""
+"""Batches with bags shared by samples, looked up by sharded collections and by one process."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 import rec_kernels as rk
 
-#: Features whose samples share bags together; "g2" is in no group.
+#: Features with a common inverse index; "g2" is in no group.
 GROUPS = (("f0", "f1"), ("f2",))
 
 
 @dataclass(frozen=True)
 class Distinct:
-    """A collection that is trained with batches whose samples share bags.
+    """A collection to train with batches whose samples share bags.
 
     Args:
-        case: the collection, and how it is shared out.
-        kinds: of each rank's batches: "inverse", features with batch sizes of their own and inverse indices; "groups",
-            an ``rk.InverseKeyedJaggedTensor``; "torchrec", TorchRec's container; "plain", a bag for each sample.
+        case: the collection, and its sharding.
+        kinds: of each rank's batches: "inverse", features with different batch sizes and inverse indices; "groups",
+            an ``rk.InverseKeyedJaggedTensor``; "torchrec", TorchRec's container; "plain", one bag per sample.
     """
 
     case: Case = field(default_factory=Case)
@@ -31,7 +31,7 @@ class Distinct:
 
 
 def _bags(given: Distinct, step: int, rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-    """Lengths, ids and weights of each feature's bags, and which of them each sample has, [F, B]."""
+    """Lengths, ids and weights of each feature's bags, and the bag of each sample, [F, B]."""
     case, kind = given.case, given.kinds[rank]
     generator = torch.Generator().manual_seed(100 * step + rank)
     batch, lengths, values, weights, inverse = case.sizes[rank], [], [], [], []
@@ -53,7 +53,7 @@ def _bags(given: Distinct, step: int, rank: int) -> tuple[list[Tensor], list[Ten
 
 
 def drawn_weights(given: Distinct, step: int, rank: int) -> Tensor:
-    """Weights of a rank's ids that want a gradient."""
+    """Weights of a rank's ids, which require a gradient."""
     count = sum(len(own) for own in _bags(given, step, rank)[1])
     return (0.5 + torch.rand(count, generator=torch.Generator().manual_seed(31 * step + rank))).requires_grad_()
 
@@ -81,7 +81,7 @@ def own_batch(given: Distinct, step: int, rank: int, factors: Tensor | None = No
 
 
 def whole_batch(given: Distinct, step: int) -> rk.KeyedJaggedTensor:
-    """The batch of one process: for each feature, the bags of all ranks, and which of them each sample has."""
+    """The batch of one process: each feature's bags of all ranks, and inverse indices."""
     parts = [_bags(given, step, rank) for rank in range(len(given.case.sizes))]
     features = range(len(KEYS))
     lengths, values, weights = ([torch.cat([part[i][f] for part in parts]) for f in features] for i in range(3))
@@ -111,7 +111,7 @@ def _train(given: Distinct, model: Any, batches: list[Any], ranks: list[int]) ->
 
 
 def run(given: Distinct) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and blocks of the state of this rank."""
+    """Outputs of this rank, and blocks of its state."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     batches = [own_batch(given, step, rank) for step in range(given.case.steps)]
     return _train(given, model, batches, [rank]), blocks(model.module.ebc.state_dict())
@@ -126,7 +126,7 @@ def one_process(given: Distinct) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def train_by_feature(given: Distinct, tables: Any, ranks: list[int]) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
-    """Trains with the bags of each feature and weights that want gradients, of some ranks.
+    """Trains some ranks' samples through ``by_feature`` with weights that require gradients.
 
     Returns:
         For each step the outputs, and the gradients of the weights of each feature.
@@ -162,7 +162,7 @@ def train_by_feature(given: Distinct, tables: Any, ranks: list[int]) -> list[tup
 
 
 def by_feature(given: Distinct) -> tuple:
-    """Returns what ``train_by_feature`` found on this rank, blocks, and whether other batches are as in ``forward``."""
+    """Returns this rank's ``train_by_feature``, blocks, and whether other batches give the outputs of ``forward``."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     tables = model.module.ebc
     found = train_by_feature(given, tables, [rank])
@@ -172,20 +172,19 @@ def by_feature(given: Distinct) -> tuple:
     same = []
     for one in (grouped, plain):
         wanted = tables(one).to_dict()
-        # The others call it as ever.
+        # The other ranks call forward().
         got = tables.by_feature(one) if rank == 0 else tables(one).to_dict()
         same.append(list(got) == list(wanted) and all(torch.equal(got[key], wanted[key]) for key in wanted))
     return found, state, same
 
 
 def train_weighted(given: Distinct, model: Any, step: int, features: Any, ranks: list[int]) -> None:
-    """A step of ``weighted``."""
     out = model(features)
     (out.float() * coefficients(given.case, step, ranks)).sum().backward()
 
 
 def weighted(given: Distinct) -> tuple[list[Tensor], dict[str, Any]]:
-    """Gradients of this rank's weights, step by step, and blocks; rank 0's want none in the second step."""
+    """Gradients of this rank's weights per step, and blocks; rank 0's weights require none in the second step."""
     model, rank, grads = sharded(given.case, collection(given.case)), dist.get_rank(), []
     for step in range(given.case.steps):
         weights = drawn_weights(given, step, rank)
@@ -196,7 +195,7 @@ def weighted(given: Distinct) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def weighted_alone(given: Distinct) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Gradients of every rank's weights, step by step, and the state of one process."""
+    """Gradients of every rank's weights per step, and the state of one process."""
     model, ranks, found = Model(collection(given.case)), list(range(len(given.case.sizes))), []
     for step in range(given.case.steps):
         weights = [drawn_weights(given, step, rank) for rank in ranks]
@@ -212,7 +211,7 @@ def weighted_alone(given: Distinct) -> tuple[list[list[Tensor]], dict[str, Tenso
 
 
 def numbers_sent(given: Distinct) -> list[int]:
-    """Numbers of float32 that this rank sends to others in a step: pooled rows, then gradients behind five facts."""
+    """Float32 values that this rank sends to others in a step: pooled rows, then gradients and five control values."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     with counted_bytes() as sent:
         _train(given, model, [own_batch(given, 0, rank)], [rank])
@@ -220,7 +219,7 @@ def numbers_sent(given: Distinct) -> list[int]:
 
 
 def without_inverse(given: Distinct) -> str:
-    """Rank 1 feeds features with batch sizes of their own and nothing that says what its batch is; the error."""
+    """Returns the error if rank 1 feeds features with different batch sizes without inverse indices."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     features = own_batch(given, 0, rank)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Checkpoints of TorchRec's own fused kernels, and of this package by their names, on each rank."""
+"""Checkpoints of TorchRec's fused kernels, and of this package with their names, on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Import:
     """A model that TorchRec and this package train.
 
     Args:
-        optimizer: FBGEMM's name. pooled: whether lookups are. kinds: how TorchRec shards the tables.
+        optimizer: FBGEMM's name. pooled: whether lookups are pooled. kinds: TorchRec's sharding types of the tables.
     """
 
     optimizer: str = "exact_adagrad"
@@ -34,7 +34,7 @@ class Import:
 
 
 class Model(nn.Module):
-    """A collection and a layer behind it."""
+    """A collection followed by a layer."""
 
     def __init__(self, tables: nn.Module, pooled: bool) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Model(nn.Module):
         self.dense = nn.Linear(len(KEYS) * DIM, 1)
 
     def forward(self, features: Any) -> Tensor:
-        """[B, 1] of the sums of the features' rows."""
+        """Returns [B, 1] from the sums of the features' rows."""
         out = self.tables(features)
         blocks = [out[key] if self.pooled else out[key].values() for key in KEYS]
         return self.dense(torch.cat(blocks, dim=1))
 
 
 def train(model: nn.Module, steps: range, ranks: list[int]) -> list[Tensor]:
-    """Outputs of training with batches of ranks of 6 samples, of one id a bag."""
+    """Trains with 6 samples per rank and one id per bag; returns outputs."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     outputs = []
@@ -94,7 +94,7 @@ def alone(given: Import, device: str | None = None) -> Model:
 
 
 def of_rk(given: Import, *kinds: str) -> nn.Module:
-    """The sharded model with tables of this package, whose rows begin otherwise."""
+    """The sharded model with tables of this package and different initial rows."""
     bags, ids = rk.distributed.EmbeddingBagCollectionSharder, rk.distributed.EmbeddingCollectionSharder
     sharder = (bags if given.pooled else ids)(gradient="torchrec")
     return _sharded(given, alone(given, "meta"), sharder, kinds)
@@ -124,19 +124,19 @@ def _sharded(given: Import, model: Model, sharder: Any, kinds: tuple[str, ...]) 
 
 
 def _of(model: nn.Module) -> dict[str, Any]:
-    """A checkpoint's state, as TorchRec's users write it; without the optimizer's if it has none."""
+    """The state of a checkpoint in TorchRec's usual form; without the optimizer's if it has none."""
     optimizer = model.fused_optimizer.state_dict()
     return {"model": model.state_dict()} | ({"optim": optimizer} if any(optimizer["state"].values()) else {})
 
 
 def by_their_names(model: nn.Module) -> dict[str, Any]:
-    """The state of a model of this package, to be loaded or saved."""
+    """The state of a model of this package under TorchRec's names."""
     state = rk.distributed.torchrec_state(model)
     return {"model": state.model} | ({"optim": state.optimizer} if state.optimizer["state"] else {})
 
 
 def imported(given: Import, folder: str) -> tuple[list[Tensor], list[Tensor]]:
-    """TorchRec trains, saves and goes on; so does this package from the checkpoint: outputs of both."""
+    """TorchRec trains, saves and trains on; this package trains on from the checkpoint. Returns both outputs."""
     theirs, rank = of_torchrec(given), dist.get_rank()
     train(theirs, range(2), [rank])
     dcp.save(_of(theirs), checkpoint_id=folder)
@@ -146,7 +146,7 @@ def imported(given: Import, folder: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def exported(given: Import, folder: str) -> tuple[list[Tensor], list[Tensor]]:
-    """This package trains, saves by TorchRec's names and goes on; so does TorchRec: outputs of both."""
+    """This package trains, saves with TorchRec's names and trains on, as does TorchRec. Returns both outputs."""
     ours, rank = of_rk(given, "row_wise", "table_wise", "row_wise"), dist.get_rank()
     train(ours, range(2), [rank])
     dcp.save(by_their_names(ours), checkpoint_id=folder)

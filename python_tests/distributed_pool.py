@@ -1,4 +1,4 @@
-"""A pool of gloo processes that stay alive: importing TorchRec takes seconds, and a case a fraction of one."""
+"""A pool of gloo processes that stay alive, because importing TorchRec takes seconds, and a case a fraction of one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class WorkerError(AssertionError):
-    """A case failed on some rank; the text has the traceback of each."""
+    """A case failed on some rank; the message has each rank's traceback."""
 
 
 def _work(rank: int, world: int, store: str, tasks: Any, results: Any) -> None:
-    """Runs cases until there is None; a rank that fails says so, and the pool ends."""
+    """Runs tasks until it receives None; a failing rank reports its traceback, and the pool ends."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
@@ -33,19 +33,15 @@ def _work(rank: int, world: int, store: str, tasks: Any, results: Any) -> None:
             results.put((rank, True, getattr(importlib.import_module(module), function)(*arguments)))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))
-    os._exit(0)  # nobody waits for ranks that hang
+    os._exit(0)  # do not wait for ranks that hang
 
 
 class Pool:
-    """``world`` processes.
-
-    Args:
-        world: how many.
-    """
+    """``world`` processes."""
 
     def __init__(self, world: int) -> None:
         self.world = world
-        context = mp.get_context("forkserver")  # which imports once for all ranks
+        context = mp.get_context("forkserver")  # the server imports once for all ranks
         context.set_forkserver_preload(
             ["torchrec.distributed", "rec_kernels.distributed", "distributed_torchrec_cases"]
         )
@@ -59,10 +55,10 @@ class Pool:
             process.start()
 
     def run(self, module: str, function: str, *arguments: object, timeout: float = 120) -> list[Any]:
-        """Runs ``function`` of a module of this folder on every rank; what it returns there, by rank.
+        """Runs ``function`` of a module of this folder on every rank; returns the results by rank.
 
         Raises:
-            WorkerError: a rank failed, or has not answered in time; the pool is closed then.
+            WorkerError: a rank failed or timed out; the pool is closed.
         """
         for tasks in self._tasks:
             tasks.put((module, function, arguments))
@@ -86,7 +82,6 @@ class Pool:
         return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Ends the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -102,7 +97,7 @@ _POOLS: dict[int, Pool] = {}
 
 
 def pool(world: int) -> Pool:
-    """The pool of this size, which all tests of this process share; a new one if the last was closed."""
+    """Returns this process's pool of a size; a new one if the last was closed."""
     if world not in _POOLS or not _POOLS[world].is_open:
         _POOLS[world] = Pool(world)
         atexit.register(_POOLS[world].close)

@@ -1,4 +1,4 @@
-"""Sharded collections whose lookups are not pooled, on ranks and in one process: what their tests compare."""
+"""Sharded collections with sequence embeddings, on ranks and in one process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FEATURE_DIMS = (16, 24, 8, 8)
 
 @dataclass(frozen=True)
 class Sequences:
-    """A collection that is trained, and how it is shared out.
+    """A collection to train, and its sharding.
 
     Args:
-        plan: of ``PLANS``. format, optimizer, compression: of all tables. sizes: samples of each rank.
-        weighted: whether the batch of the last rank has weights. steps: of training.
-        gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
+        plan: key of ``PLANS``. format, optimizer, compression: of all tables. sizes: batch size of each rank.
+        weighted: whether the last rank's batch has weights. steps: of training.
+        gradient: the sharder's; the loss is a sum over samples with "sum", otherwise their mean.
         output_dtype: the collection's. padding: each table's ``padding_idx``.
         bad_ids: whether some ids are out of range, which the collection ignores.
-        own_sizes: whether feature f of a rank has f samples more than the first. cache: the collection's.
+        own_sizes: whether a rank's feature f has f more samples than its first feature. cache: the collection's.
         wire: the sharder's.
     """
 
@@ -49,7 +49,7 @@ class Sequences:
 
 
 class Model(nn.Module):
-    """A collection and something dense behind it."""
+    """A collection and a dense parameter."""
 
     def __init__(self, sequences: nn.Module) -> None:
         super().__init__()
@@ -57,12 +57,11 @@ class Model(nn.Module):
         self.dense = nn.Linear(2, 1)
 
     def forward(self, features: Any) -> dict[str, rk.JaggedTensor]:
-        """Rows of each feature."""
         return self.sequences(features)
 
 
 def collection(case: Sequences, device: str | None = None) -> rk.EmbeddingCollection:
-    """The whole collection, whose rows every process draws alike."""
+    """The whole collection, with the same random rows in every process."""
     torch.manual_seed(7)
     features = [["f0"], ["f1"], ["f2", "g2"]]
     tables = [
@@ -89,7 +88,7 @@ def collection(case: Sequences, device: str | None = None) -> rk.EmbeddingCollec
 
 
 def sharded(case: Sequences, sequences: rk.EmbeddingCollection, kind: type[nn.Module] = Model) -> nn.Module:
-    """A model of a kind that TorchRec has sharded, of this rank."""
+    """This rank's model of class ``kind``, sharded by TorchRec."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -105,7 +104,7 @@ def sharded(case: Sequences, sequences: rk.EmbeddingCollection, kind: type[nn.Mo
 
 
 def batch(case: Sequences, step: int, ranks: list[int]) -> rk.KeyedJaggedTensor:
-    """The samples of some ranks, one rank's after the other's."""
+    """The samples of some ranks, concatenated."""
     parts = [[_ids(case, step, rank, f) for rank in ranks] for f in range(len(KEYS))]
     lengths, values, weights = (torch.cat([p[i] for own in parts for p in own]) for i in range(3))
     strides = [sum(len(p[0]) for p in own) for own in parts] if case.own_sizes else None
@@ -114,7 +113,6 @@ def batch(case: Sequences, step: int, ranks: list[int]) -> rk.KeyedJaggedTensor:
 
 
 def _ids(case: Sequences, step: int, rank: int, f: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lengths, ids and weights of a rank's feature."""
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + f)
     rows = (*ROWS, ROWS[-1])[f]
     lengths = torch.randint(0, 9, (case.sizes[rank] + f * case.own_sizes,), generator=generator)
@@ -125,7 +123,7 @@ def _ids(case: Sequences, step: int, rank: int, f: int) -> tuple[Tensor, Tensor,
 
 
 def coefficients(case: Sequences, step: int, ranks: list[int]) -> list[Tensor]:
-    """The gradients of the rows of each feature, [N, D], whatever these are."""
+    """The gradient of each feature's rows, [N, D], independent of their values."""
     found = []
     for f, dim in enumerate(FEATURE_DIMS):
         generators = [torch.Generator().manual_seed(9000 + 100 * step + 10 * rank + f) for rank in ranks]
@@ -135,7 +133,7 @@ def coefficients(case: Sequences, step: int, ranks: list[int]) -> list[Tensor]:
 
 
 def train(case: Sequences, model: nn.Module, ranks: list[int]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Trains with the samples of some ranks; for each step and feature, lengths and rows."""
+    """Trains with the samples of some ranks; returns lengths and rows for each step and feature."""
     outputs = []
     for step in range(case.steps):
         features = batch(case, step, ranks)
@@ -149,7 +147,7 @@ def train(case: Sequences, model: nn.Module, ranks: list[int]) -> list[list[tupl
 
 
 def run(case: Sequences) -> tuple[list, dict[str, Any]]:
-    """Outputs and blocks of the state of this rank."""
+    """Outputs of this rank, and blocks of its state."""
     model = sharded(case, collection(case))
     outputs = train(case, model, [dist.get_rank()])
     return outputs, blocks(model.module.sequences.state_dict())
@@ -163,9 +161,9 @@ def one_process(case: Sequences) -> tuple[list, dict[str, Tensor]]:
 
 
 def train_weighted(case: Sequences, model: nn.Module, tables: Any, ranks: list[int]) -> list[list[Tensor]]:
-    """Trains with weights that want gradients, which are returned for each step and feature.
+    """Trains with weights that require gradients; returns these gradients for each step and feature.
 
-    Rank 0's want none in the second step. The last two steps are one update.
+    Rank 0's require none in the second step. The last two steps are one update.
     """
     found = []
     for step in range(case.steps):
@@ -188,7 +186,6 @@ def train_weighted(case: Sequences, model: nn.Module, tables: Any, ranks: list[i
 
 
 def weighted(case: Sequences) -> tuple[list[list[Tensor]], dict[str, Any]]:
-    """Gradients of this rank's weights, and blocks."""
     model = sharded(case, collection(case))
     tables = model.module.sequences
     return train_weighted(case, model, tables, [dist.get_rank()]), blocks(tables.state_dict())
@@ -201,7 +198,7 @@ def options(case: Sequences) -> dict[str, Any]:
 
 
 def use_options(case: Sequences, model: nn.Module, tables: Any, optimizer: Any, ranks: list[int]) -> Any:
-    """Micro-batches, two lookups of one backward, a frozen feature, another learning rate; the state."""
+    """Trains with micro-batches, two lookups per backward, a frozen feature, another rate; returns the state."""
     with tables.accumulate():
         train(replace(case, steps=2), model, ranks)
     tables.freeze("f2")
@@ -220,7 +217,7 @@ def use_options(case: Sequences, model: nn.Module, tables: Any, optimizer: Any, 
 
 
 def save_and_load(case: Sequences, other: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Trains, saves, loads into a model of another plan, which had rows of its own: the blocks of both."""
+    """Trains, saves, and loads into a model with another plan and other rows; returns the blocks of both."""
     model = sharded(case, collection(case))
     train(case, model, [dist.get_rank()])
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
@@ -230,8 +227,7 @@ def save_and_load(case: Sequences, other: str, folder: str) -> tuple[dict[str, A
 
 
 def unlike(case: Sequences) -> tuple[str, bool]:
-    """Each rank runs the backward of another lookup, with other numbers of ids: the error, and whether the state is as
-    before."""
+    """Each rank runs the backward of a different lookup; returns the error, and whether the state is unchanged."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before, error = blocks(model.module.sequences.state_dict()), ""
     outputs = [model(batch(case, step, [rank])) for step in range(2)]
@@ -244,14 +240,13 @@ def unlike(case: Sequences) -> tuple[str, bool]:
 
 
 def scaled(case: Sequences) -> tuple[list[float], dict[str, Any]]:
-    """Scales and blocks of this rank."""
     model = sharded(case, collection(case))
     tables = model.module.sequences
     return train_scaled(case, model, tables, tables.optimizer, [dist.get_rank()]), blocks(tables.state_dict())
 
 
 def train_scaled(case: Sequences, model: nn.Module, tables: Any, face: Any, ranks: list[int]) -> list[float]:
-    """Steps with a GradScaler, of which the last rank's gradient overflows in the second; the scales."""
+    """Trains with a GradScaler; the last rank's gradient overflows in the second step. Returns the scales."""
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
     tables.set_grad_scaler(scaler)
     for step in range(case.steps):
@@ -267,14 +262,14 @@ def train_scaled(case: Sequences, model: nn.Module, tables: Any, face: Any, rank
 
 
 def load_whole(case: Sequences, state: dict[str, Tensor]) -> dict[str, Any]:
-    """Blocks after a state of one process has been loaded."""
+    """Blocks after loading a state of one process."""
     model = sharded(case, collection(case, device="meta"))
     model.module.sequences.load_state_dict(state)
     return blocks(model.module.sequences.state_dict())
 
 
 def refused(case: Sequences) -> tuple[list[str], bool, list]:
-    """Batches that rank 1 alone feeds wrong: the errors on this rank, whether the state is as before, later outputs."""
+    """Rank 1 alone feeds bad batches; returns this rank's errors, whether the state is unchanged, and later outputs."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.sequences.state_dict())
     errors = []
@@ -299,7 +294,7 @@ def refused(case: Sequences) -> tuple[list[str], bool, list]:
 
 
 class Loss(nn.Module):
-    """A model as TorchRec's pipelines train it, with collections of both kinds: a loss, and its output."""
+    """A model with both kinds of collections, as TorchRec's pipelines train it: returns a loss and its output."""
 
     def __init__(self, sequences: nn.Module) -> None:
         super().__init__()
@@ -317,7 +312,7 @@ class Loss(nn.Module):
 
 
 def pipelined(case: Sequences) -> list[bool]:
-    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
+    """Compares TrainPipelineSparseDist with a loop, under a plan of TorchRec's planner; returns the comparisons."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -347,7 +342,7 @@ def pipelined(case: Sequences) -> list[bool]:
 
 
 def numbers_sent(case: Sequences) -> list[int]:
-    """Numbers of float32 that this rank sends to others in a step's forward and backward: rows, gradients, facts."""
+    """Float32 values that this rank sends to others in a step: rows, gradients and control values."""
     model = sharded(case, collection(case))
     with counted_bytes() as sent:
         train(replace(case, steps=1), model, [dist.get_rank()])

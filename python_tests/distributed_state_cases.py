@@ -1,4 +1,4 @@
-"""States that one rank alone cannot load: what test_distributed_state.py runs on each rank."""
+"""States that fail to load on one rank: functions that test_distributed_state.py runs on each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def forged(state: dict[str, Any], mistake: str) -> dict[str, Any]:
-    """A state of one process with something wrong in it."""
+    """A state of one process with a defect."""
     name = "ebc.embedding_bags.t0.weight"
     rows = state[name]
     changed: dict[str, Any] = {
@@ -29,13 +29,13 @@ def forged(state: dict[str, Any], mistake: str) -> dict[str, Any]:
 
 
 def load_forged(case: Case, mistakes: list[str], state: dict[str, Tensor]) -> tuple[list[str], bool, dict[str, Any]]:
-    """Loads states that are forged on rank 1 alone, then the whole one.
+    """Loads states that are defective on rank 1 alone, then the whole one.
 
     Args:
         state: of one process.
 
     Returns:
-        The errors on this rank, whether its blocks are as before then, and those of the whole state.
+        Errors on this rank, whether its blocks were then unchanged, and the blocks of the whole state.
     """
     model, errors = sharded(case, collection(case, device="meta")), []
     train(case, model, [dist.get_rank()])

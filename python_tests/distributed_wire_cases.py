@@ -1,4 +1,4 @@
-"""Sharded collections whose rows travel in row formats, and when they travel: what their tests run on each rank."""
+"""Sharded collections whose rows are communicated in row formats, and the order of communication, on each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import rec_kernels as rk
 
 
 def train_in_bf16(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
-    """Trains by gradients that bfloat16 holds; the outputs."""
+    """Trains with gradients that bfloat16 represents exactly; returns outputs."""
     outputs = []
     for step in range(case.steps):
         out = model(batch(case, step, ranks))
@@ -40,7 +40,6 @@ def train_in_bf16(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor
 
 
 def in_bf16(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and blocks of this rank after ``train_in_bf16``."""
     model = sharded(case, collection(case))
     return train_in_bf16(case, model, [dist.get_rank()]), blocks(model.module.ebc.state_dict())
 
@@ -57,7 +56,7 @@ def bytes_sent(case: Case | Sequences) -> list[int]:
 
 
 def collectives(case: Case) -> list[str]:
-    """Names of the collectives of a step, in the order in which they begin."""
+    """Names of a step's collectives, in the order of their start."""
     model, noted = sharded(case, collection(case)), []
     names = ("all_to_all_single", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_gather_object")
     own = {name: getattr(dist, name) for name in names}
@@ -76,7 +75,7 @@ def collectives(case: Case) -> list[str]:
 
 
 def losses(case: Case, steps: int) -> list[float]:
-    """Losses of a regression that this rank's part of 64 samples a step trains."""
+    """Losses of a regression trained on this rank's part of 64 samples per step."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
     found = []
@@ -94,8 +93,9 @@ def losses(case: Case, steps: int) -> list[float]:
 
 
 def resumed(case: Case) -> tuple[list[Tensor], list[Tensor], bool]:
-    """Outputs of steps 0 to 3, those of steps 2 and 3 after their state was loaded elsewhere, and whether two lookups
-    without an update between them are rounded otherwise."""
+    """Outputs of steps 0 to 3, outputs of steps 2 and 3 after loading the state elsewhere, and whether two lookups
+    without an update between them use different rounding noise.
+    """
     rank = dist.get_rank()
 
     def outputs(model: nn.Module, steps: range) -> list[Tensor]:
@@ -117,7 +117,7 @@ def resumed(case: Case) -> tuple[list[Tensor], list[Tensor], bool]:
 
 
 def whole_of(value: Any) -> Tensor:
-    """A tensor of a state with the blocks of all ranks."""
+    """Gathers a tensor of a state from all ranks."""
     if not hasattr(value, "local_shards"):
         return value
     out = torch.zeros(value.size(), dtype=value.local_shards()[0].tensor.dtype if value.local_shards() else None)
@@ -130,7 +130,7 @@ def whole_of(value: Any) -> Tensor:
 
 
 def too_large(case: Case) -> tuple[float, bool]:
-    """The last rank's scaled gradient has 102,400: the scale after the step, and whether tables are as before."""
+    """The last rank's scaled gradient is 102,400; returns the scale after the step, and whether blocks are equal."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     tables, scaler = model.module.ebc, torch.amp.GradScaler("cpu", init_scale=1024.0)
     tables.set_grad_scaler(scaler)
@@ -146,7 +146,7 @@ def too_large(case: Case) -> tuple[float, bool]:
 
 
 def infinite(case: Case) -> list[bool]:
-    """The row of rank 0's first id is infinite: for each sample, whether the columns of f0 are NaN, and should be."""
+    """The row of rank 0's first id is infinite; returns the samples with NaN in f0's columns, and those with the id."""
     whole, number = collection(case), int(batch(case, 0, [0])["f0"].values()[0])
     with torch.no_grad():
         whole.embedding_bags["t0"].weight[number] = torch.inf
@@ -157,7 +157,7 @@ def infinite(case: Case) -> list[bool]:
 
 
 def unlike() -> str:
-    """Ranks choose other formats: the error."""
+    """Returns the error if ranks choose different formats."""
     formats = ("int8", "bf16")
     try:
         sharded(Case(wire=rk.distributed.Wire(formats[dist.get_rank()])), collection(Case()))
@@ -167,7 +167,7 @@ def unlike() -> str:
 
 
 class Between(nn.Module):
-    """A layer that computes between a lookup and the reading of its output."""
+    """A layer between a lookup and the reading of its output."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,6 @@ class Between(nn.Module):
         self.dense = nn.Linear(4, 64)
 
     def forward(self, features: Any) -> Tensor:
-        """[B, 64]."""
         pooled = self.ebc(features)
         self.noted.append("looked up")
         hidden = self.dense(torch.ones(features.stride(), 4))
@@ -184,7 +183,7 @@ class Between(nn.Module):
 
 
 def order(case: Case) -> tuple[list[str], bool]:
-    """Events of a step, one after the other, and whether a lookup has trained that was read under no_grad()."""
+    """The order of events in a step, and whether a lookup trains that was read under no_grad()."""
     from rec_kernels.distributed import messages
 
     noted, all_to_all = [], messages.all_to_all

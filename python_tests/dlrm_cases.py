@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from rec_kernels.dlrm.config import TrainConfig
     from rec_kernels.dlrm.reader import Reader
 
-#: A run on what the fixture ``data`` of conftest.py is; with a model of few numbers.
+#: A run on the fixture ``data`` of conftest.py with a small model.
 PLAIN: dict[str, Any] = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
 OPTIONS: dict[str, Any] = PLAIN | {"embedding_dim": 4, "bottom": (5,), "top": (6,)}
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
-    """The options as a command line has them."""
+    """Formats the options as command-line flags."""
     return [item for name, value in options.items() for item in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -28,7 +28,7 @@ def plain_config(runs_dir: Path, **options: Any) -> TrainConfig:
 
 
 class Changed:
-    """The data set with a change to its batches."""
+    """A data set whose batches are transformed by ``change``."""
 
     def __init__(self, data, change):
         self.data, self.change = data, change

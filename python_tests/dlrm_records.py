@@ -1,4 +1,4 @@
-"""Records of a run, and which of their keys differ when it is run again."""
+"""Records of a run, and their keys that differ between two runs."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def records(run: Path) -> list[dict]:
 
 
 def without_times(run: Path, *others: str) -> list[dict]:
-    """All records of a run, without what differs when it is run again, and without other keys."""
+    """All records of a run, without times and other keys that differ between runs."""
     return [{key: value for key, value in record.items() if key not in {*TIMES, *others}} for record in records(run)]

@@ -1,4 +1,4 @@
-"""Runs of the trainer on several processes: what test_dlrm_sharded.py has each process do."""
+"""Runs of the trainer on several processes: functions that test_dlrm_sharded.py runs in each process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rec_kernels.dlrm import Batch, Feature, RunInterruptedError, TrainConfig, e
 
 
 class Bags(TinyData):
-    """TinyData with a second feature, of bags that rows share, and weights."""
+    """TinyData with a second feature, with weighted bags that rows share."""
 
     features = (*TinyData.features, Feature("bag", 9, pooling="mean", shared=True))
 
@@ -29,7 +29,7 @@ class Bags(TinyData):
 
 
 class Broken(Bags):
-    """Bags whose third batch has a last row with an infinite dot product."""
+    """Bags whose third batch ends with a row with an infinite dot product."""
 
     def batches(self, split, batch_size, start=0):
         for number, batch in enumerate(super().batches(split, batch_size, start), start):
@@ -43,7 +43,7 @@ class Broken(Bags):
 
 
 class Unknown(TinyData):
-    """TinyData whose third batch has, in its last row, an id that the table has no row for."""
+    """TinyData whose third batch ends with an id out of range."""
 
     def batches(self, split, batch_size, start=0):
         for number, batch in enumerate(super().batches(split, batch_size, start), start):
@@ -53,7 +53,7 @@ class Unknown(TinyData):
 
 
 class Absent(TinyData):
-    """TinyData that the first process does not have."""
+    """TinyData that is missing on the first process."""
 
     def num_rows(self, split):
         if dist.get_rank() == 0:
@@ -71,10 +71,10 @@ def options(folder: str, **more: Any) -> TrainConfig:
 
 
 def run(folder: str, data: str = "tiny", stop_after: int = 0, resume: bool = False, more: Any = ()) -> dict | str:
-    """Trains; the test record, or the error's kind and text.
+    """Trains; returns the test record, or the error's type and text.
 
     Args:
-        stop_after: the step after which the last process is told to stop; 0: none.
+        stop_after: the step after which the last process receives the stop event; 0: none.
     """
     last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     directory = Path(folder) / "run" if resume else None
@@ -87,10 +87,9 @@ def run(folder: str, data: str = "tiny", stop_after: int = 0, resume: bool = Fal
 
 
 def scores(folder: str, data: str = "tiny") -> dict:
-    """Scores of the run's checkpoint."""
     return evaluate(Path(folder) / "run", DATA[data]())
 
 
 def unlike(folder: str) -> dict | str:
-    """A run whose processes have other seeds."""
+    """A run whose processes have different seeds."""
     return run(folder, more={"seed": dist.get_rank()})

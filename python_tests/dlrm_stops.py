@@ -1,4 +1,4 @@
-"""Runs of the trainer that are stopped."""
+"""Interrupted runs of the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlrm_tiny import TinyData
 
 
 class StopAfter:
-    """Looks like the event that Ctrl-C sets, after so many steps."""
+    """Replaces the event that Ctrl-C sets; it is set after a number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -23,7 +23,7 @@ class StopAfter:
 
 @contextlib.contextmanager
 def told_to_stop(steps: int) -> Iterator[None]:
-    """In the block, runs are told to stop as Ctrl-C does it, and do so after this step."""
+    """Sets the stop event of runs in this block after ``steps`` steps, as Ctrl-C does."""
     from rec_kernels.dlrm.train import Run
 
     fit = Run.fit

@@ -10,7 +10,7 @@ from rec_kernels.dlrm import Batch, Feature
 
 
 class TinyData:
-    """400 rows for training and 200 for the test, whose label hangs on the id of the one feature."""
+    """400 rows for training and 200 for the test; the label depends on the id of the one feature."""
 
     name, num_dense = "tiny", 2
     features = (Feature("id", 20),)
@@ -32,6 +32,6 @@ class TinyData:
 
 
 def tiny() -> TinyData:
-    """Named by ``--data dlrm_tiny:tiny``."""
+    """The data set of ``--data dlrm_tiny:tiny``."""
     TinyData.opened += 1
     return TinyData()

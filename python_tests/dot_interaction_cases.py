@@ -1,4 +1,4 @@
-"""Samples of every size for the tests of dot_interaction, bounds of their sums, and wrong arguments."""
+"""Samples of every size for the tests of dot_interaction, error bounds of their sums, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rec_kernels.ops.dot_interaction import num_pairs
 from rec_kernels.reference.dot_interaction import interaction_reference
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: F, D: one vector, partial registers and tiles, whole ones, several.
+#: F, D: one vector; partial and whole registers and tiles; several.
 SIZES = [(0, 1), (0, 20), (1, 1), (3, 5), (4, 16), (13, 10), (15, 32), (27, 64), (40, 70), (5, 130)]
 MANY, LONG = (70, 9), (2, 1024)
-#: Arguments of make_call: what is compared with torch, has work for several threads, is called twice, is empty.
+#: Arguments of make_call: compared with torch; split among threads; called twice; empty.
 COMPARED = [(size, 20, self_interaction) for size in (*SIZES, MANY, LONG) for self_interaction in (False, True)]
 SHARED_OUT = [((27, 64), 1000, False)]
 REPEATED = ((27, 64), 5, False)
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> tuple[bool]:
-        """The arguments of the op behind its tensors."""
+        """The op's arguments after its tensors."""
         return (self.self_interaction,)
 
     def by_torch(self, dense: Tensor, sparse: Tensor) -> Tensor:
@@ -39,16 +39,16 @@ class Call(NamedTuple):
         return interaction_reference(dense, sparse, self.self_interaction)
 
     def most_terms(self) -> tuple[int, int, int]:
-        """The most terms that an element of the result and of each gradient is the sum of."""
+        """The maximum number of terms in the sum of an element of the result and of each gradient."""
         vectors = self.sparse.shape[1] + 1
         return self.dense.shape[1], vectors + 1, vectors
 
     def bound(self, precision: str) -> tuple[int, float]:
-        """Further additions, and a term's error: one factor cut to TF32 is off by 2^-10, a product by twice that."""
+        """Additional additions, and a term's error: a factor cut to TF32 changes by 2^-10, a product by twice that."""
         return 8, 2.0**-9 if precision == "tf32" and self.dense.dtype == torch.float32 else 0.0
 
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The result and both gradients, as two calls of ``ops``."""
+        """The result and both gradients, from two ops of ``ops``."""
         options = (*self.options, *precision)
         out = ops.dot_interaction(self.dense, self.sparse, *options)
         return out, *ops.dot_interaction_backward(self.grad, self.dense, self.sparse, *options)
@@ -59,14 +59,14 @@ class Call(NamedTuple):
 
 
 def make_call(size: tuple[int, int], batch: int, self_interaction: bool, dtype: torch.dtype = torch.float32) -> Call:
-    """Random numbers for (F, D)."""
+    """Random values for (F, D)."""
     (vectors, columns), pairs = size, num_pairs(size[0], self_interaction)
     shapes = (batch, columns), (batch, vectors, columns), (batch, columns + pairs)
     return Call(*(torch.randn(shape).to(dtype) for shape in shapes), self_interaction)
 
 
 def typical(batch: int) -> Call:
-    """A call of a few vectors."""
+    """A call with few vectors."""
     return make_call((5, 8), batch, True)
 
 
@@ -104,7 +104,7 @@ BAD_CALLS = [
 
 
 def bad_arguments(op: str, message: str) -> tuple[tuple, tuple]:
-    """Arguments of an op that are right, and those for which it must give the message."""
+    """Valid arguments of an op, and arguments for which it must raise the message."""
     good = GOOD if op == "dot_interaction" else GRAD | GOOD
     bad = good | (BAD | BAD_GRAD)[message]
     return tuple((*list(a.values())[:-1], False, a["precision"]) for a in (good, bad))

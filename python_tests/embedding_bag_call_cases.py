@@ -1,4 +1,4 @@
-"""Whole calls: what every op of the family makes of a case, named by feature and table, whatever their order is."""
+"""Results of every op of the embedding_bag family for a case, keyed by feature and table independent of their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rec_kernels.testing import same_bits
 
 ALL_OPTIMIZERS = (*OPTIMIZERS, *ELEMENTWISE)
-Results = dict[tuple[str, int], Tensor]  # (what, feature or table) -> its part of a result
+Results = dict[tuple[str, int], Tensor]  # (name of the result, feature or table) -> its part
 
 
 class Call:
@@ -23,7 +23,7 @@ class Call:
 
     Args:
         encoded: the case.
-        features, tables: the numbers that its features and tables go by in ``Results``; None: their own.
+        features, tables: numbers of its features and tables in ``Results``; None: their positions.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Call:
         dense = ops.embedding_bag_backward_dense(self.case.grad, shape, *self.case.jagged, **layout)
         rows, row_grads, counts = ops.embedding_bag_backward_sparse(self.case.grad, shape, *self.case.jagged, **layout)
         found, row, at = self.by_table("dense", self.case.split(dense)), 0, 0
-        for table, number in enumerate(self.tables):  # which lie in the order of their rows
+        for table, number in enumerate(self.tables):  # tables in the order of their rows
             if table not in self.case.features:
                 continue
             count = int(counts[self.case.features.index(table)])
@@ -85,7 +85,7 @@ class Call:
             flat, rows, step = self.encoded.update(optimizer, rounding, ops, **options)
             state = {"sum": rows}
         found = self.by_table(f"{optimizer}: bytes", self.encoded.split(flat)) | {(f"{optimizer}: step", 0): step}
-        split = self.moments["lamb"].split  # of state for rows, too
+        split = self.moments["lamb"].split  # the same split as for rowwise state
         for name, t in state.items():
             if name == "beta_powers":
                 found[f"{optimizer}: {name}", 0] = t
@@ -102,7 +102,7 @@ class Call:
 
 
 def select(call: Call, features: Sequence[int], tables: Sequence[int]) -> Call:
-    """The call with these features and tables in this order, each with what is its own: ids, rows, state, noise."""
+    """The call restricted to these features and tables in this order, with their ids, rows, state and noise."""
     case, batch = call.case, call.case.batch
     lengths = case.offsets.diff().view(len(case.features), batch)[list(features)].flatten()
     positions = torch.cat([torch.arange(len(case.values))[call.ids_of(f)] for f in features])
@@ -126,7 +126,7 @@ def select(call: Call, features: Sequence[int], tables: Sequence[int]) -> Call:
 
 
 def _carry_state(call: Call, to: Call, tables: Sequence[int]) -> None:
-    """Gives the tables of ``to`` the state they have in ``call``, at their new places."""
+    """Copies the tables' state in ``call`` to their new positions in ``to``."""
 
     def carried(before: MomentCase, after: MomentCase, state: Tensor) -> Tensor:
         rowwise = len(state) == len(before.case.sum)

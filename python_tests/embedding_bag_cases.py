@@ -1,4 +1,4 @@
-"""Cases of embedding_bag for the tests: random many-table calls, and what the reference says about them."""
+"""Cases of embedding_bag: random calls over many tables, and the reference's results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DIMS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 112, 127, 1
 
 
 def wide_floats(*shape: int, seed: int) -> Tensor:
-    """Floats of very different sizes, so that another order of summation gives another result."""
+    """Floats of very different magnitudes, so that another order of summation gives another result."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=g) * torch.exp2(torch.randint(-12, 12, shape, generator=g))
 
 
-COMBINE = ["concat", "add", "mult"]  # by their numbers
+COMBINE = ["concat", "add", "mult"]  # by their codes in layouts
 
 
 def _num_ids(tables: list[tuple[int, int]], feature: int | Parts) -> int | None:
@@ -36,7 +36,7 @@ def _num_ids(tables: list[tuple[int, int]], feature: int | Parts) -> int | None:
 class Case:
     """One call over several tables, in flat weights with NaN gaps between the tables."""
 
-    tables: list[tuple[int, int]]  # (E, D)
+    tables: list[tuple[int, int]]
     features: list[int | Parts]  # table of each feature, or its tables
     mean: list[bool]
     values: Tensor
@@ -74,7 +74,7 @@ class Case:
 
     @functools.cached_property
     def first_rows(self) -> list[int]:
-        """Linear row of each table's row 0; a row stays unused between tables."""
+        """Linear row index of each table's row 0; one row stays unused between tables."""
         rows = [0]
         for e, _ in self.tables[:-1]:
             rows.append(rows[-1] + e + 1)
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def num_ids(self) -> list[int | None]:
-        """Number of ids that each feature can have; None: every integer is one."""
+        """Number of ids of each feature; None: every integer is an id."""
         return [_num_ids(self.tables, f) for f in self.features]
 
     @property
@@ -102,13 +102,13 @@ class Case:
         numbers["output_offsets"], columns = self._columns()
         if any(isinstance(f, Parts) for f in self.features):
             numbers |= self.partitions()
-        limits = {"id_limits": numbers.pop("id_limits")} if "id_limits" in numbers else {}  # None is no number
+        limits = {"id_limits": numbers.pop("id_limits")} if "id_limits" in numbers else {}  # a tensor cannot hold None
         layout = limits | {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()}
         return layout | {"mean": torch.tensor(self.mean), "output_dim": columns, "padding_idx": self.padding_idx}
 
     @property
     def columns(self) -> list[tuple[list[int], int]]:
-        """First column of each part of each feature, counted from the feature's own, and number of columns."""
+        """First column of each part relative to its feature, and number of columns."""
         found = []
         for f in self.features:
             dims = [self.tables[t][1] for t in (f.tables if isinstance(f, Parts) else [f])]
@@ -126,7 +126,7 @@ class Case:
         return firsts, column
 
     def partitions(self) -> dict[str, list[int]]:
-        """The arguments of a layout that say how ids find rows of several tables."""
+        """Layout arguments of partitioned features: how ids select rows of several tables."""
         whole = [
             Parts([f], [(1, 2**62)], self.tables[f][0], "concat") if isinstance(f, int) else f for f in self.features
         ]
@@ -143,7 +143,7 @@ class Case:
 
     @property
     def jagged(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The arguments that describe the bags."""
+        """Ids, offsets and weights of the bags."""
         return self.values, self.offsets, self.per_sample_weights
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class Case:
     def expected_update(
         self, optimizer: str, scale: float = 1.0, step: GradientStep | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Weights and state after one step, from gradients multiplied by ``scale`` that then take ``step``."""
+        """Weights and state after one step, from gradients multiplied by ``scale``, then transformed by ``step``."""
         step = step or GradientStep()
         weights, state = self.weights.clone(), self.sum.clone()
         for table, view in enumerate(self.split(weights)):

@@ -1,4 +1,4 @@
-"""An encoded case on backends, op by op, against the reference, bit for bit."""
+"""Checks an encoded case on backends, op by op, against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Backends = Callable[[], Iterator[Backend]]
 
 
 def expected_status(case: Case) -> list[int]:
-    """The position of the first id of a bag that is outside of its table, and how many there are."""
+    """The first position of an id out of range, and the number of such ids."""
     sizes = torch.tensor([-1 if n is None else n for n in case.num_ids]).repeat_interleave(case.batch)
     limits, first = sizes.repeat_interleave(case.offsets.diff().long()), int(case.offsets[0])
     ids = case.values[first : first + len(limits)].long()
@@ -29,7 +29,7 @@ def expected_status(case: Case) -> list[int]:
 
 
 def check_lookups(encoded: EncodedCase, backends: Backends = every_backend, **options) -> None:
-    """Output, status and the gradient of per_sample_weights."""
+    """Checks output, status and the gradient of per_sample_weights."""
     case, layout = encoded.case, encoded.layout | options
     output, factors, status = case.expected_output(), case.expected_factor_gradient(), expected_status(case)
     values, offsets, _ = case.jagged
@@ -44,7 +44,7 @@ def check_lookups(encoded: EncodedCase, backends: Backends = every_backend, **op
 
 
 def check_gradients(case: Case, backends: Backends = every_backend, **options) -> None:
-    """Dense and sparse gradients of the tables, which are float32 to them."""
+    """Checks dense and sparse gradients of the tables, as float32."""
     dense, touched = case.expected_dense_gradient(), sorted(case.row_gradients)
     row_grads = torch.cat([torch.zeros(0), *(case.row_gradients[key] for key in touched)])
     given = (case.grad, list(case.weights.shape), *case.jagged)
@@ -70,11 +70,11 @@ def check_update(
     half: bool = False,
     **options,
 ) -> None:
-    """Bytes, state and step after a fused update; what no id names, and what lies between tables, stays.
+    """Checks bytes, state and step after a fused update; rows without ids and bytes between tables stay.
 
     Args:
         step: clipping and weight decay between a row's gradient and the optimizer.
-        half: whether state for every element is bfloat16.
+        half: whether elementwise state is bfloat16.
     """
     scale = (1 / torch.tensor(grad_scale)).item()
     if grad_scale != 1:
@@ -104,7 +104,7 @@ def updated(encoded: EncodedCase, optimizer: str, rounding: str, ops: object, **
 
 
 def before_update(encoded: EncodedCase, optimizer: str) -> tuple[Tensor, ...]:
-    """Bytes, step and all state that ``updated`` starts from."""
+    """Bytes, step and all state before ``updated``."""
     state = MomentCase(encoded, optimizer).state.values() if optimizer in ELEMENTWISE else [encoded.case.sum]
     return (encoded.flat, torch.tensor(STEP), *state)
 
@@ -116,14 +116,14 @@ def check_updates(
     backends: Backends = every_backend,
     **options,
 ) -> None:
-    """Each optimizer with each rounding; ``options`` are those of ``check_update``."""
+    """Checks each optimizer with each rounding; ``options`` are those of ``check_update``."""
     for optimizer in optimizers:
         for rounding in roundings:
             check_update(encoded, optimizer, rounding, backends, **options)
 
 
 def changed_tables(encoded: EncodedCase, found: Tensor, expected: Tensor) -> list[tuple]:
-    """Numbers of the tables whose bytes differ; if none, the bytes between tables do."""
+    """Indices of the tables whose bytes differ; if none, the bytes between tables do."""
     kinds = zip(encoded.case.tables, encoded.formats, encoded.split(found), encoded.split(expected), strict=True)
     return [(*shape, format) for shape, format, a, b in kinds if not torch.equal(a, b)]
 

@@ -1,4 +1,4 @@
-"""Cases of embedding_bag over tables in row formats: their bytes, and what the reference makes of them."""
+"""Cases of embedding_bag over tables in row formats: their bytes, and the reference's results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rec_kernels.testing import same_bits
 ROUNDINGS = ["nearest", "stochastic"]
 INT64_MAX = torch.iinfo(torch.int64).max
 SEED, STEP = 0x123456789ABCDEF, 2**32 + 6  # both words of the seed; a step that is taken modulo 2^32
-GAP = 0xA5  # what bytes between tables are, and stay
+GAP = 0xA5  # value of bytes between tables, which stay
 
 
 class EncodedCase:
-    """A ``Case`` whose tables are in row formats; its float weights become what the encoded rows decode to.
+    """A ``Case`` with tables in row formats; its float weights become the decoded rows.
 
     Args:
-        case: the call; its own gaps are of no interest here.
+        case: the call; its gaps are ignored.
         formats: of its tables.
-        gaps: bytes before each table; 1 before every one but those of floats, which start at a multiple of 4.
-        rows: the tables' bytes; None: the float weights of ``case``, rounded to the nearest.
+        gaps: bytes before each table; by default 1, or up to the next multiple of 4 before floats.
+        rows: the tables' bytes; None: the float weights of ``case``, rounded to nearest.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EncodedCase:
         return views
 
     def decode(self, tables: Sequence[Tensor]) -> list[Tensor]:
-        """[E, row_bytes] of each table as the float32 numbers [E, D] that they mean."""
+        """Decodes each table from [E, row_bytes] to float32 [E, D]."""
         kinds = zip(tables, self.formats, self.dims, strict=True)
         return [reference.dequantize_rows(t, f, d) for t, f, d in kinds]
 
@@ -77,17 +77,17 @@ class EncodedCase:
         return self.case.layout | {name: torch.tensor(n) for name, n in numbers.items()} | sizes
 
     def table_id(self, table: int) -> int:
-        """Number of the table for its noise; it differs from the table's place in the call."""
+        """Number of the table for its noise; it differs from the table's index in the call."""
         return 65535 - 7 * table
 
     @property
     def noise(self) -> dict:
-        """The arguments of a fused update that its noise comes from; ``step`` is ``STEP``."""
+        """The arguments that determine a fused update's noise; ``step`` is ``STEP``."""
         ids = torch.tensor([self.table_id(t) for t in self.case.parts])
         return {"seed": torch.tensor(SEED), "table_ids": ids}
 
     def encode_row(self, table: int, row: int, numbers: Tensor, rounding: str, step: int = STEP) -> Tensor:
-        """The bytes that an updated row [D] of a table becomes."""
+        """Encodes an updated row [D] of a table."""
         place = {"seed": SEED, "step": step, "table": self.table_id(table), "first_row": row}
         format = self.formats[table]
         return reference.quantize_rows(numbers[None], format, rounding=rounding, raise_not_finite=False, **place)[0]
@@ -95,7 +95,7 @@ class EncodedCase:
     def expected_update(
         self, optimizer: str, rounding: str, scale: float = 1.0, step: GradientStep | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Bytes and state after one step, from gradients multiplied by ``scale`` that then take ``step``."""
+        """Bytes and state after one step, from gradients multiplied by ``scale``, then transformed by ``step``."""
         floats, state = self.case.expected_update(optimizer, scale, step)
         updated, flat = self.case.split(floats), self.flat.clone()
         tables = self.split(flat)
@@ -121,12 +121,12 @@ class EncodedCase:
         return flat, state, step
 
     def unchanged(self, found: tuple[Tensor, Tensor, Tensor]) -> bool:
-        """True if an update has done nothing at all."""
+        """True if an update changed nothing."""
         flat, state, step = found
         return torch.equal(flat, self.flat) and same_bits(state, self.case.sum) and step.item() == STEP
 
     def same_tables(self, found: Tensor, expected: Tensor) -> bool:
-        """True if all bytes agree, those between tables too; a float NaN may have any payload."""
+        """True if all bytes agree, also between tables; NaN floats may have any payload."""
         if torch.equal(found, expected):
             return True
         between = torch.ones(len(self.flat), dtype=torch.bool)
@@ -148,6 +148,6 @@ def encoded_cases(draw) -> EncodedCase:
 
 
 def every_format_once(case: Case, shift: int = 0, **options) -> EncodedCase:
-    """The tables of a case in all formats in turn, the first one that number ``shift`` of ``BAG_FORMATS``."""
+    """The tables of a case with each format in turn, starting at index ``shift`` of ``BAG_FORMATS``."""
     formats = [BAG_FORMATS[(shift + t) % len(BAG_FORMATS)] for t in range(len(case.tables))]
     return EncodedCase(case, formats, **options)

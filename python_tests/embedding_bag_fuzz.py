@@ -1,4 +1,4 @@
-"""Jagged input with anything wrong in it: seeded calls, what is wrong with each, and what the ops must make of it."""
+"""Seeded calls with invalid jagged input, their defects, and the errors or results that the ops must produce."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ BACKWARDS = ("dense", "sparse", "per_sample_weights", "fused_")
 
 @dataclass(frozen=True)
 class Complaint:
-    """Error that a call must report.
+    """The error that a call must report.
 
-    ``noted`` is what a device writes to ``status``; None: the host has seen it, and raises there as well.
+    ``noted`` is what a device writes to ``status``; None: the host detects it, and raises on a GPU as well.
     """
 
     error: type[Exception]
@@ -48,7 +48,7 @@ class Complaint:
 
 @dataclass
 class BadCall:
-    """A sample, and numbers that are written over its offsets and ids: (place, number). ``cut`` offsets are missing."""
+    """A sample, and values that replace offsets and ids: (position, value). The last ``cut`` offsets are missing."""
 
     sample: Sample
     offsets: list[tuple[int, int]] = field(default_factory=list)
@@ -57,10 +57,9 @@ class BadCall:
 
     @functools.cached_property
     def encoded(self) -> EncodedCase:
-        """The call."""
         encoded = self.sample.encoded()
         case = encoded.case
-        _ = case.grad, encoded.layout, case.sum, case.weights  # whose shapes are those of the call before
+        _ = case.grad, encoded.layout, case.sum, case.weights  # computed before the changes, for their shapes
         for name in ("offsets", "values"):
             for place, number in getattr(self, name):
                 getattr(case, name)[place] = number
@@ -69,7 +68,7 @@ class BadCall:
 
     @functools.cached_property
     def complaint(self) -> Complaint | None:
-        """The first thing that is wrong: the number of offsets, an offset, an id that may not be ignored."""
+        """The first error: the number of offsets, an offset, an id that may not be ignored."""
         case, features = self.encoded.case, len(self.sample.features)
         count = len(case.offsets)
         if count == 0 or (count - 1) % features:
@@ -82,7 +81,7 @@ class BadCall:
         position, _ = expected_status(case)
         if position == INT64_MAX or self.sample.bounds_check != "error":
             return None
-        bag = int((case.offsets[:-1] <= position).nonzero()[-1])  # of several that start there, the one that has ids
+        bag = int((case.offsets[:-1] <= position).nonzero()[-1])  # the last bag that starts there is the one with ids
         feature, limit = bag // case.batch, case.num_ids[bag // case.batch]
         place = f"values[{position}] = {int(case.values[position])} (feature {feature}, bag {bag % case.batch})"
         text = f"{place} is out of range: ids of this feature must be in [0, {limit})"
@@ -103,7 +102,7 @@ class BadCall:
         return ops.embedding_bag_fused(*state, *jagged, **encoded.layout, **options)
 
     def backward(self, op: str, ops=OPS) -> Tensor | tuple[Tensor, ...]:
-        """The gradient, or of "fused_" bytes, step and all state."""
+        """The gradient; for "fused_", bytes, step and all state."""
         encoded, case = self.encoded, self.encoded.case
         values, offsets, _ = case.jagged
         if op == "fused_":
@@ -115,7 +114,7 @@ class BadCall:
         return getattr(ops, f"embedding_bag_backward_{op}")(*given, **layout, **self.options)
 
     def before(self) -> tuple[Tensor, ...]:
-        """State that the ops ending in "fused_" start from."""
+        """State before the ops ending in "fused_"."""
         return before_update(self.encoded, self.sample.optimizer)
 
 
@@ -135,11 +134,11 @@ def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:
 
 
 def _parts(r: random.Random, tables: list[tuple[int, int, str]], table: int, most: int) -> Parts:
-    """A feature of ``table`` and others that can go with it; its ids end at ``most`` or before, or nowhere."""
+    """A partitioned feature of ``table`` and compatible tables; its ids are below ``most``, or unlimited."""
     if most > 5 and r.random() < 0.3:
         return Parts([table], [(1, r.randint(1, tables[table][0]))], None, "concat")
     combine = r.choice(["concat", "add", "mult", "mult"])
-    # Rows that become one are alike.
+    # Rows that are added or multiplied need the same dimension and format.
     others = [
         t for t, kind in enumerate(tables) if t != table and (combine == "concat" or kind[1:] == tables[table][1:])
     ]
@@ -150,12 +149,12 @@ def _parts(r: random.Random, tables: list[tuple[int, int, str]], table: int, mos
 
 def _sample(r: random.Random) -> Sample:
     bounds_check = r.choice(["error", "error", "ignore", "none"])
-    # Bad offsets hand a feature the ids of another one, which "none" trusts: they must fit every table.
+    # With bad offsets a feature reads another one's ids, which "none" does not check: they must fit every table.
     rows = [1, 2, 5, 40] if bounds_check != "none" else [5]
     tables = [(r.choice(rows), r.choice([1, 3, 16, 33, 130]), r.choice(BAG_FORMATS)) for _ in range(r.randint(1, 3))]
     features = [(r.randrange(len(tables)), r.choice(["sum", "mean"])) for _ in range(r.randint(1, 4))]
     ids = r.choice([32, 64])
-    if r.random() < 0.4:  # partitioned features, and tables of one kind for them
+    if r.random() < 0.4:  # partitioned features, and mostly tables of the same dimension and format
         tables = [(e, *tables[0][1:]) for e, _, _ in tables] if r.random() < 0.7 else tables
         most = 5 if bounds_check == "none" else 2**33 if ids == 64 else 1000
         features = [(_parts(r, tables, t, most) if r.random() < 0.7 else t, pooling) for t, pooling in features]
@@ -177,7 +176,7 @@ def _sample(r: random.Random) -> Sample:
 
 
 def _number(r: random.Random, bits: int, near: list[int]) -> int:
-    """One near a limit, one at an end of the type, or any."""
+    """A number near a limit, at an end of the type, or any."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     ends = [low, low + 1, high, high - 1, -(2**31), 2**31 - 1]
     wide = [2**31, 2**32, -(2**32), 2**32 + 1, 2**40] if bits == 64 else []
@@ -185,7 +184,7 @@ def _number(r: random.Random, bits: int, near: list[int]) -> int:
 
 
 def bad_call(seed: int) -> BadCall:
-    """A call with nothing to three numbers wrong; some of them turn out to be harmless."""
+    """A call with zero to three changed values; some of these are harmless."""
     r = random.Random(seed)
     call = BadCall(_sample(r))
     sample, offsets = call.sample, call.encoded.case.offsets.tolist()
@@ -208,7 +207,7 @@ def bad_call(seed: int) -> BadCall:
 
 
 def check(call: BadCall, backend: Backend) -> None:
-    """One call on one backend; a failure says which call it was."""
+    """Checks one call on one backend; a failure prints the call."""
     try:
         if call.complaint is None:
             check_right(call, backend)
@@ -221,7 +220,7 @@ def check(call: BadCall, backend: Backend) -> None:
 
 
 def check_right(call: BadCall, backend: Backend) -> None:
-    """A call that nothing is wrong with gives what the reference says, ids that are ignored left out."""
+    """A valid call has the reference's result without ignored ids."""
     here = one(backend)
     check_lookups(call.encoded, here, **call.options)
     check_gradients(call.encoded.case, here, **call.options)
@@ -229,12 +228,11 @@ def check_right(call: BadCall, backend: Backend) -> None:
 
 
 def one(backend: Backend) -> Backends:
-    """A selection of this backend alone."""
     return lambda: iter([backend])
 
 
 def raised(function: Callable[[], object]) -> Exception | None:
-    """Error that a call raises."""
+    """Returns the error that a call raises."""
     try:
         function()
     except (IndexError, ValueError, RuntimeError) as error:
@@ -243,12 +241,12 @@ def raised(function: Callable[[], object]) -> Exception | None:
 
 
 def check_raises(call: BadCall, backend: Backend) -> None:
-    """Every op says the same, and nothing has changed."""
+    """Every op raises the expected error and changes nothing."""
     before = [t.clone() for t in call.before()]
     for run, names in ((call.forward, FORWARDS), (call.backward, BACKWARDS)):
         for op in names:
             error = raised(lambda run=run, op=op: run(op, backend.ops))
-            if op == "per_sample_weights" and call.complaint.error is IndexError:  # the forward has raised
+            if op == "per_sample_weights" and call.complaint.error is IndexError:  # the forward raises this one
                 assert error is None, error
                 continue
             assert type(error) is call.complaint.error, (op, error)
@@ -257,7 +255,7 @@ def check_raises(call: BadCall, backend: Backend) -> None:
 
 
 def check_status(call: BadCall, backend: Backend) -> None:
-    """A device raises nothing: the status has the error, no update happens, every result is finite."""
+    """A device does not raise: the status has the error, no update happens, every result is finite."""
     complaint, ops = call.complaint, backend.ops
     for op in FORWARDS:
         output, status = call.forward(op, ops)
@@ -266,9 +264,9 @@ def check_status(call: BadCall, backend: Backend) -> None:
         assert output.isfinite().all(), op
     assert all(map(same_bits, call.backward("fused_", ops), call.before())), "the update changed something"
     assert call.backward("per_sample_weights", ops).isfinite().all()
-    if complaint.error is IndexError:  # gradients have no status; they leave the id out
+    if complaint.error is IndexError:  # gradients have no status; they ignore the id
         check_gradients(call.encoded.case, one(backend), **call.options)
         return
     assert not call.backward("dense", ops).any(), "a dense gradient of bad offsets"
-    error = raised(lambda: call.backward("sparse", ops))  # whose size the host must know
+    error = raised(lambda: call.backward("sparse", ops))  # the host must know the result's size
     assert "the layout, the offsets or inverse are not valid" in str(error), error

@@ -1,4 +1,4 @@
-"""Fused updates with state for every element: their state, and what the reference makes of it."""
+"""Fused updates with elementwise state, and the reference's results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rec_kernels.reference.gradient_step import GradientStep
 ELEMENTWISE = ("adagrad", "adam", "rowwise_adam", "lamb")
 BETAS = (0.9, 0.99)
 State = dict[str, Tensor]
-_STREAMS = {"exp_avg": 1, "exp_avg_sq": 2, "sum": 2}  # of the noise that rounds a kind of state
+_STREAMS = {"exp_avg": 1, "exp_avg_sq": 2, "sum": 2}  # noise streams that round each kind of state
 
 
 def reference_step(
@@ -30,7 +30,7 @@ def reference_step(
     powers: Tensor | None,
     weight_decay: float = 0.0,
 ) -> None:
-    """Updates one table [E, D] and its state; ``powers`` are those of this step, the decay is decoupled."""
+    """Updates one table [E, D] and its state; ``powers`` are those of this step; weight decay is decoupled."""
     if optimizer == "adagrad":
         return reference.adagrad_(weight, state["sum"], gradients, lr, EPS, weight_decay)
     step = reference.Adam(lr, EPS, betas, tuple(powers), weight_decay)
@@ -39,12 +39,12 @@ def reference_step(
 
 
 class MomentCase:
-    """An ``EncodedCase`` with state, whose tables lie in another order than the rows, with NaN gaps between them.
+    """An ``EncodedCase`` with state of tables in another order than the rows, with NaN gaps between them.
 
     Args:
-        encoded: the call; tables of fp32 may be among the others.
+        encoded: the call; some tables may be fp32.
         optimizer: one of ``ELEMENTWISE``.
-        half: whether state for every element is bfloat16.
+        half: whether elementwise state is bfloat16.
     """
 
     def __init__(self, encoded: EncodedCase, optimizer: str, *, half: bool = False) -> None:
@@ -63,7 +63,7 @@ class MomentCase:
         return flat.bfloat16() if self.half else flat
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Views of the tables: [E, D] of state for elements, [E] of state for rows."""
+        """Views of the tables: [E, D] of elementwise state, [E] of rowwise state."""
         if len(flat) != self.size:
             return [flat[row:][:e] for row, (e, _) in zip(self.case.first_rows, self.case.tables, strict=True)]
         places = ((self.starts[t], *shape) for t, shape in enumerate(self.case.tables))
@@ -71,7 +71,7 @@ class MomentCase:
 
     @functools.cached_property
     def state(self) -> State:
-        """Before the update."""
+        """State before the update."""
         seed = self.case.seed + 5000
         if self.optimizer == "adagrad":
             return {"sum": self._elements(seed).abs()}
@@ -113,7 +113,7 @@ class MomentCase:
             reference_step(self.optimizer, view, own, mine, LR, BETAS, state.get("beta_powers"), step.decoupled)
 
     def expected(self, rounding: str, scale: float = 1.0, step: GradientStep | None = None) -> tuple[Tensor, State]:
-        """Bytes and state after the update, from gradients multiplied by ``scale`` that then take ``step``."""
+        """Bytes and state after the update, from gradients multiplied by ``scale``, then transformed by ``step``."""
         weights, state = self.case.weights.clone(), {name: t.float() for name, t in self.state.items()}
         state = {name: t.clone() for name, t in state.items()}
         self._update_floats(weights, state, scale, step or GradientStep())
@@ -124,7 +124,7 @@ class MomentCase:
         return flat, self._rounded(state, rounding) if self.half else state
 
     def _rounded(self, state: State, rounding: str) -> State:
-        """State after an update as it is kept: rows that the update touched are rounded, each kind with its stream."""
+        """State after an update as stored: updated rows are rounded, each kind of state with its noise stream."""
         kept = {name: t.clone() for name, t in self.state.items()}
         for name, t in state.items():
             if kept[name].dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Samples of everything that a call of embedding_bag can be, for hypothesis: a few numbers, which print as a call."""
+"""Hypothesis samples of every kind of embedding_bag call: a few numbers, which print as a constructor call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rec_kernels.reference.embedding_bag import Parts
 
 COLUMNS = [1, 2, 3, 4, 7, 8, 16, 17, 31, 32, 33, 64, 100, 129, 260]
 ROWS = st.integers(1, 4) | st.integers(1, 200)
-# Powers of two, and one whose reciprocal is inexact.
+# Powers of two, and a number with an inexact reciprocal.
 SCALES = [1.0, 2.0**16, 0.25, 3.7]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call; the numbers in the tables, the ids and the gradient come from ``seed``.
+    """One call; rows, ids and gradient are drawn from ``seed``.
 
-    A test that fails prints it: ``Sample(tables=[(3, 4, 'int8')], features=[(0, 'sum')], lengths=[[2, 0]])`` with what
-    is not as below is the whole case.
+    ``repr`` is the complete case, without defaults: ``Sample(tables=[(3, 4, 'int8')], features=[(0, 'sum')],
+    lengths=[[2, 0]])``.
     """
 
     tables: list[tuple[int, int, str]]  # (E, D, format)
@@ -33,8 +33,8 @@ class Sample:
     weighted: bool = False
     padding_idx: int | list[int] = -1
     bounds_check: str = "error"
-    bad_ids: list[int] = field(default_factory=list)  # the last ids of all; for "ignore"
-    unused: tuple[int, int] = (0, 0)  # ids before and after all bags; not beside bad_ids
+    bad_ids: list[int] = field(default_factory=list)  # the last ids of the call; for "ignore"
+    unused: tuple[int, int] = (0, 0)  # ids before and after all bags; not with bad_ids
     ids: int = 64
     offsets: int = 64
     gaps: int = 0  # unused bytes before each table
@@ -49,7 +49,6 @@ class Sample:
         return f"Sample({', '.join(shown)})"
 
     def encoded(self) -> EncodedCase:
-        """The call."""
         widths = {32: torch.int32, 64: torch.int64}
         case = make_case(
             [table[:2] for table in self.tables],
@@ -73,7 +72,7 @@ DEFAULTS = {name: f.default for name, f in Sample.__dataclass_fields__.items()} 
 
 @st.composite
 def samples(draw) -> Sample:
-    """One to five tables, up to six features over them; small ones first, which is where shrinking ends."""
+    """One to five tables, and up to six features over them; small ones first, for shrinking."""
     table = st.tuples(ROWS, st.sampled_from(COLUMNS), st.sampled_from(BAG_FORMATS))
     tables = draw(st.lists(table, min_size=1, max_size=5))
     feature = st.tuples(st.integers(0, len(tables) - 1), st.sampled_from(["sum", "mean"]))
@@ -83,10 +82,10 @@ def samples(draw) -> Sample:
     bags = st.lists(st.sampled_from([0, 1, 2, 3, 7]), min_size=batch, max_size=batch)
     lengths = draw(st.lists(bags, min_size=len(features), max_size=len(features)))
     if batch and long:
-        lengths[0][0] = 67  # where the table has one row: more than a chunk
+        lengths[0][0] = 67  # more than a chunk, if the table has one row
     bounds_check = draw(st.sampled_from(["error", "ignore", "none"]))
     padding = st.sampled_from([-1, 0, 1, 57])
-    bad = st.sampled_from([-1, 57, 200, -(2**31), 2**31 - 1])  # outside of many tables or all, in 32 bits
+    bad = st.sampled_from([-1, 57, 200, -(2**31), 2**31 - 1])  # out of range for many tables or all, in 32 bits
     bad_ids = draw(st.lists(bad, max_size=3)) if bounds_check == "ignore" else []
     return Sample(
         tables,

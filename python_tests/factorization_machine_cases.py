@@ -1,4 +1,4 @@
-"""Samples of every size for the tests of factorization_machine, bounds of their sums, and wrong arguments."""
+"""Samples of every size for the tests of factorization_machine, error bounds of their sums, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from rec_kernels.reference.factorization_machine import formula
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: F, D, K: one number, partial registers and tiles, whole ones, several.
+#: F, D, K: one element; partial and whole registers and tiles; several.
 SIZES = [(1, 1, 1), (3, 10, 5), (7, 16, 16), (13, 20, 9), (27, 64, 24), (40, 70, 17), (2, 130, 70)]
-#: Arguments of make_call: what is compared with torch, has work for several threads, is called twice, is empty.
+#: Arguments of make_call: compared with torch; split among threads; called twice; empty.
 COMPARED = [(size, 70, shared) for size in SIZES for shared in (False, True)]
 SHARED_OUT = [((27, 64, 16), 1000, shared) for shared in (False, True)]
 REPEATED = ((27, 64, 16), 20, True)
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> tuple[()]:
-        """The arguments of the op behind its tensors: none."""
+        """The op's arguments after its tensors: none."""
         return ()
 
     def by_torch(self, x: Tensor, y: Tensor) -> Tensor:
@@ -37,17 +37,17 @@ class Call(NamedTuple):
         return formula(x, y)
 
     def most_terms(self) -> tuple[int, int, int]:
-        """The most additions that a term of an element of the result and of each gradient goes through."""
+        """The maximum number of additions of a term in an element of the result and of each gradient."""
         (batch, vectors, columns), factors = self.x.shape, self.y.shape[-1]
         summed = columns * min(batch, 8) + math.ceil(batch / 8) if self.y.dim() == 2 else columns
         return vectors + columns, vectors + 2 * factors, vectors + summed
 
     def bound(self, precision: str) -> tuple[int, float]:
-        """Further additions, and a term's error: of four factors cut to TF32, or of P and Q between the products."""
+        """Additional additions, and a term's error: of four factors cut to TF32, or of P and Q between the products."""
         return 16, 2.0**-8 if precision == "tf32" else 0.0 if self.x.dtype == torch.float32 else 2.0**-10
 
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The result and both gradients, as two calls of ``ops``."""
+        """The result and both gradients, from two ops of ``ops``."""
         out = ops.factorization_machine(self.x, self.y, *precision)
         return out, *ops.factorization_machine_backward(self.grad, self.x, self.y, *precision)
 
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 def make_call(size: tuple[int, int, int], batch: int, shared: bool, dtype: torch.dtype = torch.float32) -> Call:
-    """Random numbers for (F, D, K)."""
+    """Random values for (F, D, K)."""
     vectors, columns, factors = size
     y = (vectors, factors) if shared else (batch, vectors, factors)
     shapes = (batch, vectors, columns), y, (batch, vectors, factors)
@@ -65,12 +65,12 @@ def make_call(size: tuple[int, int, int], batch: int, shared: bool, dtype: torch
 
 
 def typical(batch: int) -> Call:
-    """A call of a few vectors, with y for all samples."""
+    """A call with few vectors, and one y for all samples."""
     return make_call((5, 8, 3), batch, True)
 
 
 def tiny(batch: int) -> Call:
-    """A call whose sums are denormal; of 70 samples, each has its own y."""
+    """A call whose sums are denormal; each of 70 samples has its own y."""
     return make_call((4, 6, 3), batch, batch != 70).map(lambda t: t * 2.0**-46)
 
 
@@ -100,6 +100,6 @@ BAD_CALLS = [
 
 
 def bad_arguments(op: str, message: str) -> tuple[tuple, tuple]:
-    """Arguments of an op that are right, and those for which it must give the message."""
+    """Valid arguments of an op, and arguments for which it must raise the message."""
     good = GOOD if op == "factorization_machine" else GRAD | GOOD
     return tuple(good.values()), tuple((good | (BAD | BAD_GRAD)[message]).values())

@@ -1,12 +1,12 @@
-"""Calls every public op with anything wrong in its arguments, for as long as it is told to (op_fuzz.py has the calls).
+"""Calls public ops with invalid arguments for a given time (op_fuzz.py makes the calls).
 
     python python_tests/fuzz_ops.py --minutes 30
     python python_tests/fuzz_ops.py --minutes 30 --asan       # CPU kernels built with sanitizers, in build/sanitized
-    python python_tests/fuzz_ops.py --first 4711 --calls 1    # one call again, by its number
+    python python_tests/fuzz_ops.py --first 4711 --calls 1    # repeats one call, by its number
 
-Calls run in a process of their own. When it dies, or stays in one call for minutes, that call is a finding, too, and
-another process goes on behind it. Memory is limited: an op that is asked for terabytes has to say that there is none.
-In between come calls of embedding_bag_fuzz.py and row_cache_fuzz.py, whose results a reference foretells.
+Calls run in a subprocess. If it dies or hangs, that call is a finding, and a new process continues after it. Memory is
+limited: an op that needs terabytes must raise an error. Calls of embedding_bag_fuzz.py and row_cache_fuzz.py, which
+compare with a reference, are interspersed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from layout_calls import OPS
 
 ROOT = Path(__file__).parents[1]
 SANITIZED = ROOT / "build" / "sanitized"
-#: Seconds without a word: a call that takes longer hangs. A process that starts under the sanitizers is slow, too.
+#: Seconds without output after which a call hangs. Starting a process under the sanitizers is slow, too.
 PATIENCE = 120
-#: Bytes of address space of a process that calls ops; the sanitizers need more than that, and limit an allocation.
+#: Bytes of address space of a process that calls ops. The sanitizers need more; there, single allocations are limited.
 MEMORY = 12 << 30
-#: After so many calls there is one of the fuzzers that have a reference.
+#: One call in this many is from a fuzzer with a reference.
 REFERENCE_EVERY = 20
 
 
 def sanitized_package(kernels: str = "ON") -> Path:
-    """Builds the CPU library with the sanitizers, beside a copy of the package's Python files; what to import from.
+    """Builds the CPU library with the sanitizers, copies the package's Python files, and returns their folder.
 
     ``kernels`` is the option REC_KERNELS_SANITIZE of CMakeLists.txt: "ON", or "baseline" for one instruction set.
     """
@@ -61,7 +61,7 @@ def sanitized_package(kernels: str = "ON") -> Path:
 
 
 def environment(package: Path | None) -> dict[str, str]:
-    """Environment of the processes that call ops: of ``sanitized_package()``, or of this one."""
+    """The environment of subprocesses that call ops: of ``sanitized_package()``, or of this process."""
     if package is None:
         return dict(os.environ)
     sanitized = sanitized_environment()
@@ -70,14 +70,14 @@ def environment(package: Path | None) -> dict[str, str]:
 
 
 def work(first: int, count: int | None, seed: int, op: str | None) -> None:
-    """Calls ops until it is killed or has made ``count`` calls; lines of JSON before and after each."""
+    """Calls ops until it is killed or has made ``count`` calls; prints lines of JSON before and after each."""
     import op_fuzz
 
     if "asan" not in os.environ.get("LD_PRELOAD", ""):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     warnings.simplefilter("ignore")  # torch's, of casts and of gradients
     torch.set_num_threads(2)
-    torch.use_deterministic_algorithms(True)  # what nobody has written is NaN
+    torch.use_deterministic_algorithms(True)  # memory that no kernel writes is NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
     valid = op_fuzz.Samples()
     for number in itertools.islice(itertools.count(first), count):
@@ -111,7 +111,7 @@ def _say(*what: object) -> None:
 
 
 class Campaign:
-    """Calls until a time is over, in one process after another, and what came of them."""
+    """Runs calls for a given time, in consecutive subprocesses, and counts their outcomes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -120,7 +120,6 @@ class Campaign:
         self._environment = environment(sanitized_package() if options.asan else None)
 
     def run(self) -> None:
-        """The whole of it."""
         end = time.monotonic() + 60 * self.options.minutes
         first, last = self.options.first, sys.maxsize
         if self.options.calls is not None:
@@ -129,7 +128,7 @@ class Campaign:
             first = self._one_process(first, last, end)
 
     def _one_process(self, first: int, last: int, end: float) -> int:
-        """Calls from ``first`` on, until the process or the time ends; the number of the call to go on with."""
+        """Calls from ``first`` on, until the process or the time ends; returns the number of the next call."""
         command = [sys.executable, __file__, "--work", "--first", str(first), "--calls", str(last - first)]
         command += ["--seed", str(self.options.seed), *(["--op", self.options.op] if self.options.op else [])]
         number = first
@@ -172,7 +171,7 @@ class Campaign:
 
 
 def _words(stream: IO[str]) -> Iterator[list]:
-    """Yields a process's output line by line; raises Empty when it stays silent for too long."""
+    """Yields a process's lines; raises Empty if none arrives for PATIENCE seconds."""
     lines: Queue[str | None] = Queue()
 
     def read() -> None:
@@ -186,7 +185,6 @@ def _words(stream: IO[str]) -> Iterator[list]:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
     parser.add_argument("--asan", action="store_true", help="with kernels that have AddressSanitizer and UBSan")
@@ -200,7 +198,7 @@ def main() -> int:
         work(options.first, options.calls, options.seed, options.op)
         return 0
     campaign = Campaign(options)
-    with contextlib.suppress(KeyboardInterrupt):  # what has been called so far is shown
+    with contextlib.suppress(KeyboardInterrupt):  # prints the table of the calls so far
         campaign.run()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes = (used.ru_utime + used.ru_stime) / 60

@@ -1,4 +1,4 @@
-"""Groups of every kind for the tests of grouped_projection, and sums whose rounding is bounded."""
+"""Groups of every kind for the tests of grouped_projection, and sums with bounded rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rec_kernels.ops.grouped_projection import num_weights
 
 
 class Dims(NamedTuple):
-    """The lists that the ops take, in their order."""
+    """The ops' lists, in their order."""
 
     in_dims: list[int]
     out_dims: list[int]
@@ -26,15 +26,15 @@ DIMS = [
     Dims([1], [1], [0]),  # the identity of one column
     Dims([1, 1], [2], [0, 0]),
     Dims([1, 2, 3, 4, 8, 9, 10, 11, 15, 16], [16] * 10, list(range(10))),
-    Dims([2, 5, 5, 7, 1], [5, 7], [0, 0, 0, 1, 1]),  # identities before and behind other groups
+    Dims([2, 5, 5, 7, 1], [5, 7], [0, 0, 0, 1, 1]),  # identities before and after other groups
     Dims([17, 33, 20], [1, 129], [0, 1, 1]),
-    Dims([70, 31, 65, 64, 5], [65, 64, 130], [0, 0, 0, 1, 2]),  # several panels, of partial registers
+    Dims([70, 31, 65, 64, 5], [65, 64, 130], [0, 0, 0, 1, 2]),  # several panels, with partial registers
 ]
 LARGE = Dims([300, 512], [512, 512], [0, 1])
 TRAINED = Dims([3, 5, 4, 16], [5, 16], [0, 0, 1, 1])
-#: Arguments of make_call: what is compared with torch, has work for several threads, is called twice, is empty.
+#: Arguments of make_call: compared with torch; split among threads; called twice; empty.
 COMPARED = [(dims, 70) for dims in (*DIMS, LARGE)]
-SHARED_OUT = [(DIMS[3], 1500), (DIMS[6], 1500)]  # in pieces of rows, and of panels
+SHARED_OUT = [(DIMS[3], 1500), (DIMS[6], 1500)]  # split by rows, and by panels
 REPEATED = (DIMS[6], 70)
 EMPTY = [*((dims, 0) for dims in DIMS), *((Dims([], [], []), batch) for batch in (0, 5))]
 
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> Dims:
-        """The arguments of the op behind its tensors."""
+        """The op's arguments after its tensors."""
         return self.dims
 
     def by_torch(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -66,14 +66,14 @@ class Call(NamedTuple):
         return torch.cat([x[:, :0], *blocks], 1)
 
     def most_terms(self) -> tuple[int, int, int]:
-        """The most terms that an element of the result and of each gradient is the sum of."""
+        """The maximum number of terms in the sum of an element of the result and of each gradient."""
         terms = [0] * len(self.dims.out_dims)
         for in_dim, block in zip(self.dims.in_dims, self.dims.outputs, strict=True):
             terms[block] += in_dim
         return max(terms), max(self.dims.out_dims), len(self.x)
 
     def bound(self, precision: str) -> tuple[int, float]:
-        """Further additions, and a term's error: no factor is cut to TF32."""
+        """Additional additions, and a term's error: no factor is cut to TF32."""
         return 8, 0.0
 
     def map(self, function) -> Call:
@@ -81,7 +81,7 @@ class Call(NamedTuple):
         return Call(*map(function, self[:3]), self.dims)
 
     def each(self, ops: object) -> tuple[Tensor, Tensor, Tensor]:
-        """The result and both gradients, as three calls of ``ops``."""
+        """The result and both gradients, from three ops of ``ops``."""
         return (
             ops.grouped_projection(self.x, self.weights, *self.dims),
             ops.grouped_projection_backward_input(self.grad, self.weights, *self.dims),
@@ -90,13 +90,13 @@ class Call(NamedTuple):
 
 
 def make_call(dims: Dims, batch: int, dtype: torch.dtype = torch.float32) -> Call:
-    """Random numbers for these widths."""
+    """Random values for these widths."""
     sizes = (batch, sum(dims.in_dims)), (num_weights(*dims),), (batch, sum(dims.out_dims))
     return Call(*(torch.randn(size, dtype=dtype) for size in sizes), dims)
 
 
 def typical(batch: int) -> Call:
-    """A call of a few groups, with matrices and without."""
+    """A call with few groups, with and without matrices."""
     return make_call(TRAINED, batch)
 
 
@@ -149,7 +149,7 @@ BAD_CALLS = [(op, message) for op, (_, messages) in BAD.items() for message in m
 
 
 def bad_arguments(op: str, message: str) -> tuple[tuple, tuple]:
-    """Arguments of an op that are right, and those for which it must give the message."""
+    """Valid arguments of an op, and arguments for which it must raise the message."""
     tensors, messages = BAD[op]
     names = (*tensors, "in_dims", "out_dims", "outputs")
     good = GOOD | {"grad": torch.ones(2, 7)}

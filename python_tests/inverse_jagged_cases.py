@@ -1,4 +1,4 @@
-"""Batches of sessions for the tests of InverseKeyedJaggedTensor: samples that repeat others' bags."""
+"""Batches of sessions for the tests of InverseKeyedJaggedTensor: samples that share bags."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def sessions(
     weighted: bool = False,
     dtype: torch.dtype = torch.int64,
 ) -> rk.KeyedJaggedTensor:
-    """Each sample has the bags of one of ``distinct``, drawn at random: 0 to ``most`` ids below ``rows``.
+    """Each sample has one of ``distinct`` random sets of bags, of 0 to ``most`` ids below ``rows``.
 
-    Weights are 1, 2 or 3: sums of their products with integers are exact.
+    Weights are 1, 2 or 3, so that sums of their products with integers are exact.
     """
     generator = torch.Generator().manual_seed(seed)
     of_sample = torch.randint(distinct, (batch,), generator=generator)
@@ -45,7 +45,7 @@ def sessions(
 
 
 def assert_same_batch(found: rk.KeyedJaggedTensor, expected: rk.KeyedJaggedTensor) -> None:
-    """Keys, ids, offsets and weights, to the bit and the dtype."""
+    """Asserts equal keys, ids, offsets and weights, including dtypes."""
     assert found.keys() == list(expected.keys())
     assert same_bits(found.values(), expected.values())
     assert same_bits(found.offsets(), expected.offsets())
@@ -75,8 +75,5 @@ def grouped_batches(draw) -> tuple[rk.KeyedJaggedTensor, list[list[str]]]:
 
 
 class OtherWithStride(OtherJagged):
-    """OtherJagged with ``stride``, which from_kjt uses."""
-
     def stride(self) -> int:
-        """Batch size."""
         return self._kjt.stride()

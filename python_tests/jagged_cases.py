@@ -1,4 +1,4 @@
-"""Inputs of the ops on jagged rows: batches of sessions, of nothing, of what is all equal or all distinct."""
+"""Inputs of the ops on jagged rows: sessions, empty batches, batches of equal and of distinct bags."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_batch(
     offsets: torch.dtype = torch.int64,
     seed: int = 0,
 ) -> Batch:
-    """Every feature with ``batch`` bags, whose weights are those of the session, too."""
+    """Every feature has ``batch`` bags; within a session, bags and weights repeat."""
     options = {"mean_length": mean_length, "session": session, "empty": empty, "seed": seed}
     values, bounds = jagged_batch([rows] * features, batch, **options, ids_dtype=ids, offsets_dtype=offsets)
     weights = torch.rand(rows, generator=torch.Generator().manual_seed(seed))[values.long()]
@@ -66,23 +66,23 @@ def batch_of(bags: list[list[list[int]]], ids: torch.dtype = torch.int64, offset
 
 
 def unchecked(keys: list[str], values: Tensor, offsets: list[int]) -> rk.KeyedJaggedTensor:
-    """A batch of which nobody has looked at the offsets, as of one that was made on a GPU."""
+    """A batch with unchecked offsets, as made from tensors on a GPU."""
     return rk.KeyedJaggedTensor._from_parts(keys, values, torch.tensor(offsets))
 
 
 def equal(features: int, batch: int) -> Batch:
-    """All samples are alike."""
+    """A batch of equal samples."""
     sample = batch_of([[[7, 3, 7]] * batch] * features)
     sample.weights = sample.values / 8
     return sample
 
 
 def distinct(features: int, batch: int) -> Batch:
-    """No two bags of a feature are alike."""
+    """A batch without equal bags in a feature."""
     return batch_of([[[f, b, 0] for b in range(batch)] for f in range(features)])
 
 
-#: Odd cases by name.
+#: Edge cases by name.
 ODD: dict[str, Callable[[], Batch]] = {
     "no features": lambda: batch_of([]),
     "no samples": lambda: batch_of([[], []]),
@@ -99,7 +99,7 @@ ODD: dict[str, Callable[[], Batch]] = {
 
 @st.composite
 def batches(draw: st.DrawFn, strides: bool = False) -> Batch:
-    """Any small batch; with ``strides``, of features that have batch sizes of their own."""
+    """Any small batch; with ``strides``, features have different batch sizes."""
     features, size = draw(st.integers(0, 4)), draw(st.integers(0, 9))
     found = make_batch(
         features,
@@ -119,16 +119,16 @@ def batches(draw: st.DrawFn, strides: bool = False) -> Batch:
 
 
 def check_tensors(backend: Backend, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """The bits that are expected, and a status behind them with nothing in it."""
+    """Asserts the expected bits, followed by a status without an error."""
     for i, (a, b) in enumerate(zip(found[:-1], expected, strict=True)):
         assert same_bits(a, b), (backend.name, i, a, b)
     assert found[-1].tolist() == NOTHING_BAD, backend.name
 
 
 def check_compiled(step: Callable, features: int) -> None:
-    """``step(values, offsets, weights, size)`` and the weights' gradient of its first result, in one graph.
+    """Compares ``step(values, offsets, weights, size)`` and its weight gradient with torch.compile's, in one graph.
 
-    For batches of two sizes, to the bit of what it gives without torch.compile.
+    Runs batches of two sizes.
     """
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -142,7 +142,7 @@ def check_compiled(step: Callable, features: int) -> None:
         assert all(map(same_bits, *results))
 
 
-#: Offsets of six bags over seven ids, and the first that is wrong.
+#: Offsets of six bags over seven ids, and the index of the first wrong one.
 BAD_OFFSETS = [
     ([0, 1, 3, 2, 4, 6, 7], 3),
     ([0, 1, 3, 3, 4, 6, 8], 6),
@@ -155,6 +155,6 @@ BAD_OFFSETS = [
 
 
 def good_rows(offsets: list[int], ids: int) -> list[tuple[int, int]]:
-    """[start, stop) of every row: where its own offsets are bad, of nothing."""
+    """[start, stop) of every row; empty where the row's own offsets are bad."""
     pairs = itertools.pairwise(offsets)
     return [(a, b) if 0 <= a <= b <= ids else (0, 0) for a, b in pairs]

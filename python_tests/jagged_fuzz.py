@@ -1,7 +1,7 @@
-"""Calls of the jagged ops and expand with wrong offsets, numbers, ids and totals, and what a device makes of them.
+"""Calls of the jagged ops and expand with bad offsets, numbers, ids and totals, and the results expected of a device.
 
-test_sanitize_cuda.py and `sanitize_cuda.py --fuzz` run them on the emulated kernels, built with sanitizers: no access
-outside of a tensor; the status has what is wrong first; and everything else is what the reference says of the rest.
+test_sanitize_cuda.py and `sanitize_cuda.py --fuzz` run them on the emulated kernels with sanitizers: no access is
+outside of a tensor, the status has the first error, and other results are the reference's for the valid rest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ INTEGERS = [torch.int32, torch.int64]
 
 
 def _number(r: random.Random, dtype: torch.dtype, near: list[int]) -> int:
-    """One near a limit, one at an end of the type, or any."""
+    """A number near a limit, at an end of the type, or any."""
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     ends = [low, low + 1, high, high - 1, -(2**31), 2**31 - 1]
     return r.choice([r.choice(near), r.choice(near), r.choice(ends), r.randint(low, high)])
 
 
 def _spoil(r: random.Random, t: Tensor, near: list[int], most: int = 2) -> Tensor:
-    """A copy with nothing to a few numbers replaced."""
+    """A copy with up to ``most`` elements replaced."""
     t = t.clone()
     for _ in range(r.choice([0, 1, 1, most]) if len(t) else 0):
         t[r.randrange(len(t))] = _number(r, t.dtype, near)
@@ -39,7 +39,7 @@ def _spoil(r: random.Random, t: Tensor, near: list[int], most: int = 2) -> Tenso
 
 
 class BadRows:
-    """A batch whose offsets may be bad, and one of the same bags as a device reads them."""
+    """A batch whose offsets may be bad, and the batch of the same bags as a device reads them."""
 
     def __init__(self, r: random.Random) -> None:
         features = r.randint(1, 3)
@@ -63,7 +63,7 @@ def _check_status(status: Tensor, first: int, count: int) -> None:
 
 
 def _fitted(t: Tensor, total: int) -> Tensor:
-    """Cut off, or with zeros behind."""
+    """Truncates or pads with zeros to ``total``."""
     return torch.cat([t[:total], t.new_zeros(max(total - len(t), 0), *t.shape[1:])])
 
 
@@ -83,7 +83,7 @@ def _check_select(r: random.Random, rows: BadRows, ops) -> None:
     index = _spoil(r, index, [-1, bags, bags + 1])
     columns = r.choice([0, 1, 3, 4])
     values = torch.randn(ids, columns).to(r.choice([torch.float32, torch.float16]))
-    # A number out of range names the empty row that is added to those there are.
+    # A row number out of range selects an appended empty row.
     outside = [i for i, n in enumerate(index.tolist()) if not 0 <= n < bags]
     repaired = index.long().index_fill(0, torch.tensor(outside, dtype=torch.int64), bags)
     places = good_rows(rows.batch.offsets.tolist(), ids)
@@ -100,7 +100,7 @@ def _check_select(r: random.Random, rows: BadRows, ops) -> None:
 
 
 def _check_windows(r: random.Random, rows: BadRows, ops) -> None:
-    """Windows of all values, whatever the offsets are."""
+    """Checks ``jagged_windows`` of all values, also with bad offsets."""
     size, dtypes = len(rows.batch.values), (r.choice(INTEGERS), r.choice(INTEGERS))
     bounds = [sorted(r.randint(0, size) for _ in range(2)) for _ in range(r.randint(0, 20))]
     near = [-1, 0, size, size + 1]
@@ -152,7 +152,7 @@ def _check_bucketize(r: random.Random, rows: BadRows, ops) -> None:
         assert (positions == -1).all()
         _check_status(status, rows.first, 0)
         return
-    # An id out of range is moved into the bucket that it goes to, and what that changes is added again.
+    # An id out of range is replaced by one of its target bucket; the offset is added to the result again.
     moved, shift, outside = values.clone().long(), torch.zeros(len(values), dtype=torch.int64), []
     feature_of = [f for f, stride in enumerate(batch.strides) for _ in range(stride)]
     bounds = batch.offsets.tolist()
@@ -195,7 +195,7 @@ def _check_expand(r: random.Random, ops) -> None:
 
 
 def _shared_call(r: random.Random, batch: int) -> tuple[dict, list[int], list[int]]:
-    """Layout and bags of features in two groups and none, of tables with 5 rows; widths, and bags of each feature."""
+    """Layout and bags of features in two groups or none, of tables with 5 rows; widths, and bags per feature."""
     groups = [r.choice([-1, 0, 1]) for _ in range(r.randint(1, 4))]
     widths = [r.choice([1, 4, 7, 40]) for _ in groups]
     of_group = [r.randint(1, batch) if batch else 0 for _ in range(2)]
@@ -244,11 +244,11 @@ def _check_shared(r: random.Random, ops) -> None:
     assert status[0] == min(bad, default=INT64_MAX)
     dense = ops.embedding_bag_backward_dense(torch.cat(sums), list(weights.shape), **own)
     found = ops.embedding_bag_backward_dense(grad, list(weights.shape), **layout, inverse=inverse)
-    assert not found.any() if bad else same_bits(found, dense)  # as of bad offsets: nothing
+    assert not found.any() if bad else same_bits(found, dense)  # bad offsets give empty bags
 
 
 def check(seed: int, backend: Backend) -> int:
-    """One call of each op; how many of their batches had bad offsets. A failure says which seed it was."""
+    """Calls each op once; returns how many of their batches had bad offsets. A failure prints the seed."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     try:

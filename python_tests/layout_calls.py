@@ -1,7 +1,7 @@
-"""Calls of the ops with a layout, from lists: one number of every feature or part of it under each name.
+"""Calls ops with layouts described by lists that have an element for each feature or part.
 
-The cases of the tests, and calls recorded before there were layouts, say where tables lie in lists or tensors under
-the names of ``rk.table_layout`` (and a few older ones). ``as_call`` makes today's op and arguments of them.
+Test cases, and calls recorded before layouts existed, describe tables by lists or tensors under the names of
+``rk.table_layout`` and a few older ones. ``as_call`` converts them to the current op and arguments.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _LISTS = {
 }
 _PARTITIONS = ("partition_starts", "divisors", "moduli", "id_limits", "combine")
 _CACHE = ("cache_sets", "cache_set_starts", "cache_offsets")
-# Options that have been removed, or that said less.
+# Removed options, and options with less information than today's.
 _GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
 _NUMBERS = ("output_dim", "num_rows", "cache_ways", "embedding_dim")
 _OTHERS = ("formats", "format_of", "pooling", "include_last_offset", "padding_idx")
 OF_LAYOUT = (*_LISTS, *_CACHE, *_GONE, *_NUMBERS, *_OTHERS)
 
-#: Ops that also look up in one table without a layout.
+#: Ops that also accept one table without a layout.
 OF_ONE_TABLE = (
     "embedding_bag",
     "embedding_bag_backward_dense",
     "embedding_bag_backward_sparse",
     "embedding_bag_backward_per_sample_weights",
 )
-#: Ops that take a layout, by the name that they had before.
+#: Ops with a layout, by their names before layouts.
 WITH_LAYOUT = (
     *OF_ONE_TABLE,
     *("embedding_bag_tables", "embedding_bag_fused", "embedding_bag_backward_fused_"),
@@ -58,11 +58,11 @@ def _numbers(values: Tensor | Sequence) -> list:
 
 
 def make_layout(given: dict[str, object], features: int | None = None, device=None) -> rk.TableLayout:
-    """The layout that ``given`` describes, under the names of ``OF_LAYOUT``; others are not looked at.
+    """The layout that ``given`` describes, under the names of ``OF_LAYOUT``; ignores other names.
 
     Args:
-        given: embedding_dims and num_embeddings, and what there is.
-        features: of calls whose ``given`` says ``pooling``, and of no feature; found from it where possible.
+        given: embedding_dims, num_embeddings and optional arguments.
+        features: number of features of calls with ``pooling`` or without features; otherwise inferred.
         device: of the layout.
     """
     lists = {new: _numbers(given[old]) for old, new in _LISTS.items() if given.get(old) is not None}
@@ -101,7 +101,7 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
 
 
 def padding_of(given: int | Sequence[int | None], limits: Sequence[int | None]) -> list[int | None]:
-    """Numbers given for each feature or for all (-1: none), None in the place of what is no id of the feature."""
+    """Padding ids per feature (-1: none), from one number or a list; None for numbers that are no id of the feature."""
     ids = [None if given == -1 else given] * len(limits) if isinstance(given, int) else given
     return [
         x if x is not None and (limit is None or 0 <= x < limit) else None for x, limit in zip(ids, limits, strict=True)
@@ -109,7 +109,7 @@ def padding_of(given: int | Sequence[int | None], limits: Sequence[int | None]) 
 
 
 def forged(given: dict[str, object], column: str, place: int, value: int) -> dict[str, object]:
-    """Makes a layout with ``make_layout``, then changes one number to one that ``rk.table_layout`` would not write."""
+    """Makes a layout by ``make_layout``, then changes one number to one that ``rk.table_layout`` would not write."""
     made = make_layout(given)
     made.layout[place, rk.ops.table_layout.Column[column]] = value
     return made._asdict()
@@ -124,7 +124,7 @@ def _cache_places(given: dict[str, object], dims: list[int]) -> rk.CachePlaces |
     if sets is None:  # only its rows are read
         return rk.CachePlaces(1, nothing, nothing, offsets)
     ways, starts = given.get("cache_ways", 0), starts or nothing
-    if offsets is None:  # only its tags are read: the slots' rows lie one after the other
+    if offsets is None:  # only its tags are read: the slots' rows are consecutive
         places, end = {}, 0
         for key in sorted({(first, n, dim) for first, n, dim in zip(starts, sets, dims, strict=True) if n > 0}):
             places[key], end = end - key[0] * ways * key[2], end + key[1] * ways * key[2]
@@ -133,9 +133,9 @@ def _cache_places(given: dict[str, object], dims: list[int]) -> rk.CachePlaces |
 
 
 def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
-    """Today's overload, "embedding_bag.layout", and arguments of a call of an op by its arguments' names.
+    """Converts a call to the current overload, such as "embedding_bag.layout", and its arguments by name.
 
-    ``given`` may say the layout in lists, in today's ``layout`` and ``layout_sizes``, or not at all: one table then.
+    ``given`` has lists, the current ``layout`` and ``layout_sizes``, or neither: one table.
     """
     if op not in WITH_LAYOUT:
         return op, given
@@ -182,7 +182,7 @@ def _one_table(op: str, given: dict[str, object]) -> tuple[str, dict[str, object
 
 
 def _with_one_table(given: dict[str, object]) -> dict[str, object]:
-    """The one table of ``weights`` [E, D], or rows of bytes, as a layout's."""
+    """The layout of the one table ``weights`` [E, D], or rows of bytes."""
     weights = given["weights"]
     columns = given.get("embedding_dim") or weights.shape[1]
     places = {"num_embeddings": [weights.shape[0]], "embedding_dims": [columns]}
@@ -190,7 +190,7 @@ def _with_one_table(given: dict[str, object]) -> dict[str, object]:
 
 
 def _stats_layout(row_offsets: list[int], rows: list[int], device) -> dict[str, object]:
-    """A layout of ranges of rows, whatever they are: only those are looked at."""
+    """A layout with only ranges of rows."""
     layout = rk.table_layout([max(n, 0) for n in rows], [1] * len(rows), device=device)
     for name, numbers in (("row_offset", row_offsets), ("num_embeddings", rows)):
         layout.layout[:, rk.ops.table_layout.Column[name]] = torch.tensor(numbers, device=device)
@@ -199,7 +199,7 @@ def _stats_layout(row_offsets: list[int], rows: list[int], device) -> dict[str, 
 
 _BAGS = ("values", "offsets")
 _PLACES = ("cache_sets", "cache_set_starts", "cache_ways")
-#: The arguments that calls in lists give by place.
+#: Positional arguments of calls in lists.
 _POSITIONAL = {
     "embedding_bag": ("weights", *_BAGS, "per_sample_weights"),
     "embedding_bag_tables": ("weights", "tables", *_BAGS, "per_sample_weights"),
@@ -225,7 +225,7 @@ _POSITIONAL = {
 
 
 class InLists:
-    """The ops of a namespace, called in lists: ``InLists(ops).embedding_bag(weights, values, offsets, **lists)``."""
+    """The ops of a namespace, called with lists: ``InLists(ops).embedding_bag(weights, values, offsets, **lists)``."""
 
     def __init__(self, ops: object = torch.ops.rec_kernels) -> None:
         self.ops = ops

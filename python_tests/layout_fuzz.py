@@ -1,9 +1,8 @@
-"""Calls of the ops with forged layouts: seeded, made from the samples of test_opcheck.py, and what may come of them.
+"""Seeded calls of ops with forged layouts, made from the samples of test_opcheck.py, and checks of their effects.
 
-A forged record may do no harm: no memory outside of the tensors is read or written, and the call ends. On the CPU the
-op raises ValueError or IndexError before it has changed anything, or does what the record says. On a GPU, which has
-nobody to raise to, the status has it and nothing changes. That memory outside is not read is for the sanitizers to see
-(sanitize_cuda.py); that it is not written, these checks see, too.
+A forged record may do no harm: the call ends, and accesses no memory outside of its tensors. On the CPU the op raises
+ValueError or IndexError before it changes anything, or does what the record says. On a GPU the status has the error and
+nothing changes. These checks find writes outside of tensors; the sanitizers also find reads (sanitize_cuda.py).
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from rec_kernels.ops.autograd import overload_of, signature_of
 from rec_kernels.ops.table_layout import Column, Size
 from rec_kernels.testing import same_bits
 
-BAD_LAYOUT = -(2**63)  # what a GPU notes
-GUARD = 96  # bytes before and behind what an op may write
+BAD_LAYOUT = -(2**63)  # the status on a GPU
+GUARD = 96  # bytes before and after a tensor that the op may write
 NUMBERS = [0, 1, 2, 3, 4, 7, 16, -1, -2, 2**31 - 1, 2**31, 2**32, 2**40, 2**61, 2**62, 2**63 - 1, -(2**31), -(2**63)]
-#: Messages where the results that a size asks for have no room.
+#: Messages for results too large to allocate.
 OF_MEMORY = re.compile(r"cannot allocate|not enough memory|std::bad_alloc|Storage size calculation overflowed")
 
 
 @dataclass
 class Forgery:
-    """A call by its arguments' names, and what is forged about its layout."""
+    """A call by its arguments' names, and the changes to its layout."""
 
     op: str
     arguments: dict[str, object]
@@ -47,7 +46,7 @@ class Forgery:
         return [name for name, t in self.arguments.items() if name in changed and isinstance(t, Tensor)]
 
     def run(self, ops: object) -> tuple[list[Tensor] | None, Exception | None, dict[str, Tensor]]:
-        """Results or what was raised, and what the written arguments are afterwards."""
+        """Results or the error, and the written arguments afterwards."""
         guards = {name: _Guarded(self.arguments[name]) for name in self.written}
         given = {n: t.clone() if isinstance(t, Tensor) else t for n, t in self.arguments.items()}
         found, error = None, None
@@ -66,7 +65,7 @@ class Forgery:
 
 
 class _Guarded:
-    """A copy of a tensor with bytes around it that nobody may write."""
+    """A copy of a tensor between guard bytes."""
 
     def __init__(self, t: Tensor) -> None:
         size = t.numel() * t.element_size()
@@ -76,7 +75,7 @@ class _Guarded:
         self.tensor.copy_(t)
 
     def holds(self) -> bool:
-        """True if the guard bytes around it are unchanged."""
+        """True if the guard bytes are unchanged."""
         around = torch.cat([self._memory[:GUARD], self._memory[GUARD + self._size :]])
         return bool((around == 0x5A).all())
 
@@ -100,7 +99,7 @@ def _detached(value: object) -> object:
 
 
 def forge(number: int) -> Forgery:
-    """The call of a number, with up to three lies in its layout."""
+    """A numbered call with up to three changes to its layout."""
     r, calls = random.Random(number), _calls()
     op = r.choice(list(calls))
     forgery = Forgery(op, {name: _detached(v) for name, v in r.choice(calls[op]).items()})
@@ -119,7 +118,7 @@ def _near(r: random.Random, before: int, others: list[int]) -> int:
 
 
 def _record(r: random.Random, given: dict[str, object]) -> str:
-    """A number of a record."""
+    """Changes one number of a record."""
     layout = given["layout"]
     if not len(layout):
         return "no record"
@@ -130,14 +129,14 @@ def _record(r: random.Random, given: dict[str, object]) -> str:
 
 
 def _size(r: random.Random, given: dict[str, object]) -> str:
-    """One of layout_sizes."""
+    """Changes one of layout_sizes."""
     sizes, which = given["layout_sizes"], r.choice(list(Size))
     sizes[which] = _near(r, sizes[which], sizes)
     return f"layout_sizes.{which.name} = {sizes[which]}"
 
 
 def _rows(r: random.Random, given: dict[str, object]) -> str:
-    """Records in another order, fewer of them, or one twice."""
+    """Reorders, drops or repeats records."""
     count = len(given["layout"])
     rows = [r.randrange(count) for _ in range(r.choice([count, count, count - 1, count + 1, 0]))] if count else []
     given["layout"] = given["layout"][rows].contiguous()
@@ -145,10 +144,10 @@ def _rows(r: random.Random, given: dict[str, object]) -> str:
 
 
 def check(number: int, backend: Backend) -> str:
-    """One call on a backend; what came of it: "raised", "noted" or "done".
+    """Makes one call on a backend; returns its outcome: "raised", "noted" or "done".
 
     Raises:
-        AssertionError: harm was done, or nothing was said of it.
+        AssertionError: harm was done, or the error was not reported.
     """
     forgery = forge(number)
     try:
@@ -158,7 +157,7 @@ def check(number: int, backend: Backend) -> str:
 
 
 def check_forgery(forgery: Forgery, backend: Backend) -> str:
-    """Reports the outcome of a forged call in the form of ``check``."""
+    """Returns the outcome of a forged call, as ``check`` does."""
     found, error, state = forgery.run(backend.ops)
     if error is not None:
         expected = (ValueError, IndexError) if backend.kind == "cpu" else (ValueError, IndexError, RuntimeError)

@@ -1,10 +1,10 @@
-"""Thirty bugs, planted one at a time into a copy of the sources: does the default tier of tests find each of them?
+"""Plants bugs one at a time into a copy of the sources, and checks that the default tier of tests finds each.
 
     python python_tests/mutants.py                 # all of them, an hour on two cores; runs/mutants.txt has the outcome
-    python python_tests/mutants.py 0 7 --tier full # some, with the full tier where the default one finds nothing
+    python python_tests/mutants.py 0 7 --tier full # some, with the full tier for bugs that the default tier misses
 
-The copy is build/mutants, of the last commit; what is compiled there stays for the next run. Ends with status 1 where a
-bug was found by no test.
+The copy is build/mutants, of the last commit; its build is kept for the next run. The exit status is 1 if no test finds
+a bug.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COPY = ROOT / "build" / "mutants"
 
 
 class Mutant(NamedTuple):
-    """One bug: a text of a file that occurs once, what takes its place, and the tests of what it breaks."""
+    """One bug: a unique text of a file, its replacement, and the tests that should find it."""
 
     file: str
     old: str
@@ -207,7 +207,7 @@ MUTANTS = [
 
 
 def run(*command: object) -> subprocess.CompletedProcess:
-    """A command in the copy, and all that it says."""
+    """Runs a command in the copy, with stdout and stderr combined."""
     environment = os.environ | {"PYTHONPATH": str(COPY), "REC_KERNELS_CUDA": "0"}
     return subprocess.run(
         [str(c) for c in command],
@@ -220,20 +220,20 @@ def run(*command: object) -> subprocess.CompletedProcess:
 
 
 def copy_sources() -> None:
-    """The last commit's files; of the same commit, files keep their times, and nothing is compiled anew."""
+    """Extracts the last commit; unchanged commits keep modification times, hence the build."""
     COPY.mkdir(parents=True, exist_ok=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     subprocess.run(["tar", "-x", "-C", COPY], input=archive, check=True)
 
 
 def build() -> str | None:
-    """Builds the CPU's library, and returns what the compiler says where it fails; the tests build the emulated one."""
+    """Builds the CPU library, and returns the compiler's output if it fails; the tests build the emulated one."""
     done = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
     return done.stdout[-2000:] if done.returncode else None
 
 
 def found_by(mutant: Mutant, tier: str) -> str | None:
-    """The first test of a tier that fails."""
+    """Returns the first failing test of a tier."""
     for name in mutant.tests.split():
         stem, _, chosen = name.partition("/")
         test = f"python_tests/test_{stem}.py"
@@ -246,7 +246,7 @@ def found_by(mutant: Mutant, tier: str) -> str | None:
 
 
 def outcome(mutant: Mutant, tiers: list[str]) -> str:
-    """Plants a bug, builds and tests; what found it. The file is as before afterwards."""
+    """Plants a bug, builds, runs the tests, and restores the file; returns the outcome."""
     path = COPY / mutant.file
     before = path.read_text()
     assert before.count(mutant.old) == 1, f"{mutant.file} has {mutant.old!r} {before.count(mutant.old)} times"
@@ -263,7 +263,6 @@ def outcome(mutant: Mutant, tiers: list[str]) -> str:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("numbers", nargs="*", type=int, help="of the table; all without any")
     parser.add_argument("--tier", choices=("default", "full"), default="default")

@@ -1,14 +1,14 @@
-"""A pytest plugin that notes which test calls which op with which backend, and what it raises; a matrix, a comparison.
+"""A pytest plugin that records tests' calls of ops, backends and errors; prints a matrix and a comparison.
 
     make coverage                                                  # both tiers, into runs/coverage, and the comparison
     PYTEST_ADDOPTS="-p op_coverage" OP_COVERAGE=runs/some PYTHONPATH=.:python_tests pytest python_tests/test_expand.py
     python python_tests/op_coverage.py runs/coverage runs/coverage/default
 
-Every process, of pytest-xdist and of tests that start pytest, writes a file into the folder. The command prints, for
-the second folder, a line for each op: of each backend the test functions that call it, and how many errors it raises.
-It says which ops have a kernel that no test of the second folder calls, or raise nothing there, and what the first
-folder has and the second lacks: ops with a backend, their errors, errors that tests expect, ops with a backend in a
-test function. It ends with status 1 where anything but the last is lacking.
+Every process, of pytest-xdist and of tests that start pytest, writes a file into the folder. The command prints a line
+per op for the second folder: for each backend, the number of test functions that call the op, and of errors it raises.
+It lists ops with a kernel that no test of the second folder calls, ops that raise no error there, and what only the
+first folder has: ops with a backend, their errors, errors that tests expect, ops with a backend in a test function. The
+exit status is 1 if anything but the last is missing.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Before torch loads OpenMP, as conftest.py has it, which pytest loads after this plugin.
+# Set before torch loads OpenMP, as in conftest.py, which pytest loads after this plugin.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import pytest
 import torch
 
-#: (op, backend, test function); (op, backend, error that it raised); (error, test function).
+#: (op, backend, test function); (op, backend, raised error); (expected error, test function).
 _calls: set[tuple[str, str, str]] = set()
 _raised: set[tuple[str, str, str]] = set()
 _errors: set[tuple[str, str]] = set()
 _test, _imported = "", 0
 
 
-#: Namespaces of ops, and where those of each have kernels of their own.
+#: Namespaces of ops, and the backends of their kernels.
 NAMESPACES = {"rec_kernels": "cpu", "rec_kernels_emulated": "cuda_emulated"}
 
 
 def there_is() -> set[tuple[str, str]]:
-    """(op, backend): the kernels of this process. Every op has a fake one."""
+    """(op, backend) of the kernels in this process. Every op has a fake kernel."""
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
@@ -53,7 +53,7 @@ def there_is() -> set[tuple[str, str]]:
 
 
 def backend_of(namespace: str, arguments: tuple) -> str:
-    """Where a call of an op runs; "fake" on tensors without numbers."""
+    """The backend of an op's call; "fake" for tensors without data."""
     if namespace == "rec_kernels_emulated":
         return "cuda_emulated"
     tensors = [t for t in torch.utils._pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
@@ -63,7 +63,7 @@ def backend_of(namespace: str, arguments: tuple) -> str:
 
 
 def noted(op: str, backend: str, call: Callable, *args, **kwargs) -> object:
-    """Calls an op and notes it, and the error that it raises."""
+    """Calls an op, and records the call and its error."""
     _calls.add((op, backend, _test))
     try:
         return call(*args, **kwargs)
@@ -87,7 +87,7 @@ def _noted_function(function: Callable, op: str, backend: str) -> Callable:
 
 
 class _Function(NamedTuple):
-    """A function of a package, or an overload of one, and the names that it is found by."""
+    """A function of a package, or an overload of one, and its names."""
 
     space: dict[str, Callable]
     key: str
@@ -96,7 +96,7 @@ class _Function(NamedTuple):
 
 
 def _packages(ops: set[str]) -> Iterator[_Function]:
-    """The functions of rec_kernels.triton and rec_kernels.reference that are named as ops."""
+    """The functions of rec_kernels.triton and rec_kernels.reference with names of ops."""
     for backend in ("triton", "reference"):
         package = f"rec_kernels.{backend}"
         modules = [m for n, m in list(sys.modules.items()) if n == package or n.startswith(package + ".")]
@@ -112,13 +112,13 @@ def _packages(ops: set[str]) -> Iterator[_Function]:
 
 
 def normalised(error: BaseException) -> str:
-    """The type and first line of an error without its numbers."""
+    """The type and first line of an error, with N for numbers."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {re.sub(r'-?[0-9]+(?:[.][0-9]+)?(?:e[-+]?[0-9]+)?', 'N', first)[:120]}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Calls of ops and pytest.raises are noted from here on."""
+    """Starts recording calls of ops and pytest.raises."""
     for kind, name in (
         (torch._ops.OpOverload, lambda op: op.name()),
         (torch._ops.OpOverloadPacket, lambda op: op._qualified_op_name),
@@ -134,12 +134,12 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest.RaisesExc.__exit__ = noting
 
 
-#: Functions of Triton and the reference, and what notes their calls.
+#: Functions of Triton and the reference, and their recording replacements.
 _functions: dict[Callable, Callable] = {}
 
 
 def watch_packages() -> None:
-    """Replaces functions of Triton and the reference where they are defined, of modules that are imported by now."""
+    """Replaces functions of Triton and the reference in their modules, as far as these are imported."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
     ops = {name.split("::")[1].split(".")[0] for name in names}
     for space, key, op, backend in list(_packages(ops)):
@@ -150,7 +150,7 @@ def watch_packages() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Replaces the functions also where tests have imported them."""
+    """Also replaces the functions that tests have imported."""
     watch_packages()
     for module in {item.module for item in session.items}:
         for name, value in list(vars(module).items()):
@@ -159,7 +159,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The test function, whatever its parameters; the test before may have imported a package."""
+    """Sets the current test function, and replaces functions that the previous test has imported."""
     global _test, _imported
     _test = f"{item.path.stem}::{item.originalname}"
     if len(sys.modules) != _imported:
@@ -176,7 +176,7 @@ def pytest_sessionfinish() -> None:
 
 
 class Found(NamedTuple):
-    """The calls, raised errors, expected errors and kernels that processes have noted, as above."""
+    """The recorded calls, raised errors, expected errors and kernels."""
 
     calls: set[tuple[str, str, str]]
     raised: set[tuple[str, str, str]]
@@ -185,13 +185,13 @@ class Found(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Found:
-        """All that is in the files of a folder and the folders in it."""
+        """Reads all files of a folder, recursively."""
         files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
         return cls(*({tuple(entry) for found in files for entry in found[name]} for name in cls._fields))
 
 
 def matrix(found: Found) -> list[str]:
-    """A line for each op: "expand: cpu 12 (3 errors), fake 2", by numbers of test functions and of different errors."""
+    """A line per op: "expand: cpu 12 (3 errors), fake 2", with numbers of test functions and of different errors."""
     tests = collections.Counter(call[:2] for call in found.calls)
     errors = collections.Counter(error[:2] for error in found.raised)
     lines = []
@@ -205,7 +205,7 @@ def matrix(found: Found) -> list[str]:
 
 
 def lacking(found: Found) -> list[str]:
-    """The kernels that no test calls, and the ops that no test has raise on the CPU."""
+    """Kernels that no test calls, and ops without an error on the CPU."""
     untested = found.kernels - {call[:2] for call in found.calls}
     silent = {op for op, _ in found.kernels} - {op for op, backend, _ in found.raised if backend == "cpu"}
     return [f"no test: {op} with {b}" for op, b in sorted(untested)] + [f"no error: {op}" for op in sorted(silent)]

@@ -1,9 +1,9 @@
-"""Every public op with anything wrong in its arguments: seeded calls made from those of test_opcheck.py, and checks.
+"""Seeded calls of public ops with invalid arguments, made from the samples of test_opcheck.py, and their checks.
 
-A call is a sample of a registered op with nothing to three arguments changed: dtype, rank, sizes, strides, numbers,
-options. The op must either raise an error of Python that names an argument, with every argument as it was; or return
-what the same arguments give when they are contiguous, on one thread, with the oldest instruction set, and what the fake
-kernel foretells. What the right numbers of valid calls are is the business of each op's own tests.
+A call is a sample of a registered op with zero to three arguments changed: dtype, rank, sizes, strides, values, options.
+The op must raise a Python error that names an argument and leave every argument unchanged; or return the result of the
+same call with contiguous arguments, on one thread, with the oldest instruction set. The fake kernel must predict shapes
+and dtypes. Each op's own tests check results of valid calls.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits, use_cpu_isa, use_threads
 
-#: Errors of missing memory, which name what was asked for.
+#: Errors of missing memory, which name the requested size.
 OF_MEMORY = re.compile(r"cannot allocate (a \w+ tensor of shape|\d+ bytes)|std::bad_alloc|not enough memory")
-#: Errors that name no argument of ours: those, and torch's of what does not fit the schema or the backend.
+#: Errors that name no argument: those, and torch's for values that do not fit the schema or the backend.
 OF_NO_ARGUMENT = re.compile(
     r"rec_kernels::[\w.]+\(\) (Expected|expected|is missing)|Could not run|Overflow when unpacking|"
     r"stableivalue_conversions|" + OF_MEMORY.pattern
 )
-#: One call in this many is also compared with the fake kernel's result, which takes far longer than the call.
+#: One call in this many is also compared with the fake kernel, which is far slower than the call.
 FAKE_EVERY = 4
 
 
 class FoundError(AssertionError):
-    """A fault in how an op took its arguments."""
+    """A fault in an op's handling of its arguments."""
 
     op = ""
 
 
 @dataclass
 class Call:
-    """An op, its arguments by name, and what was changed about them."""
+    """An op, its arguments by name, and the changes to them."""
 
     op: str
     arguments: dict[str, object]
@@ -51,7 +51,6 @@ class Call:
 
     @property
     def schema(self) -> torch._C.FunctionSchema:
-        """Schema of the op."""
         return overload_of(self.op)._schema
 
     @property
@@ -60,7 +59,6 @@ class Call:
         return {a.name for a in self.schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
     def run(self) -> object:
-        """Calls the op."""
         return overload_of(self.op)(**self.arguments)
 
     def __str__(self) -> str:
@@ -77,21 +75,21 @@ class Samples:
         self._expected: dict[tuple[str, int], list[Tensor]] = {}
 
     def draw(self, r: random.Random, op: str | None = None) -> tuple[str, int]:
-        """An op and the number of one of its samples."""
+        """An op and the index of one of its samples."""
         name = op or r.choice(self.names)
         return name, r.randrange(len(self._calls[name]))
 
     def call(self, name: str, number: int) -> Call:
-        """A sample with tensors of its own."""
+        """A sample with cloned tensors."""
         return Call(name, tree_map_only(Tensor, _own, self._calls[name][number]))
 
     def check_unharmed(self, name: str, number: int) -> None:
-        """The sample gives what it gave when ``remember`` called it first, whatever was called since."""
+        """Asserts that the sample still has the result that ``remember`` recorded."""
         if not _same(self._results(name, number), self._expected[name, number]):
             raise FoundError("after an error, a valid call gives other results than before")
 
     def remember(self, name: str, number: int) -> None:
-        """Calls the sample, if it has not been called yet, before anything is done to the op."""
+        """Records the sample's result, before the first invalid call of the op."""
         if (name, number) not in self._expected:
             self._expected[name, number] = self._results(name, number)
 
@@ -102,7 +100,7 @@ class Samples:
 
 
 def by_name(name: str, args: tuple, kwargs: dict) -> dict[str, object]:
-    """The arguments of a call of an op by their names."""
+    """The arguments of a call of an op, by name."""
     names = [a.name for a in overload_of(name)._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -112,11 +110,11 @@ def _own(t: Tensor) -> Tensor:
 
 
 def bad_call(valid: Samples, seed: str, op: str | None = None) -> tuple[Call, tuple[str, int]]:
-    """A sample with nothing to three changes, and which sample it was."""
+    """A sample with zero to three changes, and its op and index."""
     r = random.Random(seed)
     sample = valid.draw(r, op)
     call = valid.call(*sample)
-    # Ids and layouts are trusted by bounds_check="none": it is never put beside another change.
+    # bounds_check="none" trusts ids and layouts: it is never combined with another change.
     if "bounds_check" in {a.name for a in call.schema.arguments} and r.random() < 0.03:
         call.arguments["bounds_check"] = "none"
         call.changes.append('bounds_check = "none"')
@@ -128,18 +126,18 @@ def bad_call(valid: Samples, seed: str, op: str | None = None) -> tuple[Call, tu
 
 
 def check(valid: Samples, seed: str, op: str | None = None) -> tuple[str, str]:
-    """One call, which is the same for the same seed.
+    """Makes and checks one call, determined by the seed.
 
     Args:
         valid: the calls to change.
-        seed: of what is changed.
+        seed: of the changes.
         op: the op to call; None: any.
 
     Returns:
         The op, and "right" or "raised".
 
     Raises:
-        FoundError: the op did neither of what it may do.
+        FoundError: the op violates the contract.
     """
     call, sample = bad_call(valid, seed, op)
     with _named(call):
@@ -175,7 +173,7 @@ def _check_error(call: Call, error: Exception) -> None:
     if not isinstance(error, ValueError | IndexError | TypeError | RuntimeError | MemoryError):
         raise FoundError(f"raises {error!r}") from error
     if any(t.is_meta for t in _tensors(call.arguments)):
-        return  # what is raised then is the business of shapes alone
+        return  # the fake kernel raises errors of shapes only
     named = {a.name for a in call.schema.arguments}
     if OF_NO_ARGUMENT.search(text) or named & {*re.findall(r"\w+", text)}:
         return
@@ -183,7 +181,7 @@ def _check_error(call: Call, error: Exception) -> None:
 
 
 def _memory(argument: object) -> list[Tensor]:
-    """Copies of all bytes that the tensors of an argument lie in."""
+    """Copies of the storages of an argument's tensors."""
     return [_bytes(t).clone() for t in _tensors(argument) if _has_memory(t)]
 
 
@@ -209,7 +207,7 @@ def _contiguous(t: Tensor) -> Tensor:
 
 
 def _check_result(call: Call, result: object, plain: Call) -> None:
-    """The bits of a call with plain arguments on one thread of the oldest machine."""
+    """Compares with the same call on contiguous arguments, one thread and the oldest instruction set."""
     found = _tensors(result)
     if not all(map(_has_memory, _tensors([result, list(call.arguments.values())]))):
         return
@@ -218,7 +216,7 @@ def _check_result(call: Call, result: object, plain: Call) -> None:
             expected = _tensors(plain.run())
     except (RuntimeError, MemoryError) as error:
         if OF_MEMORY.search(str(error)):
-            return  # there was enough for one result, and not for two
+            return  # enough memory for one result, but not for two
         raise
     if not _same(found, expected):
         raise FoundError("other results than with contiguous arguments, one thread and the oldest instruction set")
@@ -232,7 +230,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _check_fake(call: Call, result: object) -> None:
-    """The fake kernel takes what the op takes, and foretells shapes and dtypes; sizes that numbers decide are free."""
+    """The fake kernel accepts what the op accepts, with its shapes and dtypes; data-dependent sizes are free."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         try:
             fake = overload_of(call.op)(**tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), call.arguments))

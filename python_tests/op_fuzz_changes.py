@@ -1,4 +1,4 @@
-"""Seeded changes that make an argument of an op wrong, one at a time, by the argument's type in the schema."""
+"""Seeded changes that make an argument of an op invalid, by the argument's type in the schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = [
 ]
 INTEGERS = [0, 1, 2, 3, 7, -1, -2, 2**31 - 1, 2**31, -(2**31), 2**32, 2**40, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, 1e300, -1e300, float("inf"), float("-inf"), float("nan")]
-#: Options of any op, and none of any; "none" of bounds_check trusts what it is given, which op_fuzz.py takes care of.
+#: Options of any op, and invalid ones; bounds_check="none" trusts its input, which op_fuzz.py takes into account.
 WORDS = [
     *("sum", "mean", "error", "ignore", "nearest", "stochastic", "floor", "rceil", "lru", "lfu", "l2", "decoupled"),
     *("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "ieee", "tf32"),
@@ -23,7 +23,7 @@ WORDS = [
 
 
 def change(r: random.Random, argument: torch._C.Argument, arguments: dict[str, object]) -> str:
-    """Changes one of ``arguments`` in place of what was there; says what it did."""
+    """Changes one of ``arguments``; returns a description of the change."""
     name, kind = argument.name, argument.type
     if isinstance(kind, torch._C.OptionalType):
         given = arguments.get(name, argument.default_value)
@@ -54,7 +54,7 @@ def _one(r: random.Random, before: object, kind: torch._C.JitType, arguments: di
     if name == "number" or isinstance(before, torch.dtype):  # a ScalarType
         after = r.choice(DTYPES)
     elif name == "bool":
-        after = before is not True  # what stands there may be no bool any more
+        after = before is not True  # the previous change may have replaced the bool
     elif name == "str":
         after = r.choice(WORDS)
     elif name == "float":
@@ -67,7 +67,7 @@ def _one(r: random.Random, before: object, kind: torch._C.JitType, arguments: di
 
 
 def _list(r: random.Random, before: list | None, kind: torch._C.JitType, arguments: dict) -> tuple[list, str]:
-    """A list with an element more, less or other than before."""
+    """A list with an element more, less or changed."""
     after = list(before or [])
     at = r.randrange(len(after) + 1)
     what = r.choice(["insert", "delete", "change", "change", "empty"])
@@ -83,7 +83,7 @@ def _list(r: random.Random, before: list | None, kind: torch._C.JitType, argumen
 
 
 def _tensor(r: random.Random, before: Tensor | None, arguments: dict) -> tuple[Tensor | None, str]:
-    """A tensor that differs in one respect; where there was none, one that may fit."""
+    """A tensor that differs in one respect; instead of None, one that may fit."""
     if before is None:
         others = [a for a in arguments.values() if isinstance(a, Tensor)]
         after = r.choice([*others, torch.tensor(3), torch.zeros(0), torch.zeros(3, dtype=torch.int64)])
@@ -99,7 +99,7 @@ def _text(t: Tensor) -> str:
 
 
 def _dtype(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """Numbers of another type; half of the time one of the same sort."""
+    """Changes the dtype; half of the time to one of the same kind."""
     integers = [torch.int32, torch.int64]
     alike = integers if before.dtype in integers else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     after = before.detach().to(r.choice(alike if r.random() < 0.5 else DTYPES))
@@ -107,7 +107,7 @@ def _dtype(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
 
 
 def _rank(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """A dimension more or less."""
+    """Adds or removes a dimension."""
     t = before.detach()
     choices = [t.unsqueeze(r.randint(0, t.dim())), t.flatten(), t[None, None]]
     if t.dim():
@@ -117,7 +117,7 @@ def _rank(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
 
 
 def _sizes(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """Longer or shorter in one dimension."""
+    """Changes the size of one dimension."""
     t = before.detach()
     if t.dim() == 0:
         return t.expand(r.choice([0, 1, 2])).clone(), "now a vector"
@@ -130,7 +130,7 @@ def _sizes(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
 
 
 def _strides(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """Gives a tensor other strides with equal numbers, or expands one number to many places."""
+    """Gives a tensor other strides with equal values, or expands one element."""
     t = before.detach()
     gradient = before.requires_grad
     if t.dim() == 0 or 0 in t.shape:
@@ -151,7 +151,7 @@ def _strides(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
 
 
 def _numbers(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """Up to three other numbers, or the same ones in another order."""
+    """Changes up to three elements, or permutes them."""
     after = before.detach().clone(memory_format=torch.contiguous_format)
     flat = after.view(-1)
     if len(flat) == 0:

@@ -1,4 +1,4 @@
-"""Shared parts of test_processes.py and test_out_of_memory.py: a collection, its batches, its bits."""
+"""Helpers of test_processes.py and test_out_of_memory.py: a collection, its batches, its bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = 2000
 
 
 def run_script(code: str, *arguments: object, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
-    """Another process of this Python, which finds this folder's modules."""
+    """Runs code in another Python process, which finds this folder's modules."""
     paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -41,30 +41,30 @@ def collection(optimizer: rk.FusedOptimizer, cache: rk.RowCache | None = None) -
 
 
 def batch(size: int, seed: int = 0) -> rk.KeyedJaggedTensor:
-    """About four ids a bag."""
+    """A batch of about four ids per bag."""
     values, offsets = jagged_batch([ROWS] * len(KEYS), size, ids="zipf", seed=seed)
     return rk.KeyedJaggedTensor(KEYS, values, offsets=offsets)
 
 
 def step(tables: rk.EmbeddingBagCollection, given: rk.KeyedJaggedTensor) -> Tensor:
-    """One step of training; its output."""
+    """Takes one training step; returns its output."""
     out = tables(given).values()
     out.square().sum().backward()
     return out.detach()
 
 
 def state(tables: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
-    """Copies of all that a checkpoint would have."""
+    """Copies of the tensors in a checkpoint."""
     return {name: t.clone() for name, t in tables.state_dict().items() if isinstance(t, Tensor)}
 
 
 def address_space() -> int:
-    """Bytes that this process has in use."""
+    """Bytes of address space that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def limit_address_space(bytes: int | None) -> None:
-    """Lets this process have so many in use; None: as many as it may."""
+    """Limits the address space of this process; None: to the hard limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (most if bytes is None else bytes, most))
 
@@ -78,7 +78,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def trained() -> str:
-    """The bits of two steps and what the tables are then; the same in every process, or something is wrong."""
+    """Digest of the outputs and state of two steps, which must be the same in every process."""
     tables = collection(rk.Adam(lr=0.01), rk.RowCache(0.1))
     outputs = [step(tables, batch(700, seed)) for seed in range(2)]
     return digest([*outputs, *state(tables).values()])

@@ -1,6 +1,6 @@
-"""Checks of a call of dot_interaction, factorization_machine or grouped_projection, which their tests share.
+"""Checks of calls of dot_interaction, factorization_machine and grouped_projection.
 
-A ``Call`` of <op>_cases.py has two tensors that take gradients, the gradient of the result, and the other arguments.
+A ``Call`` of <op>_cases.py has two differentiable tensors, the gradient of the result, and the other arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def magnitudes(call: object) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_bits(call: object, reference: object) -> None:
-    """All ops of a call on every instruction set and number of threads, bit for bit."""
+    """Compares all ops of a call with the reference bit for bit, on every instruction set and number of threads."""
     expected = call.each(reference)
     for backend in cpu_backends():
         for found, right in zip(call.each(backend.ops), expected, strict=True):
@@ -38,20 +38,20 @@ def check_bits(call: object, reference: object) -> None:
 
 
 def check_sums(found: tuple[Tensor, ...], call: object) -> None:
-    """The result and both gradients are apart from float64 by no more than the rounding of their sums."""
+    """The result and both gradients differ from float64 by at most the rounding of their sums."""
     compared = zip(found, each_by_torch(call), magnitudes(call), call.most_terms(), strict=True)
     for mine, right, magnitude, terms in compared:
         testing.assert_same_sum(mine, right, magnitude, terms + 1)
 
 
 def check_tiles(found: tuple[Tensor, ...], call: object, precision: str = "ieee") -> None:
-    """The result and both gradients, summed by tiles, are apart from float64 by at most the bound of docs/numerics.md.
+    """The result and both gradients, summed by tiles, differ from float64 by at most the bound of docs/numerics.md.
 
     Args:
-        found: them, on the CPU.
-        call: the call, whose ``bound()`` says how many additions there are beside those of ``most_terms()``, and the
-            relative error of a term whose factors are cut to TF32.
-        precision: what the op was asked for.
+        found: result and gradients, on the CPU.
+        call: the call; ``bound()`` returns the number of additions beyond ``most_terms()``, and the relative error of a
+            term whose factors are cut to TF32.
+        precision: the op's argument.
     """
     more_terms, cut = call.bound(precision)
     compared = zip(found, each_by_torch(call), magnitudes(call), call.most_terms(), strict=True)
@@ -65,14 +65,14 @@ def check_tiles(found: tuple[Tensor, ...], call: object, precision: str = "ieee"
 
 
 def check_refused(op: object, arguments: tuple, message: str, device: str = "cpu") -> None:
-    """An op raises the message, and no other words, for these arguments."""
+    """Asserts that an op raises exactly this message for the arguments."""
     there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         op(*there)
 
 
 def check_empty(call: object, ops: object) -> None:
-    """The result of a call without samples, vectors or groups has no numbers; gradients are zeros."""
+    """A call without samples, vectors or groups has an empty result and zero gradients."""
     out, *grads = call.each(ops)
     assert out.shape == call.grad.shape
     assert out.numel() == 0
@@ -86,7 +86,7 @@ def on_device(call: object, device: str) -> object:
 
 
 def check_repeats(call: object, ops: object) -> None:
-    """A second call has equal bits; nothing is written to the arguments."""
+    """A second call has equal bits, and arguments are unchanged."""
     before = [t.clone() for t in call[:3]]
     assert all(map(testing.same_bits, call.each(ops), call.each(ops)))
     assert all(map(testing.same_bits, call[:3], before))

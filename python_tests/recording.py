@@ -1,10 +1,10 @@
-"""Recordings: calls and what came of them, as numbers in a zip file that nothing executes.
+"""Reads recordings: calls and their results in a zip file, as data without code.
 
-``recorded_*.zip`` has two members: ``index.json`` and ``tensors.bin``. A tensor of the index is its dtype, its shape
-and the place of its bytes in ``tensors.bin``, where equal bytes lie once. All else of the index is plain JSON.
+``recorded_*.zip`` has two members: ``index.json`` and ``tensors.bin``. A tensor in the index is its dtype, its shape
+and the position of its bytes in ``tensors.bin``, which stores equal bytes once. The rest of the index is plain JSON.
 
-A recording says what the ops, modules and programs of the commit did that its index names, and is never made anew nor
-edited. The scripts that made the recordings called what there was then, and are in git's history alone:
+A recording has the results of the ops, modules and programs of the commit that its index names, and is never changed.
+The scripts that made recordings used the API of that time, and are only in git's history:
 ``git log -- 'python_tests/record_*.py'``.
 """
 
@@ -23,7 +23,7 @@ _MEMBERS = ("index.json", "tensors.bin")
 
 
 class Reader:
-    """A recording: ``index`` as it was written, and what its entries mean."""
+    """A recording: the raw ``index``, and a decoder of its entries."""
 
     def __init__(self, name: str) -> None:
         with zipfile.ZipFile(DATA / name) as file:
@@ -31,7 +31,7 @@ class Reader:
             self._blob = bytearray(file.read(_MEMBERS[1]))
 
     def decode(self, entry: object) -> object:
-        """The value that became this entry, with tensors of its own; tuples are lists."""
+        """Decodes an entry to its value, with new tensors; tuples become lists."""
         if isinstance(entry, list):
             return [self.decode(e) for e in entry]
         if not isinstance(entry, dict):
@@ -58,5 +58,5 @@ class Reader:
 
 
 def _span_length(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last."""
+    """Number of elements from a tensor's first to its last."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

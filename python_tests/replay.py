@@ -1,6 +1,6 @@
-"""Replays of recorded calls of ops: what comes of a call today, and how it differs from what is recorded.
+"""Replays recorded calls of ops, and compares them with the recording.
 
-``adapt`` is the one place that knows how a call of the recording is spelt today. A recording is never edited.
+``adapt`` is the only place that converts a recorded call to the current API. A recording is never edited.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from torch.utils._pytree import tree_leaves
 
 from rec_kernels.testing import same_bits
 
-#: Arguments of the recording that errors name in another way today: name then -> name now.
+#: Arguments that errors call otherwise today: recorded name -> current name.
 RENAMED: dict[str, str] = {"moment_offsets": "state_offsets", "partition_starts": "starts"}
 
 
 def adapt(op: str, arguments: dict[str, object]) -> tuple[str, dict[str, object]]:
-    """A recorded call as it is spelt today.
+    """Converts a recorded call to the current API.
 
     Args:
         op: the op's name in the recording.
-        arguments: by the names of the recorded schema; those that were not given are missing. Tensors that the call
-            changes, and those that require a gradient, must go to today's op as they are.
+        arguments: by the names of the recorded schema, without defaults. Tensors that the call mutates, and those that
+            require a gradient, must reach the current op as they are.
 
     Returns:
-        Today's op and arguments.
+        The current op and arguments.
     """
     return as_call(op, arguments)
 
 
 def outputs(op: str, arguments: dict[str, object], ops: object) -> list[Tensor]:
-    """Results of an op of the namespace ``ops`` as a list: none, a tensor or several."""
+    """Results of an op of the namespace ``ops`` as a list."""
     name, _, overload = op.partition(".")
     results = getattr(getattr(ops, name), overload or "default")(**arguments)
     return list(results) if isinstance(results, (list, tuple)) else [] if results is None else [results]
 
 
 def backward_from(results: list[Tensor], grads: list[Tensor]) -> None:
-    """The backward of the outputs that require a gradient; ``grads`` are theirs."""
+    """Runs the backward of the outputs that require a gradient; ``grads`` are theirs."""
     torch.autograd.backward([r for r in results if r.requires_grad], grads)
 
 
 def differences(expected: object, found: object, place: str, *, exact: bool = True) -> list[str]:
-    """Places where two values differ in structure, shape, dtype or bits; any NaN equals any other.
+    """Positions where two values differ in structure, shape, dtype or bits; NaNs are equal.
 
-    Floats that are not ``exact`` come from torch's matrix products: they may differ as rounding has it.
+    If not ``exact``, floats come from torch's matrix products and may differ by rounding.
     """
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         pairs = [(expected, found)]
@@ -82,20 +82,20 @@ def gradients_of(arguments: dict[str, object]) -> dict[str, object]:
 
 
 def replay(recording: Reader, entry: dict, ops: object, *, backward: bool = True) -> list[str]:
-    """Calls what was called then.
+    """Repeats a recorded call.
 
     Args:
-        recording: where the entry is from.
+        recording: of the entry.
         entry: a call that raised nothing.
-        ops: where to call it: ``torch.ops.rec_kernels``, or a library of the same ops.
-        backward: whether gradients are asked for, which only the package's own ops have.
+        ops: ``torch.ops.rec_kernels``, or a library with the same ops.
+        backward: whether to compute gradients, which only the package's own ops have.
 
     Returns:
-        What differs: outputs, gradients, arguments after the call; a call that was right then and raises now.
+        Differences of outputs, gradients and arguments after the call; or the error, if the call now raises.
     """
     given, after = recording.decode(entry["arguments"]), recording.decode(entry["arguments"])
     grads = recording.decode(entry.get("grads")) if backward else None
-    if backward or "grads" not in entry:  # nothing that has a gradient changes an argument in its forward
+    if backward or "grads" not in entry:  # a forward with gradients changes no argument
         after |= recording.decode(entry["changed"])
     op, arguments = adapt(entry["op"], given)
     try:
@@ -111,7 +111,7 @@ def replay(recording: Reader, entry: dict, ops: object, *, backward: bool = True
 
 
 def replay_error(recording: Reader, entry: dict, ops: object) -> list[str]:
-    """Calls what raised an error then; says how today's error, or what it did to the arguments, is another."""
+    """Repeats a call that raised an error; returns the differences in the error, and in the arguments afterwards."""
     given, unchanged = recording.decode(entry["arguments"]), recording.decode(entry["arguments"])
     try:
         op, arguments = adapt(entry["op"], given)
@@ -132,6 +132,6 @@ def words(message: str) -> list[str]:
 
 
 def key_words(entry: dict) -> list[str]:
-    """Words that an error must keep: the arguments it named, and all numbers."""
+    """Words that an error must keep: names of arguments, and all numbers."""
     named = entry["error"]["arguments"]
     return [w for w in words(entry["error"]["message"]) if w in named or re.fullmatch(r"-?\d+", w)]

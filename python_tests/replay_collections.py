@@ -1,7 +1,7 @@
-"""Replays of recorded runs of modules: how a module is built, what is done to it, and what differs from the recording.
+"""Replays recorded runs of modules: builds a module, performs the steps, and compares with the recording.
 
-A run is data: expressions ``{"new": class, "with": arguments}`` of public classes, and steps by name. Only what users
-call is used, so that a recorded run can be made with any later module of the same class.
+A run is data: expressions ``{"new": class, "with": arguments}`` of public classes, and steps by name. Runs use only the
+public API, so that any later module of the same class can replay them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CLASSES = (
     *("KeyedJaggedTensor", "InverseKeyedJaggedTensor", "KeyedJaggedWindows", "JaggedTensor"),
     *("Deduplicated", "PathEmbeddingBag", "MixedDimensionEmbeddingBag", "LowRankCrossNet", "Wukong"),
 )
-#: Stands for a folder of the run's own, in strings of expressions.
+#: Placeholder for a folder of the run, in strings of expressions.
 FOLDER = "<folder>/"
-#: Fields of a table's report that are not sizes of our own data structures.
+#: Fields of a table's report other than sizes of internal data structures.
 REPORTED = (
     *("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes", "cached_rows", "dirty_rows"),
     *("lookups", "hits", "hit_rate", "inserted", "evicted", "written", "left_out"),
@@ -52,12 +52,12 @@ def made(expression: object, folder: Path) -> object:
 
 
 def features_of(expression: dict) -> object:
-    """Jagged features, with the weights as they are in the expression, whose gradient is asked for."""
+    """Jagged features with the expression's own weight tensor, for its gradient."""
     return made(expression, Path())
 
 
 def plain(output: object) -> object:
-    """The tensors of what a module returns, in lists and dictionaries."""
+    """The tensors of a module's output, in lists and dictionaries."""
     if isinstance(output, rk.KeyedTensor):
         return {"keys": output.keys(), "dims": output.length_per_key(), "values": output.values()}
     if isinstance(output, rk.JaggedTensor):
@@ -68,7 +68,7 @@ def plain(output: object) -> object:
 
 
 def recorded_names(module: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a module under the names of recordings, in which both kinds of collections name their tables alike."""
+    """A module's tensors under the names of recordings, which name the tables of both kinds of collections equally."""
     found = dict(found)
     for path, collection in module.named_modules():
         if isinstance(collection, rk.EmbeddingCollection):
@@ -78,7 +78,7 @@ def recorded_names(module: nn.Module, found: Mapping[str, Tensor]) -> dict[str, 
 
 
 def build(run: dict, folder: Path) -> nn.Module:
-    """The module of a run, with fresh numbers."""
+    """The module of a run, newly initialized."""
     for name, content in run.get("files", {}).items():
         (folder / name).write_bytes(content.numpy().tobytes())
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def build(run: dict, folder: Path) -> nn.Module:
 
 
 class Player:
-    """Does the steps of a run to its module."""
+    """Performs the steps of a run on its module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.scaler = module, None
@@ -103,7 +103,7 @@ class Player:
         return "no error"
 
     def _recorded(self, message: str) -> str:
-        """A message in the words of recordings, in which features have numbers."""
+        """A message with the recordings' numbers of features instead of names."""
         names = getattr(self.module, "feature_names", [])
         return re.sub(r"[(]feature '(.+?)', ", lambda found: f"(feature {names.index(found[1])}, ", message)
 
@@ -144,7 +144,7 @@ class Player:
             return plain(self.module.for_serving()(features_of(step["features"])))
 
     def _do_read(self, step: dict) -> object:
-        """A lookup that trains nothing."""
+        """Looks up without training."""
         was = self.module.training
         with torch.no_grad():
             output = plain(self.module.eval()(features_of(step["features"])))
@@ -166,7 +166,7 @@ class Player:
         self.module.load_state_dict(step["state"], **step.get("options", {}))
 
     def _do_state(self, step: dict) -> dict[str, object]:
-        """Returns what is saved and what is reported."""
+        """Returns the saved and the reported state."""
         state = recorded_names(self.module, self.module.state_dict())
         found: dict[str, object] = {"state": {n: t.clone() for n, t in state.items()}}
         if getattr(self.module, "optimizer", None) is not None:
@@ -178,7 +178,7 @@ class Player:
 
 
 def inputs_of(expression: object, name: str = "features") -> Iterable[tuple[str, Tensor]]:
-    """The leaves of an expression that require a gradient, by their names."""
+    """The leaves of an expression that require a gradient, by name."""
     if isinstance(expression, dict):
         for key, value in expression.items():
             yield from inputs_of(value, f"{name}.{key}")
@@ -187,10 +187,9 @@ def inputs_of(expression: object, name: str = "features") -> Iterable[tuple[str,
 
 
 def in_numbers(expected: dict, got: dict) -> tuple[dict, dict]:
-    """Two states with rows of int8 in numbers, those of the second being the first's where they are a step apart.
+    """Decodes int8 rows of two states, and replaces values of the second one quantization step off by the first's.
 
-    Sums that differ in their last bit move the ends of a row, which all its bytes are relative to, and can turn the
-    noise of a number.
+    Sums that differ in the last bit change a row's range, on which all its bytes depend, and can change the rounding.
     """
     states = [dict(each["state"]) for each in (expected, got)]
     for name, rows in expected["state"].items():
@@ -204,14 +203,14 @@ def in_numbers(expected: dict, got: dict) -> tuple[dict, dict]:
 
 
 def replay(run: dict, folder: Path) -> list[str]:
-    """Does what was done then.
+    """Repeats a recorded run.
 
     Args:
-        run: as it was recorded, decoded.
+        run: the decoded recording.
         folder: an empty one, for files.
 
     Returns:
-        What differs, and where: step 3's output, say.
+        The differences and their positions, for instance step 3's output.
     """
     module = build(run, folder)
     found = differences(run["initial"], recorded_names(module, module.state_dict()), "first state", exact=run["exact"])

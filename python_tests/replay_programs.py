@@ -1,4 +1,4 @@
-"""Replays of recorded programs and of stopped runs of the trainer: how a program is called, and a run goes on."""
+"""Replays recorded programs and interrupted runs of the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rec_kernels.dlrm import TrainConfig, checkpoint, train
 
 
 def config_of(options: dict[str, object], folder: Path) -> TrainConfig:
-    """A run of a few steps, in ``folder / "run"``."""
+    """The config of a run of a few steps, in ``folder / "run"``."""
     small = {"data": "dlrm_tiny:tiny", "batch_size": 50, "epochs": 2, "bottom": (4,), "top": (4,), "threads": 1}
     return TrainConfig(**small | options, run="run", runs_dir=str(folder))
 
@@ -24,7 +24,7 @@ def call(program: dict, folder: Path) -> list[Tensor]:
     """Runs a saved program on its inputs.
 
     Args:
-        program: as it was recorded, decoded; its inputs are changed.
+        program: the decoded recording; its inputs are changed.
         folder: an empty one.
     """
     content = program["file"].numpy().tobytes()
@@ -33,14 +33,14 @@ def call(program: dict, folder: Path) -> list[Tensor]:
         return list(loaded(*program["inputs"]))
     path = folder / "program.pt2"
     path.write_bytes(content)
-    # torch would otherwise ask a compiler, for seconds, what this machine has, which the package was not compiled for.
+    # Otherwise torch would spend seconds detecting the instruction set, for which the package is not compiled.
     with mock.patch("torch._inductor.cpu_vec_isa.valid_vec_isa_list", return_value=[]):
         loaded = torch._inductor.aoti_load_package(str(path))
     return list(loaded(*program["inputs"]))
 
 
 def go_on(recorded: dict, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model that a stopped run of the trainer has, and the one that it ends with."""
+    """Resumes an interrupted run of the trainer; returns the model before and at the end."""
     directory = folder / "run"
     directory.mkdir()
     for name, content in recorded["files"].items():
