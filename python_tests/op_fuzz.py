@@ -1,9 +1,9 @@
 """Seeded calls of public ops with invalid arguments, made from the samples of test_opcheck.py, and their checks.
 
-A call is a sample of a registered op with zero to three arguments changed: dtype, rank, sizes, strides, values, options.
-The op must raise a Python error that names an argument and leave every argument unchanged; or return the result of the
-same call with contiguous arguments, on one thread, with the oldest instruction set. The fake kernel must predict shapes
-and dtypes. Each op's own tests check results of valid calls.
+A call is a sample of a registered op with zero to three arguments changed: dtype, rank, sizes, strides, values,
+options. The op must raise a Python error that names an argument and leave every argument unchanged; or return the
+result of the same call with contiguous arguments, on one thread, with the oldest instruction set. The fake kernel must
+predict shapes and dtypes. Each op's own tests check results of valid calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of the row cache: tables, sets and batches; the ops' tensors and the reference model of the same state."""
+"""Cases of the row cache: tables, sets and batches; the ops' tensors, and the reference model of the same state."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rec_kernels.reference.row_cache import POLICIES, Row, RowCache, Sets, Table
 from rec_kernels.testing import same_bits
 
 FORMATS = ["fp32", "bf16", "int8", "int4", "mx6"]
-NOBODY = -77.25  # what floats of the cache are that no row has come to
+NOBODY = -77.25  # initial value of cache floats that belong to no row
 INTS = {32: torch.int32, 64: torch.int64}
-State = dict[str, Tensor]  # what the ops change, by the names of their arguments
+State = dict[str, Tensor]  # tensors that the ops change, by argument name
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Lengths of the bags of each feature; the last ids of all are ``bad`` ones; ``unused`` ids before and behind."""
+    """Lengths of each feature's bags; the last ids are the ``bad`` ones; ``unused`` ids before and after all bags."""
 
     lengths: list[list[int]]
     bad: list[int] = field(default_factory=list)
@@ -38,14 +38,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Update:
-    """New numbers for about half of the cached rows, as an update writes them."""
+    """New values for about half of the cached rows, as written by an update."""
 
     seed: int
 
 
 @dataclass(frozen=True)
 class Action:
-    """One of "insert", "lookup", "update", "flush", and what it takes."""
+    """An action, "insert", "lookup", "update" or "flush", and its argument."""
 
     name: str
     given: Batch | Update | None = None
@@ -53,9 +53,9 @@ class Action:
 
 @dataclass(frozen=True)
 class CacheSample:
-    """A cache before its first batch. The tables' numbers and the rows' counts come from ``seed``.
+    """A cache before its first batch. ``seed`` determines the tables' values and the rows' counts.
 
-    ``sets`` are those of a width, which its tables share; a table of another width, or in ``uncached``, has none.
+    ``sets`` belong to a width, and its tables share them; a table of another width, or in ``uncached``, has none.
     """
 
     tables: list[tuple[int, int, str]]  # (E, D, format)
@@ -70,13 +70,13 @@ class CacheSample:
     bounds_check: str = "error"
     ids: int = 64
     offsets: int = 64
-    gap: int = 0  # sets that nobody has before each range; as many floats as three times that before its rows
+    gap: int = 0  # unused sets before each range, and three times as many unused floats before its rows
     clock: int = 0
     seed: int = 0
 
 
 class CacheCase:
-    """The arguments of the ops for a sample, and the model of its state."""
+    """The ops' arguments for a sample, and the model of its state."""
 
     def __init__(self, sample: CacheSample) -> None:
         self.sample = sample
@@ -108,7 +108,7 @@ class CacheCase:
         end = int(case.offsets[-1])
         bad = torch.tensor(batch.bad, dtype=case.values.dtype)[: end - int(case.offsets[0])]
         case.values[end - len(bad) : end] = bad
-        # Tables are those of the sample, whichever the batch.
+        # Tables depend only on the sample.
         return dataclasses.replace(case, seed=s.seed)
 
     def sets_of(self, table: int) -> Sets | None:
@@ -116,12 +116,12 @@ class CacheCase:
         return None if table in self.sample.uncached else self.ranges.get(self.sample.tables[table][1])
 
     def table_id(self, table: int) -> int:
-        """Number of the table for its noise; it differs from the table's place in the call."""
+        """Number of the table for its noise; it differs from the table's index in the call."""
         return 3 + 2 * ((table + 1) % len(self.sample.tables))
 
     @functools.cached_property
     def row_counts(self) -> list[int]:
-        """Counts of all linear rows before the first batch: of every size, small ones more often."""
+        """Counts of all linear rows before the first batch, small ones more often."""
         g = torch.Generator().manual_seed(self.sample.seed + 5)
         largest = torch.tensor([4, 20, 60, 256])[torch.randint(4, (len(self.encoded.case.sum),), generator=g)]
         return (torch.rand(len(largest), generator=g) * largest).long().tolist()
@@ -138,18 +138,17 @@ class CacheCase:
         return RowCache(tables, self.num_sets, s.ways, s.policy, s.rounding, SEED, **options)
 
     def named(self, case: Case) -> list[Row | None]:
-        """The rows that the ids of a batch name."""
+        """The rows selected by the ids of a batch."""
         bags = Bags(case.values, case.offsets, None, case.padding_idx)
         return named_rows(case.features, [rows for rows, _ in case.tables], bags)
 
     def layout(self, **changed: object) -> rk.TableLayout:
-        """Layout of the tables and sets; ``changed``: other arguments of ``rk.table_layout`` or, as "cache_...", of
-        places."""
+        """Layout of the tables and sets; ``changed``: arguments of ``rk.table_layout``, or of places as "cache_..."."""
         s, case = self.sample, self.encoded.case
         of_parts = [(self.sets_of(t) or Sets(0, 0), s.tables[t][1]) for t in case.parts]
         starts = [
             self.float_starts[dim] - sets.first * s.ways * dim if sets.count else 0
-            for sets, dim in of_parts  # where slot 0 would be, if it were of that width
+            for sets, dim in of_parts  # position of slot 0, if it were of that width
         ]
         places = {
             "ways": s.ways,
@@ -172,7 +171,7 @@ class CacheCase:
 
     @property
     def first_stats(self) -> Tensor:
-        """int64 [tables, 6] before the first batch; rows of no table's number stay what they are."""
+        """int64 [tables, 6] before the first batch; rows beyond the number of tables stay unchanged."""
         return torch.arange(6 * (4 + 2 * len(self.sample.tables))).view(-1, 6) * 1000
 
     def state(self, model: RowCache | None = None) -> State:
@@ -223,12 +222,12 @@ def layout_of(encoded: EncodedCase, **changed: object) -> rk.TableLayout:
 
 
 def limits_of(case: Case) -> list[int]:
-    """Numbers of ids of the features."""
+    """Number of ids of each feature."""
     return [f.num_ids if isinstance(f, Parts) else case.tables[f][0] for f in case.features]
 
 
 def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
-    """Layout of a case's float tables."""
+    """The layout of a case's float tables."""
     numbers = {
         "num_embeddings": [case.tables[t][0] for t in case.parts],
         "embedding_dims": [case.tables[t][1] for t in case.parts],
@@ -244,7 +243,7 @@ def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
 
 
 def settled(state: State) -> State:
-    """Clears state without meaning: counts of empty slots, and counts of cached rows outside of their slot."""
+    """Normalizes counts of empty slots, and row counts of cached rows, which are undefined."""
     state = dict(state)
     if "cache_counts" in state:
         used = state["cache_tags"] >= 0
@@ -255,18 +254,18 @@ def settled(state: State) -> State:
 
 
 def taken(op: str) -> list[str]:
-    """The names of what an op with a layout takes."""
+    """Argument names of an op with a layout."""
     return list(signature_of(f"{op}.layout"))
 
 
 def call(op: str, given: dict[str, object], ops: object = torch.ops.rec_kernels) -> object:
-    """Calls an op with those of the arguments that its schema has."""
+    """Calls an op with the arguments in its schema."""
     return getattr(ops, op)(**{name: given[name] for name in taken(op) if name in given})
 
 
 @dataclass
 class Done:
-    """An action, and what comes of it: slots (of "insert" and "lookup"), the state, rows that are cached and dirty."""
+    """An action and its results: slots (of "insert" and "lookup"), the state, numbers of cached and dirty rows."""
 
     action: Action
     slots: list[int] | None
@@ -276,7 +275,7 @@ class Done:
 
 
 def expected_of(case: CacheCase, actions: Sequence[Action], model: RowCache | None = None) -> list[Done]:
-    """Results of the reference for a sequence of actions."""
+    """The reference's results for a sequence of actions."""
     model, done = model or case.model(), []
     for action in actions:
         slots, writes = None, []
@@ -292,7 +291,7 @@ def expected_of(case: CacheCase, actions: Sequence[Action], model: RowCache | No
 
 
 def update(model: RowCache, given: Update) -> list[tuple[int, Tensor]]:
-    """Gives cached rows new numbers; returns them by slot."""
+    """Changes values of cached rows; returns them by slot."""
     g, writes = torch.Generator().manual_seed(given.seed), []
     for s, slot in enumerate(model.slots):
         if slot.tag >= 0 and torch.rand((), generator=g) < 0.5:
@@ -324,7 +323,7 @@ WIDTHS = [1, 4, 5, 16, 33]
 
 @st.composite
 def batches(draw, sample: CacheSample) -> Batch:
-    """Bags of a few ids; some out of range, where they may be; sometimes none at all."""
+    """Bags of a few ids, some out of range if allowed; sometimes no ids at all."""
     size = draw(st.sampled_from([0, 1, 2, 4]))
     bags = st.lists(st.sampled_from([0, 1, 2, 5]), min_size=size, max_size=size)
     bad = st.sampled_from([-1, 61, 1000, -(2**31), 2**31 - 1])
@@ -338,7 +337,7 @@ def batches(draw, sample: CacheSample) -> Batch:
 
 @st.composite
 def features_of(draw, tables: list[tuple[int, int, str]], uncached: list[int]) -> list[tuple[int | Parts, str]]:
-    """Up to five: of a table, hashed to one, or of two tables that are not cached."""
+    """Up to five features: of a table, hashed to a table, or partitioned over two uncached tables."""
     features, pooling = [], st.sampled_from(["sum", "mean"])
     for _ in range(draw(st.integers(1, 5))):
         table = draw(st.integers(0, len(tables) - 1))
@@ -364,7 +363,7 @@ def samples(draw) -> CacheSample:
     return CacheSample(
         tables,
         draw(features_of(tables, uncached)),
-        # 16 sets and more hold whole tables.
+        # 16 sets or more hold whole tables.
         {width: draw(st.sampled_from([1, 2, 3, 16])) for width in widths},
         ways=draw(st.sampled_from([1, 2, 4, 32])),
         uncached=tuple(uncached),
@@ -383,7 +382,7 @@ def samples(draw) -> CacheSample:
 
 @st.composite
 def sequences(draw) -> tuple[CacheSample, list[Action]]:
-    """A sample, and one to eight actions, most of them insertions and updates."""
+    """A sample, and one to eight actions, mostly insertions and updates."""
     sample, actions = draw(samples()), []
     for _ in range(draw(st.integers(1, 8))):
         name = draw(st.sampled_from(["insert", "insert", "insert", "update", "update", "lookup", "flush"]))

@@ -1,4 +1,4 @@
-"""Collections with a row cache, their batches, and everything that they hold, for the tests."""
+"""Collections with a row cache, their batches, and copies of their whole state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OPTIMIZERS = [
     rk.Adam(lr=0.1),
     rk.Adam(lr=0.1, state_dtype=torch.bfloat16),
 ]
-#: Rows come and go in every batch.
+#: A cache so small that every batch evicts rows.
 SMALL = rk.RowCache(0.4, ways=4)
 
 
 def make(optimizer=OPTIMIZERS[1], cache: rk.RowCache | None = SMALL, formats=FORMATS, **options):
-    """Tables t0, t1, ... of the formats' DIMS; the first has two features; sums and means in turn."""
+    """Tables t0, t1, ... of the formats' DIMS; the first has two features; sum and mean pooling alternate."""
     torch.manual_seed(0)
     tables = [
         rk.EmbeddingBagConfig(
@@ -43,7 +43,7 @@ def make(optimizer=OPTIMIZERS[1], cache: rk.RowCache | None = SMALL, formats=FOR
 
 
 def with_floats(collection):
-    """A collection with fp32 tables that hold what the rows decode to."""
+    """A collection with fp32 tables that contain the decoded rows."""
     tables = [t.__class__(**{**_fields(t), "format": "fp32"}) for t in collection.tables]
     other = type(collection)(tables, optimizer=collection.optimizer)
     with torch.no_grad():
@@ -57,12 +57,11 @@ def _fields(table) -> dict[str, object]:
 
 
 def batch(collection, seed: int = 0, size: int = 5, factors: bool = False) -> rk.KeyedJaggedTensor:
-    """Bags of 0 to 3 ids for each feature."""
     return collection_format_cases.batch(collection, seed, size, factors, ROWS)
 
 
 def whole(collection) -> rk.KeyedJaggedTensor:
-    """Bag r of each feature is row r of its table, or empty."""
+    """A batch that reads every row: bag r of each feature is row r of its table, or empty."""
     rows = [t.num_embeddings for t in collection.tables for _ in t.feature_names]
     lengths = torch.cat([(torch.arange(max(rows)) < n).long() for n in rows])
     values = torch.cat([torch.arange(n) for n in rows])
@@ -70,7 +69,7 @@ def whole(collection) -> rk.KeyedJaggedTensor:
 
 
 def train(collection, first: int = 0, steps: int = 4, factors: bool = False) -> list[Tensor]:
-    """Updates by a loss that is not linear; returns the outputs, and gradients of per-sample weights."""
+    """Trains with a nonlinear loss; returns the outputs, and gradients of per-sample weights."""
     found = []
     for step in range(first, first + steps):
         given = batch(collection, step, factors=factors)
@@ -83,7 +82,7 @@ def train(collection, first: int = 0, steps: int = 4, factors: bool = False) -> 
 
 
 def read(collection) -> dict[str, Tensor]:
-    """Every table as lookups see it, float32 [E, D], without a change of anything."""
+    """Every table as lookups see it, float32 [E, D]; changes nothing."""
     was, found = collection.training, {}
     collection.eval()
     with torch.no_grad():
@@ -95,16 +94,16 @@ def read(collection) -> dict[str, Tensor]:
 
 
 def everything(collection) -> dict[str, Tensor]:
-    """A copy of all that it holds, whether or not a state has it, as it is: nothing is flushed."""
+    """A copy of all buffers and parameters, persistent or not, without a flush."""
     return {n: t.detach().clone() for n, t in (*collection.named_parameters(), *collection.named_buffers())}
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same, bit for bit."""
+    """Names of tensors that are not equal bit for bit."""
     assert a.keys() == b.keys()
     return [name for name in a if not same_bits(a[name], b[name])]
 
 
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state that nobody changes any more."""
+    """A deep copy of a state."""
     return copy.deepcopy(dict(state))

@@ -1,4 +1,4 @@
-"""Collections with tables on disk and the same ones in memory: batches, steps, and what is compared."""
+"""Collections with tables on disk and equal ones in memory: batches, steps and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
 
 
 def skip_without_host() -> None:
-    """Skips the calling module where row files were not built, or pages are not those that the budgets are for."""
+    """Skips the calling module if row files were not built, or the page size is not the one of the budgets."""
     if mmap.PAGESIZE != 4096:
         pytest.skip(f"the tests are for pages of 4096 bytes, not {mmap.PAGESIZE}", allow_module_level=True)
     try:
@@ -40,7 +40,7 @@ def skip_without_host() -> None:
 
 
 def on_disk(cache: rk.RowCache, path: Path, budget: int = BUDGET, generation: int | None = None) -> rk.RowCache:
-    """The row cache in front of tables in a file."""
+    """The row cache for tables in a file."""
     return replace(cache, backing="disk", path=path, memory_budget=budget, generation=generation)
 
 
@@ -83,7 +83,7 @@ def batch(collection, seed: int = 0, size: int = 2, factors: bool = False) -> rk
 
 
 def step(collection, seed: int, prefetch: int | None = None) -> Tensor:
-    """One update by a loss that is not linear; the output. ``prefetch``: the batch that is announced between."""
+    """One update with a nonlinear loss; returns the output. ``prefetch``: the batch to prefetch before the backward."""
     pooled = collection(batch(collection, seed)).values()
     if prefetch is not None:
         collection.prefetch(batch(collection, prefetch))
@@ -93,7 +93,7 @@ def step(collection, seed: int, prefetch: int | None = None) -> Tensor:
 
 
 def train(collection, first: int = 0, steps: int = 6) -> list[Tensor]:
-    """Steps with the next batch announced."""
+    """Trains, prefetching each next batch."""
     return [step(collection, i, i + 1) for i in range(first, first + steps)]
 
 
@@ -120,12 +120,12 @@ def held(collection) -> dict[str, Tensor]:
 
 
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state that nobody changes any more."""
+    """A deep copy of a state."""
     return {name: t.clone() for name, t in state.items()}
 
 
 def tables_of(collection) -> dict[str, Tensor]:
-    """The tables' bytes as they are, uint8 [E, row bytes], read block by block."""
+    """The tables' bytes, uint8 [E, row bytes], read block by block."""
     found, first, store = {}, 0, collection._store
     for i, table in enumerate(collection._features.stored):
         rows = collection.embedding_bags[table.name].weight.detach()
@@ -142,19 +142,19 @@ def tables_of(collection) -> dict[str, Tensor]:
 
 
 def assert_unchanged(collection, before: dict[str, Tensor]) -> None:
-    """Asserts that held() is what it was."""
+    """Asserts that held() equals ``before``."""
     assert not [name for name, t in held(collection).items() if not same_bits(t, before[name])]
 
 
 def assert_trains_alike(memory, disk, first: int = 6, steps: int = 6) -> None:
-    """Asserts equal outputs of more steps, and what assert_alike compares."""
+    """Asserts equal outputs of further steps, then ``assert_alike``."""
     for a, b in zip(train(memory, first, steps), train(disk, first, steps), strict=True):
         assert same_bits(a, b)
     assert_alike(memory, disk)
 
 
 def assert_alike(one, other, where: object = "") -> None:
-    """Asserts equal slots, counters, state and, once flushed, tables."""
+    """Asserts equal slots, counters, state and, after a flush, tables."""
     a, b = held(one), held(other)
     assert a.keys() == b.keys()
     assert not [name for name in a if not same_bits(a[name], b[name])], where

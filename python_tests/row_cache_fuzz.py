@@ -1,4 +1,4 @@
-"""The wrong calls of embedding_bag_fuzz.py with a row cache: rows come in, are read, updated and flushed."""
+"""The invalid calls of embedding_bag_fuzz.py with a row cache: insertion, lookup, update and flush."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.ops.rec_kernels
 
 
 class CachedCall:
-    """A call with a cache of a few sets: its arguments, and the state after another batch and an update of it.
+    """A call with a cache of a few sets: its arguments, and the state after another batch and its update.
 
     The sets are drawn from ``seed``.
     """
@@ -51,7 +51,7 @@ class CachedCall:
         self.state["cache_dirty"].copy_(torch.arange(at * ways) % 2)
 
     def _state(self, elements: int, slots: int, policy: str) -> State:
-        """State of an empty cache in front of the unchanged tables."""
+        """State of an empty cache for the unchanged tables."""
         rows, encoded = self.arguments["layout_sizes"][Size.num_rows], self.bad.encoded
         state = {
             "weights": encoded.flat.clone(),
@@ -70,7 +70,7 @@ class CachedCall:
         return state
 
     def run(self, ops: object, op: str, state: State, jagged: tuple[Tensor, ...], **more: object) -> object:
-        """An op with these bags and this state."""
+        """Calls an op with these bags and this state."""
         names = ("values", "offsets", "per_sample_weights")
         return call(op, self.arguments | state | dict(zip(names, jagged, strict=False)) | more, ops)
 
@@ -97,7 +97,7 @@ def _differing(a: State, b: State) -> list[str]:
 
 
 def check(bad: BadCall, seed: int, backend: Backend) -> None:
-    """One call on one backend: as on the CPU if nothing is wrong with it, and otherwise nothing has changed."""
+    """Checks one call on one backend: a valid call has the CPU's results; an invalid one changes nothing."""
     cached = CachedCall(bad, seed)
     try:
         _check(cached, bad, backend)

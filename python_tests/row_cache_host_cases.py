@@ -1,4 +1,4 @@
-"""Collections with backing="host", and training loops that prefetch, for the tests."""
+"""Collections with backing="host", and training loops that prefetch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import rec_kernels as rk
 
 
 def in_host(cache: rk.RowCache) -> rk.RowCache:
-    """The row cache in front of tables in host memory."""
+    """The row cache for tables in host memory."""
     return replace(cache, backing="host")
 
 
 def step(collection, given, prefetched=None, *, where: str = "after") -> Tensor:
-    """One update by a loss that is not linear; the output.
+    """One update with a nonlinear loss; returns the output.
 
     Args:
-        given: the batch; prefetched: the one after it, which is announced ``where``: "before" or "after" the backward.
+        given: the batch. prefetched: the next batch, prefetched ``where``: "before" or "after" the backward.
     """
     pooled = collection(given).values()
     if where == "before" and prefetched is not None:
@@ -32,6 +32,6 @@ def step(collection, given, prefetched=None, *, where: str = "after") -> Tensor:
 
 
 def train_ahead(collection, steps: int, *, where: str = "after", device: str = "cpu", **options) -> list[Tensor]:
-    """``steps`` updates, each batch but the first prefetched; ``where=""``: none. The outputs, on the CPU."""
+    """Takes ``steps`` updates, prefetching every later batch (``where=""``: none); returns the outputs on the CPU."""
     batches = [batch(collection, s, **options).to(torch.device(device)) for s in range(steps)]
     return [step(collection, a, b, where=where).cpu() for a, b in zip(batches, [*batches[1:], None], strict=True)]

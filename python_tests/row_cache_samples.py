@@ -11,7 +11,7 @@ from rec_kernels.ops.table_layout import Size
 Call = tuple[tuple, dict[str, object]]
 
 FEATURES = [(0, "sum"), (1, "mean"), (2, "sum"), (0, "mean"), (3, "sum")]
-#: Two bags of each feature, and as many of the batch before it.
+#: Two bags of each feature, and two of the previous batch.
 BATCH, EARLIER = (Batch([[2, 1]] * len(FEATURES), seed=seed) for seed in (9, 8))
 
 
@@ -28,7 +28,7 @@ def arguments(policy: str) -> dict[str, object]:
 
 
 def cached_calls() -> dict[str, list[Call]]:
-    """Op -> calls of it."""
+    """Op -> its calls."""
     torch.manual_seed(2)
     lru, lfu = arguments("lru"), arguments("lfu")
     sizes = lru["layout_sizes"]
@@ -61,12 +61,12 @@ def _without_options(given: dict[str, object]) -> dict[str, object]:
 
 
 def _without_tags(given: dict[str, object]) -> dict[str, object]:
-    """The forward alone: no gradient has to find a row again."""
+    """The forward alone: no backward finds rows again."""
     return {name: a for name, a in given.items() if name not in ("cache_tags", "cache_marks")}
 
 
 def _call(op: str, given: dict[str, object]) -> Call:
-    """Builds a call by name with tensors of its own, because calls change them."""
+    """Builds a call by name with cloned tensors, because ops change them."""
     return (), {name: _own(given[name]) for name in taken(op) if name in given}
 
 

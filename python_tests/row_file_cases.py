@@ -1,4 +1,4 @@
-"""Shared parts of the row files' tests: small files, their contents, scripts in processes of their own."""
+"""Helpers of the row files' tests: small files, their contents, scripts in subprocesses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def host_or_skip() -> ModuleType:
-    """The compiled module; where it was not built, the tests of the calling module are skipped."""
+    """The compiled module; skips the calling module's tests if it was not built."""
     if mmap.PAGESIZE != BLOCK:
         pytest.skip(f"the tests are for pages of {BLOCK} bytes, not {mmap.PAGESIZE}", allow_module_level=True)
     try:
@@ -31,7 +31,7 @@ def host_or_skip() -> ModuleType:
 
 
 def resident_blocks(window: np.ndarray) -> int:
-    """Number of the window's pages that have memory, asked of the kernel."""
+    """Number of the window's resident pages, according to the kernel."""
     pages = -(-window.size // BLOCK)
     found = (ctypes.c_ubyte * pages)()
     address = ctypes.c_void_p(window.ctypes.data)
@@ -49,7 +49,7 @@ def fill(file, first: int, values: np.ndarray) -> None:
 
 
 def contents(file) -> np.ndarray:
-    """All bytes, a few blocks at a time."""
+    """All bytes, read a few blocks at a time."""
     step = max(1, file.memory_budget // BLOCK) * BLOCK
     whole = np.empty(file.num_bytes, np.uint8)
     for start in range(0, file.num_bytes, step):
@@ -65,7 +65,7 @@ def noise(seed: int, size: int) -> np.ndarray:
 
 
 def flip(path: Path, place: int) -> None:
-    """One bit of a file."""
+    """Flips one bit of a file."""
     with path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
@@ -74,7 +74,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def run_script(script: str, *arguments: object, launcher: tuple[str, ...] = (), timeout: float = 120) -> str:
-    """Runs a script that has ``RowFile``, ``np`` and the helpers above; its output. It does not import torch."""
+    """Runs a script with ``RowFile``, ``np`` and the helpers above, without importing torch; returns its output."""
     compiled = host().__file__
     prelude = f"""
 import importlib.util, os, sys
@@ -101,7 +101,7 @@ def log_of(path):
 
 
 def copied(path, name):
-    """The files as they are now, as a crash would leave them."""
+    """Copies the files, as a crash now would leave them."""
     copy = path.with_name(name)
     for source, target in ((path, copy), (log_of(path), log_of(copy))):
         shutil.copyfile(source, target)

@@ -21,7 +21,7 @@ def round_trip(x: Tensor, name: str, **options: object) -> Tensor:
 
 
 def read_shared(row: list[int], name: str) -> tuple[int, list[int], list[int], list[int]]:
-    """A block of shared microexponents, byte by byte: exponent, microexponents, magnitudes, signs."""
+    """Parses a block of shared microexponents: exponent, microexponents, magnitudes, signs."""
     if name == "mx9":
         magnitudes, signs = [b & 127 for b in row[:16]], [b >> 7 for b in row[:16]]
     else:
@@ -33,7 +33,7 @@ def read_shared(row: list[int], name: str) -> tuple[int, list[int], list[int], l
 
 
 def read_ocp(row: list[int], name: str) -> tuple[int, list[int]]:
-    """An OCP block, byte by byte: scale, codes."""
+    """Parses an OCP block: scale, codes."""
     if "mxfp6" in name:
         return row[24], [
             (row[c // 2] >> 4 * (c % 2) & 15) | (row[16 + c // 4] >> 2 * (c % 4) & 3) << 4 for c in range(32)
@@ -59,7 +59,7 @@ def write_ocp(scale: int, codes: list[int], name: str) -> Tensor:
 
 
 def random_blocks(name: str, count: int) -> Tensor:
-    """[count, D] float32 that a block format can hold, from rows of any bits without NaN and Inf."""
+    """Random float32 [count, D] that a block format represents exactly, without NaN and Inf."""
     generator = np.random.default_rng(2)
     row = generator.integers(0, 256, (count, row_bytes(name, 32)), dtype=np.uint8)
     if name in SHARED:

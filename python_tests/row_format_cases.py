@@ -14,27 +14,27 @@ from rec_kernels.testing import same_bits
 RULES = ["floor", "rceil"]
 NO_POSITION = torch.iinfo(torch.int64).max
 MOST = torch.finfo(torch.float32).max
-#: Noise of a call, unless a test says otherwise: every part of the counter is in use.
+#: Default noise arguments of a call: every part of the counter is in use.
 PLACE = {"seed": 0x123456789ABCDEF, "step": 9, "table": 3, "first_row": 2**33 + 5}
-#: The ops of torch that encode integer rows.
+#: torch's ops that encode integer rows.
 PREPACK = {
     "int8": torch.ops.quantized.embedding_bag_byte_prepack,
     "int4": torch.ops.quantized.embedding_bag_4bit_prepack,
     "int2": torch.ops.quantized.embedding_bag_2bit_prepack,
 }
-#: Every format, rounding and, for blocks, scale rule.
+#: Every format and rounding and, for blocks, scale rule.
 WAYS = [(f, r, rule) for f in rk.ROW_FORMATS for r in ROUNDINGS for rule in (RULES if f in BLOCKS else [None])]
 
 
 def any_bits(*shape: int) -> Tensor:
-    """Float32 numbers of any exponent, mantissa and sign, all of them finite."""
+    """Finite float32 values of any exponent, mantissa and sign."""
     bits = torch.randint(-(2**31), 2**31, shape)
     x = bits.int().view(torch.float32)
     return torch.where(x.isfinite(), x, 1.0)
 
 
 def finite_rows(columns: int) -> Tensor:
-    """[N, D]: of every size and of mixed sizes, on ties, constant, near the ends, zeros of both signs."""
+    """Rows [N, D] of every and of mixed magnitudes, on ties, constant, near the limits, and zeros of both signs."""
     size = torch.exp2(torch.arange(-149, 127, 12))[:, None]
     near = torch.randn(8, columns) * torch.exp2(torch.randint(-9, 9, (8, columns)))
     signs = torch.where(torch.rand(6, columns) < 0.5, -0.0, 0.0)
@@ -60,13 +60,13 @@ def finite_rows(columns: int) -> Tensor:
 
 
 def plain_rows(columns: int, format: str) -> Tensor:
-    """Rows that the format can hold, without -0."""
+    """Rows that the format can represent, without -0."""
     x = finite_rows(columns) + 0.0
     return x[reference.dequantize_rows(reference.quantize_rows(x, format), format, columns).isfinite().all(1)]
 
 
 def not_finite_rows(columns: int) -> Tensor:
-    """[N, D]: a NaN or Inf in the first column, the last and in between, and rows of nothing else."""
+    """Rows [N, D] with a NaN or Inf in the first, last or another column, and rows of nothing else."""
     x = torch.randn(8, columns)
     for row, value in enumerate((torch.nan, -torch.nan, torch.inf, -torch.inf)):
         x[row, 0 if row % 2 else columns - 1] = value
@@ -88,7 +88,7 @@ def scalar(value: int) -> Tensor:
 
 
 def arguments(format: str, rounding: str, rule: str | None, place: dict[str, int]) -> tuple:
-    """Arguments behind x in a call of the op."""
+    """Arguments after x in a call of the op."""
     return (
         format,
         rounding,
@@ -103,14 +103,14 @@ def arguments(format: str, rounding: str, rule: str | None, place: dict[str, int
 def encoded_and_decoded(
     x: Tensor, format: str, rounding: str = "nearest", rule: str | None = None, **place: int
 ) -> Tensor:
-    """The result that the reference has for fake_quantize, of the shape and dtype of x."""
+    """The reference's result of fake_quantize, of the shape and dtype of x."""
     how = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False} | place
     rows = reference.quantize_rows(x.reshape(-1, x.shape[-1]), format, **how)
     return reference.dequantize_rows(rows, format, x.shape[-1]).to(x.dtype).reshape(x.shape)
 
 
 def compare_everywhere(x: Tensor, format: str, rounding: str, rule: str | None = None, **place: int) -> None:
-    """Bytes, status and decoded numbers of every backend that can encode x, against the reference."""
+    """Compares bytes, status and decoded values of every backend that can encode x with the reference."""
     place = PLACE | place
     expected = reference.quantize_rows(x, format, rounding=rounding, scale_rule=rule, raise_not_finite=False, **place)
     numbers = reference.dequantize_rows(expected, format, x.shape[1])
@@ -128,7 +128,7 @@ def compare_everywhere(x: Tensor, format: str, rounding: str, rule: str | None =
 
 
 def first_difference(rows: Tensor, expected: Tensor, x: Tensor) -> str:
-    """The row that differs first, as bits, and the bytes it should have."""
+    """The first row that differs, as bits, and its expected bytes."""
     if rows.shape != expected.shape:
         return f"shape {list(rows.shape)}, expected {list(expected.shape)}"
     row = int((rows != expected).any(1).nonzero()[0])

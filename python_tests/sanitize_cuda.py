@@ -1,14 +1,13 @@
-"""Calls every CUDA op on small, odd shapes and compares with the CPU's bits; `--sanitizer` does so within NVIDIA's.
+"""Calls every CUDA op on small, odd shapes and compares with the CPU; `--sanitizer` does so under NVIDIA's sanitizer.
 
-`--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with wrong offsets and ids, without and with a
-row cache, N of the ops on jagged rows and N with forged layouts go to the emulated kernels, built with AddressSanitizer
-and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py, row_cache_fuzz.py, jagged_fuzz.py and layout_fuzz.py make and
-check them).
+`--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with bad offsets and ids, without and with a row
+cache, N of the ops on jagged rows and N with forged layouts run on the emulated kernels, built with AddressSanitizer
+and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py, row_cache_fuzz.py, jagged_fuzz.py and layout_fuzz.py).
 
-compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
-test-gpu` runs it under every tool of ``TOOLS``; `--sanitizer memcheck` under this one. Every op is called twice: with
-tensors as the allocator places them, and with each one element behind such a place. Ops whose kernels are in Triton are
-called where Triton is (triton_calls.py).
+compute-sanitizer makes a process many times slower: this selection of calls does not replace the tests. `make test-gpu`
+runs it under every tool of ``TOOLS``; `--sanitizer memcheck` runs this tool. Every op is called twice: with aligned
+tensors, and with tensors one element past an aligned address. If Triton is installed, ops with Triton kernels are
+called, too (triton_calls.py).
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ from rec_kernels.testing import same_bits
 
 #: memcheck: accesses outside of memory, or not aligned; synccheck: barriers and masks; racecheck: shared memory.
 TOOLS = ("memcheck", "synccheck", "racecheck")
-#: Messages of the tool about GPUs, or virtual machines around them, that it cannot look into.
+#: Messages of the tool for GPUs and virtual machines that it does not support.
 UNSUPPORTED = "Device not supported"
 
 
 def ops_with_kernels(namespace: str, key: str, *, compiled: bool = True) -> set[str]:
-    """Public ops of a namespace with a kernel for a dispatch key: a library's, or one that Python has registered."""
+    """Public ops of a namespace with a kernel for a dispatch key, from a library or registered in Python."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::") and has_kernel(n, key)]
     names = {n.removeprefix(f"{namespace}::") for n in found if compiled != _registered_in_python(n, key)}
@@ -64,13 +63,13 @@ def ops_with_kernels(namespace: str, key: str, *, compiled: bool = True) -> set[
 
 
 def _registered_in_python(op: str, key: str) -> bool:
-    """True if the dispatcher names a file of Python's as the place where the kernel was registered."""
+    """True if the dispatcher reports a Python file as the registration of the kernel."""
     lines = torch._C._dispatch_dump(op)
     return re.search(rf"^{key}: registered at [^\n]*\.py:\d+ ::", lines, re.MULTILINE) is not None
 
 
 def _cases() -> Iterator[Case]:
-    """Every width of a group of lanes, rows aligned to 16 bytes or not, and rows named 150 times."""
+    """Every width of a lane group, rows aligned to 16 bytes or not, and rows with 150 ids."""
     tables, features = [(5, 16), (3, 33), (1, 4), (4, 130), (2, 601)], [0, 1, 0, 2, 3, 4]
     lengths = [3, 0, 70, 1, 2, 2, 5, 0, 1, 60, 40, 50, 1, 2, 3, 2, 0, 1]
     yield make_case(tables, features, lengths, gaps=[0, 1, 0, 3, 0], seed=1)
@@ -89,7 +88,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _partitioned() -> Case:
-    """Rows that are multiplied, added and side by side, plain ones among them; tables of several features."""
+    """Features with products, sums and concatenations of rows, and a plain one; tables with several features."""
     tables = [(40, 12), (3, 12), (5, 130), (4, 12)]
     features = [
         Parts([0, 1], [(3, 40), (1, 3)], 120, "mult"),
@@ -114,7 +113,7 @@ def _tables(ops) -> object:
 
 
 def _shared(ops) -> Iterator[object]:
-    """Bags that samples share, of two groups, beside a feature in none; most samples have the first."""
+    """Bags shared by samples, in two groups, and a feature in none; most samples share the first bag."""
     inverse = (torch.arange(600) ** 2).view(2, 300) % 4 * (torch.arange(300) % 5 > 3)
     sizes, groups = [4, 300, 4, 4], [0, -1, 1, 0]
     case = make_case([(5, 16), (5, 33)], [0, 1, 0, 1], [1] * 1200, weighted=True, seed=4)
@@ -149,7 +148,7 @@ def _one_table_backward(ops) -> Iterator[object]:
 
 
 def _row_formats(ops) -> Iterator[Tensor]:
-    """Each format's codec both ways, rows of a few lanes and of more than a warp's, the last columns not four."""
+    """Each format's codec both ways, on rows of a few lanes and of more than a warp, with a remainder of columns."""
     for columns in (5, 131):
         x = torch.linspace(-3, 5, 3 * columns).view(3, columns)
         for name in ROW_FORMATS:
@@ -179,7 +178,7 @@ def _everything(encoded: EncodedCase, ops) -> list[object]:
 
 
 def _row_cache(ops, policy: str) -> Iterator[object]:
-    """Rows taken in, read, updated, evicted and flushed: of two widths, three formats, one table of two features."""
+    """Rows inserted, read, updated, evicted and flushed: two widths, three formats, one table with two features."""
     tables = [(40, 5, "int8"), (33, 5, "int4"), (21, 130, "mx6"), (9, 5, "bf16")]
     features = [(0, "sum"), (1, "mean"), (2, "sum"), (0, "mean"), (3, "sum")]
     decay_every = 2 if policy == "lfu" else 0
@@ -200,7 +199,7 @@ def _row_cache(ops, policy: str) -> Iterator[object]:
 
 
 def _jagged(ops) -> Iterator[object]:
-    """Sessions, long bags and empty ones; hashes that collide, rows aligned to words of every size."""
+    """Sessions, long and empty bags; colliding hashes, and rows aligned to words of every size."""
     batch = make_batch(3, 60, session=5, mean_length=9, seed=1)
     small = make_batch(2, 40, rows=3, mean_length=1, ids=torch.int32, offsets=torch.int32, seed=2)
     for each, groups in ((batch, [0, 1, 0]), (small, [0, -1])):
@@ -216,7 +215,7 @@ def _jagged(ops) -> Iterator[object]:
         yield ops.jagged_permute(each.values, each.offsets, order[:1] * 2, strides)
         blocks = torch.tensor([9, 17, 50][: len(strides)])
         yield ops.jagged_bucketize(each.values, each.offsets, blocks, 6, strides, each.weights)
-    inverse = (torch.arange(300) ** 2) % 7 * (torch.arange(300) % 5 > 3)  # most of them name row 0
+    inverse = (torch.arange(300) ** 2) % 7 * (torch.arange(300) % 5 > 3)  # most samples have row 0
     for columns in (3, 4, 130):
         x = torch.linspace(-3, 5, 7 * columns).view(7, columns)
         yield ops.expand(x, inverse)
@@ -247,7 +246,7 @@ def calls() -> dict[str, Callable]:
 
 
 class Recorder:
-    """Passes calls on to ``ops`` and remembers their names: "scale_rows", or "embedding_bag.layout"."""
+    """Forwards calls to ``ops`` and records their names: "scale_rows", or "embedding_bag.layout"."""
 
     def __init__(self, ops) -> None:
         self._ops, self.called, self.last = ops, set(), None
@@ -268,7 +267,6 @@ class Recorder:
         return Recorded()
 
     def note(self, name: str) -> None:
-        """A call."""
         self.last = name
         self.called.add(name)
 
@@ -278,7 +276,7 @@ def _tensors(found: object) -> list[Tensor]:
 
 
 def _said(error: Exception) -> str:
-    """An error's type and text; an assertion, which has no text outside of pytest, with its place and its line."""
+    """An error's type and text; for an assertion, whose text only pytest fills in, also file and line."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, AssertionError):
         return text
@@ -289,18 +287,18 @@ def _said(error: Exception) -> str:
 def check(
     ops, wanted: set[str], say: Callable[[str], None] = lambda line: None, some: dict[str, Callable] | None = None
 ) -> int:
-    """Calls everything on ``ops`` and on the CPU; what goes wrong in one of the calls does not end the others.
+    """Makes every call on ``ops`` and on the CPU; an error in one call does not end the others.
 
     Args:
-        wanted: names of the ops that must be among what is called.
-        say: is told of each of the calls what has come of it.
+        wanted: names of the ops that must be called.
+        say: called with each call's outcome.
         some: the calls (default: ``calls()``).
 
     Returns:
-        How many tensors were compared.
+        The number of compared tensors.
 
     Raises:
-        AssertionError: other bits than the CPU's, an error, or an op is missing.
+        AssertionError: bits differ from the CPU's, a call raises, or an op is missing.
     """
     recorder, faults, compared = Recorder(ops.ops if isinstance(ops, InLists) else ops), [], 0
     for name, call_some in (calls() if some is None else some).items():
@@ -324,7 +322,7 @@ def check(
 
 
 def find_sanitizer() -> str | None:
-    """compute-sanitizer on the PATH, or in the CUDA toolkit that nvcc belongs to."""
+    """compute-sanitizer on the PATH, or in the CUDA toolkit of nvcc."""
     found, nvcc = shutil.which("compute-sanitizer"), shutil.which("nvcc")
     if found or nvcc is None:
         return found
@@ -333,19 +331,19 @@ def find_sanitizer() -> str | None:
 
 
 def run_under_sanitizer(tools: Sequence[str], *options: str) -> int:
-    """Runs this file under each tool, with options; the first status that is not 0, or 0 without compute-sanitizer."""
+    """Runs this file under each tool; returns the first status other than 0, or 0 without compute-sanitizer."""
     sanitizer, names = find_sanitizer(), ", ".join(tools)
     if sanitizer is None:
         print(f"compute-sanitizer is neither on the PATH nor beside nvcc: {names} left out")
         return 0
-    # One allocation per tensor: memcheck sees nothing of what goes wrong inside of torch's large ones.
+    # One allocation per tensor: memcheck finds nothing inside of torch's large ones.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in tools:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__)), *options]
         print(" ".join(command), flush=True)
         unsupported = False
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True) as process:
-            for line in process.stdout:  # as it comes: whoever has no more time has seen what there was
+            for line in process.stdout:  # printed immediately, in case the run is ended
                 print(line, end="", flush=True)
                 unsupported |= UNSUPPORTED in line
         if unsupported:
@@ -357,7 +355,7 @@ def run_under_sanitizer(tools: Sequence[str], *options: str) -> int:
 
 
 def fuzz(count: int, first: int) -> int:
-    """Checks calls on the emulated kernels, in a process that has the sanitizers; its exit status."""
+    """Checks calls on the emulated kernels in a process with sanitizers; returns its exit status."""
     if "REC_KERNELS_TEST_LIBRARY" not in os.environ:
         library = {"REC_KERNELS_TEST_LIBRARY": str(build("rec_kernels_emulated_asan"))}
         command = [sys.executable, __file__, "--fuzz", str(count), "--seed", str(first)]
@@ -375,7 +373,7 @@ def fuzz(count: int, first: int) -> int:
 
 
 def compare(ways: dict[str, object], wanted: set[str], some: dict[str, Callable] | None = None) -> int:
-    """Checks the ops of each of ``ways`` and prints what comes of it; the exit status."""
+    """Checks the ops of each of ``ways``, prints the outcomes, and returns the exit status."""
     status = 0
     for name, ops in ways.items():
         try:
@@ -388,7 +386,7 @@ def compare(ways: dict[str, object], wanted: set[str], some: dict[str, Callable]
 
 
 def on_gpu(ways: dict[str, object]) -> int:
-    """Checks the CUDA library's ops, and Triton's where a Triton is that the package supports; the exit status."""
+    """Checks the CUDA library's ops, and Triton's if the installed version is supported; returns the exit status."""
     status = compare(ways, ops_with_kernels("rec_kernels", "CUDA"))
     version = _triton_versions.installed()
     if version is None or _triton_versions.is_too_old(version):
@@ -399,7 +397,6 @@ def on_gpu(ways: dict[str, object]) -> int:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sanitizer",

@@ -1,4 +1,4 @@
-"""CPU kernels compiled for aarch64 (NEON) and run on an emulated processor: the bits are those of this machine."""
+"""CPU kernels compiled for aarch64 (NEON) and run on an emulated processor have this machine's bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import rec_kernels as rk
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-# Those of CMakeLists.txt.
+# Flags of CMakeLists.txt.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-DRK_ISA=baseline", f"-I{ROOT / 'csrc'}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 CALLED = ("row_formats", "scale_rows", "dot_interaction", "factorization_machine")
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def compile_kernel(source: Path, folder: Path) -> Path:
-    """The object of a file of kernels."""
+    """Compiles a file of kernels, and returns the object."""
     target = folder / f"{source.stem}.o"
     subprocess.run([COMPILER, *FLAGS, *WARNINGS, "-c", source, "-o", target], check=True)
     return target
@@ -47,7 +47,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample(rows: int, columns: int) -> Tensor:
-    """Rows of many sizes, with zeros, denormal numbers and steps of a format's codes."""
+    """Rows of many magnitudes, with zeros, denormals and steps between a format's codes."""
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(rows, columns, generator=generator) * torch.logspace(-12, 4, rows)[:, None]
     x[1], x[2, ::3], x[3] = 0.0, -0.0, x[3].round()
@@ -56,13 +56,13 @@ def sample(rows: int, columns: int) -> Tensor:
 
 
 class Output:
-    """Bytes that the program wrote, in its order."""
+    """Reads the program's output, in its order."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
     def take(self, like: Tensor, name: str) -> None:
-        """The next bytes are those of a tensor."""
+        """Compares the next bytes with a tensor."""
         expected = like.detach().contiguous().numpy().tobytes()
         found, self.data = self.data[: len(expected)], self.data[len(expected) :]
         assert found == expected, f"{name} differs"
@@ -77,7 +77,7 @@ def run(program: Path, x: Tensor) -> Output:
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 33, 64, 130])
 def test_bits(program: Path, columns: int) -> None:
-    """Rows of every format, in both roundings and rules; products and their gradients."""
+    """Rows of every format, rounding and scale rule, and the interaction ops with gradients, have equal bits."""
     x = sample(23, columns)
     out = run(program, x)
     for name in rk.ROW_FORMATS:
@@ -96,12 +96,12 @@ def test_bits(program: Path, columns: int) -> None:
 
 
 def windows(x: Tensor) -> Tensor:
-    """Sample n has the three rows from n on."""
+    """Overlapping samples of three rows; sample n begins at row n."""
     return torch.stack([x[n : n + 3] for n in range(len(x) - 2)]).requires_grad_()
 
 
 def check_interactions(out: Output, x: Tensor) -> None:
-    """dot_interaction, and its gradients at its own result."""
+    """Checks dot_interaction, and its gradients at its own result."""
     dense, sparse = x[:-2].clone().requires_grad_(), windows(x)
     result = rk.dot_interaction(dense, sparse)
     result.backward(result.detach())
@@ -111,7 +111,7 @@ def check_interactions(out: Output, x: Tensor) -> None:
 
 
 def check_factorizations(out: Output, x: Tensor) -> None:
-    """factorization_machine, and its gradients at its own result."""
+    """Checks factorization_machine, and its gradients at its own result."""
     rows, factors = windows(x), x.flatten()[:6].reshape(1, 3, 2).repeat(len(x) - 2, 1, 1).requires_grad_()
     result = rk.factorization_machine(rows, factors)
     result.backward(result.detach())

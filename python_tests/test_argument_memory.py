@@ -1,4 +1,4 @@
-"""Memory of tensors that ops are given: freed or shrunk storages, and results that would overlap with arguments."""
+"""Memory of ops' arguments: freed or shrunk storages, and outputs that overlap arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPDATE = "embedding_bag_backward_fused_.layout"
 
 
 def calls(op: str) -> Iterator[dict[str, object]]:
-    """The op's samples by argument name, of tensors that nobody else has."""
+    """The op's samples by argument name, with cloned tensors."""
     arguments = overload_of(op)._schema.arguments
     for args, kwargs in samples(op):
         given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
@@ -24,14 +24,14 @@ def calls(op: str) -> Iterator[dict[str, object]]:
 
 
 def tensors_of(op: str) -> list[str]:
-    """Arguments that are tensors; not lists of them, whose memory the op does not touch."""
+    """Tensor arguments, without lists of tensors, whose memory the op does not access."""
     return [a.name for a in overload_of(op)._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
 
 
 @pytest.mark.parametrize("missing", ["all", "a byte"])
 @pytest.mark.parametrize("op", registered())
 def test_freed_storage(op: str, missing: str) -> None:
-    """FSDP frees storages by resize_(0): an error that names the argument, where reading would end the process."""
+    """A storage freed by resize_(0), as FSDP does, raises an error that names the argument instead of a crash."""
     found = 0
     for given in calls(op):
         for name in tensors_of(op):
@@ -49,7 +49,7 @@ def test_freed_storage(op: str, missing: str) -> None:
 
 @pytest.mark.parametrize("op", [op for op in registered() if op.partition(".")[0].endswith("_")])
 def test_overlaps(op: str) -> None:
-    """An op refuses to write to memory that an argument shares: the error names both, and nothing is changed."""
+    """An op refuses to write to memory that an argument shares: the error names both, and nothing changes."""
     schema = overload_of(op)._schema.arguments
     written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
     given = next(calls(op))
@@ -59,7 +59,7 @@ def test_overlaps(op: str) -> None:
         for other in set(names) - {name}:
             ours, theirs = given[name], given[other]
             memory = torch.zeros(ours.numel() * 8 + theirs.numel() * 8, dtype=torch.uint8)
-            # The last element of one lies in the first of the other, whatever their widths.
+            # The last element of one is in the first of the other, whatever their widths.
             end = ours.numel() * ours.element_size()
             start = (end - 1) // theirs.element_size() * theirs.element_size()
             one = memory[:end].view(ours.dtype).view(ours.shape)
@@ -70,7 +70,7 @@ def test_overlaps(op: str) -> None:
 
 
 def test_neighbours_do_not_overlap() -> None:
-    """State in one flat tensor, one part behind the other, is what collections have."""
+    """Adjacent parts of one flat state tensor, as in collections, are accepted."""
     memory = torch.zeros(96 + 18)
     given = next(calls(UPDATE))
     overload_of(UPDATE)(**given | {"weights": memory[:96], "sum": memory[96:]})
@@ -80,7 +80,7 @@ def test_neighbours_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -float("inf")])
 def test_learning_rate_is_finite(rate: float) -> None:
-    """The CPU's op and every setter of a fused optimizer's learning rate refuse one that is not finite."""
+    """The CPU op and every setter of a fused optimizer's learning rate reject non-finite values."""
     given = next(calls(UPDATE))
     before = given["weights"].clone()
     with pytest.raises(ValueError, match=f"^lr = {rate} must be finite"):
@@ -94,7 +94,7 @@ def test_learning_rate_is_finite(rate: float) -> None:
 
 
 def test_step_is_a_count() -> None:
-    """Noise of stochastic rounding is drawn by it."""
+    """A negative step, which seeds the noise of stochastic rounding, is rejected."""
     given = next(calls(UPDATE))
     with pytest.raises(ValueError, match=r"^step = -5 must be at least 0, the number of updates so far"):
         overload_of(UPDATE)(**given | {"step": torch.tensor(-5)})

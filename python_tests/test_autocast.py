@@ -1,4 +1,4 @@
-"""dot_interaction and factorization_machine under autocast: they cast as torch.bmm does, also compiled and exported."""
+"""dot_interaction and factorization_machine under autocast cast as torch.bmm does, also compiled and exported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ OPS = {
 
 @pytest.fixture(params=OPS)
 def op(request: pytest.FixtureRequest) -> Callable[[Tensor, Tensor], Tensor]:
-    """The op under test."""
     return OPS[request.param][0]
 
 
@@ -37,7 +36,7 @@ def given(op: Callable) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("lower", HALVES, ids=str)
 def test_casts_every_mixture(op: Callable, given: tuple[Tensor, Tensor], lower: torch.dtype) -> None:
-    """Result and gradients are those of tensors that the caller has cast; a gradient has its tensor's dtype."""
+    """Result and gradients equal those of explicitly cast tensors; a gradient has its tensor's dtype."""
     for dtypes in itertools.product(FLOATS, FLOATS):
         tensors = [t.to(dtype).requires_grad_() for t, dtype in zip(given, dtypes, strict=True)]
         with torch.autocast("cpu", dtype=lower):
@@ -51,7 +50,7 @@ def test_casts_every_mixture(op: Callable, given: tuple[Tensor, Tensor], lower: 
 
 
 def test_elsewhere_nothing_is_cast(op: Callable, given: tuple[Tensor, Tensor]) -> None:
-    """Autocast changes nothing on another device, when it is off, or for float64, which torch does not cast either."""
+    """Autocast of another device or disabled autocast casts nothing, nor is float64 cast, as in torch."""
     expected = op(*given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
@@ -71,14 +70,13 @@ class Model(torch.nn.Module):
         self.bottom, self.top = torch.nn.Linear(6, 6), torch.nn.Linear(op(*given).shape[-1], 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """float32, of every sample."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return self.top(self.op(self.bottom(x), y)).float().squeeze(-1)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiles(op: Callable, given: tuple[Tensor, Tensor], backend: str) -> None:
-    """One graph, whose result and gradients are those of eager but for roundings that Inductor leaves out."""
+    """The compiled graph has eager's result and gradients, up to roundings that Inductor omits."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     torch.manual_seed(0)
@@ -98,7 +96,7 @@ def test_compiles(op: Callable, given: tuple[Tensor, Tensor], backend: str) -> N
 
 
 def test_exports(op: Callable, given: tuple[Tensor, Tensor]) -> None:
-    """A program with the region in it has the model's bits."""
+    """An exported program that contains the autocast region has the model's bits."""
     model = Model(op, given).eval()
     with torch.no_grad():
         program = torch.export.export(model, given)
@@ -107,7 +105,6 @@ def test_exports(op: Callable, given: tuple[Tensor, Tensor]) -> None:
 
 
 def test_passes_opcheck(op: Callable, given: tuple[Tensor, Tensor]) -> None:
-    """Under autocast as without."""
     overload = getattr(torch.ops.rec_kernels, op.__name__).default
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.library.opcheck(overload, tuple(t.requires_grad_() for t in given))

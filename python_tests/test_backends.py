@@ -1,4 +1,4 @@
-"""`--backends` runs what it names and nothing else; conftest.py prepares torch for deterministic tests on a GPU."""
+"""`--backends` selects backends and tests; conftest.py prepares torch for deterministic tests on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _restored() -> Iterator[None]:
 
 
 def test_a_wrong_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such kind; CUDA's alone without a GPU, where every test would be skipped."""
+    """An unknown kind is refused, as is CUDA alone without a GPU, where every test would be skipped."""
     with pytest.raises(ValueError, match=r"--backends is 'cpu,gpu': cpu, cuda_emulated, cuda are allowed"):
         choose("cpu,gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -38,7 +38,7 @@ def test_a_wrong_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_left_out_is_skipped() -> None:
-    """The loops over backends run those that are chosen, and a test that has none left is skipped."""
+    """Loops over backends run the selected ones; a test without a selected backend is skipped."""
     choose("cpu")
     assert {backend.kind for backend in every_backend()} == {"cpu"}
     for ask in (backends.device_backends, backends.emulated, lambda: backends.build("rec_kernels_emulated_asan")):
@@ -47,7 +47,7 @@ def test_what_is_left_out_is_skipped() -> None:
 
 
 def test_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies in memory stand for the GPU: both placements of tensors run, and no backend of the CPU."""
+    """With a copy in memory as the GPU, both placements of tensors run, and no CPU backend."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends.rk, "build_info", lambda: {"cuda_unavailable": None})
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
@@ -63,7 +63,7 @@ def test_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strides_stay_on_another_device() -> None:
-    """Columns, every second number, one number in many places: a copy has their strides, one element further or not."""
+    """Copies, aligned or not, keep the strides of columns, strided and expanded tensors."""
     x = torch.arange(24.0).view(4, 6)
     for each in (x[:, 1], x.flatten()[::2], x[1].expand(3, 6), x.t(), x[1:1], x[:, 2:4].byte(), torch.tensor(3.0)):
         for place in (torch.Tensor.clone, backends.unaligned):
@@ -74,7 +74,7 @@ def test_strides_stay_on_another_device() -> None:
 
 
 def test_the_trainer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one of them the files that need it are left out, which the first lines say, and no others."""
+    """Without one of the trainer's packages exactly its files are skipped, and the report header names the package."""
     monkeypatch.setattr(conftest, "_missing", lambda: ["pandas"])
     assert conftest.pytest_report_header().endswith("left out: no pandas")
     names = ("test_dlrm_data.py", "test_studies_compare.py", "test_scale_rows.py")
@@ -82,7 +82,7 @@ def test_the_trainer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tests_that_ask_for_no_backend_are_left_out() -> None:
-    """In files of others: a name that is imported, a helper's helper, a fixture, an argument all ask."""
+    """Imported names, nested helpers, fixtures and arguments select a test; without any it is deselected."""
     CHOSEN.clear()
     CHOSEN.add("cuda")
     asking = {
@@ -109,7 +109,7 @@ def test_tests_that_ask_for_no_backend_are_left_out() -> None:
 
 
 def test_what_asks_is_found_in_its_source(tmp_path: Path) -> None:
-    """Through an argument, a fixture, a file beside it, all of such a file, a string with code; not in a docstring."""
+    """Arguments, fixtures, imported names and modules, and code in strings are found; docstrings are not."""
     (tmp_path / "beside.py").write_text("def deep():\n    return device_backends()\ndef check(): return deep()\n")
     tests = {
         "test_plain": 'def test_plain():\n    "every_backend is not called."\n',
@@ -133,7 +133,7 @@ def test_what_asks_is_found_in_its_source(tmp_path: Path) -> None:
 
 
 def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run on the CPU; a file whose cases ask, in a file beside it, stays."""
+    """CPU-only files are deselected; a file stays if its imported cases use a selected backend."""
     names = [f"test_{name}.py" for name in ("house", "dlrm_train", "expand", "row_formats", "cuda_graph", "emulator")]
     names += ["test_row_formats_compile.py", "test_fake_quantize.py"]
     choose("cpu,cuda_emulated")
@@ -141,14 +141,14 @@ def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPa
     CHOSEN.clear()
     CHOSEN.add("cuda")
     assert [left_out(HERE / name) for name in names] == [True, True, False, False, False, True, True, False]
-    # A file that asks in a single test keeps that one alone.
+    # Within a file, only the tests that use the backend stay.
     assert not left_out(HERE / names[-1], "test_traced_ops_compile_for_a_gpu")
     assert left_out(HERE / names[-1], "test_traced_ops_compile")
 
 
 @pytest.mark.full
 def test_the_option_reaches_the_tests() -> None:
-    """Processes of pytest-xdist get the option, too; a wrong one ends pytest with its message."""
+    """Processes of pytest-xdist receive the option; an invalid value ends pytest with its message."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--backends=cpu"]
     command += [str(HERE / "test_expand.py"), "-k", "no_rows"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
@@ -160,6 +160,6 @@ def test_the_option_reaches_the_tests() -> None:
 
 
 def test_cublas_has_a_workspace() -> None:
-    """torch refuses deterministic matrix products on a GPU without the workspace; conftest.py sets it."""
+    """conftest.py sets the workspace without which torch rejects deterministic matrix products on a GPU."""
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")

@@ -33,14 +33,14 @@ def test_bytes_by_hand() -> None:
 
 
 def test_unique_rows_by_hand() -> None:
-    """Ids of different tables are different rows; the mean over the batches."""
+    """Ids of different tables are different rows; the result is the mean over the batches."""
     batches = [torch.tensor([1, 2, 1, 3, 1, 4, 1, 1, 1, 1, 1, 1]), torch.tensor([0, 1] * 6)]
     assert cases.unique_rows(SMALL, batches) == ((4 + 1) + (2 + 2)) / 2
 
 
 @pytest.mark.parametrize("w", [SMALL, ZIPF], ids=lambda w: w.name)
 def test_ids(w: Workload) -> None:
-    """Ids are in range, distinct within a bag, different in each batch, and the same in each run."""
+    """Ids are in range, distinct within a bag, different in each batch, and reproducible."""
     batches, again = cases.batches_of_ids(w, CPU, 3), cases.batches_of_ids(w, CPU, 3)
     for ids, same in zip(batches, again, strict=True):
         assert ids.shape == (w.tables * w.batch * w.bag,)
@@ -52,7 +52,7 @@ def test_ids(w: Workload) -> None:
 
 
 def test_zipf_ids_are_skewed_as_said() -> None:
-    """Frequencies fall as rank^-1.15 where bags are single ids; a table's hottest row is its own, in every batch."""
+    """Frequencies of single-id bags fall as rank^-1.15; each table has its own hottest row, equal in all batches."""
     w = Workload("hot", 3, 20_000, 1000, 16, 1, zipf=1.15)
     weight = torch.arange(1, 1001, dtype=torch.float64) ** -1.15
     hottest = []
@@ -74,7 +74,7 @@ def test_uniform_ids_reach_every_row() -> None:
 
 
 def test_the_cases() -> None:
-    """FBGEMM's default benchmark first; every width; tables of 1e7 rows as far as they fit."""
+    """FBGEMM's default benchmark comes first; every width occurs; tables have 1e7 rows if they fit."""
     found = {w.name: w for w in cases.workloads(140 * 2**30)}
     first = next(iter(found.values()))
     assert (first.tables, first.batch, first.rows, first.dim, first.bag, first.zipf) == (
@@ -99,7 +99,7 @@ def test_the_cases() -> None:
 
 
 class Planted(imp.Ours):
-    """Ours, with one thing wrong."""
+    """Ours with a planted error."""
 
     wrong = ""
 
@@ -130,7 +130,7 @@ class Planted(imp.Ours):
 @pytest.mark.parametrize("optimizer", cases.OPERATIONS)
 @pytest.mark.parametrize("w", [SMALL, ZIPF], ids=lambda w: w.name)
 def test_right_kernels_pass_the_checks(make: imp.Make, optimizer: str, w: Workload) -> None:
-    """Triton's and FBGEMM's are checked by the trial of the whole command."""
+    """The trial of the whole command covers Triton's and FBGEMM's."""
     data = imp.Tables(w, CPU)
     implementation = make(data, optimizer)
     for turn in range(3):
@@ -143,7 +143,7 @@ def test_right_kernels_pass_the_checks(make: imp.Make, optimizer: str, w: Worklo
 
 
 def test_torch_adds_a_batch_to_large_rows() -> None:
-    """Rows have grown while others were measured: each of 1000 additions rounds them, and other kernels' do not."""
+    """The check tolerates torch's SGD, which adds each of 1000 gradients to large rows and rounds every time."""
     hot = Workload("hot", 1, 2000, 4, 16, 2, zipf=2.0)
     for make, rounds in ((imp.Torch, True), (imp.Ours, False)):
         data = imp.Tables(hot, CPU)
@@ -172,7 +172,7 @@ def test_a_wrong_output_is_found(wrong: str) -> None:
 @pytest.mark.parametrize("wrong", ["row left out", "rate", "state", "NaN"])
 @pytest.mark.parametrize("optimizer", cases.OPERATIONS)
 def test_a_wrong_update_is_found(wrong: str, optimizer: str) -> None:
-    """One row, the rate by 2e-4, the state by 1e-4, an element that is NaN."""
+    """A row left out, a rate off by 2e-4, a state off by 1e-4 and a NaN are found."""
     if (wrong, optimizer) == ("state", "sgd"):
         return
     data = imp.Tables(ZIPF, CPU)
@@ -198,7 +198,7 @@ def test_memory_is_poisoned_while_checked() -> None:
 
 
 class Ticks:
-    """A clock on which every call takes ``ms``; ``capture`` fails where told to."""
+    """A clock on which every call takes ``ms``; with ``broken``, ``capture`` raises."""
 
     def __init__(self, ms: float = 0.5, broken: bool = False) -> None:
         self.ms, self.broken, self.log = ms, broken, []
@@ -226,7 +226,7 @@ def measured(make, timer=None, limit_s: float = 1e9, w: Workload = SMALL) -> dic
 
 
 def test_a_case() -> None:
-    """Every operation of every implementation, with rates as hand arithmetic has them."""
+    """Every operation of every implementation has a result, with rates computed by hand."""
     found = measured(imp.Ours)
     assert found["unique_rows"] == cases.unique_rows(SMALL, cases.batches_of_ids(SMALL, CPU))
     labels = [(row["implementation"], report.label(row)) for row in found["results"]]
@@ -234,7 +234,10 @@ def test_a_case() -> None:
     assert labels == [(name, operation) for name in ("ours", "torch") for operation in operations]
     row, step = found["results"][1:3]
     assert (step["ms"], step["graph_ms"], step["repetitions"]) == (0.5, 0.5, 2)
-    assert ("graph_ms" in row, row["bytes"]["all"]) == (False, 728)  # autograd's forward would be in the graph, too
+    assert ("graph_ms" in row, row["bytes"]["all"]) == (
+        False,
+        728,
+    )  # a graph of autograd's backward would have the forward
     assert row["gb_per_s"]["all"] == round(728 / 0.5e-3 / 1e9, 3)
     assert row["percent_of_copy"]["all"] == round(100 * 728 / 0.5e-3 / 1e9 / COPY, 3)
     graphs = {(row["implementation"], row["operation"]) for row in found["results"] if "graph_ms" in row}
@@ -256,7 +259,7 @@ def test_only_short_calls_are_replayed() -> None:
 
 
 def test_what_fails_is_recorded_and_the_rest_goes_on() -> None:
-    """An implementation that cannot be built, one that is wrong, a graph that cannot be captured, no memory."""
+    """An implementation that cannot be built, a wrong one, a failing graph capture and missing memory are recorded."""
 
     def no_memory(data: imp.Tables, optimizer: str) -> imp.Implementation:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB")
@@ -284,14 +287,14 @@ def test_what_fails_is_recorded_and_the_rest_goes_on() -> None:
 
 
 def test_the_time_limit() -> None:
-    """No case starts after it, and every case left out says so."""
+    """No case starts after the limit, and every case left out reports it."""
     found = measured(imp.Ours, limit_s=0)
     assert found["results"] == []
     assert found["error"] == "TimeoutError: not run: the limit of 0 s was reached (--limit)"
 
 
 def test_one_implementation_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Implementations of a large case do not fit beside each other."""
+    """Implementations of a large case do not fit into memory together."""
     alive, most = set(), []
 
     class Counted(imp.Ours):
@@ -321,7 +324,7 @@ def test_one_implementation_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPat
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_ops_with_gradients_are_checked(case: subjects.GradientCase, moved: list) -> None:
-    """Bytes by hand; what is off by more than rounding is found, forward and backward."""
+    """Bytes are those computed by hand; errors above rounding are found, forward and backward."""
     found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
     assert not any("error" in row for row in found["results"])
     assert [row["bytes"] for row in found["results"]] == [
@@ -335,7 +338,7 @@ def test_ops_with_gradients_are_checked(case: subjects.GradientCase, moved: list
 
 
 def test_jagged_ops_are_checked() -> None:
-    """Every implementation of each; the bytes of dedup: 120 ids, 40 bags, two numbers for each of 20 samples."""
+    """Every jagged op is measured; dedup moves bytes of 120 ids, 40 bags, and two numbers for each of 20 samples."""
     case = jagged.Jagged(2, 20, 3, fbgemm=importlib.util.find_spec("fbgemm_gpu") is not None)
     if case.peers:
         assert peers.fbgemm_ops() is not None

@@ -1,4 +1,4 @@
-"""bench.gpu's processes: a case that hangs, or leaves the GPU's context broken, costs nothing but its own figures."""
+"""bench.gpu's subprocesses: a case that hangs, or breaks the GPU's context, loses only its own figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.gpu import __main__ as command
 from bench.gpu import apart, context, subjects
 from bench.gpu import implementations as imp
 
-#: A module without torch, whose import would take the processes seconds: what a case does is its name.
+#: A module without torch, whose import takes seconds; a case's name determines what it does.
 MEASURE = f"""
 import json, os, sys, time
 
@@ -43,7 +43,7 @@ def measure(args):
 
 @pytest.fixture
 def measure_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Measures cases in processes: (exit status, what the file says)."""
+    """Measures cases in subprocesses: (exit status, content of the file)."""
     (tmp_path / "fake_measure.py").write_text(MEASURE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "fake_measure", raising=False)
@@ -57,7 +57,7 @@ def measure_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_another_process_goes_on(measure_cases, capfd: pytest.CaptureFixture) -> None:
-    """It has the cases behind the one that was lost, and what came before is kept; the loss is told."""
+    """A new process measures the cases after a lost one; earlier results are kept, and the loss is printed."""
     status, found = measure_cases("good", "dies", "breaks", "raises", "last")
     assert status == 0
     names = {case["name"]: case for case in found["cases"]}
@@ -70,7 +70,7 @@ def test_another_process_goes_on(measure_cases, capfd: pytest.CaptureFixture) ->
 
 
 def test_a_case_that_hangs(measure_cases) -> None:
-    """Its process is ended after a time in which nothing was written."""
+    """A process that writes nothing for a given time is ended."""
     status, found = measure_cases("hangs", "last", seconds=4)
     assert status == 0
     assert found["cases"][0]["error"] == "not measured: it lasted 4 s"
@@ -78,7 +78,7 @@ def test_a_case_that_hangs(measure_cases) -> None:
 
 
 def test_an_error_outside_of_all_cases_ends_the_run(measure_cases) -> None:
-    """Another process would fail as well. An earlier run's file is none of this one's."""
+    """An error outside of all cases ends the run, because another process would fail as well."""
     assert measure_cases("good")[0] == 0
     status, found = measure_cases("other", "nothing", "last")
     assert status == 1
@@ -86,7 +86,7 @@ def test_an_error_outside_of_all_cases_ends_the_run(measure_cases) -> None:
 
 
 def test_a_broken_context_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the case that has left it so is in the file."""
+    """The process ends after it has written the case that broke the context."""
     output = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
     monkeypatch.setattr(command, "context_works", lambda: False)
@@ -102,7 +102,7 @@ def test_a_broken_context_ends_the_process(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_lost_case_ends_the_command_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After everything else was measured and written."""
+    """The command fails after it has measured and written the other cases."""
     output = tmp_path / "found.json"
     lost = {"name": "one", "op": "expand", "results": [], "error": apart.LOST + "it lasted 90 s"}
     found = {"about": {"gpu": None}, "cases": [lost, {"name": "two", "op": "expand", "results": []}]}
@@ -113,7 +113,7 @@ def test_a_lost_case_ends_the_command_with_an_error(tmp_path: Path, monkeypatch:
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's second process measures the other cases, adds them to the file, and copies no memory at first again."""
+    """A second process measures the remaining cases, adds them to the file, and does not repeat the initial copy."""
     output = tmp_path / "found.json"
     before = {"about": {"gpu": None}, "copy_gb_per_s": {"before": 5.0}, "cases": [{"name": "scale-rows-5x16"}]}
     output.write_text(json.dumps(before))

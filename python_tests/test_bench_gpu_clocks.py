@@ -1,4 +1,4 @@
-"""bench.gpu's clocks, without a GPU: what is done around a call, graphs, medians, the rate of a copy."""
+"""bench.gpu's timers without a GPU: preparation of calls, graphs, medians, the copy rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu import timing
 
 
 class FakeCuda:
-    """Imitates what CudaTimer uses of torch.cuda; notes the order of events."""
+    """Imitates torch.cuda as far as CudaTimer uses it; records the order of events."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -65,7 +65,7 @@ class FakeCuda:
 
 
 def test_cuda_timer() -> None:
-    """Before each call its ids and the flush, outside of the events; one wait, at the end."""
+    """Each call's ids and flush come before its events; the timer synchronizes once, at the end."""
     cuda = FakeCuda()
     timer = timing.CudaTimer(cuda, device="cpu")
     assert timer._written.nbytes == timer._clean.nbytes == 4 * 100
@@ -73,7 +73,7 @@ def test_cuda_timer() -> None:
 
     def call() -> None:
         assert not timer._written.any()
-        assert timer._sum == 100  # what is read after the writing takes the place of the dirty lines
+        assert timer._sum == 100  # reading after writing evicts the dirty lines
         cuda.log.append("call")
         cuda.clock += 2
 
@@ -89,7 +89,7 @@ def test_cuda_timer() -> None:
 
 
 def test_cuda_graph() -> None:
-    """Warm calls on another stream, one call captured, and then the graph in the call's place."""
+    """Warm-up calls run on another stream, one call is captured, and the graph replaces the call."""
     cuda = FakeCuda()
     replay = timing.CudaTimer(cuda, device="cpu").capture(lambda: cuda.log.append("call"))
     warm = ["wait", "stream {", *["call"] * timing.WARMUP_CALLS, "}", "wait"]
@@ -99,7 +99,7 @@ def test_cuda_graph() -> None:
 
 
 def test_median_and_repetitions() -> None:
-    """The number of calls fills the budget, the flush counted, within bounds."""
+    """The number of calls fills the budget, including flushes, within bounds."""
     for ms, expected in ((0.8, 100), (40.0, 10), (0.001, 300)):
         timer = Ticks(ms)
         found = timing.median_ms(timer, lambda: None, lambda i: None, budget_ms=100)

@@ -1,4 +1,4 @@
-"""The command `python -m bench.gpu` without a GPU: a trial on the CPU, its options, and what it writes."""
+"""The command `python -m bench.gpu` without a GPU: a trial on the CPU, its options, and its output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JAGGED = ["expand-20x16", "jagged-f2-b20-l3"]
 
 @pytest.mark.full
 def test_the_whole_command(tmp_path: Path) -> None:
-    """A trial on the CPU in a process of its own, Triton's kernels interpreted."""
+    """A trial on the CPU runs in a subprocess with interpreted Triton kernels."""
     output = tmp_path / "trial.json"
     chosen = [
         part
@@ -85,7 +85,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, *words: str):
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """Missing arguments are named; --list names the cases; limits stay below a call of ten minutes."""
+    """Missing arguments are named; --list prints the cases; limits stay below a call of ten minutes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         arguments(monkeypatch, "--device", "cpu")
@@ -110,7 +110,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Implementations take turns at going first; --case filters by parts of names."""
+    """Implementations alternate in going first; --case filters by parts of names."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = dict.fromkeys(["ours", "ops", "triton", "torch"])
     every = command.chosen_cases(arguments(monkeypatch), found, 140 * 2**30)
@@ -123,7 +123,7 @@ def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_file_is_whole_after_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is ended in the second case leaves the first."""
+    """A run interrupted in the second case leaves the first in the file."""
     output = tmp_path / "new" / "found.json"
     args = arguments(monkeypatch, "--device", "cpu", "--output", str(output))
     chosen = [subjects.EmbeddingBag(SMALL, {"torch": imp.Torch}), subjects.ScaleRows(3, 4)]
@@ -172,7 +172,7 @@ FOUND["cases"][0]["results"][0].pop("graph_error")
 
 
 def test_table() -> None:
-    """Replays beside replays, calls beside calls; what failed, with its reason."""
+    """Replays are compared with replays, and calls with calls; a failed case has its reason."""
     assert report.table(FOUND).splitlines() == [
         "| case | operation | ours, ms | graph, ms | GB/s, all rows | GB/s, unique rows | torch | fbgemm |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -188,7 +188,7 @@ def test_table() -> None:
 
 
 def test_the_replay_of_a_backward_is_that_of_the_ops() -> None:
-    """The replay's time stands in the line of ours, with its rates; eager calls are compared with eager calls."""
+    """The replayed backward of "ops" is in the line of "ours" with its rates; eager calls are compared with calls."""
     rows = {"operation": "backward", "optimizer": "sgd"}
     rates = {"gb_per_s": {"all": 800.0, "unique": 600.0}, "percent_of_copy": {"all": 80.0, "unique": 60.0}}
     results = [
@@ -202,7 +202,7 @@ def test_the_replay_of_a_backward_is_that_of_the_ops() -> None:
 
 
 def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After everything else was measured and written."""
+    """The command fails after it has measured and written everything."""
     assert command.wrong_results(FOUND) == ["one, step, sgd"]
     output = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
@@ -213,7 +213,7 @@ def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Drawn where matplotlib is installed, also from a file; a message otherwise."""
+    """The picture is drawn if matplotlib is installed, also from a file; otherwise a message says so."""
     file, drawn = tmp_path / "gpu.json", tmp_path / "gpu.png"
     bench.save(FOUND, file)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--show", str(file)])
@@ -230,7 +230,7 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_about_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Name, sizes and driver; the commit, and that files differ from it."""
+    """The file has the GPU's name, sizes and driver; the commit, and uncommitted changes."""
     sizes = {"total_memory": 140 * 2**30, "L2_cache_size": 60 * 2**20, "multi_processor_count": 132}
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, **sizes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -255,8 +255,7 @@ def test_output_survives_a_missing_command() -> None:
 
 
 def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reasons are given without Triton and FBGEMM, without Triton's interpreter, and for an FBGEMM that does not
-    run."""
+    """Missing Triton and FBGEMM, no interpreter, and an FBGEMM that fails are reported as reasons."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found, reasons = imp.available(CPU)
     assert list(found) == ["ours", "ops", "torch"]
@@ -276,7 +275,7 @@ def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernel_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs go into one file, each with a digest that is that of the tables' bits; a CPU has no kernels to time."""
+    """Runs share one file, each with a digest of the tables' bits; a CPU has no kernels to time."""
     output = tmp_path / "kernels.json"
     for label, optimizer in (("before", "sgd"), ("after", "sgd"), ("after", "adam")):
         options = ["--case", "trial-zipf", "--label", label, "--optimizer", optimizer, "--output", str(output)]
@@ -300,7 +299,7 @@ def test_kernel_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_recorded_kernel_times() -> None:
-    """All libraries of the recorded runs left the same bits, case by case, and their kernels add up."""
+    """All libraries of the recorded runs have the same digest in each case, and their kernels' times add up."""
     found = json.loads((report.RESULTS / "gpu-kernels-h200.json").read_text())
     digests: dict[tuple[str, str], set[str]] = {}
     for run in found["runs"]:

@@ -1,4 +1,4 @@
-"""bench.gpu's cases of the dense side, without a GPU: bytes by hand, and a check that fails where it should."""
+"""bench.gpu's cases of dense ops without a GPU: bytes computed by hand, and checks that find errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_bytes_by_hand(dtype: torch.dtype) -> None:
 
 
 def cut_to_tf32(t: torch.Tensor) -> torch.Tensor:
-    """float32 with the 11 significant bits of TF32."""
+    """Rounds float32 to the 11 significant bits of TF32, toward zero."""
     return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 @pytest.mark.parametrize("op", ["dot_interaction", "factorization_machine"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wrong_results_are_found(op: str, dtype: torch.dtype) -> None:
-    """Results and gradients that are off by more than rounding are found, also in a large batch."""
+    """Results and gradients with errors above rounding are found, also in a large batch."""
     case = DenseSide(op, 8192, 3, 4, dtype)
     name, right, _, given = next(s for s in case.subjects(CPU) if s.implementation == "ours").build.args
     for operation in ("forward", "backward"):
@@ -41,7 +41,7 @@ def test_wrong_results_are_found(op: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("op", ["dot_interaction", "factorization_machine"])
 def test_tf32_is_no_ieee(op: str) -> None:
-    """A result whose factors were cut to TF32."""
+    """The check of full precision finds factors cut to TF32."""
     case = DenseSide(op, 8192, 3, 4)
     name, right, operation, given = next(s for s in case.subjects(CPU) if s.implementation == "ours").build.args
 

@@ -1,4 +1,4 @@
-"""The model of times on a GPU: what its terms do, that every case has a prediction, and that the docs have these."""
+"""The model of GPU times: its terms, a prediction for every case, and agreement of the docs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUSY = model.Work("busy", memory=1e8, cached=2e8, warps=1e5, instructions=300, w
     "more", ["memory", "cached", "warps", "instructions", "waits", "flops", "kernels", "fixed_us"], ids=str
 )
 def test_more_of_anything_takes_longer(more: str) -> None:
-    """More work takes longer; a GPU that is faster in everything, or more resident blocks, takes less."""
+    """More work takes longer; a faster GPU or more resident blocks take less time."""
     larger = dataclasses.replace(BUSY, **{more: getattr(BUSY, more) * 2 + 1})
     assert model.milliseconds(larger, H100) > model.milliseconds(BUSY, H100)
     assert model.milliseconds(dataclasses.replace(BUSY, blocks=4), H100) < model.milliseconds(BUSY, H100)
@@ -35,7 +35,7 @@ def test_more_of_anything_takes_longer(more: str) -> None:
 
 
 def test_bounds_by_hand() -> None:
-    """300 MB at 3 TB/s are 0.1 ms; two equal bounds take 1.26 of one; a launch and a call their own time besides."""
+    """300 MB at 3 TB/s take 0.1 ms; two equal bounds take 1.26 times one; launches and calls add fixed times."""
     copied = model.Work("copy", memory=3e8)
     parts = model.bounds(copied, H100)
     assert parts["memory"] == pytest.approx(0.1)
@@ -52,7 +52,7 @@ def test_bounds_by_hand() -> None:
 
 
 def test_expected_rows_are_those_of_drawn_ids() -> None:
-    """Expected counts of rows match drawn ids, uniform and skewed; long runs occur only where ids are skewed."""
+    """Expected counts of rows match drawn ids, uniform and skewed; only skewed ids have long runs."""
     for w in (cases.Workload("u", 2, 600, 1000, 4, 2), cases.Workload("z", 2, 600, 1000, 4, 1, zipf=1.15)):
         reuse = expected.reuse_of(w)
         assert reuse.unique == pytest.approx(cases.unique_rows(w, cases.batches_of_ids(w, CPU)), rel=0.03)
@@ -60,7 +60,7 @@ def test_expected_rows_are_those_of_drawn_ids() -> None:
 
 
 def test_widths_are_those_of_the_kernels() -> None:
-    """with_widths and with_few_lanes of csrc/core/cuda/group.cuh, with_lookup_widths of pool_table.cu."""
+    """Widths are those of with_widths and with_few_lanes (core/cuda/group.cuh) and with_lookup_widths (pool_table.cu)."""
     assert [expected.widths(d) for d in (1, 16, 17, 64, 128, 129, 256, 512, 2000)] == [
         *((4, 1), (4, 1), (8, 1), (16, 1), (32, 1), (32, 2), (32, 2), (32, 4), (32, 4))
     ]
@@ -87,7 +87,7 @@ def test_short_bags_are_taken_together() -> None:
 
 @pytest.mark.parametrize("optimizer", [cases.SGD, cases.ADAGRAD])
 def test_an_update_has_the_kernels_of_the_model(optimizer: str) -> None:
-    """The emulated kernels' launches, and CUB's as csrc/core/cuda/device_algorithms.h counts them."""
+    """The model has the emulated kernels' launches, and CUB's as counted in csrc/core/cuda/device_algorithms.h."""
     w = cases.Workload("w", 2, 40, 1000, 16, 3)
     case = make_case([(w.rows, w.dim)] * w.tables, [*range(w.tables)], [w.bag] * w.tables * w.batch)
     ops = emulated()
@@ -99,7 +99,7 @@ def test_an_update_has_the_kernels_of_the_model(optimizer: str) -> None:
 
 @pytest.mark.parametrize("gpu", model.GPUS.values(), ids=lambda gpu: gpu.name)
 def test_every_operation_has_a_prediction(gpu: model.Gpu) -> None:
-    """The recorded predictions are of exactly those operations of ours that the cases time."""
+    """The recorded predictions are exactly those of our timed operations."""
     timed = set()
     for case in every_case({"ours": None}, gpu.memory_bytes):
         operations, _ = expected.works_of(case, KERNELS, gpu)
@@ -109,13 +109,13 @@ def test_every_operation_has_a_prediction(gpu: model.Gpu) -> None:
 
 
 def test_operations_are_those_that_are_measured() -> None:
-    """One case of each kind, at the trial's sizes, has the report's names of operations and the cases' bytes."""
+    """The model has the report's operation names and the cases' bytes, for one small case of each kind."""
     for case in every_case({"ours": lambda data, optimizer: None}, 0, trial=True):
         if case.about()["op"] in ("embedding_bag", "embedding_bag_formats"):
             w = case.workload
             plain = case.about()["op"] == "embedding_bag" and not cases.is_weighted(w)
             bag = w.bag if plain else max(3, w.bag)
-            case.workload = dataclasses.replace(w, dim=128, bag=bag)  # whose kernels were read
+            case.workload = dataclasses.replace(w, dim=128, bag=bag)  # the case of the recorded machine code
         subjects = [s for s in case.subjects(CPU) if s.implementation == "ours"]
         labels = {report.label({"operation": s.operation, "optimizer": s.optimizer}): s.moved for s in subjects}
         operations, _ = expected.works_of(case, KERNELS, H100)
@@ -125,7 +125,7 @@ def test_operations_are_those_that_are_measured() -> None:
 
 
 def test_recorded_predictions_are_the_models() -> None:
-    """The recorded predictions follow from the recorded kernels: a change of the model needs a new record."""
+    """The recorded predictions follow from the recorded kernels: changing the model requires a new record."""
     for name, gpu in model.GPUS.items():
         assert predict.predictions(KERNELS, gpu) == FILE["gpus"][name]
     assert {"commit", "nvcc", "date", "architecture"} <= FILE["about"].keys()
@@ -140,7 +140,7 @@ def test_the_docs_have_the_recorded_table() -> None:
 
 
 def test_who_is_ahead() -> None:
-    """Times or shares of the peak decide who is ahead; the error decides whether it is said plainly."""
+    """The verdict compares times or shares of the peak, and is qualified if the difference is below the error."""
     rows = [
         {
             "case": "unpooled-1m-d128",
@@ -177,7 +177,7 @@ def test_constants_of_the_docs() -> None:
         assert said in page
 
 
-# The way through machine code
+# Paths through machine code
 
 
 def listing(*lines: str) -> list[Instruction]:
@@ -193,7 +193,7 @@ CODE = listing(
     "SHFL.IDX PT, R5, R2, R0, R3",
     "LDG.E.128 R8, desc[UR4][R4.64]",
     "@P1 BRA 0x40",  # 0x70
-    "@P2 BRA 0xa0",  # 0x80: past what is rare
+    "@P2 BRA 0xa0",  # 0x80: past the rare case
     "CALL.REL.NOINC 0xd0",
     "STG.E.128 desc[UR4][R6.64], R8",  # 0xa0
     "EXIT",
@@ -211,7 +211,7 @@ def test_paths_by_hand() -> None:
 SHORT = listing(
     "ISETP.GE.AND P0, PT, R0, R1, PT",  # 0x00
     "@P0 EXIT",
-    "BRA.DIV UR4, 0xd0",  # 0x20: no lane is apart
+    "BRA.DIV UR4, 0xd0",  # 0x20: no divergence
     "SHFL.IDX PT, R4, R2, R0, R3",
     "LDG.E.128 R8, desc[UR4][R4.64]",  # 0x40
     "@P1 BRA 0x80",  # past the sums that are stored one by one
@@ -228,14 +228,14 @@ SHORT = listing(
 
 
 def test_paths_of_short_bags_by_hand() -> None:
-    """Sums are stored in the loop: the shortest way past the store outside of its own loops."""
+    """Sums are stored in the loop: the path is the shortest past the store outside of its inner loops."""
     paths = code_paths.paths_of("pool_short_kernel<Fp32, 32, false>", 80, 0, SHORT)
     assert paths == Paths(registers=80, blocks=3, before=3, round=6, rows=1, after=2)
 
 
 AHEAD = listing(
     "ISETP.GE.AND P0, PT, R0, R1, PT",  # 0x00
-    "@P0 BRA 0x40",  # past what is found out ahead
+    "@P0 BRA 0x40",  # past the prefetched search
     "IADD3 R2, R2, 0x1, RZ",  # 0x20
     "I2F.U32.RP R3, R2",
     "SHFL.IDX PT, R4, R2, R0, R3",  # 0x40: the loop
@@ -249,13 +249,13 @@ AHEAD = listing(
 
 
 def test_paths_past_what_is_looked_up_ahead_by_hand() -> None:
-    """Two instructions lead to the loop, two more past the division."""
+    """Two instructions lead to the loop, and two more follow the division."""
     paths = code_paths.paths_of("finish_kernel<32, 1, UpdateTarget>", 64, 0, AHEAD)
     assert paths == Paths(registers=64, blocks=4, before=2, round=5, rows=1, after=2, ahead=2)
 
 
 def test_runs_are_looked_up_together_where_groups_have_several() -> None:
-    """Many rows share the instructions ahead and the waits; a few have a group of lanes, and a look-up, each."""
+    """With many rows, a group of lanes shares the search and its waits among several; otherwise each row has a group."""
     for batch, waits in ((800_000, 2 / 4 + 2), (1000, 2 + 2)):
         w = cases.Workload("u", 1, batch, 10**7, 128, 1)
         works = expected.backward(w, cases.ADAGRAD, expected.reuse_of(w), KERNELS, H100)
@@ -263,7 +263,7 @@ def test_runs_are_looked_up_together_where_groups_have_several() -> None:
 
 
 def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replay decides where there is one; a backward's is that of the ops; other GPUs have no predictions."""
+    """The replay's time decides if there is one; a backward uses the time of "ops"; other GPUs have no predictions."""
     case = {"name": "unpooled-1m-d128", "op": "embedding_bag"}
     right = recorded.find("NVIDIA H100 80GB HBM3", case["name"], "forward")["ms"]
     update = recorded.find("NVIDIA H100 80GB HBM3", case["name"], "backward, sgd")["ms"]
@@ -289,7 +289,7 @@ def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_report_has_what_was_said_before(tmp_path: Path) -> None:
-    """Predictions and published figures in columns of their own, and in the picture."""
+    """Predictions and published figures have columns, and appear in the picture."""
     rates = {"gb_per_s": {"all": 1500.0, "unique": 1000.0}, "percent_of_copy": {"all": 50.0, "unique": 33.0}}
     row = {"implementation": "ours", "operation": "forward", "optimizer": None, "ms": 0.8, "graph_ms": 0.7} | rates
     case = {"name": "unpooled-1m-d128", "op": "embedding_bag", "results": [row]}

@@ -1,4 +1,4 @@
-"""bench.gpu's cases that others have published figures of: their ids, factors and Adam's check."""
+"""bench.gpu's cases with published figures: their ids, factors and Adam's check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = cases.GpuWorkload("small", 2, 40, 30, 8, 2, power=1.05, weighted=True, o
 
 
 def test_the_published_ids() -> None:
-    """Batches have as many distinct rows as the published run, on average: 350,280 of 1,048,570 ids."""
+    """Batches have the published run's average number of distinct rows: 350,280 of 1,048,570 ids."""
     w = cases.PUBLISHED[0]
     upper = cases.shares(w)
     share = torch.diff(upper, prepend=torch.zeros(1, dtype=torch.float64))
@@ -24,7 +24,7 @@ def test_the_published_ids() -> None:
 
 
 def test_ids_follow_the_power_law() -> None:
-    """The five hottest rows are named as often as the power law says."""
+    """The five hottest rows have the frequencies of the power law."""
     w = cases.GpuWorkload("hot", 1, 100_000, 1000, 4, 1, power=1.05)
     counts = torch.bincount(cases.batches_of_ids(w, CPU, 1)[0], minlength=1000).sort(descending=True).values
     assert torch.allclose(
@@ -41,7 +41,7 @@ def test_bytes_by_hand() -> None:
 
 
 class Planted(imp.Ops):
-    """Ours, with one thing wrong."""
+    """Ours with a planted error."""
 
     wrong = ""
 
@@ -56,7 +56,7 @@ class Planted(imp.Ops):
 
 @pytest.mark.parametrize("wrong", ["moment", "row"])
 def test_a_wrong_adam_is_found(wrong: str) -> None:
-    """The check compares a first step, whatever was updated before."""
+    """The check compares a first step, even after earlier updates."""
     data = imp.Tables(SMALL, CPU)
     planted = Planted(data, cases.ADAM)
     for turn in range(3):
@@ -69,7 +69,7 @@ def test_a_wrong_adam_is_found(wrong: str) -> None:
 
 @pytest.mark.parametrize("make", [imp.Ours, imp.Ops, imp.Torch])
 def test_factors_are_checked(make: imp.Make) -> None:
-    """Right ones pass; an output and an update without factors do not."""
+    """Correct factors pass; an output or an update without factors does not."""
     data = imp.Tables(SMALL, CPU)
     implementation = make(data, cases.SGD)
     checks.check_forward(data, implementation)

@@ -1,4 +1,4 @@
-"""bench.run's files, bench.compare and bench.report, on figures that are made up."""
+"""bench.run's files, bench.compare and bench.report on synthetic figures."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def document(times: dict[str, list[float]], **machine) -> dict:
 
 
 def written(path: Path, found: object) -> str:
-    """The name of a file that holds it."""
+    """Writes an object to a JSON file; returns its name."""
     path.write_text(json.dumps(found))
     return str(path)
 
 
 def test_merge_keeps_every_pass() -> None:
-    """Medians, ratios within a pass, what the passes found, and what the first one told."""
+    """Merging has medians, ratios within a pass, all passes' times, and the first pass's other values."""
     passes = [one_pass({"ours": a, "torch": b}, {"distinct_bytes": 3}) for a, b in ((1, 4), (2, 4), (4, 4))]
     found = run.merge(passes)["g"]
     assert found["ours"] == {
@@ -61,7 +61,7 @@ def test_merge_keeps_every_pass() -> None:
 
 
 def test_arguments_of_run(capsys: pytest.CaptureFixture) -> None:
-    """A workload goes to the ops that take it, and to no other."""
+    """A workload is accepted only by ops that use it."""
     assert run.arguments(["--workload", "dlrm-small"]).op == list(run.OPS)
     assert run.arguments(["--workload", "dlrm-small", "--op", "embedding_bag"]).op == ["embedding_bag"]
     assert run.arguments([]).op is None
@@ -100,7 +100,7 @@ def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ratio_by_hand() -> None:
-    """Two passes a side: geometric means 2 and 6; t of 2 degrees of freedom is 4.303."""
+    """Two passes per side have geometric means 2 and 6; t with 2 degrees of freedom is 4.303."""
     found = compare.ratio([1.0, 4.0], [3.0, 12.0])
     assert found.value == pytest.approx(3)
     # Each side's logarithms vary by ln(4)^2 / 2, their mean by half of that.
@@ -122,7 +122,7 @@ def test_ratio_of_unequal_runs() -> None:
 
 
 def test_others_are_known_by_their_whole_names() -> None:
-    """Ours that begin as they do are ours; everybody in the recorded files is as before."""
+    """Other libraries' implementations are recognized by full names, not prefixes, in all recorded files."""
     assert not any(map(figures.is_other, ("ours", "limited", "torch format", "compiled ours", "reader", "bfloat16")))
     names = set()
     for path in RECORDED.glob("*.json"):
@@ -136,7 +136,7 @@ def test_others_are_known_by_their_whole_names() -> None:
 
 
 def test_share_of_the_limit_is_of_the_same_bytes() -> None:
-    """Half the bytes take half as long; products are as many."""
+    """The limit scales with the implementation's bytes; a limit of products does not."""
     group = {
         "ours": {"ms": 4.0, "bytes": 100.0},
         "bfloat16": {"ms": 4.0, "bytes": 50.0},
@@ -150,7 +150,7 @@ def test_share_of_the_limit_is_of_the_same_bytes() -> None:
 
 
 def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has them, and so has the line above every table."""
+    """The file and the line above every table have rounds and versions."""
     output = tmp_path / "run.json"
     monkeypatch.setattr(run, "run_tests", lambda ops: None)
     monkeypatch.setattr(run, "one_pass", lambda what, turn: one_pass({"ours": 1.0}))
@@ -178,7 +178,7 @@ def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
 def test_results_are_whole(
     given: list[str], error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of a benchmark does not replace the file of all of it; an error of what none has comes after a pass."""
+    """A partial run does not replace the result file; an unknown name fails after the first pass."""
     turns: list[int] = []
     monkeypatch.setattr(run, "run_tests", lambda ops: None)
     monkeypatch.setattr(run, "one_pass", lambda what, turn: turns.append(turn) or one_pass({"ours": 1.0, "torch": 2.0}))
@@ -206,21 +206,21 @@ def test_differences_of_runs() -> None:
         ([t * 1.2 for t in STEADY], STEADY, "slower"),
         ([t * 1.01 for t in STEADY], STEADY, "within noise"),
         ([1.2, 2.0, 0.7, 1.6, 0.8], STEADY, "within noise"),
-        # The machine has become slower, as code shows that is the same.
+        # The machine has become slower: torch's time shows it.
         ([t * 1.2 for t in STEADY], [t * 1.3 for t in STEADY], "within noise"),
         ([t * 0.8 for t in STEADY], [t * 1.3 for t in STEADY], "faster"),
         ([t * 1.5 for t in STEADY], [t * 1.3 for t in STEADY], "slower"),
     ],
 )
 def test_verdicts(ours: list[float], torch: list[float], said: str) -> None:
-    """Verdicts follow from an interval and from how much torch's time moved meanwhile."""
+    """Verdicts follow from an interval and from the change of torch's time between the runs."""
     before = document({"ours": STEADY, "torch": STEADY})["results"]["g"]
     after = document({"ours": ours, "torch": torch})["results"]["g"]
     assert compare.compare_group(before, after, None)["ours"][1] == said
 
 
 def test_against_takes_the_machine_out() -> None:
-    """All is 1.3 times slower: times say slower where torch is missing, shares of torch's time say nothing changed."""
+    """If everything is 1.3 times slower, ratios to torch are unchanged; without torch, the verdict is slower."""
     slower = [1.3 * t for t in STEADY]
     before, after = document({"ours": STEADY, "torch": STEADY}), document({"ours": slower, "torch": slower})
     found = compare.compare_group(before["results"]["g"], after["results"]["g"], "torch")
@@ -232,7 +232,7 @@ def test_against_takes_the_machine_out() -> None:
 
 
 def test_compare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """The command prints its table and summary, and what differs beside the commit."""
+    """The command prints its table and summary, and differences of the runs other than the commit."""
     before = written(tmp_path / "a.json", document({"ours": STEADY, "limit": STEADY}))
     after = document({"ours": [t * 0.5 for t in STEADY], "limit": STEADY}, torch="3", commit="def", dirty=True)
     monkeypatch.setattr(sys, "argv", ["bench.compare", before, written(tmp_path / "b.json", after)])
@@ -249,7 +249,7 @@ def test_compare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_files_are_read(tmp_path: Path) -> None:
-    """Today's files are read, git's, and older ones without passes; other programs' files are refused."""
+    """Current files, files from git and older ones without passes are read; other programs' files are refused."""
     found = document({"ours": [2.0, 4.0], "limit": [1.0, 1.0]})
     group = figures.load(written(tmp_path / "a.json", found))["results"]["g"]
     assert figures.passes(group["ours"]) == [2.0, 4.0]
@@ -283,7 +283,7 @@ def test_files_are_read(tmp_path: Path) -> None:
 
 
 def test_recorded_files_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Every file of bench.run in bench/results, whatever its age, and no other."""
+    """The report reads every file of bench.run in bench/results, of any age, and no other."""
     monkeypatch.setattr(sys, "argv", ["bench.report"])
     report.main()
     out = capsys.readouterr().out
@@ -294,7 +294,7 @@ def test_recorded_files_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_report_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """A line by hand, a picture; a file without a limit has none."""
+    """A line is that computed by hand; a file without a limit has no picture."""
     pytest.importorskip("matplotlib")
     name = written(tmp_path / "run.json", document({"ours": [2.0, 4.0, 2.0], "torch": [4.0] * 3, "limit": [1.0] * 3}))
     bare = written(tmp_path / "bare.json", document({"ours": STEADY}))
@@ -311,7 +311,7 @@ def test_report_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.parametrize("name", ["criteo-kaggle", *full(*(name for name in NAMED if name != "criteo-kaggle"))])
 def test_page_knows_the_workloads(name: str) -> None:
-    """docs/benchmarks.md: T, B, D and rows of every named workload."""
+    """docs/benchmarks.md has T, B, D and rows of every named workload."""
     w, page = NAMED[name], (ROOT / "docs" / "benchmarks.md").read_text()
     cells = [cell.strip() for cell in re.search(rf"^\| `{name}` \|(.*)\|$", page, re.MULTILINE)[1].split("|")]
     assert cells[:3] == [str(w.tables), str(w.batch), str(w.dim)]
@@ -322,7 +322,7 @@ def test_page_knows_the_workloads(name: str) -> None:
 
 
 def test_compile_times(tmp_path: Path) -> None:
-    """CUDA files alone are compiled, each by its own command, and their objects do not come to the build's."""
+    """Only CUDA files are compiled, each by its own command, and the build's objects are not overwritten."""
     busy = "sum(range(10**7)); open(sys.argv[2], 'w')"
     commands = [
         {
@@ -340,7 +340,7 @@ def test_compile_times(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_step() -> None:
-    """Functions of our library belong to parts by their own names, not by their template arguments."""
+    """Functions of our library are assigned to parts by their names, not by their template arguments."""
     space = "[.] rec_kernels::v4::(anonymous namespace)::"
     report = "\n".join(
         [
@@ -366,7 +366,7 @@ def test_parts_of_a_step() -> None:
 
 
 def test_cases_under_pytest_benchmark() -> None:
-    """Cases of an op, and the implementations that were asked for; without an op it says what is missing."""
+    """pytest-benchmark has an op's cases with the selected implementations; without an op, the error says so."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The workloads of the benchmarks: sizes, ids and bytes against what is counted by hand, peers against each other."""
+"""The benchmarks' workloads: sizes, ids and bytes computed by hand, and peers compared with each other."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TINY = MultiHot("tiny", 5, 16, (3, 1000, 70), (1, 4, 4), scale=10)
 
 
 def test_published_sizes() -> None:
-    """Sums that the sources give, too: rows of Criteo Kaggle, and of MLPerf's tables with their ids of a sample."""
+    """Row totals of Criteo Kaggle and of MLPerf's tables, and MLPerf's ids per sample, are the published sums."""
     assert (len(KAGGLE_ROWS), sum(KAGGLE_ROWS)) == (26, 33_762_577)
     assert (len(MLPERF_ROWS), sum(MLPERF_ROWS)) == (26, 204_184_588)
     assert (len(MLPERF_BAGS), sum(MLPERF_BAGS)) == (26, 214)
 
 
 def test_sizes_by_hand() -> None:
-    """Few ids stay, others are scaled; rows are whole cache lines in every format; runs of equal bags."""
+    """Small tables keep their rows, others are scaled; rows are cache lines in every format; equal bags repeat."""
     assert TINY.cardinalities == (3, 100, 64)
     assert TINY.table_rows == (64, 128, 64)
     assert (TINY.tables, TINY.num_ids) == (3, 45)
@@ -57,7 +57,7 @@ def test_sizes_by_hand() -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_ids_are_within_their_tables(name: str) -> None:
-    """A small batch of each named workload is in range; equal seeds give equal ids, other seeds others."""
+    """A small batch of each named workload is in range; ids depend on the seed only."""
     w = replace(NAMED[name], batch=64)
     assert w.name == name
     ids = w.ids(3)
@@ -74,7 +74,7 @@ def test_ids_are_within_their_tables(name: str) -> None:
     "shape", [TINY, Workload("", 3, 300, 100_000, 32, 1), Workload("", 3, 30, 1000, 128, 20, zipf=1.1)], ids=str
 )
 def test_the_limit_of_a_step_is_a_step(shape: Shape) -> None:
-    """The bare loop makes the update of row-wise Adagrad, but for the order of its sums."""
+    """The bare loop performs the update of row-wise Adagrad, up to the order of its sums."""
     torch.manual_seed(0)
     ours = peers.available()["ours"](shape)
     weights, state = ours.module._weights.clone(), ours.module._memory["_sum"].clone()
@@ -93,7 +93,7 @@ def test_the_limit_of_a_step_is_a_step(shape: Shape) -> None:
     ids=str,
 )
 def test_the_limit_of_products_is_a_step(shape: Workload) -> None:
-    """The bare loop of quotients and remainders has the lookup and the update, but for the order of sums."""
+    """The bare loop of quotient-remainder products performs lookup and update, up to the order of sums."""
     torch.manual_seed(0)
     ours = peers.Ours(shape, compression=rk.QuotientRemainder(4))
     weights, state = ours.module._weights.clone(), ours.module._memory["_sum"].clone()
@@ -108,7 +108,7 @@ def test_the_limit_of_products_is_a_step(shape: Workload) -> None:
 
 
 def test_first_id_decides_on_a_bag() -> None:
-    """Equal first ids have equal bags, as in MLPerf's data; the rest of different bags differs."""
+    """Equal first ids imply equal bags, as in MLPerf's data; other bags differ."""
     bags = replace(TINY, batch=500).split(replace(TINY, batch=500).ids(1))[1].view(-1, 4)
     assert len(bags.unique(dim=0)) == len(bags[:, 0].unique())
     assert len(bags[:, 1:].unique(dim=0)) > 0.9 * len(bags[:, 0].unique())
@@ -119,7 +119,7 @@ def test_first_id_decides_on_a_bag() -> None:
 
 @pytest.mark.parametrize(("reuse", "published"), [(REUSE_2021, 887017990 / 128435723), (REUSE_2022, 12.744)])
 def test_reuse_is_the_published_one(reuse: dict[float, float], published: float) -> None:
-    """Ids of a distinct row: of the table of numbers, and of ids that are drawn from it."""
+    """Ids per distinct row have the published mean, computed from the table and from drawn ids."""
     fitted = sum(reuse.values()) / sum(share / count for count, share in reuse.items())
     assert fitted == pytest.approx(published, rel=0.005)
     place = np.random.default_rng(0).permutation(500_000)
@@ -144,7 +144,7 @@ def test_hot_rows_stay_and_cold_rows_change() -> None:
 
 
 def test_tables_too_small_for_their_batch() -> None:
-    """The message has the numbers."""
+    """The error has the numbers."""
     with pytest.raises(ValueError, match=r"ids = 1000 name \d+ rows, and the table has 20"):
         reused_ids(REUSE_2021, 1000, np.arange(20), np.random.default_rng(0))
 
@@ -159,7 +159,7 @@ def test_tables_too_small_for_their_batch() -> None:
     ids=lambda w: w.name,
 )
 def test_peers_look_up_the_same(w) -> None:
-    """Ours, torch's per table, FBGEMM's and the bare loop's, of the same rows; bags of unequal lengths, too."""
+    """Ours, torch's per table, FBGEMM's and the bare loop look up equal rows, also with bags of unequal lengths."""
     subject, ours, torchs = Subject(w, batches=2), peers.Ours(w), peers.TorchTables(w)
     for t, weight in enumerate(torchs.weights):
         ours.module.embedding_bags[f"t{t}"].weight.data.copy_(weight.data)
@@ -215,7 +215,7 @@ def test_features_and_bytes_by_hand() -> None:
     ],
 )
 def test_bytes_are_of_the_rows_that_are_read(name: str, direction: str, row_bytes: int) -> None:
-    """Bytes follow the format that an implementation reads: float32 beside tables of int8."""
+    """Bytes are computed with the format that an implementation reads: float32 or int8."""
     case = next(case for case in formats.cases([TINY]) if case.title == f"{direction} int8 tiny")
     subject = Subject(TINY)
     assert case.moved(name) == subject.moved(direction, row_bytes)
@@ -223,7 +223,7 @@ def test_bytes_are_of_the_rows_that_are_read(name: str, direction: str, row_byte
 
 
 def test_workloads_of_a_command_line() -> None:
-    """Names, or sizes; what is neither is refused with both."""
+    """A workload is a name or sizes; for anything else the error describes both."""
     assert workload("meta-2021") is NAMED["meta-2021"]
     assert workload("8,2048,1000,64,20,1.05") == Workload("8x2048x1000x64x20x1.05", 8, 2048, 1000, 64, 20, zipf=1.05)
     assert workload("8,2048,1000,64,20").zipf is None
@@ -235,7 +235,7 @@ def test_workloads_of_a_command_line() -> None:
 
 
 def test_cases_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass has ours and whom it names, in turned order, in cases of wanted titles; slow ones have fewer rounds."""
+    """A pass times ours and the selected implementations in rotating order; slow ones have fewer rounds."""
     monkeypatch.setattr("bench.timing.WARMUP_SECONDS", 0.0)
     calls: dict[str, list[int]] = {}
 
@@ -254,7 +254,7 @@ def test_cases_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("op", ["embedding_bag_formats", "embedding_bag_optimizers"])
 def test_cases_may_all_be_made_first(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has the tables that its title says, whichever is called, as under pytest-benchmark; gaps between, too."""
+    """Cases made in advance, as under pytest-benchmark, keep the tables of their titles, called in any order."""
     made: list[tuple[str, ...]] = []  # options of ours, of a case
 
     class Ours(peers.Ours):
