@@ -60,7 +60,7 @@ def test_expected_rows_are_those_of_drawn_ids() -> None:
 
 
 def test_widths_are_those_of_the_kernels() -> None:
-    """Widths are those of with_widths and with_few_lanes (core/cuda/group.cuh) and with_lookup_widths (pool_table.cu)."""
+    """Widths are those of with_widths and with_few_lanes (core/cuda/group.cuh) and lookup widths of pool_table.cu."""
     assert [expected.widths(d) for d in (1, 16, 17, 64, 128, 129, 256, 512, 2000)] == [
         *((4, 1), (4, 1), (8, 1), (16, 1), (32, 1), (32, 2), (32, 2), (32, 4), (32, 4))
     ]
@@ -255,7 +255,7 @@ def test_paths_past_what_is_looked_up_ahead_by_hand() -> None:
 
 
 def test_runs_are_looked_up_together_where_groups_have_several() -> None:
-    """With many rows, a group of lanes shares the search and its waits among several; otherwise each row has a group."""
+    """With many rows, a lane group shares the search and its waits among several; otherwise each row has a group."""
     for batch, waits in ((800_000, 2 / 4 + 2), (1000, 2 + 2)):
         w = cases.Workload("u", 1, batch, 10**7, 128, 1)
         works = expected.backward(w, cases.ADAGRAD, expected.reuse_of(w), KERNELS, H100)

@@ -1,4 +1,4 @@
-"""Arguments of collections, tables, caches and optimizers that are refused by name, and those that are taken."""
+"""Arguments of collections, tables, caches and optimizers: accepted kinds, and errors that name the argument."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(name: str = "t", features=("a",), **options) -> rk.EmbeddingBagConfig
     "compression", [rk.MixedDimension(2), rk.QuotientRemainder(2, compose="pooled")], ids=lambda c: type(c).__name__
 )
 def test_compressions_for_bags(compression) -> None:
-    """Lookups that are not pooled refuse a table whose parts are pooled first, whichever config it has."""
+    """Sequence lookups reject compressions that need pooling, with either config class."""
     rk.EmbeddingBagCollection([config(compression=compression)])
     message = re.escape(f"table 't': compression must not be {compression}: these lookups are not pooled")
     with pytest.raises(ValueError, match=message):
@@ -28,7 +28,7 @@ def test_compressions_for_bags(compression) -> None:
 
 
 def test_compressions_for_every_id() -> None:
-    """A pooled table's config gives the rows that one of a table that is not pooled gives."""
+    """EmbeddingCollection has equal rows with EmbeddingConfig and EmbeddingBagConfig."""
     batch = rk.KeyedJaggedTensor(["a"], torch.tensor([1, 2, 9]), lengths=torch.tensor([1, 2]))
     for compression in (None, rk.Hash(3), rk.QuotientRemainder(2), rk.QuotientRemainder(2, "concat")):
         outputs = []
@@ -41,7 +41,7 @@ def test_compressions_for_every_id() -> None:
 
 @pytest.mark.parametrize("rate", [torch.tensor([0.1], requires_grad=True), np.float32(0.1), torch.tensor(0.1)])
 def test_rates_are_read_once(rate) -> None:
-    """A tensor of one element is its number of then."""
+    """A tensor learning rate is read at construction; later writes to it have no effect."""
     optimizer = rk.SGD(lr=rate, weight_decay=rate)
     if isinstance(rate, torch.Tensor):
         rate.detach().fill_(9.0)
@@ -55,7 +55,7 @@ def test_rates_are_read_once(rate) -> None:
     + [("beta_powers", powers) for powers in ([1.5, 0.5], [0.5, -0.1], [float("nan"), 1.0])],
 )
 def test_counts_of_a_state(name: str, given) -> None:
-    """Are those of a training; nothing is loaded otherwise."""
+    """Impossible steps and beta powers in a state are rejected, and nothing is loaded."""
     collection = rk.EmbeddingBagCollection([config()], optimizer=rk.Adam(lr=0.1))
     before = {name: t.clone() for name, t in collection.state_dict().items()}
     state = {key: torch.full_like(t, 0.5) for key, t in before.items() if t.dim() == 2}
@@ -68,7 +68,7 @@ def test_counts_of_a_state(name: str, given) -> None:
 
 
 def test_sizes_of_other_kinds() -> None:
-    """Are kept as ints."""
+    """Sizes of numpy and torch are stored as ints."""
     table = rk.EmbeddingConfig(np.int64(10), torch.tensor(4), name="t", feature_names=["a"])
     assert (table.num_embeddings, table.embedding_dim) == (10, 4)
     assert type(table.num_embeddings) is type(table.embedding_dim) is int
@@ -76,13 +76,13 @@ def test_sizes_of_other_kinds() -> None:
 
 @pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
 def test_tables(kind) -> None:
-    """Are several configs, in any iterable."""
+    """Tables may be any iterable of configs."""
     assert len(kind(config(name) for name in "tu").embedding_bags) == 2
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, int, float])
 def test_fractions_of_other_kinds(kind) -> None:
-    """Are numbers, too."""
+    """Cache fractions of any real type are stored as floats."""
     for fraction in (kind(1), {"t": kind(1)}):
         module = rk.EmbeddingBagCollection([config()], optimizer=rk.SGD(), cache=rk.RowCache(fraction))
         assert module.row_cache.fractions == [1.0]
@@ -91,14 +91,14 @@ def test_fractions_of_other_kinds(kind) -> None:
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])
 def test_good_betas(default: str) -> None:
-    """Betas may be any sequence, also while new tensors have no numbers."""
+    """Betas may be any sequence, also while the default device is meta."""
     with torch.device(default):
         for betas in ((0.9, 0.999), [0, 0.5], np.array([0.5, 0.25])):
             assert rk.Adam(betas=betas).options()["beta1"] == betas[0]
 
 
 def test_rates_by_union() -> None:
-    """``|=`` of a parameter group is ``update``: the kernels see the learning rate, too."""
+    """``|=`` on a parameter group sets the kernels' learning rate, as ``update`` does."""
     module = rk.EmbeddingBagCollection([config()], optimizer=rk.SGD(lr=1.0))
     group = module.fused_optimizer.param_groups[0]
     group |= {"lr": 7.0, "more": 1}

@@ -1,4 +1,4 @@
-"""load_state_dict(assign=True) of collections: with or without memory, what is shared stays shared."""
+"""load_state_dict(assign=True) of collections, on the meta device or not, keeps shared memory shared."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ def make(optimizer=None, device=None, seed=0, **options) -> rk.EmbeddingBagColle
 
 
 def batch() -> rk.KeyedJaggedTensor:
-    """Two samples."""
     return rk.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 9, 11]), lengths=torch.tensor([1, 2, 1, 1]))
 
 
 def step(module: torch.nn.Module) -> torch.Tensor:
-    """Trains on a batch; what was looked up."""
+    """Trains on a batch; returns the output."""
     output = module(batch()).values()
     output.square().sum().backward()
     return output.detach()
 
 
 def assert_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """States, and what two steps make of them."""
+    """Asserts equal states, before and after two steps."""
     for _ in range(2):
         states = found.state_dict(), expected.state_dict()
         assert states[0].keys() == states[1].keys()
@@ -50,7 +49,7 @@ def assert_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
 def test_meta(optimizer, held) -> None:
-    """A collection made without memory takes a state as if it had been made in place, also below another module."""
+    """A collection on the meta device takes a state as if loaded in place, also as a submodule."""
     trained, late = make(optimizer), make(optimizer, device="meta", seed=1)
     step(trained)
     if held:
@@ -63,7 +62,7 @@ def test_meta(optimizer, held) -> None:
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 @pytest.mark.parametrize("other", ["lru", "lfu", None])
 def test_meta_with_a_row_cache(format, other) -> None:
-    """Slots come with the state; a state without them leaves the cache empty."""
+    """Slots come with a state of the same policy; otherwise the cache is empty."""
 
     def plain(cache, device=None) -> rk.EmbeddingBagCollection:
         tables = [rk.EmbeddingBagConfig(10, 4, name=n, feature_names=[n], format=format) for n in "ab"]
@@ -89,7 +88,7 @@ def test_meta_with_a_row_cache(format, other) -> None:
 
 
 def test_meta_in_mixed_dimensions() -> None:
-    """A module that holds a collection beside parameters of its own."""
+    """MixedDimensionEmbeddingBag takes a state on the meta device."""
     arguments = ([3, 7], [4, 2], 4)
     torch.manual_seed(0)
     ranks = torch.randperm(10)
@@ -101,7 +100,7 @@ def test_meta_in_mixed_dimensions() -> None:
 
 
 def test_meta_and_a_state_with_gaps() -> None:
-    """Refused, whatever ``strict`` is: what is missing has no start. A state of other modules leaves it as it is."""
+    """An incomplete state is rejected with and without ``strict``; an empty one leaves the collection on meta."""
     for strict in (True, False):
         late = make(rk.RowwiseAdagrad(), device="meta")
         state = make(rk.RowwiseAdagrad()).state_dict()
@@ -116,7 +115,7 @@ def test_meta_and_a_state_with_gaps() -> None:
 
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_what_serves_follows(format) -> None:
-    """Tables and projections that for_serving() shares take a state together, or not at all."""
+    """Tables and projections shared by for_serving() take a state together, or not at all."""
     collection, other = make(rk.SGD(), format=format), make(rk.SGD(), format=format, seed=1)
     served = collection.for_serving()
     collection.load_state_dict(other.state_dict(), assign=True)
@@ -127,7 +126,7 @@ def test_what_serves_follows(format) -> None:
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_parameters_stay(optimizer, swap) -> None:
-    """Parameters that optimizers hold are still the module's; the state stays its owner's."""
+    """Parameters keep their identity for optimizers; the state's tensors stay the caller's."""
     model, other = torch.nn.Sequential(make(optimizer)), torch.nn.Sequential(make(optimizer, seed=1))
     parameters, before = dict(model.named_parameters()), {n: t.clone() for n, t in other.state_dict().items()}
     torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -144,7 +143,7 @@ def test_parameters_stay(optimizer, swap) -> None:
 
 
 def test_meta_and_the_fused_optimizer() -> None:
-    """It holds the parameters that came with the memory, and the learning rate that was set."""
+    """The fused optimizer has the new parameters, and keeps the learning rate that was set."""
     model = torch.nn.Sequential(make(rk.RowwiseAdagrad(lr=0.25), device="meta"))
     model.load_state_dict(torch.nn.Sequential(make(rk.RowwiseAdagrad())).state_dict(), assign=True)
     assert model[0].lr.item() == 0.25

@@ -1,4 +1,4 @@
-"""Tables' parameters that are no longer the memory that lookups read: refused, by name."""
+"""Table parameters that no longer alias the memory of lookups are rejected by name."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from rec_kernels.testing import same_bits
 
 
 def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
-    """Two tables."""
     torch.manual_seed(0)
     tables = [rk.EmbeddingBagConfig(10, 4, name=n, feature_names=[n]) for n in "ab"]
     return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
 
 
 def batch() -> rk.KeyedJaggedTensor:
-    """Two samples."""
     return rk.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 0, 1]))
 
 
 def pooled(module: nn.Module) -> torch.Tensor:
-    """Pooled embeddings of the batch."""
     return module(batch()).values()
 
 
@@ -58,7 +55,7 @@ CHANGES = [_data, _parameter, _none, _parametrized]
 @pytest.mark.parametrize("optimizer", [None, rk.RowwiseAdagrad()], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_replaced(change, optimizer) -> None:
-    """Lookups, moves and copies would go on with the old rows."""
+    """Lookups, moves and copies raise instead of using the old rows."""
     collection = make(optimizer)
     change(collection)
     for use in (pooled, copy.deepcopy, pickle.dumps, nn.Module.half, lambda c: c.to("cpu")):
@@ -68,7 +65,7 @@ def test_replaced(change, optimizer) -> None:
 
 @pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
 def test_replaced_modules(kind) -> None:
-    """Lookups would go on with the old rows, and train them."""
+    """Lookups of a replaced table module raise instead of training the old rows."""
     collection = kind([rk.EmbeddingBagConfig(10, 4, name="a", feature_names=["a"])], optimizer=rk.SGD())
     name = "embeddings" if kind is rk.EmbeddingCollection else "embedding_bags"
     tables, other = getattr(collection, name), nn.EmbeddingBag(10, 4)
@@ -84,25 +81,25 @@ def test_replaced_modules(kind) -> None:
     for change in changes:
         with pytest.raises(RuntimeError, match="cannot be another module: lookups read the memory"):
             change()
-    tables.a = tables["a"]  # as DistributedModelParallel puts back what it does not shard
+    tables.a = tables["a"]  # as DistributedModelParallel assigns tables that it does not shard
     setattr(collection, name, tables)
     assert isinstance(copy.deepcopy(collection)._tables, type(tables))
 
 
 def test_replaced_by_functions_of_torch() -> None:
-    """torch's functions that replace a module's parameters are noticed."""
+    """torch.func's parameter replacement is detected."""
     collection = make()
     expected, zeros = pooled(collection), {n: torch.zeros_like(p) for n, p in collection.named_parameters()}
     with pytest.raises(RuntimeError, match="the weight of table 'a' has been replaced"):
         functional_call(collection, zeros, (batch(),))
-    assert same_bits(pooled(collection), expected)  # its own are back
+    assert same_bits(pooled(collection), expected)  # the collection's parameters are restored
     vector_to_parameters(torch.ones(80), collection.parameters())
     with pytest.raises(RuntimeError, match="the weight of table 'a' has been replaced"):
         pooled(collection)
 
 
 def test_numbers_replaced_by_functions_of_torch() -> None:
-    """The numbers of an optimizer are buffers, and an update reads and writes those that it finds."""
+    """Replaced buffers of an optimizer are read and written by the update."""
     collection, replaced = make(rk.Adam(lr=0.1)), torch.tensor(0.0)
     before = {n: t.clone() for n, t in collection.state_dict().items()}
     counted = {"lr": replaced, "step": torch.tensor(0), "beta_powers": torch.ones(2)}
@@ -114,7 +111,7 @@ def test_numbers_replaced_by_functions_of_torch() -> None:
 
 
 def test_served_tables_have_no_parameters() -> None:
-    """They read the flat tensor, as was said."""
+    """Tables of for_serving() read the flat tensor, and have no parameters."""
     collection = make()
     served, expected = collection.for_serving(), pooled(collection)
     _data(collection)
@@ -122,7 +119,7 @@ def test_served_tables_have_no_parameters() -> None:
 
 
 def test_written_in_place() -> None:
-    """Every way of writing leaves parameters where they are."""
+    """In-place writes keep the parameters valid."""
     collection = make()
     with torch.no_grad():
         collection.embedding_bags["a"].weight.copy_(torch.ones(10, 4))
@@ -149,7 +146,7 @@ def test_shared_memory(optimizer) -> None:
 
 
 def test_tensors_without_memory() -> None:
-    """torch traces and transforms a module with tensors in its parameters' place: they are no replacements."""
+    """Tracers substitute fake tensors for parameters; these are not rejected."""
     collection = make()
     expected, own = pooled(collection), dict(collection.named_parameters())
     assert same_bits(functional_call(collection, own, (batch(),)).values(), expected)

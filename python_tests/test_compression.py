@@ -1,4 +1,4 @@
-"""Compressed tables: which partitions tell ids apart, and collections over them."""
+"""Compressed tables: complementary partitions, and collections over them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _rows(pairs, num_ids: int) -> np.ndarray:
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4), st.integers(1, 300))
 def test_complementary(pairs: list[tuple[int, int]], num_ids: int) -> None:
-    """Partitions are refused exactly where two ids have the same rows, and the two that are named do."""
+    """Partitions are rejected exactly if two ids share all rows, and the error names such ids."""
     rows = _rows(pairs, num_ids)
     unique = len(np.unique(rows, axis=1).T) == num_ids
     assert len(np.unique(_rows(pairs, known_modulus(pairs)), axis=1).T) == known_modulus(pairs)
@@ -44,7 +44,7 @@ def test_complementary(pairs: list[tuple[int, int]], num_ids: int) -> None:
 @settings(max_examples=100)
 @given(st.integers(1, 2000), st.integers(1, 70))
 def test_quotient_remainder_is_unique(num_ids: int, collisions: int) -> None:
-    """For every size, all ids differ, no row is out of its table, and about E / collisions rows are kept."""
+    """For every size, ids are distinct, rows are in range, and about E / collisions rows exist."""
     parts = rk.QuotientRemainder(collisions).parts(num_ids, 8)
     rows = _rows([(p.divisor, p.modulus) for p in parts], num_ids)
     assert len(np.unique(rows, axis=1).T) == num_ids
@@ -64,13 +64,13 @@ def test_quotient_remainder_is_unique(num_ids: int, collisions: int) -> None:
     ],
 )
 def test_constructors_are_unique(compression: rk.Partitions) -> None:
-    """Every id below 60 has rows of its own."""
+    """Every id below 60 has a unique combination of rows."""
     rows = _rows([(p.divisor, p.modulus) for p in compression.parts(60, 4)], 60)
     assert len(np.unique(rows, axis=1).T) == 60
 
 
 def test_many_ids() -> None:
-    """Partitions known to be complementary need no look at the ids; others are refused."""
+    """Partitions that are provably complementary are not enumerated; others are rejected."""
     check_complementary([(1, 2**31), (2**31, 2**31)], 2**62)
     check_complementary([(1, 999983), (1, 1000003)], 10**11)
     with pytest.raises(ValueError, match=r"ids 0 and 1000 both have rows \(0, 0\)"):
@@ -99,7 +99,7 @@ def _batch(rows: int = 50, one_each: bool = False) -> rk.KeyedJaggedTensor:
 
 
 def _composed(collection: rk.EmbeddingBagCollection, compression, rows: int, dim: int) -> torch.Tensor:
-    """The whole table, from those of the parts."""
+    """Composes the whole table from its parts."""
     parts, ids = compression.parts(rows, dim), torch.arange(rows)
     names = [f"big_{p}" for p in range(len(parts))] if len(parts) > 1 else ["big"]
     of_parts = [
@@ -132,7 +132,7 @@ def _name(compression) -> str:
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=_name)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_same_bits_as_the_whole_table(compression, pooling: str) -> None:
-    """A collection with the composed table in its place gives the same output."""
+    """A collection with the composed table has the same output."""
     found = _collection(compression, pooling=pooling)
     whole = _collection(None, pooling=pooling)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_same_bits_as_the_whole_table(compression, pooling: str) -> None:
 
 @pytest.mark.parametrize("combine", ["mult", "add", "concat"])
 def test_pooled(combine: str) -> None:
-    """The parts of a bag are pooled, then combined; for bags of one id, as per id."""
+    """Parts are pooled per bag, then combined; for bags of one id, that equals composing per id."""
     pooled, each = (rk.QuotientRemainder(4, combine, compose) for compose in ("pooled", "per_id"))
     a, b = _collection(pooled), _collection(each)
     b.load_state_dict(a.state_dict())
@@ -173,7 +173,7 @@ def test_pooled(combine: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_outputs_are_rounded_once(dtype: torch.dtype) -> None:
-    """Half-precision outputs are rounded once, also where parts are pooled before they are multiplied."""
+    """Half-precision outputs are rounded once, also if pooled parts are multiplied."""
     for compose in ("per_id", "pooled"):
         tables = [
             rk.EmbeddingBagConfig(
@@ -190,7 +190,7 @@ def test_half_outputs_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("compression", [*COMPRESSIONS, rk.QuotientRemainder(4, "mult", "pooled")], ids=_name)
 def test_training_as_torch_does(compression) -> None:
-    """A fused SGD step is torch's on the same parts, whose gradients are dense."""
+    """A fused SGD step equals torch's SGD with dense gradients of the parts."""
     fused, plain = _collection(compression, optimizer=rk.SGD(lr=0.5)), _collection(compression)
     plain.load_state_dict({k: v for k, v in fused.state_dict().items() if k != "step"})
     grad = torch.randn(4, 15)
@@ -222,7 +222,7 @@ def test_formats(format: str) -> None:
 
 
 def test_names_and_sizes() -> None:
-    """Parts are tables of their own in state, reports and copies."""
+    """Parts are separate tables in state, reports and copies."""
     collection = _collection(rk.QuotientRemainder(4), optimizer=rk.Adam(lr=0.1))
     assert [name for name, _ in collection.named_parameters()] == [
         "embedding_bags.plain.weight",
@@ -243,7 +243,7 @@ def test_names_and_sizes() -> None:
 
 
 def test_first_rows_have_the_variance_of_a_whole_table() -> None:
-    """Products and sums of parts start as large as plain rows do."""
+    """Products and sums of initial parts have the variance of a plain table."""
     for compression in (None, rk.Hash(3000), *(rk.QuotientRemainder(40, c) for c in ("mult", "add", "concat"))):
         collection = _collection(compression, rows=12_000, dim=16)
         ids = rk.KeyedJaggedTensor(
@@ -256,7 +256,7 @@ def test_first_rows_have_the_variance_of_a_whole_table() -> None:
 
 
 def test_sequences() -> None:
-    """rk.EmbeddingCollection: a composed row for each id."""
+    """rk.EmbeddingCollection returns a composed row for each id."""
     compression = rk.QuotientRemainder(4)
     tables = [rk.EmbeddingConfig(50, 6, name="big", feature_names=["b"], compression=compression)]
     torch.manual_seed(1)
@@ -272,7 +272,7 @@ def test_sequences() -> None:
 
 
 def test_batch_sizes_of_their_own() -> None:
-    """Features with strides, over concatenated, multiplied and later combined parts."""
+    """Features may have different batch sizes, with concatenated, multiplied and pooled parts."""
     values, lengths = torch.tensor([1, 2, 49, 30, 30, 8, 0]), torch.tensor([1, 1, 2, 0, 1, 1, 1])
     batch = rk.KeyedJaggedTensor(["a", "b", "c"], values, lengths=lengths, stride_per_key=[2, 2, 3])
     for compression in (rk.QuotientRemainder(4, c, p) for c in ("mult", "concat") for p in ("per_id", "pooled")):
@@ -288,7 +288,7 @@ def test_batch_sizes_of_their_own() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled(backend: str) -> None:
-    """One graph for any batch size, with the update in it."""
+    """Lookup and update compile to one graph for any batch size."""
     collection = _collection(rk.QuotientRemainder(4), optimizer=rk.SGD(lr=0.1))
     other = copy.deepcopy(collection)
     compiled = torch.compile(lambda batch: collection(batch).values(), backend=backend, fullgraph=True, dynamic=True)
@@ -299,7 +299,7 @@ def test_compiled(backend: str) -> None:
 
 
 def test_integers_of_other_kinds() -> None:
-    """Are kept as ints: those of numpy and of torch."""
+    """Sizes of numpy and torch are stored as ints."""
     assert rk.Hash(np.int64(7)) == rk.Hash(7)
     assert type(rk.QuotientRemainder(torch.tensor(3)).collisions) is int
     pairs = rk.Partitions([(np.uint8(1), 10), (10, 5)], combine="concat", columns=np.array([2, 4]))
@@ -308,7 +308,7 @@ def test_integers_of_other_kinds() -> None:
 
 
 def test_names_of_parts_must_differ_from_tables() -> None:
-    """A table may be called as another one's part would be, but not both."""
+    """A part's name may not be another table's name; as a lone table's name it is accepted."""
     tables = [
         rk.EmbeddingBagConfig(9, 4, name="t", feature_names=["a"], compression=rk.QuotientRemainder(3)),
         rk.EmbeddingBagConfig(9, 4, name="t_1", feature_names=["b"]),
@@ -318,7 +318,7 @@ def test_names_of_parts_must_differ_from_tables() -> None:
 
 
 def test_ids_out_of_range() -> None:
-    """Held against the table's ids, not its rows."""
+    """Bounds are those of the compressed table's ids, not of the parts' rows."""
     collection = _collection(rk.QuotientRemainder(4))
     batch = rk.KeyedJaggedTensor(["a", "b", "c"], torch.tensor([1, 49, 50]), lengths=torch.ones(3, dtype=torch.int64))
     with pytest.raises(IndexError, match=r"= 50 .*\[0, 50\)"):
@@ -326,7 +326,7 @@ def test_ids_out_of_range() -> None:
 
 
 def test_shared_parts() -> None:
-    """Two features over one compressed table train the same parts, once each a step."""
+    """Two features of one compressed table train the same parts, once per step."""
     collection = _collection(rk.QuotientRemainder(4), optimizer=rk.RowwiseAdagrad(lr=0.1))
     collection(_batch()).values().sum().backward()
     touched = {row for key, row in itertools.product("bc", range(13)) if (_batch()[key].values() % 13 == row).any()}

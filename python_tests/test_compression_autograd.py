@@ -1,4 +1,4 @@
-"""Compressed tables whose rows change between a lookup and its backward, and tables that parts share."""
+"""Compressed tables with rows that change between a lookup and its backward, and tables with shared parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _tables(collection: rk.EmbeddingBagCollection) -> list[torch.Tensor]:
 @pytest.mark.parametrize("compression", MULTIPLIED)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_two_lookups_of_products(compression, format: str) -> None:
-    """The second backward would multiply by rows that the first has updated. It changes nothing."""
+    """The second backward, which would use rows updated by the first, raises and changes nothing."""
     collection = _collection(compression, rk.SGD(lr=0.1), format=format)
     first, second = _loss(collection, _batch(1)), _loss(collection, _batch(2))
     first.backward()
@@ -55,7 +55,7 @@ def test_two_lookups_of_products(compression, format: str) -> None:
 
 @pytest.mark.parametrize("compression", MULTIPLIED)
 def test_two_lookups_of_products_in_one_loss(compression) -> None:
-    """Both multiply by the rows that they have looked up, as their update comes when both have run."""
+    """In one loss both lookups use the rows that they read, because the update follows both."""
     found, expected = (_collection(compression, rk.SGD(lr=0.1)) for _ in range(2))
     (_loss(found, _batch(1)) + _loss(found, _batch(2))).backward()
     with expected.accumulate():
@@ -67,7 +67,7 @@ def test_two_lookups_of_products_in_one_loss(compression) -> None:
 @pytest.mark.parametrize("compression", MULTIPLIED)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_two_lookups_in_one_block(compression, format: str) -> None:
-    """accumulate() updates once, with gradients of the rows that both looked up: the bits of one batch."""
+    """accumulate() updates once, with gradients of the rows that both lookups read: the bits of one batch."""
     collection, one = (_collection(compression, rk.SGD(lr=0.1), format=format) for _ in range(2))
     with collection.accumulate():
         losses = [_loss(collection, _batch(1)), _loss(collection, _batch(2))]
@@ -81,7 +81,7 @@ def test_two_lookups_in_one_block(compression, format: str) -> None:
 
 @pytest.mark.parametrize("change", ["accumulate", "copy", "retain_graph"])
 def test_what_else_changes_products(change: str) -> None:
-    """A block's update, a write by hand, and a backward's own first run count as well."""
+    """The update of a block, loading a state, and a retained graph's first backward also invalidate a lookup."""
     collection = _collection(rk.QuotientRemainder(4), rk.RowwiseAdagrad(lr=0.1))
     loss = _loss(collection, _batch(1))
     if change == "accumulate":
@@ -97,20 +97,20 @@ def test_what_else_changes_products(change: str) -> None:
 
 @pytest.mark.parametrize("compression", OTHERS)
 def test_two_lookups_of_others(compression) -> None:
-    """Gradients that need no rows: two updates, one after the other, whenever the lookups were."""
+    """If gradients need no rows, two backward passes make two updates, whenever the lookups were."""
     early, late = (_collection(compression, rk.SGD(lr=0.1)) for _ in range(2))
     outputs = [early(_batch(seed)).values() for seed in (1, 2)]
     for seed, output in zip((1, 2), outputs, strict=True):
         output.sum().backward()
         late(_batch(seed)).values().sum().backward()
-    if getattr(compression, "compose", None) != "pooled":  # torch multiplies the sums that it has kept
+    if getattr(compression, "compose", None) != "pooled":  # torch saved the sums that it multiplies
         assert all(map(same_bits, _tables(early), _tables(late)))
     assert early.step == 2
 
 
 @pytest.mark.parametrize("compression", [*OTHERS, *MULTIPLIED])
 def test_writes_between_forward_and_backward(compression) -> None:
-    """Tables with torch gradients are kept for the backward, where a write is an error, for products only."""
+    """With torch's gradients, writing to tables before the backward is an error for products only."""
     collection = _collection(compression)
     loss = collection(_batch()).values().sum()
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_writes_between_forward_and_backward(compression) -> None:
 
 
 def test_compiled() -> None:
-    """One lookup may be compiled. Two in one graph are refused when it is traced; compiled code does not look."""
+    """One lookup compiles; tracing rejects two in one graph. Compiled code does not check for changed rows."""
     collection, eager = (_collection(rk.QuotientRemainder(4), rk.SGD(lr=0.1)) for _ in range(2))
     compiled = torch.compile(_loss, backend="aot_eager", fullgraph=True)
     for seed in range(3):

@@ -41,7 +41,7 @@ def batch(bags: dict[str, list[list[int]]] = BAGS) -> rk.KeyedJaggedTensor:
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
 @pytest.mark.parametrize("optimizer", [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)], ids=str)
 def test_accumulate(compression, optimizer) -> None:
-    """Micro-batches give the tables the bits of one batch: parts stay as they are until the end."""
+    """Micro-batches in accumulate() give the bits of one batch: parts change only at the end."""
     whole = collection(compression, optimizer)
     parts, before = copy.deepcopy(whole), copy.deepcopy(whole)
     grad = torch.randn(4, 15, generator=torch.Generator().manual_seed(2))
@@ -54,7 +54,7 @@ def test_accumulate(compression, optimizer) -> None:
             assert before is None or same_bits(parts._weights, before._weights)
         before = None
     for name, weight in parts.named_parameters():
-        if name.endswith("projection"):  # torch adds its gradients up, in another order
+        if name.endswith("projection"):  # torch accumulates these in another order
             torch.testing.assert_close(weight.grad, whole.get_parameter(name).grad)
     assert_same(parts, whole)
     assert not same_bits(parts._weights, collection(compression, optimizer)._weights)
@@ -62,7 +62,7 @@ def test_accumulate(compression, optimizer) -> None:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS[:-1], ids=str)
 def test_freeze(compression) -> None:
-    """A frozen feature teaches no part anything; unfrozen, it does again."""
+    """A frozen feature trains no part; unfreezing restores training."""
     frozen = collection(compression, rk.RowwiseAdagrad(lr=0.5))
     without = copy.deepcopy(frozen)
     frozen.freeze("b")
@@ -86,7 +86,7 @@ def test_freeze(compression) -> None:
     ("backend", "compose"), [("aot_eager", "per_id"), *full(("inductor", "per_id"), ("inductor", "pooled"))]
 )
 def test_compiled_with_torch_gradients(backend: str, compose: str) -> None:
-    """One graph forward and backward for any batch size; the parts' gradients have the bits of the eager ones."""
+    """One graph has forward and backward for any batch size; the parts' gradients have eager's bits."""
     eager = collection(rk.QuotientRemainder(4, compose=compose))
     model = copy.deepcopy(eager)
     compiled = torch.compile(lambda given: model(given).values(), backend=backend, fullgraph=True, dynamic=True)

@@ -1,4 +1,4 @@
-"""FBGEMM's training tables as collections of this package, and back."""
+"""Conversion of FBGEMM's training and inference tables to collections of this package, and back."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ MOMENTS = {"ADAM": rk.Adam, "PARTIAL_ROWWISE_ADAM": rk.RowwiseAdam, "LAMB": rk.L
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Ids of all features, and offsets."""
     rows = [list(SIZES.values())[t][0] for t in FEATURES]
     ids = torch.cat([ids_of(100 * step + f, r).flatten() for f, r in enumerate(rows)])
     return ids, torch.arange(len(FEATURES) * BATCH + 1) * 4
 
 
 def of_theirs(module: Any) -> Callable[[int], Tensor]:
-    """Lookups of FBGEMM."""
     return lambda step: module(*batch(step))
 
 
 def of_ours(collection: Any) -> Callable[[int], Tensor]:
-    """Lookups of ours, as FBGEMM returns them."""
+    """Lookups of ours in FBGEMM's output layout."""
 
     def look_up(step: int) -> Tensor:
         ids, offsets = batch(step)
@@ -51,10 +49,10 @@ def of_ours(collection: Any) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN", "NONE"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_there_and_back(name: str, pooling: str) -> None:
-    """FBGEMM trains on with the same bits after its numbers have been here, ours with losses equal up to rounding.
+    """Import and export keep FBGEMM's training bits; ours has its losses up to rounding.
 
-    A step's numbers are sums of at most 48 products of magnitude 1, so losses of five steps agree to 5e-6, while a lost
-    state changes them by more than 1e-3.
+    Losses are sums of at most 48 products of magnitude 1, so losses of five steps agree to 5e-6, while lost state
+    changes them by more than 1e-3.
     """
     theirs = fbgemm(name, pooling=pooling)
     train(of_theirs(theirs), range(4))
@@ -78,7 +76,7 @@ def test_there_and_back(name: str, pooling: str) -> None:
 
 
 def test_features_that_are_not_in_the_order_of_tables(monkeypatch) -> None:
-    """Columns come table by table, by name; put in the order of the features, they are FBGEMM's."""
+    """Columns are grouped by table and named; in feature order, they are FBGEMM's."""
     monkeypatch.setattr(convert_cases, "FEATURES", [0, 1, 0, 2])
     theirs = fbgemm("EXACT_SGD")
     ours: Any = rk.convert_embeddings(theirs)
@@ -92,7 +90,7 @@ def test_features_that_are_not_in_the_order_of_tables(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MOMENTS])
 def test_ours_there_and_back(name: str) -> None:
-    """All bits of a collection come back from FBGEMM's memory: weights, state, step and powers of the betas."""
+    """Exporting to FBGEMM and importing keeps all bits: weights, state, step and beta powers."""
     optimizer = OPTIMIZERS[name] if name in OPTIMIZERS else MOMENTS[name](lr=0.25, eps=2**-10, betas=(0.75, 0.875))
     betas = {"beta1": 0.75, "beta2": 0.875} if name in MOMENTS else {}
     theirs = fbgemm(name, on_device=name in MOMENTS, **betas)
@@ -113,7 +111,7 @@ def test_ours_there_and_back(name: str) -> None:
 
 
 def test_half_rows() -> None:
-    """float16 rows are float16 rows here, bit for bit; float32 ones are rounded where they go there."""
+    """float16 rows are converted bit for bit; export of float32 rows to float16 rounds."""
     from fbgemm_gpu.split_embedding_configs import SparseType
 
     theirs = fbgemm("EXACT_ROWWISE_ADAGRAD", weights_precision=SparseType.FP16)
@@ -129,7 +127,7 @@ def test_half_rows() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clipping_is_a_hook(name: str) -> None:
-    """FBGEMM's gradient_clipping is of the output's gradient, which a hook clips."""
+    """FBGEMM's gradient_clipping clips the output's gradient, as a hook on ours does."""
     theirs = fbgemm(name, pooling="SUM", gradient_clipping=True, max_gradient=2**-8)
     ours = rk.convert_embeddings(theirs, optimizer=OPTIMIZERS[name])
     plain = rk.convert_embeddings(fbgemm(name, pooling="SUM"))
@@ -171,7 +169,7 @@ def inference(kind: str, *, pooling: str = "SUM", names: tuple[str, str] = ("a",
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN", "NONE"])
 @pytest.mark.parametrize("kind", ["INT8", "INT4", "FP16", "FP32"])
 def test_inference(kind: str, pooling: str) -> None:
-    """Tables for inference have FBGEMM's numbers here, also of weighted and empty bags, and are frozen."""
+    """Imported inference tables give FBGEMM's outputs, also for weighted and empty bags, and are frozen."""
     theirs = inference(kind, pooling=pooling)
     ours: Any = rk.convert_embeddings(theirs, bounds_check="ignore")
     assert [(t.name, t.feature_names, t.format) for t in ours.tables] == [
@@ -192,7 +190,7 @@ def test_inference(kind: str, pooling: str) -> None:
 
 
 def test_inference_errors() -> None:
-    """Rows that no format here has, pruned ones, and grids of other sizes stay; tables without names get some."""
+    """Unsupported row types, pruned rows and block sizes are rejected; unnamed tables get names."""
     assert [t.name for t in rk.convert_embeddings(inference("INT8", names=("", ""))).tables] == ["t0", "t1"]
     remapping, wide = torch.arange(20, dtype=torch.int32), inference("INT8")
     wide.scale_bias_size_in_bytes = 8
@@ -212,7 +210,7 @@ def test_inference_errors() -> None:
 
 
 def test_weighted_means() -> None:
-    """FBGEMM's CPU kernels divide a weighted mean by its ids, as ours do, but not its gradients."""
+    """FBGEMM's CPU kernels divide weighted means by the number of ids, as ours do, but not the gradients."""
     theirs = fbgemm("EXACT_SGD")
     ours: Any = rk.convert_embeddings(theirs)
     before = [weight.clone() for weight in theirs.split_embedding_weights()]
@@ -231,7 +229,7 @@ def test_weighted_means() -> None:
 
 @pytest.mark.parametrize("mode", ["NONE", "L2", "DECOUPLE"])
 def test_weight_decay(mode: str) -> None:
-    """Row-wise Adagrad decays tables of several features as ours does, with L2 and DECOUPLE; on the CPU no others."""
+    """Row-wise Adagrad has FBGEMM's weight decay in modes L2 and DECOUPLE; other modes do not exist on the CPU."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
     name = "EXACT_ROWWISE_ADAGRAD"
@@ -250,7 +248,7 @@ def test_weight_decay(mode: str) -> None:
 
 
 def test_rows_only() -> None:
-    """trained_by=[] leaves FBGEMM's optimizer out, so that another one may go on."""
+    """trained_by=[] ignores FBGEMM's optimizer, so that another one may follow."""
     theirs = fbgemm("EXACT_ADAGRAD")
     train(of_theirs(theirs), range(2))
     ours: Any = rk.convert_embeddings(theirs, trained_by=[], optimizer=rk.RowwiseAdagrad())
@@ -265,7 +263,7 @@ def test_rows_only() -> None:
 
 
 def test_errors() -> None:
-    """An optimizer without a counterpart, options whose formula is not here, tables that do not fit."""
+    """Optimizers without a counterpart, unsupported options, and mismatched tables are rejected."""
     theirs = fbgemm("EXACT_ADAGRAD")
     with pytest.raises(ValueError, match=r"ours is trained by SGD\(.*\), and theirs by FBGEMM's EXACT_ADAGRAD, whose"):
         rk.convert_embeddings(theirs, optimizer=rk.SGD())

@@ -1,4 +1,4 @@
-"""Layers of torch.nn with torch's optimizers, as layers and collections of this package, and back."""
+"""Conversion of torch.nn layers with torch's optimizers to layers and collections of this package, and back."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
 def layer_of(kind: Any, seed: int = 0, **options: Any) -> Any:
-    """A layer of 30 rows."""
+    """A layer with 30 rows."""
     torch.manual_seed(seed)
     return kind(30, 8, **{"sparse": True, "padding_idx": 3, **options})
 
 
 def mismatched() -> tuple[Any, Any, rk.EmbeddingBag]:
-    """A layer of torch with its optimizer after two steps, and one of ours that fits it."""
+    """A layer of torch with its optimizer after two steps, and one of ours with equal options."""
     theirs = layer_of(nn.EmbeddingBag)
     optimizer = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
     train(layer_lookup(theirs), range(2), [optimizer])
@@ -47,7 +47,7 @@ def mismatched() -> tuple[Any, Any, rk.EmbeddingBag]:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_there_and_back(kind: Any, name: str) -> None:
-    """Torch trains on with the same bits after its numbers have been here, ours with losses equal up to rounding.
+    """Import and export keep torch's training bits; ours has its losses up to rounding.
 
     Losses are means of 48 squares of values below 4, and a step moves a row by at most lr: a relative difference of a
     few roundings (2^-24 each) per step and element, 1e-5 with a wide margin, while a state or a step that is lost
@@ -72,7 +72,7 @@ def test_there_and_back(kind: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ours_there_and_back(name: str) -> None:
-    """All bits of a collection of three tables come back from three layers of torch.nn and their optimizer."""
+    """Exporting three tables to torch.nn with an optimizer and importing keeps all bits."""
     make, optimizer = OPTIMIZERS[name]
     configs = [rk.EmbeddingBagConfig(*size, name=n, feature_names=[f"{n}f"]) for n, size in SIZES.items()]
     ours = rk.EmbeddingBagCollection(configs, optimizer=optimizer)
@@ -82,7 +82,7 @@ def test_ours_there_and_back(name: str) -> None:
 
 
 def test_adam_of_dense_gradients() -> None:
-    """torch.optim.Adam's state is taken where the optimizer is named: its rows move without a gradient, too."""
+    """torch.optim.Adam, which also moves rows without a gradient, is imported only with an explicit optimizer."""
     theirs = layer_of(nn.Embedding, sparse=False)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.05)
     train(layer_lookup(theirs), range(3), [optimizer])
@@ -100,7 +100,7 @@ def test_adam_of_dense_gradients() -> None:
 
 
 def test_layers_keep_their_options() -> None:
-    """Options, mode, what is frozen, and the parameter itself where nothing is fused."""
+    """Options, training mode and requires_grad are kept; without fusion, so is the parameter."""
     theirs = nn.EmbeddingBag(30, 8, mode="max", include_last_offset=True, padding_idx=2, sparse=False).eval()
     theirs.weight.requires_grad_(False)
     ours: Any = rk.convert_embeddings(theirs)
@@ -121,7 +121,7 @@ def test_layers_keep_their_options() -> None:
 
 
 def test_formats_and_caches() -> None:
-    """Rows are rounded to a format and come back decoded; those that a cache holds are exported, and not stale."""
+    """Rows are rounded to a format and exported decoded; cached rows are exported up to date."""
     theirs = layer_of(nn.EmbeddingBag)
     ours: Any = rk.convert_embeddings(theirs, optimizer=rk.SGD(lr=0.1), format="int8")
     assert torch.equal(ours.weight, rk.quantize_rows(theirs.weight.detach(), "int8"))
@@ -203,7 +203,7 @@ def test_formats_and_caches() -> None:
     ],
 )
 def test_errors_of_import_and_export(change: Any, error: Any, message: str) -> None:
-    """Each names the argument, the value, its place and what is allowed, and changes nothing on either side."""
+    """Each error names the argument, the value, its place and what is allowed, and changes nothing on either side."""
     call: dict[str, Any] = dict(zip(("theirs", "trained_by", "ours"), mismatched(), strict=True))
     change(call)
     modules = [m for m in (call["ours"], call["theirs"]) if isinstance(m, nn.Module)]
@@ -215,7 +215,7 @@ def test_errors_of_import_and_export(change: Any, error: Any, message: str) -> N
 
 
 def test_errors_of_several_tables() -> None:
-    """Tables must be those of ours, with optimizers of the same kinds, and of Adam's kin with one step."""
+    """Layers must match the tables in names, sizes, optimizers and, for Adam, the step."""
     layers = {n: nn.EmbeddingBag(*size, sparse=True) for n, size in SIZES.items()}
     configs = [rk.EmbeddingBagConfig(*size, name=n, feature_names=[n]) for n, size in SIZES.items()]
     ours = rk.EmbeddingBagCollection(configs, optimizer=rk.Adam())
@@ -242,7 +242,7 @@ def test_errors_of_several_tables() -> None:
 
 
 def test_the_step_of_several_optimizers() -> None:
-    """It is that of Adam, whose formula needs it, however often the others have stepped."""
+    """The step is that of Adam, which needs it, whatever the other optimizers' steps."""
     layers = {n: nn.EmbeddingBag(*size, sparse=True) for n, size in SIZES.items()}
     trained = {"user": (rk.Adagrad(), torch.optim.Adagrad, 3), "item": (rk.Adam(), torch.optim.SparseAdam, 2)}
     trained["shop"] = rk.Adagrad(), torch.optim.Adagrad, 0
@@ -274,7 +274,7 @@ def test_the_step_of_several_optimizers() -> None:
     ],
 )
 def test_errors_of_convert(options: dict[str, Any], error: Any, message: str) -> None:
-    """An optimizer with another formula is not guessed."""
+    """Optimizers with other formulas and unknown arguments are rejected."""
     theirs = layer_of(nn.EmbeddingBag)
     given = {name: value(theirs.parameters()) if name == "trained_by" else value for name, value in options.items()}
     with pytest.raises(error, match=message):
@@ -282,7 +282,7 @@ def test_errors_of_convert(options: dict[str, Any], error: Any, message: str) ->
 
 
 def test_errors_of_layers() -> None:
-    """A layer with what is not offered here, and one that nothing would train any more."""
+    """Unsupported options, dtypes, tensor subclasses and optimizer state are rejected."""
     with pytest.raises(ValueError, match=r"theirs: max_norm=1\.0 is not offered"):
         rk.convert_embeddings(nn.Embedding(9, 4, max_norm=1.0))
     with pytest.raises(ValueError, match=r"theirs: table .weight.: weight must be .* got \[9, 4\] torch\.float64"):
@@ -293,7 +293,7 @@ def test_errors_of_layers() -> None:
         rk.convert_embeddings(nn.ModuleDict({"a": nn.Embedding(9, 4)}))
 
     class Sharded(torch.Tensor):
-        """It stands for a DTensor."""
+        """Stands for a DTensor."""
 
     layer = nn.Embedding(9, 4)
     layer.weight = nn.Parameter(torch.zeros(9, 4).as_subclass(Sharded))
@@ -310,10 +310,10 @@ def test_errors_of_layers() -> None:
 
 
 def test_state_without_a_place_is_not_lost() -> None:
-    """Momentum is refused in both directions, rows alone go; a subclass of an optimizer is not taken for its base."""
+    """Momentum is rejected in both directions unless trained_by=[]; an optimizer's subclass must be named."""
 
     class Own(torch.optim.SGD):
-        """Its steps may be anything."""
+        """An optimizer with unknown formulas."""
 
     theirs = layer_of(nn.EmbeddingBag, sparse=False)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.5)
@@ -328,7 +328,7 @@ def test_state_without_a_place_is_not_lost() -> None:
 
 
 def test_optimizers_in_the_backward() -> None:
-    """torch's own optimizers in the backward are found by themselves; [] leaves them out."""
+    """Optimizers that torch applies in the backward are detected; trained_by=[] ignores them."""
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     theirs = layer_of(nn.EmbeddingBag, sparse=False)
@@ -343,7 +343,7 @@ def test_optimizers_in_the_backward() -> None:
 
 
 def test_power_after() -> None:
-    """beta_powers is what so many updates leave, bit for bit, also when it has run down."""
+    """power_after() has the bits of repeated multiplication, also after underflow."""
     ours = rk.EmbeddingBag(5, 4, optimizer=rk.Adam(betas=(0.5, 0.999)))
     for _ in range(160):
         ours(torch.tensor([[1]])).sum().backward()
@@ -357,7 +357,7 @@ def test_power_after() -> None:
 
 @pytest.mark.full
 def test_no_other_package_is_imported() -> None:
-    """Conversions of torch.nn's layers import neither TorchRec nor FBGEMM, nor does an unknown module's refusal."""
+    """Conversions of torch.nn layers, and errors for unknown modules, import neither TorchRec nor FBGEMM."""
     program = (
         "import sys, torch, rec_kernels as rk; from torch import nn\n"
         "model = nn.Sequential(nn.EmbeddingBag(9, 4)); rk.replace_embeddings(model, optimizer=rk.SGD())\n"

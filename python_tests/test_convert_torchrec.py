@@ -1,4 +1,4 @@
-"""TorchRec's collections, before they are sharded, as collections of this package, and back."""
+"""Conversion of TorchRec's unsharded collections to collections of this package, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def rowwise(parameters: Any) -> Any:
-    """TorchRec's row-wise Adagrad, in its wrapper that gives parameters names."""
+    """TorchRec's row-wise Adagrad in a wrapper that names parameters."""
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 
 def collection_of(*, pooled: bool = True, mean: str = "item", seed: int = 0, **options: Any) -> Any:
-    """TorchRec's collection of three tables, of which the bags of ``mean`` have means."""
+    """TorchRec's collection of three tables; the bags of ``mean`` are averaged."""
     torch.manual_seed(seed)
     if pooled:
         kind = torchrec.PoolingType.MEAN
@@ -55,7 +55,7 @@ def collection_of(*, pooled: bool = True, mean: str = "item", seed: int = 0, **o
 
 
 def lookup(collection: Any) -> Callable[[int], Tensor]:
-    """Lookups with TorchRec's own batches, of TorchRec or ours."""
+    """Lookups of either library with TorchRec's batches."""
 
     def look_up(step: int) -> Tensor:
         batch = jagged(step)
@@ -69,7 +69,7 @@ def lookup(collection: Any) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_there_and_back(name: str, pooled: bool) -> None:
-    """TorchRec trains on with the same bits after its numbers have been here, ours with losses equal up to rounding."""
+    """Import and export keep TorchRec's training bits; ours has its losses up to rounding."""
     make, expected = OPTIMIZERS[name]
     theirs = collection_of(pooled=pooled)
     optimizer = make(list(theirs.parameters()))
@@ -88,7 +88,6 @@ def test_there_and_back(name: str, pooled: bool) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ours_there_and_back(name: str) -> None:
-    """All bits of a collection come back."""
     make, optimizer = OPTIMIZERS[name]
     ours: Any = rk.convert_embeddings(collection_of(), optimizer=optimizer)
     train(lookup(ours), range(5))
@@ -97,7 +96,7 @@ def test_ours_there_and_back(name: str) -> None:
 
 
 def test_in_the_backward() -> None:
-    """Optimizers that TorchRec runs in the backward need no naming."""
+    """Optimizers that TorchRec applies in the backward are detected."""
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -112,7 +111,7 @@ def test_in_the_backward() -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_optimizers_of_tables(pooled: bool) -> None:
-    """Each table's goes along, and its state there and back; rates that differ are the tables'."""
+    """Each table keeps its optimizer, state and learning rate in both directions."""
     from torchrec.optim import RowWiseAdagrad
 
     def trainers(collection: Any) -> list[Any]:
@@ -144,7 +143,7 @@ def test_optimizers_of_tables(pooled: bool) -> None:
 
 
 def fused_of(name: str, seed: int = 0, mean: str = "shop") -> Any:
-    """``collection_of``'s tables in FBGEMM's modules, one for each pooling, which train them in the backward."""
+    """``collection_of``'s tables in FBGEMM's modules, one per pooling, trained in the backward."""
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -156,7 +155,7 @@ def fused_of(name: str, seed: int = 0, mean: str = "shop") -> Any:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused(name: str) -> None:
-    """Tables of TorchRec's fused collection come with FBGEMM's state, in a model too, train on, and go back."""
+    """Tables of a fused collection, also within a model, are imported with FBGEMM's state, trained, and exported."""
     theirs = fused_of(name)
     train(lookup(theirs), range(4))
     model = torch.nn.ModuleDict({"tables": theirs})
@@ -175,7 +174,7 @@ def test_fused(name: str) -> None:
 
 
 def test_fused_columns_of_others() -> None:
-    """TorchRec's fused collection of several poolings has columns in another order than its keys: it stays."""
+    """A fused collection with several poolings orders columns differently from its keys; it is rejected."""
     theirs, ours = fused_of("sgd", mean="item"), collection_of(mean="item")
     ours.load_state_dict(theirs.state_dict())
     expected = lookup(ours)(0).split([8, 16, 4], dim=1)
@@ -196,7 +195,7 @@ def test_fused_columns_of_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2, torch.float16, torch.float32])
 @pytest.mark.parametrize("pooled", [True, False])
 def test_quantized(pooled: bool, dtype: torch.dtype) -> None:
-    """TorchRec's quantized collections have the numbers and keys here that they have there, and nothing trains them."""
+    """Converted quantized collections have TorchRec's outputs and keys, and no training."""
     from torchrec.modules.embedding_configs import QuantConfig
     from torchrec.quant import embedding_modules as quantized
 
@@ -233,7 +232,7 @@ def _make_sparse(collection: Any) -> None:
 
 
 def test_configs_are_kept() -> None:
-    """Names, features, pooling; rows of float16; nothing fused where nothing is known to train; frozen tables."""
+    """Names, features, pooling, float16 rows and frozen tables are kept; without an optimizer nothing is fused."""
     theirs = collection_of()
     theirs.embedding_bags["item"].weight.requires_grad_(False)
     ours: Any = rk.convert_embeddings(theirs)
@@ -245,7 +244,7 @@ def test_configs_are_kept() -> None:
     ]
     assert [p.requires_grad for p in ours.parameters()] == [True, False, True]
     assert torch.equal(lookup(ours)(0), lookup(theirs)(0))
-    data_type = torchrec.DataType.INT8  # of the kernels that sharded tables have: here, rows are float16
+    data_type = torchrec.DataType.INT8  # TorchRec uses it for sharded tables only: here, rows are float16
     config = torchrec.EmbeddingConfig(
         name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"], data_type=data_type
     )
@@ -266,7 +265,7 @@ def test_configs_are_kept() -> None:
 
 @pytest.mark.parametrize(("pooled", "is_weighted"), [(True, False), (True, True), (False, False)])
 def test_weights_of_batches(pooled: bool, is_weighted: bool) -> None:
-    """Are used where theirs used them, of the collection and of what serves it; where they must be there, they are."""
+    """The collection and its serving copy use weights as TorchRec does, and reject batches without required weights."""
     theirs = collection_of(pooled=pooled, **{"is_weighted": True, "mean": ""} if is_weighted else {})
     ours: Any = rk.convert_embeddings(theirs, optimizer=rk.SGD(lr=0.25))
     assert ours.is_weighted() is is_weighted
@@ -287,7 +286,7 @@ def test_weights_of_batches(pooled: bool, is_weighted: bool) -> None:
 
 
 def test_errors() -> None:
-    """Collections with what is not offered, and an optimizer that has some tables only."""
+    """Unsupported options, pruned tables, and an optimizer of some tables only are rejected."""
     with pytest.raises(ValueError, match="theirs: need_indices=True: the rows of "):
         rk.convert_embeddings(collection_of(pooled=False, need_indices=True))
     theirs = collection_of()
@@ -300,7 +299,7 @@ def test_errors() -> None:
 
 
 def test_wrappers_let_tables_go() -> None:
-    """TorchRec's wrappers keep replaced tables neither in memory nor in norms; their clipping has no counterpart."""
+    """TorchRec's optimizer wrappers release replaced tables; gradient clipping is rejected."""
     from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
     from torchrec.optim.keyed import KeyedOptimizerWrapper
 
@@ -310,7 +309,7 @@ def test_wrappers_let_tables_go() -> None:
     with pytest.raises(ValueError, match=r"^tables: GradientClippingOptimizer with clipping='NORM', max_g"):
         rk.replace_embeddings(model, trained_by=clipped)
     old = weakref.ref(model["tables"].embedding_bags["user"].weight)
-    old().grad = torch.full_like(old(), 1e3)  # what the last step has left
+    old().grad = torch.full_like(old(), 1e3)  # a gradient of the last step
     rk.replace_embeddings(model, trained_by=clipped, optimizer=rk.Adagrad(lr=0.25))
     gc.collect()
     assert old() is None
@@ -318,11 +317,11 @@ def test_wrappers_let_tables_go() -> None:
     for parameter in model["top"].parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     clipped.step()
-    assert model["top"].bias.grad == 1e-3  # of a norm below 1
+    assert model["top"].bias.grad == 1e-3  # unclipped: its norm is below 1
 
 
 def test_wrappers_take_fused_optimizers() -> None:
-    """TorchRec's warm-up sets the learning rates of tables and layers together, and warns of nothing."""
+    """TorchRec's warm-up sets the learning rates of tables and layers without warnings."""
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
@@ -348,7 +347,7 @@ def test_wrappers_take_fused_optimizers() -> None:
 
 
 def test_models_of_torchrec_take_collections() -> None:
-    """TorchRec's DLRM asks a collection for its configs by name, and loads the weights of the one that it had."""
+    """TorchRec's DLRM accepts our collection, and loads TorchRec's weights into it."""
     from torchrec.models.dlrm import DLRM
 
     configs = [

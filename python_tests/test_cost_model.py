@@ -1,4 +1,4 @@
-"""bench.cost_model, on workloads that are made up, and on recorded ones."""
+"""bench.cost_model on synthetic and recorded workloads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_run(ns: dict[str, float], features: dict[str, float], **machine: object) 
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
-    """The command with these arguments."""
+    """Runs the command with these arguments."""
     monkeypatch.setattr(sys, "argv", ["bench.cost_model", *given])
     cost_model.main()
 
@@ -47,11 +47,10 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
 def test_planted_prices_predict_other_workloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A model of points that follow it predicts the rest of them, held out ones, and one that took twice as long by
-    half."""
+    """A model fitted to its own points predicts the other ones exactly, and half of a doubled time."""
     load = model.Load(**FEATURES, tables=8)
     ns = {"forward": PLANTED.ns("forward", load), "train": 2 * PLANTED.ns("step", load)}
-    # Files from before "tables" was kept are known by their workloads' names: dlrm-small has 8.
+    # Older files lack "tables", which the workload's name determines: dlrm-small has 8.
     other = written(tmp_path / "run.json", of_run(ns, FEATURES, cpu="none", threads=2))
     run_main(monkeypatch, written(tmp_path / "points.json", planted_document()), "--held-out", other)
     out = capsys.readouterr().out
@@ -61,7 +60,7 @@ def test_planted_prices_predict_other_workloads(
 
 
 def test_kinds_are_left_out() -> None:
-    """A sweep that takes twice as long is off by half without it; with it in the fit, by less."""
+    """Without a sweep of doubled times, the fit predicts half of them; with it, the error is smaller."""
     found = planted_document()
     for row in found["points"]:
         if row["sweep"] == "bag":
@@ -83,7 +82,7 @@ def test_few_points_fit_all_they_have() -> None:
 
 
 def test_files_that_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program's file, too few workloads, another machine: refused, with the file's name."""
+    """Files of another program, of another machine and with too few workloads are rejected by name."""
     planted = planted_document()
     good = written(tmp_path / "points.json", planted)
     few = copy.deepcopy(planted)
@@ -107,7 +106,7 @@ def test_runs_of_other_formats_and_without_features_are_left_out() -> None:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for the bare loops")
 def test_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """The command measures the points that it is fitted to, ours alone, into a file that it then reads."""
+    """--calibrate measures the fitting points of ours alone, writes them to a file, and fits them."""
     quick = points.points(quick=True)
     monkeypatch.setattr(cost_model, "points", lambda: quick)
     monkeypatch.setattr(cost_model, "EFFORT", cost_model.Effort(0.002, 1, 1))
@@ -139,7 +138,7 @@ def test_recorded_workloads_of_other_kinds(name: str) -> None:
 
 
 def test_page_has_what_was_held_out() -> None:
-    """docs/benchmarks.md: the named workloads of the machine that nine points were measured on."""
+    """docs/benchmarks.md has the errors of the named workloads on the machine of the nine points."""
     found = cost_model.read(str(RECORDED / "tuning-2threads-xeon.json"))
     others = cost_model.read_held_out([str(RECORDED / "embedding_bag-workloads-2threads-xeon.json")], found)
     fitted = model.fit_to(found, model.calibration(found["points"]))
@@ -149,7 +148,7 @@ def test_page_has_what_was_held_out() -> None:
 
 
 def test_page_has_what_rates_alone_are_good_for() -> None:
-    """docs/benchmarks.md: one machine's prices with the other's rates."""
+    """docs/benchmarks.md has the errors of one machine's prices with the other's rates."""
     epyc, xeon = (
         cost_model.read(str(RECORDED / f"{name}.json")) for name in ("tuning-2threads", "tuning-2threads-xeon")
     )

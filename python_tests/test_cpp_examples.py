@@ -1,4 +1,4 @@
-"""The C++ examples: they are built with the installed torch, and their results have Python's bits."""
+"""The C++ examples compile with the installed torch, and their results have Python's bits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(MISSING), reason=f"no {'
 
 
 def run(*command: object) -> subprocess.CompletedProcess:
-    """A command and all that it says."""
+    """Runs a command; its output includes stderr."""
     return subprocess.run([str(c) for c in command], capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs, without the names for a debugger: half the time to compile torch's headers."""
+    """The folder of the programs, built without debug information, which halves the time for torch's headers."""
     folder = tmp_path_factory.mktemp("examples")
     options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-DCMAKE_BUILD_TYPE="]
     for command in (["cmake", "-G", "Ninja", "-S", SOURCES, "-B", folder, *options], ["cmake", "--build", folder]):
@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_op_by_name(built: Path) -> None:
-    """call_op.cpp prints three bags, and the error that Python's users get."""
+    """call_op.cpp prints three bags, and the error that Python raises."""
     done = run(built / "call_op", LIBRARY)
     assert done.returncode == 0, done.stderr
     weights, offsets = torch.arange(40.0).div(8).view(10, 4), torch.tensor([0, 2, 2, 6])
@@ -50,11 +50,11 @@ def test_an_op_by_name(built: Path) -> None:
     with pytest.raises(IndexError) as error:
         rk.embedding_bag(values + 6, weights, offsets, mode="mean", include_last_offset=True)
     assert str(error.value) == "input[2] = 10 (bag 2) is out of range: ids must be in [0, 10)"
-    assert "values[2] = 10 (feature 0, bag 2) is out of range" in done.stdout  # the op's own words
+    assert "values[2] = 10 (feature 0, bag 2) is out of range" in done.stdout  # the op's own message
 
 
 def test_a_layout_of_tables(built: Path, tmp_path: Path) -> None:
-    """call_op.cpp prints two tables' layout in Python's words."""
+    """call_op.cpp prints two tables' layout as Python does."""
     tables = tmp_path / "tables.pt"
     said = run(sys.executable, SOURCES / "save_tables.py", tables)
     done = run(built / "call_op", LIBRARY, tables)
@@ -66,7 +66,6 @@ def test_a_layout_of_tables(built: Path, tmp_path: Path) -> None:
 
 
 def load_export() -> object:
-    """examples/cpp/export.py."""
     spec = importlib.util.spec_from_file_location("export", SOURCES / "export.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -74,7 +73,7 @@ def load_export() -> object:
 
 
 def test_a_compiled_model(built: Path, tmp_path: Path) -> None:
-    """Compiled by one process, run by a program without Python: batches of several sizes."""
+    """A model compiled by one process runs in a program without Python, with batches of several sizes."""
     export = load_export()
     torch.manual_seed(0)
     model = export.Model().eval()
@@ -89,7 +88,7 @@ def test_a_compiled_model(built: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said(built: Path, tmp_path: Path) -> None:
-    """The program names missing arguments and a missing library."""
+    """The program reports missing arguments and a missing library."""
     for program in ("call_op", "serve"):
         done = run(built / program)
         assert done.returncode == 2

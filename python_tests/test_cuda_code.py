@@ -1,4 +1,4 @@
-"""The compiled CUDA kernels, read with cuobjdump: no spills, 16-byte loads and stores, several rows on their way.
+"""The machine code of CUDA kernels, read with cuobjdump: no spills, 16-byte accesses, several rows in flight.
 
 No GPU is needed.
 """
@@ -28,7 +28,7 @@ def dump(what: str) -> str:
 
 
 def kernel(function: str) -> str | None:
-    """A kernel of ours, what it works on and its widths, from its mangled name: "pool_kernel Affine8 32 1"."""
+    """Name, subject and widths of a kernel, from its mangled name: "pool_kernel Affine8 32 1"."""
     match = re.search(r"11rec_kernels.*?\d+([a-z_]+_kernel)(?:I(.*))?", function)
     if not match:
         return None
@@ -57,7 +57,7 @@ def resources(usage) -> list[tuple[str, dict[str, int]]]:
 
 
 def test_no_main_kernel_spills(resources) -> None:
-    """Rows of up to 128 columns: two blocks of 256 threads fit, and nothing goes to local memory."""
+    """Kernels of up to 128 columns have no stack or local memory, and two blocks of 256 threads are resident."""
     widths = r"(\d+ 1|(4|8|16) 2|8 4)"
     main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ {widths}$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
@@ -70,14 +70,14 @@ def test_no_main_kernel_spills(resources) -> None:
 
 @pytest.fixture(scope="module")
 def functions() -> list[tuple[str, str]]:
-    """(mangled name, code) of everything that is compiled."""
-    parts = re.split(r"\n[ \t]*Function : (\S+)\n", dump("-sass"))  # \s+ would try every blank of 400 MB
+    """(mangled name, code) of every function."""
+    parts = re.split(r"\n[ \t]*Function : (\S+)\n", dump("-sass"))  # \s+ would match every blank of 400 MB
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @pytest.mark.full
 def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
-    """Every row that a group has on its way is one 16-byte load per lane and block of columns; so is what it stores."""
+    """Each row in flight is one 16-byte load per lane and column block, as is each store."""
     checked = 0
     for function, code in functions:
         floats = "Fp32|UpdateTarget|StoredTarget"
@@ -95,7 +95,7 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
 
 
 def most_loads_on_their_way(code: str) -> int:
-    """The most loads that follow each other before anything reads what one of them brings."""
+    """The maximum number of consecutive loads before an instruction reads a loaded register."""
     most = count = 0
     coming: set[int] = set()
     for instruction in re.findall(r"^\s+/\*[0-9a-f]{4,6}\*/\s+(.*?);", code, re.MULTILINE):
@@ -113,7 +113,7 @@ def most_loads_on_their_way(code: str) -> int:
 
 @pytest.mark.full
 def test_several_encoded_rows_are_on_their_way(functions) -> None:
-    """A lane asks for all rows but the last that its group has on its way before it decodes the first of them."""
+    """A lane issues the loads of all its rows in flight except one before it decodes the first."""
     row = {"Fp16": (1, 0), "Bf16": (1, 0), "Affine8": (1, 1), "Affine4": (1, 2)}  # loads of four columns, and of a row
     row |= {"SharedMicroexponents7": (3, 0), "SharedMicroexponents4": (4, 0), "SharedMicroexponents2": (4, 0)}
     checked = 0
@@ -128,13 +128,13 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
             loads = 4  # of eight neighbouring columns
         rows = 2 if match[1] == "pool_cached" or match[4] == "4" else 4
         assert most_loads_on_their_way(code) >= max((rows - 1) * loads, loads + 1), function
-        assert not re.search(r"\bLD\.E", code), function  # of an address that may be of any memory
+        assert not re.search(r"\bLD\.E", code), function  # generic addresses
     assert checked >= 4 * 11 + 3 * 7 + 7 * (3 + 2)
 
 
-# Lookups, pool_kernel<FORMAT, 32, blocks of 128 columns, weighted>, that keep one, two and four blocks of columns, or
-# with 16 lanes two in place of one: the most instructions of a round of rows, the fewest resident blocks, and bytes of
-# a lane before it first waits. Some have no kernel for bags without weights (kAlwaysWeighted in pool_table.cu).
+# pool_kernel<FORMAT, 32, column blocks, weighted> with one, two and four blocks of 128 columns, or 16 lanes with two:
+# the most instructions per round of rows, the fewest resident blocks, and bytes per lane before the first wait. Some
+# formats have no kernel for bags without weights (kAlwaysWeighted in pool_table.cu).
 HALF_THE_LANES = (
     "Affine<8>",
     "Affine<4>",
@@ -166,8 +166,8 @@ SHORT_BAGS = {
     ("Bf16", "false"): 442,
     ("Bf16", "true"): 448,
 }
-# Updates, or gradients, of rows that a group of lanes sums: the fewest resident blocks, by kernel without its format.
-# Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
+# Updates, or gradients, of rows that a lane group sums: the fewest resident blocks, by kernel without its format.
+# Elementwise updates of 257 or more columns are not listed: one block, and 64 bytes of stack.
 UPDATES = {
     r"<4, 1, StoredTarget>": 4,
     r"<4, 1, UpdateTarget>": 3,
@@ -184,7 +184,7 @@ UPDATES = {
 
 @pytest.mark.full
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
-    """A change that needs more than its ceiling says so here, and in docs/gpu-results.md."""
+    """Lookups stay within their limits; a change that exceeds one updates this table and docs/gpu-results.md."""
     wanted = re.compile(r"11pool_kernel.*(Li32ELi[124]|Li16ELi2)ELb")
     kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if wanted.search(s)]
     for (format, weighted), widths in LOOKUPS.items():
@@ -197,7 +197,7 @@ def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
 
 
 def test_no_lookup_spills(usage) -> None:
-    """Nor does the gradient of per_sample_weights, which asks for as many rows at once."""
+    """Neither lookups nor the gradient of per_sample_weights, with as many rows in flight, spill."""
     wanted = re.compile(r"\d(pool_\w*|(composed_)?weight_gradient_)kernel")
     kernels = [machine_code.compiled(s, text, "") for s, text in usage.items() if wanted.search(s)]
     assert len(kernels) >= 12 + 4 * 11 + 3 * 7 + 3 * 4 * 2 + 2 * (6 + 7 * 3) + 2
@@ -207,7 +207,7 @@ def test_no_lookup_spills(usage) -> None:
 
 @pytest.mark.full
 def test_short_bags_are_taken_together(functions, usage) -> None:
-    """Four rows of 16 or 8 bytes a lane in a round, and three blocks resident; of every width."""
+    """Four rows of 16 or 8 bytes per lane are loaded in a round, and three blocks are resident, for every width."""
     found = {}
     for symbol, code in functions:
         if "17pool_short_kernel" in symbol:
@@ -238,7 +238,7 @@ def test_updates_share_a_multiprocessor(usage) -> None:
     assert checked == set(UPDATES)
 
 
-# Kernels whose groups of lanes go in step (Pace of csrc/core/cuda/group.cuh).
+# Kernels with groups of lanes in step (Pace of csrc/core/cuda/group.cuh).
 IN_STEP = (
     "pool_kernel",
     "pool_short_kernel",
@@ -253,7 +253,7 @@ IN_STEP = (
 
 @pytest.mark.full
 def test_groups_in_step_know_who_is_there(functions) -> None:
-    """Their lanes exchange numbers without finding out which of them have come together."""
+    """Kernels with groups in step exchange values without MATCH instructions."""
     seen = set()
     for symbol, code in functions:
         name = (machine_code.kernel_name(symbol) or "").partition("<")[0]
@@ -263,9 +263,9 @@ def test_groups_in_step_know_who_is_there(functions) -> None:
     assert seen == set(IN_STEP)
 
 
-# Updates of a row that was read once: the most instructions from the start to its second gradient and from there to the
-# end, and those of looking up several rows together. A warp has four rows of 128 columns at once, two with state for
-# every element, eight of 16 columns.
+# Updates of a row with one gradient: the most instructions before its second gradient and after it, and those of the
+# common search of several rows. A warp has four rows of 128 columns at once, two with elementwise state, eight of 16
+# columns.
 UPDATE_PATHS = {
     "finish_kernel<8, 4, UpdateTarget>": (380, 87),
     "finish_kernel<4, 1, UpdateTarget>": (281, 88),
@@ -275,7 +275,7 @@ UPDATE_PATHS = {
 
 @pytest.mark.full
 def test_updates_look_up_several_rows_together(functions, usage) -> None:
-    """A group of lanes finds out what is to be known of several runs before it sums the first."""
+    """A group of lanes searches several runs together before it sums the first."""
     checked = set()
     for symbol, code in functions:
         name = machine_code.kernel_name(symbol) if "13finish_kernel" in symbol else None

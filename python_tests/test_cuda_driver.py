@@ -1,4 +1,4 @@
-"""The driver's version beside that of the CUDA library, with a stand-in of NVIDIA's libcuda."""
+"""Comparison of the driver's version with the CUDA library's, with a fake libcuda."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def driver(folder: Path, version: int, status: int = 0) -> str:
 
 
 def test_drivers(tmp_path: Path) -> None:
-    """A driver of an older major version is refused; an older minor version, and one that gives no number, are not."""
+    """A driver of an older major version is rejected; an older minor or unknown version is accepted."""
     (tmp_path / "cuda_version.txt").write_text("13.0\n")
     code = f"""
 import runpy  # the file alone: it does without torch
@@ -60,7 +60,7 @@ print(d["installed"](), d["too_old"](Path({str(tmp_path)!r})))
 
 @pytest.mark.parametrize(("library", "allowed"), [("12.9", (12, 0)), ("13.1", (13, 0)), ("14.0", (14, 0))])
 def test_oldest_driver(library: str, allowed: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's minor versions share a driver; a CUDA of tomorrow has no number of a driver yet."""
+    """Minor versions of CUDA share the oldest driver; a future CUDA has none."""
     (tmp_path / "cuda_version.txt").write_text(library)
     monkeypatch.setattr(_cuda_driver, "installed", lambda: allowed)
     assert _cuda_driver.too_old(tmp_path) is None
@@ -69,14 +69,14 @@ def test_oldest_driver(library: str, allowed: tuple[int, int], tmp_path: Path, m
 
 
 def test_the_oldest_driver_reads_the_kernels() -> None:
-    """Drivers before 550, of CUDA 12.4, cannot read kernels that nvcc has compressed for size."""
+    """Drivers before 550 (CUDA 12.4) cannot read kernels that nvcc has compressed for size."""
     text = (ROOT / "CMakeLists.txt").read_text()
     first = re.search(r"VERSION_GREATER_EQUAL (\d+)\S*\)\n +set\(COMPRESS --compress-mode=size\)", text)
     assert all(driver >= 550 for major, driver in _cuda_driver._OLDEST.items() if major >= int(first[1]))
 
 
 def test_library_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``import rec_kernels`` warns of the driver, leaves the library alone and gives the reason to ``build_info``."""
+    """``import rec_kernels`` warns about the driver, does not load the library, and ``build_info`` has the reason."""
     for name in ("librec_kernels_cuda.so", "cuda_version.txt"):
         (tmp_path / name).write_text("13.0")
     monkeypatch.setattr(_library, "_FOLDER", tmp_path)

@@ -1,7 +1,7 @@
-"""Forward and fused backward as a CUDA graph: replays over the same memory are calls, and nothing waits for the GPU.
+"""Forward and fused backward as a CUDA graph: replays over the same memory equal calls, and nothing waits for the GPU.
 
-Without a GPU, the same sequence of calls runs emulated, over buffers whose contents change in between; and what could
-make the host wait is looked for in the sources and in what the Python layers dispatch.
+Without a GPU, the emulator runs the same calls over buffers with changing contents. The sources and the Python layers
+are searched for operations that make the host wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rec_kernels.testing import same_bits
 
 KINDS = ["tables", "weighted", "one table"]
 REPLAYS = 3
-# Two features share a table; a row of the third is named more than 64 times: its sum takes kernels of its own.
+# Two features share a table; a row of the third has more than 64 ids: its sum takes separate kernels.
 TABLES, FEATURES = [(9, 16), (1, 33), (40, 132)], [0, 1, 0, 2]
 LENGTHS = [3, 0, 70, 1, 20, 90, 5, 5, 1, 0, 2, 1]
 
 
 def _make(kind: str, seed: int) -> Case:
-    """Cases of one kind differ in ids, gradients and where bags end, and in nothing that a graph would fix."""
+    """Cases of one kind differ only in ids, gradients and bag lengths, which a graph does not fix."""
     if kind == "one table":
         return make_case([(50, 20)], [0], [80 + seed, 0, 7 - seed], seed=seed)
     lengths = [LENGTHS[0] + seed, LENGTHS[1], LENGTHS[2] - seed, *LENGTHS[3:]]
@@ -40,7 +40,7 @@ def _make(kind: str, seed: int) -> Case:
 
 
 class Buffers:
-    """The memory that a captured forward and backward read and write; a replay knows no other."""
+    """The memory that a captured forward and backward read and write."""
 
     def __init__(self, kind: str, optimizer: str, device: str = "cpu") -> None:
         self.cases, self.optimizer = [_make(kind, seed) for seed in range(REPLAYS)], optimizer
@@ -52,13 +52,13 @@ class Buffers:
         factors = case.per_sample_weights
         self.factors = None if factors is None else move(factors)
         self.token = torch.empty(0, device=device, requires_grad=True)
-        # Made once: a graph can hold no copy from the host's lists.
+        # Made once: a graph cannot contain copies of the host's lists.
         self.layout: dict[str, object] = make_layout(case.layout, device=device)._asdict()
-        if kind == "one table":  # the forward goes without a layout
+        if kind == "one table":  # the forward has no layout
             self.weights = self.weights.view(50, 20)
 
     def fill(self, number: int) -> None:
-        """The ids, offsets, factors and gradient of another batch, at the same addresses."""
+        """Writes the ids, offsets, factors and gradient of another batch to the same addresses."""
         case = self.cases[number]
         for mine, other in (
             (self.values, case.values),
@@ -70,7 +70,7 @@ class Buffers:
                 mine.copy_(other)
 
     def reset(self) -> None:
-        """Tables and state as in the beginning."""
+        """Restores the initial tables and state."""
         case = self.cases[0]
         self.weights.view(-1).copy_(case.weights)
         self.sum.copy_(case.sum)
@@ -78,12 +78,12 @@ class Buffers:
 
     @property
     def flat(self) -> Tensor:
-        """The tables as a layout has them."""
+        """The tables in the memory of a layout."""
         return self.weights.view(-1)
 
     @property
     def state(self) -> Tensor | None:
-        """The optimizer's."""
+        """The optimizer's state."""
         return None if self.optimizer == "sgd" else self.sum
 
     def run(self, ops) -> Tensor:
@@ -99,7 +99,7 @@ class Buffers:
         return output
 
     def run_autograd(self, ops) -> Tensor:
-        """Runs the calls as a model does: the update happens in the backward."""
+        """Runs the calls through autograd: the update is in the backward."""
         bags = {"values": self.values, "offsets": self.offsets, "per_sample_weights": self.factors}
         state, options = (self.flat, self.state, self.step, self.lr), {"optimizer": self.optimizer, "eps": EPS}
         output, _ = ops.embedding_bag_fused.layout(*state, self.token, **bags, **self.layout, **options)
@@ -112,7 +112,7 @@ class Buffers:
 
 
 def _replays(buffers: Buffers, call: Callable[[], Tensor]) -> list[list[Tensor]]:
-    """Results of each call with another batch, starting from the first tables."""
+    """Results of calls with consecutive batches, from the initial tables."""
     buffers.reset()
     found = []
     for number in range(REPLAYS):
@@ -126,7 +126,7 @@ def _expected(kind: str, optimizer: str) -> list[list[Tensor]]:
     expected = _replays(buffers, lambda: buffers.run(torch.ops.rec_kernels))
     assert [step.item() for *_, step in expected] == [7, 8, 9]
     outputs, weights = ([replay[i] for replay in expected] for i in (0, 1))
-    for one, other in ((0, 1), (1, 2)):  # each batch has its own result, or nothing would be shown
+    for one, other in ((0, 1), (1, 2)):  # batches must differ for the test to be valid
         assert not same_bits(outputs[one], outputs[other])
         assert not same_bits(weights[one], weights[other])
     return expected
@@ -140,10 +140,10 @@ def _assert_same(found: list[list[Tensor]], expected: list[list[Tensor]], where:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_over_the_same_memory(kind: str, optimizer: str) -> None:
-    """Every backend computes each call of a replay: each batch's output and update, the step advanced by one."""
+    """On every backend, each call computes its batch's output and update, and advances the step by one."""
     expected = _expected(kind, optimizer)
     for backend in device_backends():
-        if backend.kind != "cuda":  # which copies; test_replays has its own memory there
+        if backend.kind != "cuda":  # copies arguments; test_replays covers it
             buffers = Buffers(kind, optimizer)
             found = _replays(buffers, lambda b=buffers, ops=backend.ops.ops: b.run(ops))
             _assert_same(found, expected, backend.name)
@@ -159,7 +159,7 @@ def test_autograd_does_the_same(kind: str, optimizer: str) -> None:
 
 
 def test_a_bad_batch_skips_its_own_replay_only() -> None:
-    """No host looks at ``status`` between forward and backward: the device skips the update, and makes the next one."""
+    """Without a check of ``status`` on the host, the device skips the update of a bad batch only."""
     expected = _expected("tables", "rowwise_adagrad")
     for backend in device_backends():
         buffers = Buffers("tables", "rowwise_adagrad")
@@ -176,7 +176,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs nee
 
 
 def _capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The call as a graph. Waiting for the GPU, also inside of the compiled library, makes a capture fail."""
+    """Captures the call in a graph, which fails if anything waits for the GPU."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -198,7 +198,7 @@ def _capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replays(kind: str, optimizer: str, way: str) -> None:
-    """A captured forward and backward: the bits of calls on the GPU and of the CPU, for every batch."""
+    """A captured forward and backward has the bits of calls on the GPU and on the CPU, for every batch."""
     expected, buffers = _expected(kind, optimizer), Buffers(kind, optimizer, "cuda")
     call = lambda: getattr(buffers, way)(torch.ops.rec_kernels)  # noqa: E731
     _assert_same(_replays(buffers, call), expected, "eager")
@@ -212,7 +212,7 @@ def test_replays(kind: str, optimizer: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["run", "run_autograd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_another_gpu_than_the_current(kind: str, way: str) -> None:
-    """Kernels run where the tensors are, on a stream of their own there, and the current GPU stays what it is."""
+    """Kernels run on the tensors' GPU, on a stream of their own there; the current GPU stays."""
     expected, buffers = _expected(kind, "rowwise_adagrad"), Buffers(kind, "rowwise_adagrad", "cuda:1")
     side = torch.cuda.Stream(1)
 
@@ -232,7 +232,7 @@ def test_on_another_gpu_than_the_current(kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["run", "run_autograd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_sees_no_wait(kind: str, way: str) -> None:
-    """torch.cuda.set_sync_debug_mode: none of torch's own operations around the kernels makes the host wait."""
+    """torch.cuda.set_sync_debug_mode reports no synchronization in torch's operations around the kernels."""
     buffers = Buffers(kind, "rowwise_adagrad", "cuda")
     getattr(buffers, way)(torch.ops.rec_kernels)
     torch.cuda.synchronize()
@@ -248,7 +248,7 @@ WAITS = (
     r"\w*[sS]ynchronize|cudaMemcpy\w*|cudaMemset|cudaMalloc\w*|cudaFree\w*|cudaEventQuery|cudaStreamQuery"
     r"|copy_to_host|to_host|item|to|cpu|aoti_torch_item_\w+"
 )
-#: The functions that may: the sizes of a sparse gradient, of rows that are chosen.
+#: Functions that may: they compute sizes of sparse gradients and of selected rows.
 MAY_WAIT = {
     ("csrc/core/cuda/launch.h", "copy_to_host", "cudaMemcpyAsync"),
     ("csrc/core/cuda/launch.h", "copy_to_host", "cudaStreamSynchronize"),
@@ -258,13 +258,13 @@ MAY_WAIT = {
 
 
 def _code(path: Path) -> str:
-    """A C++ file without comments and texts."""
+    """A C++ file without comments and strings."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     return re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
 
 
 def _calls(code: str, names: str) -> list[tuple[str, str]]:
-    """(function it is in, function called) of every call; functions are what starts a line and opens a body."""
+    """(enclosing function, called function) of every call; a function starts a line and opens a body."""
     functions = [
         (m.start(), m[1])
         for m in re.finditer(r"^[A-Za-z_][\w:<>,&* ]*?(\w+)\([^;{}]*\)(?: const)? \{$", code, re.MULTILINE)
@@ -286,13 +286,13 @@ def _device_sources() -> list[Path]:
 
 
 def test_few_ops_wait_in_the_sources() -> None:
-    """The host waits in sparse gradients, for totals that are not given, and nowhere else."""
+    """The host waits only in sparse gradients, and for totals that are not given."""
     found = {(str(path.relative_to(ROOT)), *call) for path in _device_sources() for call in _calls(_code(path), WAITS)}
     assert found == MAY_WAIT
 
 
 def test_errors_are_taken_back() -> None:
-    """Every CUDA call is checked by the one function that leaves no error behind for the next launch."""
+    """Every CUDA call is checked by the one function that resets the error for the next launch."""
     found = {
         (str(path.relative_to(ROOT)), *call)
         for path in _device_sources()
@@ -313,7 +313,7 @@ def test_errors_are_taken_back() -> None:
 
 
 def test_small_calls_have_few_nodes() -> None:
-    """A call of few ids takes as long as its nodes: kernels, and those of a sum (2) and of a sort."""
+    """Calls with few ids have few graph nodes, which determine their time: kernels, a sum (2 nodes) and a sort."""
     if "cuda_emulated" not in CHOSEN or not SOURCES.exists():
         pytest.skip("there are no emulated kernels to count")
     ops, ids, offsets = emulated(), torch.tensor([3, 1, 2, 3]), torch.arange(5)
@@ -335,14 +335,14 @@ def test_small_calls_have_few_nodes() -> None:
 
 
 def test_a_total_is_not_read_back() -> None:
-    """One that is given, of jagged_index_select, jagged_windows and jagged_permute."""
+    """Given totals of jagged_index_select, jagged_windows and jagged_permute are not read back."""
     code = _code(ROOT / "csrc/jagged/cuda/copy_rows.cu")
     assert re.search(r"if \(total\) s.total = \*total;\s+else copy_to_host\(", code)
     assert "if (!total && names_each_once(" in _code(ROOT / "csrc/jagged/cuda/jagged_permute.cu")
 
 
 def test_waits_are_found() -> None:
-    """The search itself: a call is found with its function; definitions, members and comments are not calls."""
+    """The search finds a call with its function, but not definitions, members and comments."""
     code = """
 inline void copy_to_host(void* to) {
   STD_CUDA_CHECK(cudaStreamSynchronize(stream));
@@ -357,13 +357,13 @@ std::vector<int64_t> to_host(const Tensor& t,
     assert found == [("copy_to_host", "cudaStreamSynchronize"), ("to_host", "copy_to_host")]
 
 
-#: Errors of torch where a program asks for the numbers in tensors that have none, or for a shape they decide.
+#: torch's errors for reading data of a tensor without data, or a data-dependent shape.
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextmanager
 def without_numbers(buffers: Buffers) -> Iterator[None]:
-    """Tensors become fakes with a shape and no content: reading one, for which the host would wait, is an error."""
+    """Replaces tensors by fakes without data: reading one, for which the host would wait, raises."""
     with FakeTensorMode() as mode:
         for holder in (vars(buffers), buffers.layout):
             holder.update({k: mode.from_tensor(v) for k, v in holder.items() if isinstance(v, Tensor)})
@@ -373,7 +373,7 @@ def without_numbers(buffers: Buffers) -> Iterator[None]:
 @pytest.mark.parametrize("way", ["run", "run_autograd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_python_reads_no_tensor(kind: str, way: str) -> None:
-    """The autograd layer above the compiled ops."""
+    """The autograd layer above the compiled ops reads no tensor."""
     buffers = Buffers(kind, "rowwise_adagrad")
     with without_numbers(buffers):
         output = getattr(buffers, way)(torch.ops.rec_kernels)
@@ -385,7 +385,7 @@ def test_python_reads_no_tensor(kind: str, way: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_reads_no_tensor(kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python code around the Triton launches reads no tensor; the launches are left out here."""
+    """Python code around the Triton launches, which are omitted here, reads no tensor."""
     jit = pytest.importorskip("triton.runtime.jit")
     from rec_kernels import triton
 

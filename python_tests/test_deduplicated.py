@@ -1,4 +1,4 @@
-"""rk.deduplicated: modules that see every distinct sample once."""
+"""rk.deduplicated: modules that process every distinct sample once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = [["d"], ["b", "a"], ["c"]]
 
 
 class Tower(nn.Module):
-    """Pooled embeddings of a and b, and layers on top."""
+    """Pooled embeddings of a and b, followed by layers."""
 
     def __init__(self, optimizer=None) -> None:
         super().__init__()
@@ -27,24 +27,22 @@ class Tower(nn.Module):
         self.top = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
 
     def forward(self, batch) -> Tensor:
-        """[samples, 3]."""
         return self.top(self.tables(batch).values())
 
 
 class Returns(nn.Module):
-    """Holds the results of a function of the features."""
+    """Returns the results of a function of the features."""
 
     def __init__(self, function) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, batch) -> object:
-        """Returns the stored results."""
         return self.function(batch)
 
 
 def dedup(batch: rk.KeyedJaggedTensor) -> rk.InverseKeyedJaggedTensor:
-    """Three groups."""
+    """Deduplicates three groups."""
     return rk.InverseKeyedJaggedTensor.from_kjt(batch, GROUPS)
 
 
@@ -70,7 +68,6 @@ def test_values_and_gradients(optimizer, group: int | str) -> None:
 
 
 def test_a_plain_batch_passes() -> None:
-    """A plain batch passes unchanged."""
     batch, tower = sessions(list("abcd")), Tower()
     assert same_bits(rk.deduplicated(tower, 1)(batch), tower(batch))
     seen = rk.deduplicated(Returns(lambda given: given))(batch)
@@ -78,7 +75,7 @@ def test_a_plain_batch_passes() -> None:
 
 
 def test_trees() -> None:
-    """Tuples, lists and dicts of tensors, KeyedTensor, numbers; each expanded, of any dtype of rk.expand."""
+    """Tuples, lists and dicts of tensors, KeyedTensor and numbers are expanded, in any dtype of rk.expand."""
     batch, tables = sessions(list("abcd"), 3, 20), Tower().tables
     few = dedup(batch)
     unique, inverse = few.unique(1), few.inverse(1)
@@ -98,7 +95,7 @@ def test_trees() -> None:
 
 
 def test_sequences() -> None:
-    """Rows that are not pooled come back as jagged ones, with their gradients."""
+    """Sequence outputs are expanded as jagged tensors, with their gradients."""
     table = rk.EmbeddingConfig(12, 4, name="t", feature_names=["a", "b"])
     module = rk.EmbeddingCollection([table])
     batch = sessions(list("abcd"), 3, 20, weighted=True)
@@ -117,7 +114,7 @@ def test_sequences() -> None:
 
 
 def test_dropout_and_batch_norm() -> None:
-    """The noise of a distinct sample is that of all who share it; statistics count it once."""
+    """Samples that share a distinct sample have the same dropout noise; batch statistics count it once."""
     few = dedup(sessions(list("abcd"), 3, 50))
     noisy = rk.deduplicated(nn.Sequential(Tower(), nn.Dropout(0.5)), 1)(few)
     inverse = few.inverse(1)
@@ -146,7 +143,7 @@ def test_dropout_and_batch_norm() -> None:
     ],
 )
 def test_bad_outputs(returns, message: str) -> None:
-    """Outputs without a row for each distinct sample are refused."""
+    """Outputs without a row for each distinct sample are rejected."""
     few = dedup(sessions(list("abcd"), 3, 20))
     assert few.unique(1).stride() == 3
     with pytest.raises(ValueError, match=message):
@@ -154,7 +151,7 @@ def test_bad_outputs(returns, message: str) -> None:
 
 
 def test_bad_groups() -> None:
-    """Told when a batch comes."""
+    """Unknown groups are rejected at the first batch."""
     few = dedup(sessions(list("xabcd")))
     with pytest.raises(KeyError, match="'x' is in no group"):
         rk.deduplicated(Tower(), "x")(few)
@@ -163,7 +160,7 @@ def test_bad_groups() -> None:
 
 
 class Model(nn.Module):
-    """A tower on the distinct samples of one group, beside a lookup of other features."""
+    """A tower on the distinct samples of one group, and a lookup of other features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,13 +169,12 @@ class Model(nn.Module):
         self.item = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5))
 
     def forward(self, batch) -> Tensor:
-        """[B, 13]."""
         return torch.cat([self.user(batch), self.item(batch).values()], dim=1)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled(backend: str) -> None:
-    """A model of several groups and a rest, in one graph."""
+    """A model of several groups and ungrouped features compiles to one graph."""
     torch._dynamo.reset()
     model = Model()
     before = copy.deepcopy(model.state_dict())

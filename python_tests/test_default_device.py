@@ -1,4 +1,4 @@
-"""Modules and ops work where their tensors are, in their dtypes, whatever torch's default device and dtype are."""
+"""Modules and ops use the devices and dtypes of their tensors, independent of torch's default device and dtype."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _held(module: nn.Module) -> list[Tensor]:
 
 
 def _train(collection, look_up: Callable[[object], Tensor], batches=BATCHES) -> list[Tensor]:
-    """Updates alone and together, a state, and what is left."""
+    """Updates alone and in a block; returns outputs and the state."""
     found = []
     for given in batches:
         found.append(look_up(given))
@@ -80,7 +80,7 @@ def _train(collection, look_up: Callable[[object], Tensor], batches=BATCHES) -> 
 
 
 def collections() -> list[Tensor]:
-    """Bags in several formats, and per sample weights."""
+    """Bags in several formats, with per-sample weights."""
     torch.manual_seed(0)
     collection = rk.EmbeddingBagCollection(_tables(pooling=["sum", "mean"] * 2), optimizer=ADAM, device="cpu")
     found = _train(collection, lambda given: collection(given).values())
@@ -97,7 +97,7 @@ def plain_collections() -> list[Tensor]:
 
 
 def sequences() -> list[Tensor]:
-    """Rows that are not pooled."""
+    """Sequence embeddings."""
     torch.manual_seed(0)
     collection = rk.EmbeddingCollection(_tables(rk.EmbeddingConfig), optimizer=rk.RowwiseAdagrad(), device="cpu")
     found = _train(collection, collection.rows)
@@ -105,7 +105,7 @@ def sequences() -> list[Tensor]:
 
 
 def caches() -> list[Tensor]:
-    """Rows in slots, tables in host memory, reports."""
+    """Row caches, tables in host memory, reports."""
     found = []
     for cache in (rk.RowCache(0.3, ways=4), rk.RowCache(0.3, ways=4, policy="lfu", decay_every=2, backing="host")):
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def caches() -> list[Tensor]:
 
 
 def scaled_losses() -> list[Tensor]:
-    """Updates that divide by a scale, and one that is skipped as its gradient has overflowed."""
+    """Updates with a gradient scaler, one of them skipped because of an overflow."""
     torch.manual_seed(0)
     collection = rk.EmbeddingBagCollection(_tables(), optimizer=ADAM, device="cpu")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -136,7 +136,7 @@ def scaled_losses() -> list[Tensor]:
 
 
 def compressions() -> list[Tensor]:
-    """Tables of fewer numbers."""
+    """Compressed tables."""
     kinds = [rk.Hash(9), rk.QuotientRemainder(5), rk.MixedDimension(6), rk.QuotientRemainder(4, compose="pooled")]
     torch.manual_seed(0)
     collection = rk.EmbeddingBagCollection(_tables(compression=kinds), optimizer=ADAM, device="cpu")
@@ -148,7 +148,7 @@ def compressions() -> list[Tensor]:
 
 
 def single_tables() -> list[Tensor]:
-    """Modules of one table with functions and with blocks."""
+    """Modules of one table, through functions and blocks."""
     found = []
     for make in (
         lambda: rk.PathEmbeddingBag(40, 8, 5, hidden=4, optimizer=ADAM, device="cpu"),
@@ -164,7 +164,7 @@ def single_tables() -> list[Tensor]:
 
 
 def choices() -> list[Tensor]:
-    """Blocks, dimensions and places of tables."""
+    """Blocks, dimensions and placements of tables."""
     ranks, sizes = rk.popularity_blocks(COUNTS, 3)
     counts = dict.fromkeys((f"t_{key}" for key in KEYS), COUNTS)
     kinds = [rk.Hash(9), None, None, None]
@@ -192,14 +192,14 @@ def distinct() -> list[Tensor]:
 
 
 def containers() -> list[Tensor]:
-    """Jagged tensors made of lengths, and padded."""
+    """Jagged tensors made from lengths, and padded."""
     made = rk.KeyedJaggedTensor(["f", "g"], ONE.values(), lengths=ONE.lengths())
     windows = rk.KeyedJaggedWindows.from_kjt(rk.KeyedJaggedTensor(["f"], torch.full_like(RANKS, 3), offsets=RUNS))
     return [made.offsets(), ONE.to_padded_dense(3), *ONE.to_dense(), windows.to_kjt().values(), windows.starts()]
 
 
 def row_formats() -> list[Tensor]:
-    """Rows as bytes and back."""
+    """Quantization and dequantization."""
     found = []
     for format in rk.ROW_FORMATS:
         rows = rk.quantize_rows(FLOATS, format, rounding="stochastic", seed=3, step=4)
@@ -225,7 +225,7 @@ def ops() -> list[Tensor]:
 
 
 def networks() -> list[Tensor]:
-    """Layers that were made before."""
+    """Layers constructed before."""
     found = []
     for module, x in ((CROSS, FLOATS), (WUKONG, FLOATS.view(3, 3, 16))):
         module.zero_grad()
