@@ -308,7 +308,7 @@ def test_integers_of_other_kinds() -> None:
 
 
 def test_names_of_parts_must_differ_from_tables() -> None:
-    """A part's name may not be another table's name; as a lone table's name it is accepted."""
+    """A part's name may not equal another table's name."""
     tables = [
         rk.EmbeddingBagConfig(9, 4, name="t", feature_names=["a"], compression=rk.QuotientRemainder(3)),
         rk.EmbeddingBagConfig(9, 4, name="t_1", feature_names=["b"]),

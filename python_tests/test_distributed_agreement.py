@@ -1,4 +1,4 @@
-"""rk.distributed: what ranks must do alike is checked or made so; norms of all ranks; one checkpoint of everything."""
+"""rk.distributed checks settings that ranks must share, computes global norms, and saves one checkpoint."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ HERE = "distributed_agreement_cases"
     ids=["shards and replicas", "projections", "rows"],
 )
 def test_norms_of_all_ranks(case: Case) -> None:
-    """clip_grad_norm_ has one process's norms, and leaves replicas alike; torch's would not."""
+    """clip_grad_norm_ has one process's norms and keeps replicas equal, unlike torch's."""
     norms, dense = train_clipped(case, Loss(collection(case)), [0, 1])
     assert min(norms) > 0.5
     (first, own), (second, others) = pool(2).run(HERE, "clipped", case)
     assert first == second
     assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
     if case.compression is not None:
-        return  # ranks draw matrices of their own
+        return  # each rank draws its own matrices
     assert first == pytest.approx(norms, rel=1e-5)
     for got, want in zip(own, dense, strict=True):
         torch.testing.assert_close(got, want)
 
 
 def test_arguments_of_norms() -> None:
-    """A list of parameters does not say who has the others."""
+    """clip_grad_norm_ rejects a list of parameters, which does not tell how tables are sharded."""
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
         rk.distributed.clip_grad_norm_([torch.zeros(2)], 1.0)
     layer = nn.Linear(2, 1)
@@ -61,7 +61,7 @@ def test_arguments_of_norms() -> None:
 
 
 def test_what_ranks_do_apart() -> None:
-    """Other numbers at loading and a feature that is frozen on one rank are told on all, and nothing has changed."""
+    """Different steps in a state, and a feature frozen on one rank, raise on all ranks; nothing changes."""
     first, second = pool(2).run(HERE, "apart", Case("mixed"))
     assert first == second
     loaded, frozen = first
@@ -71,7 +71,7 @@ def test_what_ranks_do_apart() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", *full("adam")])
 def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
-    """A replica that one rank freezes, and a block that one rank drops, are told on all: replicas would drift apart."""
+    """Freezing a replica, or leaving a block by an exception, on one rank raises on all: replicas would differ."""
     (first, kept), (second, others) = pool(2).run(HERE, "replicas_apart", Case("data_parallel", optimizer=optimizer))
     assert kept
     assert others
@@ -101,7 +101,7 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
     ids=["replicas", "replicas and shards", "matrices"],
 )
 def test_replicas_that_a_loss_uses(case: Case) -> None:
-    """Replicas of torch's optimizers that one rank's loss has made others than those of the others are told on all."""
+    """Replicas trained by torch's optimizers raise on all ranks if one rank's loss makes them differ."""
     first, second = pool(2).run(HERE, "replicas_of_torch", case)
     assert first == second
     *alike, told = first
@@ -110,7 +110,7 @@ def test_replicas_that_a_loss_uses(case: Case) -> None:
 
 
 def test_data_that_one_rank_cannot_begin_to_read() -> None:
-    """No rank waits for one whose batches have no iterator."""
+    """No rank waits for another one whose batches have no iterator."""
     assert pool(2).run(HERE, "unreadable", Case()) == [
         "OSError: no such file",
         "OtherRankError: another rank could not read its batches: rank 0: OSError: no such file",
@@ -118,7 +118,7 @@ def test_data_that_one_rank_cannot_begin_to_read() -> None:
 
 
 def test_settings_of_sharded_collections() -> None:
-    """An unknown bounds_check and options that fused optimizers lack are refused; what is set reaches the shards."""
+    """Unknown bounds_check, unsupported options, copies and resets are rejected; valid settings reach the shards."""
     begins = [
         *["RuntimeError: embedding_bags of ShardedEmbeddingBagCollection cannot be another"] * 2,
         *["TypeError: a ShardedEmbeddingBagCollection cannot be copied or pickled, as it belongs"] * 3,
@@ -139,7 +139,7 @@ def test_settings_of_sharded_collections() -> None:
 
 @pytest.mark.parametrize("optimizer", ["torch", *full("sgd")])
 def test_weights_that_other_layers_share(optimizer: str) -> None:
-    """An output layer that shares the weight of a whole table would train apart; a rank that has one tells all."""
+    """An output layer that shares the weight of a sharded table raises on all ranks."""
     for *told, alone in pool(2).run(HERE, "shared_weight", Case(optimizer=optimizer)):
         assert alone.startswith("RuntimeError: the weight of a whole table, which was sharded, is used beside lookups")
         for error in told:
@@ -148,7 +148,7 @@ def test_weights_that_other_layers_share(optimizer: str) -> None:
 
 @pytest.mark.parametrize("plan", ["row_wise", *full("data_parallel")])
 def test_states_of_some_tables(plan: str) -> None:
-    """With strict=False a state may have some tables only, as in one process."""
+    """With strict=False, a state may have only some of the tables."""
     for (strict, *others), good in pool(2).run(HERE, "loaded_in_part", Case(plan)):
         assert strict.startswith("RuntimeError: Missing key(s) in state_dict: embedding_bags.t1.weight")
         assert others == ["none", "none"]
@@ -156,14 +156,14 @@ def test_states_of_some_tables(plan: str) -> None:
 
 
 def test_whole_models_of_fsdp() -> None:
-    """FSDP2 would replace the parameter by which a model's requires_grad_() finds tables: it is to be left out."""
+    """FSDP2 of a whole model is rejected unless it ignores ``all_tables``, by which requires_grad_() finds tables."""
     for error, same in pool(2).run(HERE, "whole_fsdp", Case("row_wise", optimizer="sgd")):
         assert error.startswith("RuntimeError: all_tables cannot be another parameter, as fully_shard() makes of it")
         assert same
 
 
 def test_norms_beside_fsdp() -> None:
-    """Gradients that FSDP2 has sharded count whole, and are scaled, as those of tables are."""
+    """clip_grad_norm_ includes and scales gradients sharded by FSDP2."""
     case = Case("row_wise", optimizer="torch", gradient="global_mean")
     model = WithLayers(collection(case))
     model(batch(case, 0, [0, 1])).backward()
@@ -176,14 +176,14 @@ def test_norms_beside_fsdp() -> None:
 
 @pytest.mark.parametrize("format", ["bf16", *full("int8")])
 def test_evaluations_of_one_rank_leave_replicas_alike(format: str) -> None:
-    """Rows come into the caches of all ranks if any of them trains: rounding of rows would differ otherwise."""
+    """Replicas stay equal if only one rank evaluates: a lookup inserts rows on all ranks if any rank trains."""
     case = Case("data_parallel", format, "rowwise_adagrad", cache=rk.RowCache(0.1), steps=4)
     first, second = pool(2).run(HERE, "evaluating", case)
     assert differences({n: t for n, ((_, t),) in first.items()}, [second]) == []
 
 
 def test_messages_of_other_collectives() -> None:
-    """A lookup's numbers are not taken for a backward's."""
+    """A lookup's header in a backward's collective raises."""
     from rec_kernels.distributed.backward_sync import HEADER_SIZE, BackwardSync
 
     with pytest.raises(RuntimeError, match="rank 0 is in another collective, as a lookup, while this rank runs"):
@@ -191,7 +191,7 @@ def test_messages_of_other_collectives() -> None:
 
 
 def test_refusals_of_all_ranks() -> None:
-    """No rank waits for one that has found no plan; formats are named by whole tables."""
+    """A rank without a plan stops all ranks; a wrong row format is reported for the whole table."""
     (no_plan, loaded), (told, others) = pool(2).run(HERE, "refusals", Case("row_wise", "int8", "sgd"))
     assert no_plan.startswith("PlannerError")
     assert told.startswith(f"OtherRankError: another rank has found no plan: rank 0: {no_plan[:40]}")
@@ -200,7 +200,7 @@ def test_refusals_of_all_ranks() -> None:
 
 
 def test_one_checkpoint_of_model_and_optimizers(tmp_path: Path) -> None:
-    """It is loaded in two calls, where a rank has no block of a table."""
+    """Model and optimizers load from one checkpoint in two calls, also on ranks without blocks of a table."""
     for same, others in pool(2).run(HERE, "saved_together", Case("table_wise", optimizer="adam"), str(tmp_path)):
         assert same
         assert all(others)

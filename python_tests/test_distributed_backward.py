@@ -1,4 +1,4 @@
-"""rk.distributed: backwards of several lookups, of scaled losses and of per-sample weights, on two gloo processes."""
+"""rk.distributed: backward passes of several lookups, scaled losses and per-sample weights, on two gloo processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HERE = "distributed_backward_cases"
     ],
 )
 def test_lookups_of_one_backward(plan: str, format: str) -> None:
-    """One update for all of them, with one process's bits: Adam's would differ after three."""
+    """Three lookups in one backward make one update with one process's bits."""
     case = Case(plan, format, "adam", sizes=(8, 5), one_id=True)
     found = pool(2).run(HERE, "together", case)
     model = Model(collection(case))
@@ -49,7 +49,7 @@ def test_lookups_of_one_backward(plan: str, format: str) -> None:
 
 @pytest.mark.parametrize("case", [Case(optimizer="sgd"), Sequences(optimizer="sgd", sizes=(8, 8))])
 def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
-    """Where a rank reads an output, as for a log, changes no gradient: they are sent in one order on all ranks."""
+    """Reading an output early on one rank, as for a log, changes no gradient: all ranks send them in one order."""
     alike = pool(2).run(HERE, "read_first", case, None)
     for mode in ("enable_grad", "no_grad", "inference_mode"):
         for got, wanted in zip(pool(2).run(HERE, "read_first", case, 0, mode), alike, strict=True):
@@ -58,7 +58,7 @@ def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
 
 @pytest.mark.parametrize("way", ["log", "by_feature"])
 def test_layers_beside_outputs_that_one_rank_reads_first(way: str) -> None:
-    """Collectives of DDP are in the same order, too, where one rank reads the output before the layers are called."""
+    """Collectives of DDP stay in order if one rank reads the output before it calls the layers."""
     case = Case(optimizer="sgd")
     found = pool(2).run(HERE, "beside_layers", case, (way, ""))
     for got, wanted in zip(found, pool(2).run(HERE, "beside_layers", case, ("", "")), strict=True):
@@ -70,7 +70,7 @@ def _same_blocks(found: dict[str, list], wanted: dict[str, list]) -> bool:
 
 
 def test_numbers_of_nodes() -> None:
-    """torch lets nodes of autograd have other numbers than it gives them, which no documentation says."""
+    """torch keeps sequence numbers that are set on autograd nodes; this is undocumented."""
     node: Any = torch.ones(1, requires_grad=True).sum().grad_fn
     node._set_sequence_nr(1 << 62)
     assert node._sequence_nr() == 1 << 62
@@ -78,7 +78,7 @@ def test_numbers_of_nodes() -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank", "row_wise")])
 def test_scaled_losses(plan: str) -> None:
-    """An overflow on one rank skips the update on all, and every rank's scaler hears of it; bits of one process."""
+    """An overflow on one rank skips the update and lowers the scale on all ranks: one process's bits."""
     case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, steps=5)
     assert check_scaled(case)["step"] == 3
 
@@ -86,13 +86,13 @@ def test_scaled_losses(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "row_wise", "mixed")])
 @pytest.mark.parametrize("optimizer", ["torch", "adam"])
 def test_scaler_of_all_ranks(plan: str, optimizer: str) -> None:
-    """FSDP's scaler has all ranks skip a step whose gradients overflow in one rank's shards; one process's bits."""
+    """FSDP's scaler skips a step on all ranks if gradients overflow in one rank's shards: one process's bits."""
     case = Case(plan, optimizer=optimizer, sizes=(8, 5), one_id=True, steps=5)
     check_scaled(case, by_all=True)
 
 
 def check_scaled(case: Case, *, by_all: bool = False) -> dict[str, torch.Tensor]:
-    """Asserts that ranks have one process's scales and state, which it returns; ``by_all``: with FSDP's scaler."""
+    """Asserts one process's scales and state, and returns the state; ``by_all``: with FSDP's scaler."""
     found = pool(2).run(HERE, "scaled", case, by_all)
     scales, state = scaled_alone(case)
     assert scales == [1024.0, 512.0, 512.0, 1024.0, 512.0]
@@ -102,7 +102,7 @@ def check_scaled(case: Case, *, by_all: bool = False) -> dict[str, torch.Tensor]
 
 
 def test_unlike_backwards() -> None:
-    """Ranks that run other backwards, or scale losses otherwise, are told so, all of them; nothing has changed."""
+    """Different backward passes or scalers on ranks raise on all ranks; nothing changes."""
     (errors, same), (others, same_there) = pool(2).run(HERE, "unlike", Case("mixed", optimizer="sgd"))
     assert errors == others
     assert same
@@ -122,7 +122,7 @@ def test_unlike_backwards() -> None:
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 @pytest.mark.parametrize("row_wise", ["ordered", "exact", *full("reduce_scatter")])
 def test_gradients_of_weights(plan: str, pooling: str, row_wise: str) -> None:
-    """They come back to the rank that fed the sample: bits of one process, but for rows that are split by columns."""
+    """Gradients of weights return to the sample's rank with one process's bits, up to rounding if column-wise."""
     padding = (3, None, None)
     case = Case(plan, "bf16", "adam", pooling=pooling, sizes=(8, 5), steps=4, padding=padding, row_wise=row_wise)
     found = pool(2).run(HERE, "weighted", case)
@@ -141,14 +141,14 @@ def test_gradients_of_weights(plan: str, pooling: str, row_wise: str) -> None:
 
 
 def test_weights_whose_rows_have_changed() -> None:
-    """The second backward of two would have gradients of other rows: every rank is told so."""
+    """The second of two backward passes, after an update of the rows, raises on all ranks."""
     errors = pool(2).run(HERE, "late", Case("mixed", optimizer="sgd"))
     assert errors[0] == errors[1]
     assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")
 
 
 def test_blocks_of_one_rank() -> None:
-    """A backward outside the accumulate() block of its lookup, on one rank, is told to all; nothing has changed."""
+    """A backward outside of its lookup's accumulate() block on one rank raises on all ranks; nothing changes."""
     (others, same), (own, same_there) = pool(2).run(HERE, "blocks_of_one_rank", Case("mixed", optimizer="sgd"))
     assert others == own
     assert same
@@ -169,7 +169,7 @@ NAMES = {
     ("pooling", "format"), [("mean", "fp32"), ("sum", "fp16 bf16 fp32"), *full(("sum", "fp32"), ("mean", "fp16"))]
 )
 def test_optimizers_of_torch(plan: str, pooling: str, format: str) -> None:
-    """A rank's shards are parameters, with the gradients of all ranks, replicas too: one process's bits."""
+    """A rank's shards are parameters with the gradients of all ranks, also replicas: one process's bits."""
     case = Case(plan, format, "torch", pooling=pooling, sizes=(8, 5), one_id=True)
     found = pool(2).run(HERE, "by_torch", case)
     model = Model(collection(case))
@@ -182,7 +182,7 @@ def test_optimizers_of_torch(plan: str, pooling: str, format: str) -> None:
 
 
 def test_tables_that_nothing_trains() -> None:
-    """Rows of bytes without an optimizer: outputs want gradients only where per-sample weights do."""
+    """Without an optimizer, outputs of uint8 tables require gradients only with per-sample weights."""
     case = Case("row_wise", "int8", "torch")
     for rank, (grad, requires, told) in enumerate(pool(2).run(HERE, "only_weights", case)):
         given = batch(case, 0, [rank])

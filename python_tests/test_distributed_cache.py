@@ -18,7 +18,7 @@ import rec_kernels as rk
 
 HERE = "distributed_cache_cases"
 pytest.importorskip("torchrec.distributed")
-#: Some rows, of all tables, in slots that they contend for; and all rows.
+#: A cache of some rows of all tables, with evictions, and one of all rows.
 SOME = rk.RowCache(0.1, ways=4)
 ALL = rk.RowCache(1.0)
 
@@ -31,7 +31,7 @@ def state_of(model: Model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "grid_shard", "one_rank", "data_parallel")])
 @pytest.mark.parametrize("backing", ["device", *full("host")])
 def test_rows_of_floats(plan: str, backing: str) -> None:
-    """Rows of fp32 are the same in slots, whichever are there: the bits of one process without a cache."""
+    """Cached fp32 rows are not rounded: one process's bits without a cache."""
     cache = replace(SOME, backing=backing, policy="lfu" if backing == "host" else "lru")
     case = Case(plan, optimizer="adam", sizes=(8, 5), cache=cache, one_id=True)
     found = pool(2).run(HERE, "run", case)
@@ -49,7 +49,7 @@ def test_rows_of_floats(plan: str, backing: str) -> None:
 @pytest.mark.parametrize("format", ["int8", *full("mx6", "bf16")])
 @pytest.mark.parametrize("own", [(None, None, None), (None, "adam", "lamb")])
 def test_all_rows(plan: str, format: str, own: tuple[str | None, ...]) -> None:
-    """Where all rows have a slot, trained rows are never rounded, and encoded alike: bits of one process with it."""
+    """With a slot for every row, trained rows are rounded only when encoded: one process's bits with a cache."""
     case = Case(plan, format, "rowwise_adagrad", sizes=(8, 5), cache=ALL, one_id=True, optimizers=own)
     found = pool(2).run(HERE, "run", case)
     model = Model(collection(case))
@@ -63,7 +63,7 @@ def test_all_rows(plan: str, format: str, own: tuple[str | None, ...]) -> None:
 
 @pytest.mark.parametrize(("plan", "other"), [("mixed", "row_wise"), *full(("table_wise", "data_parallel"))])
 def test_checkpoints(plan: str, other: str, tmp_path: Path) -> None:
-    """A state is flushed and has no slots; loaded into another plan, with another cache, it is the tables' rows."""
+    """A state is flushed and has no slots; it loads into another plan with another cache."""
     case = Case(plan, "bf16", "adam", sizes=(8, 5), cache=ALL, one_id=True)
     changed = replace(case, plan=other, cache=SOME)
     found = pool(2).run(HERE, "reshard", case, changed, str(tmp_path / "checkpoint"))
@@ -77,7 +77,7 @@ def test_checkpoints(plan: str, other: str, tmp_path: Path) -> None:
 
 
 def test_when_rows_come_in() -> None:
-    """In training with gradients only; a table that the cache does not name has no slots."""
+    """Rows are inserted only in training with gradients, and only of tables in the cache."""
     cache = rk.RowCache({"t2": 0.5, "t0": 0.0}, ways=4)
     case = Case("row_wise", "int8", "rowwise_adagrad", sizes=(8, 5), cache=cache)
     for trained, later in pool(2).run(HERE, "counters", case):
@@ -87,7 +87,6 @@ def test_when_rows_come_in() -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "table_wise", "one_rank")])
 def test_sequences(plan: str) -> None:
-    """Rows of ids, too."""
     case = Sequences(plan, "fp32", "adam", cache=SOME)
     found = pool(2).run(HERE, "sequence", case)
     outputs, state = one_sequence_process(replace(case, cache=None))

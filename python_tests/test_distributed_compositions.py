@@ -1,4 +1,4 @@
-"""rk.distributed with tables of parts that are combined once pooled, or of narrow rows, against one process."""
+"""rk.distributed with compositions of pooled parts, or with narrow rows, against one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("torchrec.distributed")
 @pytest.mark.parametrize("kind", ["narrow", "mult", *full("add", "concat")])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", *full("adam", "torch")])
 def test_training(kind: str, plan: str, other: str, optimizer: str, tmp_path: Path) -> None:
-    """One process's bits: outputs, tables, projections and gradients; states have the projections, in any plan."""
+    """Outputs, tables, projections and gradients have one process's bits; states load into any plan."""
     case = Case(plan, optimizer=optimizer, compression=COMPRESSIONS[kind], sizes=(8, 5))
     found = pool(2).run(HERE, "run", case, other, str(tmp_path / "checkpoint"))
     outputs, grads, state = one_process(case)
@@ -42,7 +42,7 @@ def test_training(kind: str, plan: str, other: str, optimizer: str, tmp_path: Pa
 @pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("inverse", "plain"),), (("groups", "torchrec"),))])
 @pytest.mark.parametrize("plan", ["table_wise", *full("data_parallel")])
 def test_shared_bags(kind: str, kinds: tuple[str, str], plan: str) -> None:
-    """Distinct bags are combined and projected before samples get them, on the rank that has their tables."""
+    """Distinct bags are composed and projected on their tables' rank, before they are expanded to samples."""
     given = Distinct(Case(plan, compression=COMPRESSIONS[kind], sizes=(8, 5), weighted=True), kinds)
     found = pool(2).run("distributed_distinct_cases", "run", given)
     outputs, state = one_distinct_process(given)
@@ -53,7 +53,7 @@ def test_shared_bags(kind: str, kinds: tuple[str, str], plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["table_wise", "data_parallel"])
 def test_global_mean(plan: str) -> None:
-    """A projection is trained by the mean over the samples of all ranks, as the tables are, and DDP leaves it alone."""
+    """Projections train with the mean over all ranks' samples, as tables do, and DDP ignores them."""
     case = Case(plan, optimizer="sgd", gradient="global_mean", sizes=(8, 3), compression=COMPRESSIONS["narrow"])
     found = pool(2).run(HERE, "averaged", case)
     model = Model(collection(case))
@@ -68,7 +68,7 @@ def test_global_mean(plan: str) -> None:
 
 
 def test_first_numbers() -> None:
-    """Projections of a collection on the meta device begin alike on every rank and in every plan."""
+    """Projections of a collection on the meta device have the same initial values on every rank and in every plan."""
     case = Case("data_parallel", compression=COMPRESSIONS["narrow"])
     both = pool(2).run("distributed_torchrec_cases", "begin", case)
     ((_, whole),) = both[0]["embedding_bags.t2.projection"]

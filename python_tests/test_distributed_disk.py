@@ -1,4 +1,4 @@
-"""rk.distributed with the tables of each rank in a file, on two gloo processes against one process."""
+"""rk.distributed with each rank's tables in a file, on two gloo processes against one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ skip_without_host()
 
 @pytest.mark.parametrize(("plan", "other"), [("mixed", "row_wise"), *full(("table_wise", "mixed"), ("one_rank",) * 2)])
 def test_training(plan: str, other: str, tmp_path: Path) -> None:
-    """Bits of one process without a cache; the files and a checkpoint have them, too, the latter in any plan."""
+    """Training has one process's bits without a cache; so do the files, and a checkpoint in any plan."""
     case = Case(plan, optimizer="adam", sizes=(8, 5), one_id=True)
     begun = dict(collection(case).state_dict())
     (tmp_path / "other").mkdir()
@@ -46,7 +46,7 @@ def test_training(plan: str, other: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
 def test_prefetch(plan: str, tmp_path: Path) -> None:
-    """Every rank that has a file reads ahead in it, and bits are those without."""
+    """Every rank with a file prefetches from it, without a change of bits."""
     case = Case(plan, optimizer="adam", sizes=(8, 5), one_id=True)
     begun = dict(collection(case).state_dict())
     found = pool(2).run(HERE, "read_ahead", case, begun, str(tmp_path))
@@ -57,7 +57,7 @@ def test_prefetch(plan: str, tmp_path: Path) -> None:
 
 
 def test_reports(tmp_path: Path) -> None:
-    """Sums of all ranks; rows in memory are within each rank's budget, and the files have all of them."""
+    """Reports are sums over ranks; rows in memory are within each rank's budget, and files have all rows."""
     case = Case("row_wise", "int8", "rowwise_adagrad", sizes=(8, 5))
     begun = dict(collection(case).state_dict())
     (tmp_path / "other").mkdir()
@@ -75,9 +75,9 @@ def test_reports(tmp_path: Path) -> None:
 
 
 def test_no_space(tmp_path: Path) -> None:
-    """An error of one rank's file is told to all ranks, in every use; made files of other ranks are deleted."""
+    """An error of one rank's file raises on all ranks in every use; files that other ranks created are deleted."""
     (other, left, kept), (own, _, kept_too) = pool(2).run(HERE, "fail", Case("row_wise", sizes=(8, 5)), str(tmp_path))
-    assert left == ["rows.1-of-2", "rows.1-of-2.log"]  # without rows: taken for a new file the next time
+    assert left == ["rows.1-of-2", "rows.1-of-2.log"]  # without rows: opened as a new file next time
     assert kept == kept_too == [True, False]
     assert len(own) == len(other) == 5
     for told, told_other in zip(own, other, strict=True):
@@ -87,7 +87,7 @@ def test_no_space(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
-    """A file that is missing, of another plan, of another generation; a folder that is not there; a small budget."""
+    """Missing files, files of another plan or generation, a missing folder and a small budget are rejected."""
     own = pool(2).run(HERE, "refuse", Case("row_wise", sizes=(8, 5)), str(tmp_path))
     for missing, plan, generation, nowhere, _, small in own:
         assert re.search("rows.0-of-2 has rows of generation 1 and .*rows.1-of-2 is new", missing)
@@ -103,7 +103,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 
 
 def test_collections(tmp_path: Path) -> None:
-    """One that has a file is one process's; one on the meta device opens none, and cannot be given memory."""
+    """A collection with a file cannot be sharded; one on the meta device opens no file, and takes no memory."""
     case = on_disk(Case(), str(tmp_path))
     ebc = collection(case)
     with pytest.raises(ValueError, match=r"whose tables are in .*rows cannot be sharded, as each rank has a file"):
@@ -118,7 +118,7 @@ def test_collections(tmp_path: Path) -> None:
 
 
 def test_optimizers_applied_in_the_backward() -> None:
-    """torch runs them for parameters that shards do not have: they are refused, with what trains tables instead."""
+    """Optimizers applied by torch in the backward are rejected; the error names the alternative."""
     tables = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(10, 4, name="a", feature_names=["x"])])
     _apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match=r"SGD was applied in the backward.*optimizer=rk\.SGD\(lr=0\.1\)"):

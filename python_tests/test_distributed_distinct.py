@@ -1,4 +1,4 @@
-"""rk.distributed for batches whose samples share bags, on gloo processes against one process."""
+"""rk.distributed for batches with bags shared by samples, on gloo processes against one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("torchrec.distributed")
 
 
 def check(given: Distinct, *, same_outputs: bool = True) -> None:
-    """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
+    """Asserts one process's state to the bit; outputs too, or within the rounding of sums."""
     found = pool(len(given.case.sizes)).run(HERE, "run", given)
     check_found(found, *one_process(given), same_outputs=same_outputs)
 
@@ -23,7 +23,7 @@ def check(given: Distinct, *, same_outputs: bool = True) -> None:
 @pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "data_parallel", "column_wise")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_whole_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
-    """Every kind of batch, also of a kind for each rank: the same bits throughout."""
+    """Every kind of batch, also different kinds per rank, has one process's bits."""
     check(Distinct(Case(plan, pooling=pooling, sizes=(8, 5)), kinds))
 
 
@@ -32,7 +32,7 @@ def test_whole_rows(kinds: tuple[str, ...], plan: str, pooling: str) -> None:
 @pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("plain", "torchrec"),))])
 @pytest.mark.parametrize("row_wise", ["ordered", "exact"])
 def test_rows(kinds: tuple[str, ...], plan: str, pooling: str, row_wise: str) -> None:
-    """Tables that are split by rows: parts of bags are added in the order of the rows, updates are one process's."""
+    """Row-wise tables add parts of bags in row order; updates are one process's."""
     case = Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=(8, 5), row_wise=row_wise)
     check(Distinct(case, kinds), same_outputs=row_wise == "exact")
 
@@ -40,7 +40,7 @@ def test_rows(kinds: tuple[str, ...], plan: str, pooling: str, row_wise: str) ->
 @pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "table_wise")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_weights_padding_and_ignored_ids(plan: str, pooling: str) -> None:
-    """Weights on one rank, ids that are left out, and outputs in float16, whose gradients are summed in float32."""
+    """Weights on one rank, ignored ids and float16 outputs, with gradients summed in float32."""
     case = Case(
         plan,
         pooling=pooling,
@@ -56,7 +56,7 @@ def test_weights_padding_and_ignored_ids(plan: str, pooling: str) -> None:
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "grid_shard", "data_parallel")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_by_feature(plan: str, pooling: str) -> None:
-    """Bags of each feature, of which every rank has other numbers, and gradients of their weights: one process's."""
+    """by_feature() on bags with different counts per rank has one process's outputs and weight gradients."""
     given = Distinct(Case(plan, "bf16", pooling=pooling, sizes=(8, 5)))
     found = pool(2).run(HERE, "by_feature", given)
     ebc = collection(given.case)
@@ -76,7 +76,7 @@ def test_by_feature(plan: str, pooling: str) -> None:
 @pytest.mark.parametrize("kinds", [("inverse", "plain"), *full((("plain", "torchrec"),))])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_gradients_of_weights(plan: str, kinds: tuple[str, ...], pooling: str) -> None:
-    """They come back to the rank that fed the bags, each summed over the samples that share its bag."""
+    """Weight gradients return to the bags' rank, summed over the samples that share a bag."""
     given = Distinct(Case(plan, "bf16", pooling=pooling, sizes=(8, 5)), kinds)
     found = pool(2).run(HERE, "weighted", given)
     grads, state = weighted_alone(given)
@@ -94,27 +94,26 @@ def test_gradients_of_weights(plan: str, kinds: tuple[str, ...], pooling: str) -
 
 @pytest.mark.parametrize("gradient", ["global_mean", *full("torchrec")])
 def test_even_means(gradient: str) -> None:
-    """The loss of each rank is the mean over its samples: with even batches on two ranks, one process's bits."""
+    """Means over each rank's samples have one process's bits for even batches on two ranks."""
     check(Distinct(Case("table_wise", gradient=gradient)))
 
 
 def test_four_ranks() -> None:
-    """More ranks than tables, and one without samples."""
+    """Four ranks, more than tables, one of them without samples."""
     case = Case("mixed", pooling="mean", sizes=(5, 0, 4, 8))
     check(Distinct(case, ("inverse", "inverse", "plain", "groups")), same_outputs=False)
 
 
 @pytest.mark.full
 def test_one_rank() -> None:
-    """One process is a plan, too."""
     check(Distinct(Case("table_wise", sizes=(8,)), ("inverse",)))
 
 
 def test_what_travels() -> None:
-    """Pooled rows of distinct bags, whatever the number of samples."""
-    given = Distinct(Case("table_wise", sizes=(40, 40)))  # rank 0 has t1, rank 1 t0 and t2, which two features look up
+    """Pooled rows of distinct bags are sent, independent of the number of samples."""
+    given = Distinct(Case("table_wise", sizes=(40, 40)))  # rank 0 has t1, rank 1 t0 and t2; two features use t2
     bags = [20, 21, 22, 23]
-    asked = [bags[0] + bags[2] + bags[3], bags[1]]  # by rank 0 of rank 1, and by rank 1 of rank 0
+    asked = [bags[0] + bags[2] + bags[3], bags[1]]  # by rank 0 from rank 1, and by rank 1 from rank 0
     assert pool(2).run(HERE, "numbers_sent", given) == [
         [asked[1] * DIM, asked[0] * DIM + 7],
         [asked[0] * DIM, asked[1] * DIM + 7],
@@ -122,7 +121,7 @@ def test_what_travels() -> None:
 
 
 def test_without_inverse_indices() -> None:
-    """There is no batch that the outputs could be rows of: all ranks are told."""
+    """Features with different batch sizes and no inverse indices raise on all ranks."""
     others, own = pool(2).run(HERE, "without_inverse", Distinct())
     assert own.startswith("ValueError: the features have batch sizes of their own and no inverse indices")
     assert others.startswith("OtherRankError: another rank refused its batch")

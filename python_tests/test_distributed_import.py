@@ -1,4 +1,4 @@
-"""Checkpoints of TorchRec's own fused kernels: read and written by its names."""
+"""Checkpoints of TorchRec's fused kernels: read and written with its names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", CASES)
 def test_import(tmp_path: Path, case: Import) -> None:
-    """A checkpoint of TorchRec loads, with the optimizer's state, on ranks and in one process; training goes on."""
+    """A checkpoint of TorchRec loads with the optimizer's state, on ranks and in one process, and trains on."""
     found = pool(2).run(HERE, "imported", case, str(tmp_path))
     for theirs, ours in found:
         for got, want in zip(ours, theirs, strict=True):
@@ -46,14 +46,14 @@ def test_import(tmp_path: Path, case: Import) -> None:
 
 @pytest.mark.parametrize("case", [Import("exact_row_wise_adagrad"), *full(Import("exact_adagrad", pooled=False))])
 def test_export(tmp_path: Path, case: Import) -> None:
-    """TorchRec loads a checkpoint of this package that has its names."""
+    """TorchRec loads a checkpoint of this package with its names."""
     for ours, theirs in pool(2).run(HERE, "exported", case, str(tmp_path)):
         for got, want in zip(theirs, ours, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_names() -> None:
-    """Names are TorchRec's, and tensors the collection's own memory; other parts of a model keep theirs."""
+    """Names are TorchRec's, tensors alias the collection's memory, and other modules keep their names."""
     model = alone(Import())
     state = rk.distributed.torchrec_state(model)
     weights = [f"tables.embedding_bags.t{i}.weight" for i in range(3)]
@@ -66,7 +66,7 @@ def test_names() -> None:
 
 
 def test_optimizers_of_tables() -> None:
-    """Each table has the state of its own; one that TorchRec's checkpoints do not have is named."""
+    """Each table has its optimizer's state; an optimizer that TorchRec's checkpoints lack is named."""
     own = {"a": rk.SGD(), "b": None, "c": rk.Adagrad()}
     tables = [rk.EmbeddingBagConfig(9, 4, name=n, feature_names=[n], optimizer=o) for n, o in own.items()]
     model = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad())
@@ -82,7 +82,7 @@ def test_optimizers_of_tables() -> None:
 
 
 def test_refused() -> None:
-    """State that TorchRec's checkpoints do not have, and rows that are no floats."""
+    """State that TorchRec's checkpoints lack and quantized rows are rejected."""
     config = {"name": "t", "feature_names": ["f"]}
     table = rk.EmbeddingBagConfig(100, 16, **config)
 

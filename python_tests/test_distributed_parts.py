@@ -1,4 +1,4 @@
-"""rk.distributed with tables of parts whose rows are shared out, on gloo processes against one process."""
+"""rk.distributed with row-wise tables of several parts, on gloo processes against one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiers import full
 import rec_kernels as rk
 
 pytest.importorskip("torchrec.distributed")
-#: Compressions, by name; of "tiny" one rank of two has no row of a part.
+#: Compressions by name; of "tiny", one of two ranks has no row of some part.
 KINDS = {
     "hash": rk.Hash(10),
     "mult": rk.QuotientRemainder(10),
@@ -40,7 +40,7 @@ LAST = (3, None, ROWS[2] - 1)
 
 
 def case_of(kind: str, **options: object) -> Case:
-    """A case whose outputs have the bits of one process."""
+    """A case whose outputs have one process's bits."""
     given = {"plan": "row_wise", "row_wise": "exact", "sizes": (8, 5), "compression": KINDS[kind]}
     return Case(**{**given, **options})
 
@@ -49,7 +49,7 @@ def case_of(kind: str, **options: object) -> Case:
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 @pytest.mark.parametrize("format", ["fp32", *full("int8", "mx9", "bf16")])
 def test_exact(kind: str, pooling: str, format: str) -> None:
-    """One process's outputs, bit by bit, and rows and state, in every way to combine parts."""
+    """Outputs, rows and state have one process's bits for every composition."""
     check(case_of(kind, pooling=pooling, format=format, optimizer="rowwise_adagrad", weighted=True))
 
 
@@ -57,7 +57,7 @@ def test_exact(kind: str, pooling: str, format: str) -> None:
 @pytest.mark.parametrize("row_wise", ["ordered", *full("reduce_scatter")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_parts_of_bags(kind: str, row_wise: str, pooling: str) -> None:
-    """Each shard's sums of a bag, where parts are not multiplied."""
+    """Parts that are not multiplied may be pooled per shard."""
     check(case_of(kind, row_wise=row_wise, pooling=pooling, weighted=True), same_outputs=False)
 
 
@@ -70,7 +70,7 @@ def test_parts_of_bags(kind: str, row_wise: str, pooling: str) -> None:
     ],
 )
 def test_products(kind: str, given: dict) -> None:
-    """A rank sums its gradients of a row, and ranks' sums are added in their order: one process's, within rounding."""
+    """Each rank sums its gradients of a row, and sums are added in rank order: one process's within rounding."""
     case = case_of(kind, **{"row_wise": "ordered", "optimizer": "sgd", **given})
     found, again = (pool(len(case.sizes)).run("distributed_cases", "run", case) for _ in range(2))
     outputs, state = one_process(case)
@@ -88,7 +88,7 @@ def test_products(kind: str, given: dict) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", *full("torch")])
 def test_training_of_products(optimizer: str, tmp_path: Path) -> None:
-    """Several lookups, and gradients of weights, which have the bits of one process before the first update."""
+    """With several lookups, gradients of weights have one process's bits before the first update."""
     case = case_of("mult", row_wise="ordered", optimizer=optimizer, steps=0)
     found = pool(2).run("distributed_composition_cases", "run", case, "table_wise", str(tmp_path / "checkpoint"))
     outputs, _, state = trained_alone(case)
@@ -105,7 +105,7 @@ def test_training_of_products(optimizer: str, tmp_path: Path) -> None:
 
 
 def asked_for(given: Distinct, rank: int, *, distinct: bool) -> int:
-    """Rows of parts that a rank asks the other for."""
+    """Rows of parts that a rank requests from the other."""
     from rec_kernels.distributed.table_parts import part_block
 
     batch, found = own_batch(given, 0, rank), 0
@@ -122,7 +122,7 @@ def asked_for(given: Distinct, rank: int, *, distinct: bool) -> int:
 
 @pytest.mark.parametrize("row_wise", ["ordered", "exact"])
 def test_what_travels(row_wise: str) -> None:
-    """Rows of multiplied parts, and their gradients: once for each rank, or with row_wise="exact" for each id."""
+    """Rows of multiplied parts and their gradients are sent once per rank, or per id with row_wise="exact"."""
     given = Distinct(case_of("mult", row_wise=row_wise, sizes=(40, 40)), ("plain", "plain"))
     asked = [asked_for(given, rank, distinct=row_wise == "ordered") for rank in range(2)]
     assert pool(2).run("distributed_distinct_cases", "numbers_sent", given) == [
@@ -141,19 +141,19 @@ def test_what_travels(row_wise: str) -> None:
     ],
 )
 def test_what_batches_have(kind: str, given: dict) -> None:
-    """Ids that do not count, ranks without samples; an optimizer and a rate for each table."""
+    """Ignored ids, ranks without samples, and optimizers and rates per table."""
     check(case_of(kind, pooling="mean", **given))
 
 
 @pytest.mark.parametrize("kind", ["tiny", *full("hash", "mult", "concat", "pooled")])
 def test_four_ranks(kind: str) -> None:
-    """Some of them have no row of a part, and one has no samples."""
+    """Four ranks; some have no row of a part, and one has no samples."""
     check(case_of(kind, sizes=(5, 0, 4, 8)))
 
 
 @pytest.mark.parametrize(("plan", "row_wise"), [("grid_shard", "exact"), *full(("mixed", "exact"))])
 def test_columns_of_hashed_tables(plan: str, row_wise: str) -> None:
-    """A table of one part is split by columns, too."""
+    """A hashed table may be split by columns."""
     check(case_of("hash", plan=plan, row_wise=row_wise, format="bf16", optimizer="adam_bf16"))
 
 
@@ -161,7 +161,7 @@ def test_columns_of_hashed_tables(plan: str, row_wise: str) -> None:
 @pytest.mark.parametrize("other", ["table_wise", *full("data_parallel", "row_wise")])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", *full("torch")])
 def test_training(kind: str, other: str, optimizer: str, tmp_path: Path) -> None:
-    """Lookups of one backward, blocks, gradients of weights, torch's optimizers; checkpoints load in other plans."""
+    """Several lookups per backward, blocks, weight gradients, torch's optimizers; checkpoints load in other plans."""
     case = case_of(kind, optimizer=optimizer)
     found = pool(2).run("distributed_composition_cases", "run", case, other, str(tmp_path / "checkpoint"))
     outputs, grads, state = trained_alone(case)
@@ -172,7 +172,7 @@ def test_training(kind: str, other: str, optimizer: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["concat", "pooled_tiny", *full("hash", "mult", "add", "pooled")])
 def test_training_of_means(kind: str, tmp_path: Path) -> None:
-    """A weight's gradient is divided behind the sum over parts, also where one rank has all of a part."""
+    """A weight's gradient is divided after the sum over parts, also if one rank has all of a part."""
     case = case_of(kind, pooling="mean", optimizer="sgd")
     found = pool(2).run("distributed_composition_cases", "run", case, "table_wise", str(tmp_path / "checkpoint"))
     outputs, _, state = trained_alone(case)
@@ -181,7 +181,7 @@ def test_training_of_means(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mult", *full("hash", "add")])
 def test_rank_without_tables(kind: str) -> None:
-    """One rank has all blocks of the rows, and both have samples with weights, pooled and not."""
+    """One rank has all rows, and both have samples with weights, pooled and not."""
     check(case_of(kind, plan="rows_of_one_rank", weighted=True))
     check_sequences(Sequences("rows_of_one_rank", compression=KINDS[kind], weighted=True))
 
@@ -205,7 +205,7 @@ def test_scaled_losses(kind: str) -> None:
     ],
 )
 def test_sequences(kind: str, given: dict) -> None:
-    """Rows of ids are combined where the samples are: one process's bits."""
+    """Sequence rows are composed on the samples' rank: one process's bits."""
     check_sequences(Sequences("row_wise", compression=KINDS[kind], **given))
 
 
@@ -213,7 +213,7 @@ def test_sequences(kind: str, given: dict) -> None:
 @pytest.mark.parametrize("kinds", [("inverse", "groups"), *full((("plain", "torchrec"),))])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_shared_bags(kind: str, kinds: tuple[str, str], pooling: str) -> None:
-    """Samples get distinct bags after their parts were combined."""
+    """Distinct bags are expanded to samples after composition."""
     given = Distinct(case_of(kind, pooling=pooling, weighted=True, bad_ids=True, padding=LAST), kinds)
     found = pool(2).run("distributed_distinct_cases", "run", given)
     check_found(found, *distinct_alone(given))
@@ -221,7 +221,7 @@ def test_shared_bags(kind: str, kinds: tuple[str, str], pooling: str) -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "mult"])
 def test_caches(kind: str) -> None:
-    """Rows of one part have slots, and of several none, as in one process."""
+    """Hashed tables have slots; tables of several parts have none, as in one process."""
     case = case_of(kind, optimizer="adam", cache=rk.RowCache(0.2, ways=4))
     found = pool(2).run("distributed_cache_cases", "run", case)
     inserted = sum(table["inserted"] for *_, report in found for table in report)
@@ -232,7 +232,7 @@ def test_caches(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["hash", *full("mult")])
 def test_first_numbers(kind: str) -> None:
-    """Rows of a collection on the meta device begin alike in every plan."""
+    """Rows of a collection on the meta device have the same initial values in every plan."""
     case = case_of(kind)
     found = pool(2).run("distributed_torchrec_cases", "begin", replace(case, plan="table_wise"))
     whole = {name: numbers for own in found for name, pairs in own.items() for _, numbers in pairs}
@@ -241,7 +241,7 @@ def test_first_numbers(kind: str) -> None:
 
 
 def test_blocks_of_parts() -> None:
-    """A part is cut where the table is, in proportion: all of it, each row once."""
+    """Parts are split in proportion to the table; shards cover every row once."""
     from rec_kernels.distributed.table_parts import part_block
 
     for ids, part in ((10**9, 1000), (100, 3), (7, 7), (1030, 1)):
@@ -256,7 +256,7 @@ def test_blocks_of_parts() -> None:
 
 
 def test_other_groups() -> None:
-    """A state of other tables is refused, and TorchRec's optimizer saves no rates."""
+    """A state of other tables is rejected, and TorchRec's optimizer saves no rates."""
     from rec_kernels.distributed.sharded_optimizer import ShardedFusedOptimizer, TorchRecFusedOptimizer
     from rec_kernels.nn.training.fused_update import rate_groups
 
@@ -278,7 +278,7 @@ def test_other_groups() -> None:
 
 
 def test_what_it_says_of_itself() -> None:
-    """It has names, sizes and numbers of the collection that it was made of, and this rank's share."""
+    """A sharded collection reports its names, sizes and values, and this rank's share."""
     found = pool(2).run("distributed_torchrec_cases", "shown", Case())
     for rank, (text, step, device, is_weighted, tables) in enumerate(found):
         assert text.startswith("ShardedEmbeddingBagCollection(\n  t0: ")
@@ -288,7 +288,7 @@ def test_what_it_says_of_itself() -> None:
 
 
 def test_errors_of_others_are_pickled() -> None:
-    """A pool of processes sends what a rank has raised."""
+    """OtherRankError can be pickled, as process pools require."""
     from rec_kernels.distributed.agreement import OtherRankError
 
     error = pickle.loads(pickle.dumps(OtherRankError("rank 1: no rows", "IndexError")))

@@ -1,4 +1,4 @@
-"""rk.distributed.planner: the bytes that it counts, and the plans that it makes of them."""
+"""rk.distributed.planner: its estimates of bytes, and its plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tables_of(rows: list[int], dim: int = 16, **options: object) -> rk.Embedding
 def planned(
     tables: nn.Module, world: int = 2, types: tuple[str, ...] = ("table_wise", "row_wise"), **given: object
 ) -> tuple[dict[str, str], list]:
-    """The sharding type of each table, and the options of the plan."""
+    """Returns the sharding type of each table, and the options of the plan."""
     from torchrec.distributed.planner import Topology
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
@@ -52,14 +52,14 @@ def planned(
 
 
 every_plan = pytest.mark.parametrize("plan", ["row_wise", "mixed", *full("table_wise", "data_parallel", "grid_shard")])
-SLOTS = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy="lfu")  # fraction 1: slots of each table by itself
+SLOTS = rk.RowCache({"t0": 1.0, "t2": 0.0}, ways=8, policy="lfu")  # fraction 1: each table has its own slots
 
 
 @every_plan
 @pytest.mark.parametrize("format", ["bf16", *full("int8", "fp32", "mx6")])
 @pytest.mark.parametrize("optimizer", ["adam", "own", *full("rowwise_adagrad", "sgd", "adam_bf16", "torch")])
 def test_bytes(plan: str, format: str, optimizer: str) -> None:
-    """Rows, state and slots that each rank's collection has, to the byte."""
+    """Estimated bytes of rows, state and slots are those of each rank's collection."""
     own = ("sgd", None, "rowwise_adagrad") if optimizer == "own" else (None,) * 3
     optimizer = "adam" if optimizer == "own" else optimizer
     cache = SLOTS if OPTIMIZERS[optimizer] else None
@@ -69,7 +69,7 @@ def test_bytes(plan: str, format: str, optimizer: str) -> None:
 @pytest.mark.full
 @every_plan
 def test_bytes_of_slots_without_counts(plan: str) -> None:
-    """Rows and state have the same bytes whatever the policy, so that one format and optimizer are enough."""
+    """Without policy counts, rows and state have equal bytes; one format and optimizer are enough."""
     check_bytes(Case(plan, "bf16", "adam", cache=replace(SLOTS, policy="lru")))
 
 
@@ -108,7 +108,7 @@ def check_bytes(case: Case) -> None:
 
 
 def test_bytes_of_parts() -> None:
-    """A compressed table is all of its parts; slots that some rows share are a part of the rows'."""
+    """A compressed table has the bytes of its parts; slots for a fraction of the rows are that share of the bytes."""
     from rec_kernels.distributed.planning import shard_bytes
 
     table = rk.EmbeddingBagConfig(
@@ -125,7 +125,7 @@ def test_bytes_of_parts() -> None:
 
 
 def test_bytes_sent() -> None:
-    """Row shards send a row of every bag each, or of each id, tables of one rank once; sequences send each id's."""
+    """Row shards send a row per bag or per id, other shards once per bag; sequences send a row per id."""
     sent = {}
     for kind in ("table_wise", "row_wise", "data_parallel"):
         _, options = planned(tables_of([1000]), types=(kind,), lengths={"f0": 3})
@@ -156,7 +156,7 @@ def test_bytes_sent() -> None:
 
 
 def test_plans() -> None:
-    """Two ranks share out equal tables whole, which sends half of what rows do; rows, where a rank has no room."""
+    """Equal tables are placed whole on two ranks, which halves the bytes sent, or row-wise if a rank lacks memory."""
     equal = tables_of([1000] * 4)
     kinds, options = planned(equal)
     assert set(kinds.values()) == {"table_wise"}
@@ -171,7 +171,7 @@ def test_plans() -> None:
 
 
 def test_tables_in_host_memory() -> None:
-    """A cache with backing "host" leaves state, slots and a step's rows on the GPU."""
+    """A cache with backing "host" keeps state, slots and a step's rows on the GPU."""
     options = {"optimizer": rk.RowwiseAdagrad(), "cache": rk.RowCache(0.1, backing="host")}
     given = {"compute_device": "cuda", "ddr_cap": 1 << 30, "hbm_cap": 1 << 30, "types": ("table_wise",)}
     ((option,), (plain,)) = (planned(tables_of([100_000], **own), **given)[1] for own in (options, {}))
@@ -183,7 +183,7 @@ def test_tables_in_host_memory() -> None:
 
 
 def test_tables_in_files() -> None:
-    """Rows are their share of the ranks' budgets, which hold the slots, too; others are read in blocks."""
+    """Rows in files count as a share of the ranks' budgets, which include slots; the rest is read in blocks."""
     rows, budget = 100_000, 1 << 20
     options = {"optimizer": rk.RowwiseAdagrad(), "types": ("row_wise",), "lengths": {"f0": 100}}
     found = {}
@@ -202,7 +202,7 @@ def test_tables_in_files() -> None:
 
 
 def test_errors() -> None:
-    """Lengths of features that are not there, two tables of one name, nothing to shard."""
+    """Lengths of unknown features, duplicate table names and models without tables are rejected."""
     with pytest.raises(
         ValueError, match=r"lengths name \['x'\], which are no features of the model's tables: \['f0'\]"
     ):
@@ -228,7 +228,7 @@ def test_errors() -> None:
     ],
 )
 def test_wrong_arguments(given: dict, text: str) -> None:
-    """The planner names what is wrong before TorchRec's meets it."""
+    """The planner rejects wrong arguments before TorchRec sees them."""
     from torchrec.distributed.planner import Topology
 
     known = {"model": Model(tables_of([10])), "sharders": [rk.distributed.EmbeddingBagCollectionSharder()]}
@@ -238,7 +238,7 @@ def test_wrong_arguments(given: dict, text: str) -> None:
 
 
 def test_wrong_sharders() -> None:
-    """Sharding types are a list, and a plan has blocks of each table but replicas."""
+    """Sharding types must be a list, and a plan must have the blocks of every table that is not replicated."""
     from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     for types in ("row_wise", None, []):

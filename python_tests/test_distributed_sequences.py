@@ -1,4 +1,4 @@
-"""rk.distributed for lookups that are not pooled, on gloo processes against one process, bit by bit."""
+"""rk.distributed for sequence embeddings, on gloo processes against one process, bit by bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytest.importorskip("torchrec.distributed")
 
 
 def check(case: Sequences) -> None:
-    """Rows, lengths and state have the bits of one process."""
+    """Asserts one process's rows, lengths and state to the bit."""
     found = pool(len(case.sizes)).run(HERE, "run", case)
     outputs, state = one_process(case)
     assert differences(state, [blocks for _, blocks in found]) == []
@@ -44,21 +44,21 @@ def check(case: Sequences) -> None:
 @pytest.mark.parametrize("format", ["fp32", "int8", *full("mx9", "bf16")])
 @pytest.mark.parametrize("plan", ["table_wise", "row_wise", *full("one_rank", "data_parallel")])
 def test_whole_rows(plan: str, format: str) -> None:
-    """Shards of whole rows, in every format."""
+    """Shards of whole rows work in every format."""
     check(Sequences(plan, format, "rowwise_adagrad"))
 
 
 @pytest.mark.parametrize("plan", ["row_wise", *full("table_wise")])
 @pytest.mark.parametrize("optimizer", ["adam", *full("sgd", "adam_bf16", "lamb", "clipped")])
 def test_optimizers(plan: str, optimizer: str) -> None:
-    """Every optimizer, also those that look at a whole row's gradient."""
+    """Every optimizer works, also those that need a whole row's gradient."""
     check(Sequences(plan, "bf16", optimizer))
 
 
 @pytest.mark.parametrize("format", ["bf16", *full("fp32", "fp16")])
 @pytest.mark.parametrize("plan", ["mixed", "grid_shard", *full("column_wise")])
 def test_blocks(plan: str, format: str) -> None:
-    """Tables that are split by columns, and several ways in one plan."""
+    """Tables split by columns, and different sharding types in one plan, work."""
     check(Sequences(plan, format, "adam_bf16", output_dtype=torch.float16))
 
 
@@ -72,32 +72,31 @@ def test_blocks(plan: str, format: str) -> None:
     ],
 )
 def test_what_batches_have(plan: str, given: dict) -> None:
-    """Padding, weights on one rank, ids out of range, features with batch sizes of their own, ranks without samples."""
+    """Padding, weights on one rank, ids out of range, batch sizes per feature, and ranks without samples."""
     check(Sequences(plan, **given))
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 4, 2), *full(((8,),))])
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "grid_shard", "one_rank")])
 def test_other_numbers_of_ranks(plan: str, sizes: tuple[int, ...]) -> None:
-    """Four ranks, more than there are tables, and one."""
+    """Four ranks, more than tables, and one."""
     check(Sequences(plan, "bf16", sizes=sizes, own_sizes=True))
 
 
 @pytest.mark.parametrize("compression", [rk.Hash(20), *full(rk.QuotientRemainder(8))])
 def test_compressed_tables(compression: object) -> None:
-    """Tables whose rows ids share, or that are made of parts."""
+    """Hashed tables and tables of several parts work."""
     check(Sequences("table_wise", compression=compression))
 
 
 @pytest.mark.parametrize("gradient", ["global_mean", "torchrec"])
 def test_even_means(gradient: str) -> None:
-    """Each rank's loss is the mean over its samples, which have different numbers of ids: one process's bits."""
+    """Means over each rank's samples have one process's bits, whatever the numbers of ids."""
     check(Sequences("row_wise", gradient=gradient, sizes=(8, 8)))
 
 
 def test_global_mean_of_uneven_batches() -> None:
-    """A sample weighs as much as any, however many ids it has and other ranks have samples; own sizes count by the
-    largest."""
+    """Samples have equal weight whatever their numbers of ids and the ranks' batch sizes."""
     case = Sequences("row_wise", "fp32", "sgd", gradient="global_mean", sizes=(8, 3), own_sizes=True)
     found = pool(2).run(HERE, "run", case)
     state, begun = train_by_hand(case, (11 / 17, 6 / 17))
@@ -109,7 +108,7 @@ def test_global_mean_of_uneven_batches() -> None:
 
 
 def train_by_hand(case: Sequences, shares: tuple[float, ...]) -> tuple[dict, dict]:
-    """States of one process, trained with the mean over each rank's samples times its share; and of the beginning."""
+    """States of one process before and after training with each rank's mean times its share."""
     model = Model(collection(case))
     begun = {name: t.clone() for name, t in model.sequences.state_dict().items()}
     for step in range(case.steps):
@@ -124,7 +123,7 @@ def train_by_hand(case: Sequences, shares: tuple[float, ...]) -> tuple[dict, dic
 
 @pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "one_rank")])
 def test_options(plan: str) -> None:
-    """accumulate(), several lookups of a backward, freeze() and the learning rate do what they do in one process."""
+    """accumulate(), several lookups per backward, freeze() and the learning rate work as in one process."""
     case = Sequences(plan)
     found = pool(2).run(HERE, "options", case)
     model = Model(collection(case))
@@ -133,7 +132,7 @@ def test_options(plan: str) -> None:
 
 
 def test_overflow_on_one_rank() -> None:
-    """Scaled losses: the update is skipped on all ranks, as in one process."""
+    """An overflow skips the update on all ranks, as in one process."""
     case = Sequences("mixed", "bf16", "adam_bf16", steps=4)
     (scales, first), (others, second) = pool(2).run(HERE, "scaled", case)
     model = Model(collection(case))
@@ -144,7 +143,7 @@ def test_overflow_on_one_rank() -> None:
 
 
 def test_unlike_backwards() -> None:
-    """Ranks that run backwards of different lookups are told so, all of them, and nothing changes."""
+    """Backward passes of different lookups on ranks raise on all ranks, and nothing changes."""
     (first, same0), (second, same1) = pool(2).run(HERE, "unlike", Sequences("row_wise"))
     assert first == second
     assert "rank 0 updates with lookup 0 at once, scale 0, and rank 1 updates with lookup 1" in first
@@ -155,7 +154,7 @@ def test_unlike_backwards() -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("plan", "other"), [("mixed", "row_wise"), *full(("row_wise", "grid_shard"))])
 def test_checkpoints(tmp_path: Path, plan: str, other: str) -> None:
-    """torch.distributed.checkpoint: from one plan into another, and into one process, by one process's names."""
+    """Checkpoints of torch.distributed.checkpoint load into another plan, and into one process with its names."""
     case = Sequences(plan, "bf16")
     found = pool(2).run(HERE, "save_and_load", case, other, str(tmp_path))
     whole = one_process(case)[1]
@@ -178,7 +177,7 @@ def test_states_of_bags() -> None:
 
 
 def test_bad_batches() -> None:
-    """The rank that fed one names feature and bag; the others stop with its message, nothing changes, all go on."""
+    """The rank of a bad batch names feature and bag; the others raise its message; nothing changes, and all go on."""
     case = Sequences("mixed", optimizer="sgd", own_sizes=True)
     (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "refused", case)
     assert same0
@@ -195,14 +194,14 @@ def test_bad_batches() -> None:
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "data_parallel", "grid_shard")])
 @pytest.mark.parametrize("own_sizes", [True, *full(False)])
 def test_gradients_of_weights(plan: str, own_sizes: bool) -> None:
-    """They come back to the rank that fed the ids: bits of one process, but for rows that are split by columns."""
+    """Weight gradients return to the ids' rank with one process's bits; column-wise tables may round otherwise."""
     case = Sequences(plan, "bf16", own_sizes=own_sizes, steps=4, padding=(3, None, None))
     found = pool(2).run(HERE, "weighted", case)
     model = Model(collection(case))
     for step, features in enumerate(train_weighted(case, model, model.sequences, [0, 1])):
         for f, want in enumerate(features):
             got = torch.cat([own[step][f] for own, _ in found])
-            want = want[len(want) - len(got) :]  # of the last rank alone in the second step
+            want = want[len(want) - len(got) :]  # the last rank's part in the second step
             assert len(got) > 0
             if plan == "grid_shard" or (plan == "mixed" and f == 0):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -212,13 +211,13 @@ def test_gradients_of_weights(plan: str, own_sizes: bool) -> None:
 
 
 def test_planner_and_pipeline() -> None:
-    """TorchRec's planner and its pipelined step, for a model with collections of both kinds: the bits of a loop."""
+    """TorchRec's planner and pipelined step have the bits of a loop, for a model with both kinds of collections."""
     assert pool(2).run(HERE, "pipelined", Sequences()) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("plan", ["row_wise", "table_wise"])
 def test_what_travels(plan: str) -> None:
-    """Each row goes once to the rank that asked for it, and its gradient once back, behind what ranks tell."""
+    """Each row is sent once to the requesting rank, and its gradient once back after the control values."""
     case = Sequences(plan)
     rows = [[(f, ids) for f, ids in enumerate(_features(case, rank))] for rank in range(2)]
 

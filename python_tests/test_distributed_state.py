@@ -1,4 +1,4 @@
-"""States of sharded collections that one rank alone cannot load: all ranks raise, and nothing has been loaded."""
+"""States of sharded collections that one rank cannot load: all ranks raise, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiers import full
 
 HERE = "distributed_state_cases"
 pytest.importorskip("torchrec.distributed")
-#: Mistakes in the state of rank 1, and a part of its error for each.
+#: Defects of rank 1's state, and a part of each error.
 WRONG = {
     "missing": "Missing key(s) in state_dict: embedding_bags.t0.weight; none of the collection's tables was changed",
     "unexpected": "Unexpected key(s) in state_dict: embedding_bags.t9.weight",
@@ -27,7 +27,7 @@ WRONG = {
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise")])
 @pytest.mark.parametrize("format", ["fp32", *full("int8")])
 def test_one_rank(plan: str, format: str) -> None:
-    """Every mistake is told by the rank that has made it, and by the other one with its rank and message."""
+    """Every defect raises on its rank, and on the other one with that rank and message."""
     plan = plan if format == "fp32" or plan != "mixed" else "data_parallel"
     case = Case(plan, format, "adam", sizes=(8, 5), steps=2)
     state = one_process(case)[1]
@@ -43,7 +43,7 @@ def test_one_rank(plan: str, format: str) -> None:
 
 
 def test_one_process() -> None:
-    """A forged dtype is refused before any table is written."""
+    """A forged dtype is rejected before any table is written."""
     ebc = collection(Case(optimizer="adam"))
     before = {name: t.clone() for name, t in ebc.state_dict().items()}
     given = {name: torch.zeros_like(t) for name, t in before.items()}

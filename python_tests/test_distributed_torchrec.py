@@ -1,4 +1,4 @@
-"""rk.distributed between TorchRec and torch: plans, checkpoints, errors, pipelines, what it relies on of TorchRec."""
+"""rk.distributed with TorchRec and torch: plans, checkpoints, errors, pipelines, and assumptions about their APIs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ torchrec = pytest.importorskip("torchrec.distributed")
 @pytest.mark.parametrize(("plan", "other"), [("mixed", "table_wise"), *full(("table_wise", "row_wise"))])
 @pytest.mark.parametrize("format", ["bf16", *full("fp32")])
 def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None:
-    """torch.distributed.checkpoint: from one plan into another, and into one process, by one process's names."""
+    """Checkpoints of torch.distributed.checkpoint load into another plan, and into one process with its names."""
     case = Case(plan, format, "adam")
     found = pool(2).run(HERE, "save_and_load", case, other, str(tmp_path))
     whole = one_process(case)[1]
@@ -44,7 +44,7 @@ def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None
 
 
 def test_groups_that_lack_the_first_rank() -> None:
-    """Plans count the ranks of a group, and states those of all: one process in a group of its own is one process."""
+    """Plans count a group's ranks, and states all ranks: a process in its own group behaves as one process."""
     case = Case(sizes=(8,))
     for found in pool(2).run(HERE, "in_a_group", case):
         assert differences(one_process(case)[1], [found]) == []
@@ -63,8 +63,7 @@ def test_checkpoints_of_other_numbers_of_ranks(tmp_path: Path, plan: str) -> Non
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_reshardings(tmp_path: Path) -> None:
-    """Twenty reshardings, each plan on 1, 2 or 4 processes in random order, a training step after each: the bits of one
-    process that made the steps."""
+    """Twenty random reshardings on 1, 2 or 4 processes, with a step after each, have the bits of one process."""
     drawn = random.Random(5)
     case = Case(format="bf16", optimizer="adam", sizes=(4, 1, 0, 5), steps=20)
     for step in range(20):
@@ -77,7 +76,7 @@ def test_reshardings(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_one_process(tmp_path: Path) -> None:
-    """Its tables are loaded in shards, as bytes."""
+    """A checkpoint of one process loads into shards."""
     case = Case("row_wise", "int8", "rowwise_adagrad", one_id=True)
     model = Model(collection(case))
     train(case, model, [0, 1])
@@ -91,7 +90,7 @@ def test_a_checkpoint_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["int8", *full("fp32")])
 def test_first_rows(format: str) -> None:
-    """Rows of a collection on the meta device begin alike whatever the plan, and their spread is the whole table's."""
+    """Initial rows of a collection on the meta device are equal in every plan, with the whole table's spread."""
     case = Case(format=format, optimizer="sgd")
     plans = ["table_wise", "row_wise"]
     found = [pool(2).run(HERE, "begin", dataclasses.replace(case, plan=plan)) for plan in plans]
@@ -105,7 +104,7 @@ def test_first_rows(format: str) -> None:
 
 
 def test_bad_batches() -> None:
-    """The rank that fed one names feature and bag; the others stop with its message, nothing changes, all go on."""
+    """The rank of a bad batch names feature and bag; the others raise its message; nothing changes, and all go on."""
     case = Case("mixed", optimizer="sgd")
     (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "refused", case)
     assert same0
@@ -123,7 +122,7 @@ def test_bad_batches() -> None:
     ("plan", "format"), [("row_wise", "int8"), ("table_wise", "fp32"), *full(("row_wise", "fp32"))]
 )
 def test_carried_over(plan: str, format: str) -> None:
-    """A learning rate that was changed before, and features and tables that were frozen, stay so."""
+    """A changed learning rate, and frozen features and tables, are kept by sharding."""
     case = Case(plan, format, "rowwise_adagrad")
     model = Model(prepared(case))
     train(case, model, [0, 1])
@@ -132,7 +131,7 @@ def test_carried_over(plan: str, format: str) -> None:
 
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise")])
 def test_uneven_data(plan: str) -> None:
-    """until_all_end() feeds a rank whose data has ended: the updates of one process; data that fail stop all ranks."""
+    """until_all_end() feeds a rank whose data ended, with one process's updates; failing data stop all ranks."""
     case = Case(plan, optimizer="adam")
     (steps, first, errors), (others, second, failed) = pool(2).run(HERE, "uneven", case)
     assert steps == others == 3
@@ -146,14 +145,14 @@ def test_uneven_data(plan: str) -> None:
 
 @pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])
 def test_unlike_ranks(what: str, text: str) -> None:
-    """Ranks that have chosen otherwise are told so, all of them."""
+    """Different settings of ranks raise on all ranks."""
     errors = pool(2).run(HERE, "unlike", Case(optimizer="sgd"), what)
     assert errors[0] == errors[1]
     assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
 
 
 def test_shards_of_one_rank_fail() -> None:
-    """All ranks are told, and go on."""
+    """A failing shard on one rank raises on all ranks, which can go on."""
     (other, first), (own, second) = pool(2).run(HERE, "without_rows", Case("row_wise", steps=1))
     assert own == "OSError: no rows here"
     assert other == "OtherRankError: another rank could not make its shards: rank 1: OSError: no rows here"
@@ -162,14 +161,14 @@ def test_shards_of_one_rank_fail() -> None:
 
 
 def test_plan_of_one_rank_is_refused() -> None:
-    """All ranks are told, before they wait for one another."""
+    """An invalid plan on one rank raises on all ranks before they wait for each other."""
     other, own = pool(2).run(HERE, "refused_plan", Case())
     assert own.startswith("ValueError: the plan must have each of the tables")
     assert other == f"OtherRankError: another rank cannot shard by its plan, and no rank has: rank 1: {own}"
 
 
 def test_replicas_begin_alike() -> None:
-    """The first rank's rows, whatever the others have drawn; and its step."""
+    """Replicas start with the first rank's rows and step."""
     first, second = pool(2).run(HERE, "replicas", Case("data_parallel", optimizer="sgd", format="bf16"))
     assert torch.equal(first[0], second[0])
     assert first[0].abs().max() < 1.5
@@ -178,14 +177,14 @@ def test_replicas_begin_alike() -> None:
 
 @pytest.mark.full
 def test_killed_rank() -> None:
-    """The others stop with an error of the process group, at once."""
+    """If a rank is killed, the others raise an error of the process group at once."""
     with pytest.raises(WorkerError, match=r"(?s)rank 0: .*RuntimeError.*without an answer: \[1\]"):
         pool(2).run(HERE, "killed", Case())
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
 def test_options(plan: str) -> None:
-    """accumulate(), freeze(), requires_grad and rates of TorchRec's optimizer do what they do in one process."""
+    """accumulate(), freeze(), requires_grad and rates of TorchRec's optimizer work as in one process."""
     case = Case(plan, optimizer="adam")
     found = pool(2).run(HERE, "options", case)
     model = Model(collection(case))
@@ -200,13 +199,13 @@ PAIRS += full(("one_rank", "data_parallel"), ("grid_shard", "mixed"))
 @pytest.mark.parametrize(("plan", "other"), PAIRS)
 @pytest.mark.parametrize("rates", [(None, 0.3, 0.02), *full(((0.3, None, None),), ((0.1, 0.2, 0.3),))])
 def test_rates_of_tables(plan: str, other: str, rates: tuple, tmp_path: Path) -> None:
-    """Tables with learning rates of their own: groups, schedulers and states are one process's, in every plan."""
+    """Learning rates per table: groups, schedulers and states equal one process's in every plan."""
     check_rates(Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=rates), other, tmp_path)
 
 
 @pytest.mark.parametrize(("plan", "other"), [("table_wise", "mixed"), *full(("mixed", "one_rank"))])
 def test_optimizers_of_tables(plan: str, other: str, tmp_path: Path) -> None:
-    """Their groups, rates and states are one process's, in every plan; groups say which optimizer is theirs."""
+    """Optimizers per table: groups, rates and states equal one process's in every plan; groups name their optimizer."""
     own = (None, "lamb", "sgd")
     case = Case(plan, "bf16", "adam", sizes=(8, 5), one_id=True, rates=(None, 0.3, 0.1), optimizers=own)
     groups = check_rates(case, other, tmp_path)["param_groups"]
@@ -214,7 +213,7 @@ def test_optimizers_of_tables(plan: str, other: str, tmp_path: Path) -> None:
 
 
 def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
-    """Compares ranks that train and go on in another plan with one process; the state of its optimizer."""
+    """Compares ranks that train and go on in another plan with one process; returns its optimizer's state."""
     rates = case.rates
     model = Model(collection(case))
     face = model.ebc.fused_optimizer
@@ -235,7 +234,7 @@ def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
 
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "data_parallel")])
 def test_beside_fsdp(plan: str) -> None:
-    """Layers under FSDP2, tables sharded by rk.distributed: losses, layers and tables of one process."""
+    """With layers under FSDP2, losses, layers and tables equal one process's."""
     case = Case(plan, optimizer="adagrad", gradient="global_mean", sizes=(8, 8))
     found = pool(2).run(HERE, "beside_fsdp", case)
     model = WithLayers(collection(case))
@@ -253,14 +252,14 @@ def test_beside_fsdp(plan: str) -> None:
 
 
 def test_planner_and_pipeline() -> None:
-    """planner() makes all ranks' plan; TorchRec's pipelined step, the dense part under DDP, has the bits of a loop."""
+    """planner() makes all ranks' plan; TorchRec's pipelined step has the bits of a loop with dense parts under DDP."""
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_example(tmp_path: Path) -> None:
-    """It learns which products are discounted; one process loads its checkpoint. It is one page."""
+    """The example learns which products are discounted, fits on a page, and one process loads its checkpoint."""
     pytest.importorskip("sklearn")
     arguments = ["--format", "int8", "--checkpoint", str(tmp_path)]
     aucs = pool(2).run(HERE, "example", groceries(), arguments)
@@ -274,7 +273,7 @@ def test_example(tmp_path: Path) -> None:
 
 
 def test_page() -> None:
-    """The example of docs/distributed.md runs, and the page quotes a message as it is."""
+    """The example of docs/distributed.md runs, and the page quotes an error exactly."""
     text = (EXAMPLES.parent / "docs" / "distributed.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     pool(2).run(HERE, "page", block)
@@ -305,7 +304,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "text"), REFUSED)
 def test_refused_plans(case: Case, text: str) -> None:
-    """The message has the table, the reason, and the ways in which it can be sharded."""
+    """The error has the table, the reason, and the possible sharding types."""
     from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     ebc = collection(case, device="meta")
@@ -314,7 +313,7 @@ def test_refused_plans(case: Case, text: str) -> None:
 
 
 def test_wrong_plans() -> None:
-    """Tables that are missing, ranks that are not there, blocks that are not all of a table."""
+    """Missing tables, unknown ranks and incomplete blocks are rejected."""
     from rec_kernels.distributed.parameter_sharding import shards_from_plan
 
     ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 3)
@@ -348,7 +347,7 @@ WRONG_BATCHES = [
 
 @pytest.mark.parametrize(("tensors", "text"), WRONG_BATCHES)
 def test_wrong_tensors(tensors: tuple, text: str) -> None:
-    """Batches of containers that check nothing: what would fail on another rank is refused on the one that feeds it."""
+    """Invalid tensors in unchecked containers are rejected on the rank that feeds them, before they reach others."""
     from rec_kernels.distributed.batch_checks import checked_batch
 
     values, offsets, weights = tensors
@@ -358,7 +357,7 @@ def test_wrong_tensors(tensors: tuple, text: str) -> None:
 
 
 def test_plans_of_torchrec() -> None:
-    """Its functions that make plans by hand, for two ranks of one host: blocks by rows, by columns, and replicas."""
+    """TorchRec's manual plans for two ranks of one host have the expected blocks and replicas."""
     from torchrec.distributed import sharding_plan as by_hand
 
     from rec_kernels.distributed.parameter_sharding import shards_from_plan
@@ -389,7 +388,7 @@ def test_plans_of_torchrec() -> None:
 
 
 def test_sharder() -> None:
-    """Its arguments, and the ways that it lets a planner choose from."""
+    """The sharder has TorchRec's arguments, and the sharding types for a planner."""
     sharder = rk.distributed.EmbeddingBagCollectionSharder
     with pytest.raises(ValueError, match="gradient must be"):
         sharder(gradient="mean")
@@ -406,12 +405,11 @@ def test_sharder() -> None:
 
 
 def parameters(function: object) -> list[str]:
-    """Names of a function's parameters but self."""
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 def test_what_is_relied_on() -> None:
-    """The signatures of TorchRec 1.8 and torch that are overridden or called, and not all of which are documented."""
+    """Signatures of TorchRec 1.8 and torch that are overridden or called, partly undocumented, are as expected."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
     from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSplitsAwaitable
@@ -462,14 +460,14 @@ def test_what_is_relied_on() -> None:
 
 @pytest.mark.parametrize("name", rk.distributed.__all__)
 def test_documented(name: str) -> None:
-    """Public names are on the page, and their arguments in their docstrings."""
+    """Public names are on the page, and their arguments in docstrings."""
     thing, page = getattr(rk.distributed, name), (EXAMPLES.parent / "docs" / "distributed.md").read_text()
     assert f"rk.distributed.{name}" in page
     assert [a for a in inspect.signature(thing).parameters if not re.search(rf"\b{a}\b", own_docstring(thing))] == []
 
 
 def test_torchrec_is_imported_late() -> None:
-    """Only rk.distributed imports it; where it is absent, the message says what is needed."""
+    """Only rk.distributed imports TorchRec; without it, the error names the requirement."""
     script = "import sys, rec_kernels as rk; print('torchrec' in sys.modules); sys.modules['torchrec'] = None"
     done = run_script(f"{script}; rk.distributed")
     assert done.stdout.strip() == "False"

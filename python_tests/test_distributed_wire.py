@@ -1,4 +1,4 @@
-"""rk.distributed.Wire on two gloo processes: what travels, what it is rounded to, and when it is waited for."""
+"""rk.distributed.Wire on two gloo processes: contents, rounding and order of messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FORMATS = ["int8", "bf16", *full("fp16", "int4", "int2", "mx9", "mx6", "mxfp8_e4
 @pytest.mark.parametrize("plan", ["table_wise", "mixed", *full("row_wise", "data_parallel", "column_wise")])
 @pytest.mark.parametrize("rounding", ["nearest", *full("stochastic")])
 def test_numbers_of_the_format(plan: str, rounding: str) -> None:
-    """Numbers that the format holds are not rounded: one process's bits."""
+    """Values that the format represents are not rounded: one process's bits."""
     wire = Wire("bf16", "bf16", rounding)
     if rounding == "stochastic" and "data_parallel" in PLANS[plan]:
         with pytest.raises(WorkerError, match="replicas of data_parallel tables would not stay equal"):
             pool(2).run(HERE, "in_bf16", Case(plan, "bf16", "sgd", wire=wire))
         return
-    # Rows of SGD with steps that bfloat16 rounds: they are bfloat16.
+    # bfloat16 rows of SGD with updates that are rounded
     case = Case(plan, "bf16", "sgd", "nearest", one_id=True, sizes=(8, 5), wire=wire)
     found = pool(2).run(HERE, "in_bf16", case)
     outputs, state = alone(case)
@@ -45,7 +45,7 @@ def test_numbers_of_the_format(plan: str, rounding: str) -> None:
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "data_parallel", "grid_shard")])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_float32(plan: str, pooling: str) -> None:
-    """The format "fp32" has the bits of no format."""
+    """The format "fp32" changes no bits."""
     cases = [Case(plan, "bf16", pooling=pooling, sizes=(8, 5), wire=wire) for wire in (None, Wire("fp32", "fp32"))]
     (first, second) = (pool(2).run("distributed_cases", "run", case) for case in cases)
     for (out, own), (other, others) in zip(first, second, strict=True):
@@ -56,7 +56,7 @@ def test_float32(plan: str, pooling: str) -> None:
 @pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_error_of_outputs(plan: str, format: str) -> None:
-    """Sums are rounded once for each row shard: as quantize_rows does with the bags of one process."""
+    """Row-wise sums are rounded once per shard, as quantize_rows rounds one process's bags."""
     case = Case(plan, optimizer="sgd", sizes=(8, 5), steps=1, wire=Wire(format))
     found = pool(2).run("distributed_cases", "run", case)
     (whole,), _ = one_process(case)
@@ -74,7 +74,7 @@ def test_error_of_outputs(plan: str, format: str) -> None:
 
 @pytest.mark.parametrize("format", ["int8", *full("mx9", "bf16")])
 def test_rows_of_ids(format: str) -> None:
-    """Each row of an id is rounded as quantize_rows does; rows of 8 columns, which int8 makes no smaller, too."""
+    """Sequence rows are rounded as by quantize_rows, also 8 columns, which int8 does not shrink."""
     case = Sequences(sizes=(8, 5), steps=1, wire=Wire(format))
     found = pool(2).run("distributed_sequence_cases", "run", case)
     for f, (_, whole) in enumerate(one_sequence_process(case)[0][0]):
@@ -86,8 +86,8 @@ def test_rows_of_ids(format: str) -> None:
 
 @pytest.mark.parametrize("formats", [("int8", "bf16"), (None, "mx6"), *full((("fp16", None),), (("int2", "int4"),))])
 def test_bytes(formats: tuple[str | None, str | None]) -> None:
-    """Rows have the format's bytes, rounded up to 4 in a message; the facts of a backward are float32."""
-    case = Case(sizes=(8, 5), wire=Wire(*formats))  # rank 0 has t1, rank 1 t0 and t2, which two features look up
+    """Messages have the format's bytes per row, padded to 4; control values of a backward are float32."""
+    case = Case(sizes=(8, 5), wire=Wire(*formats))  # rank 0 has t1, rank 1 t0 and t2; two features use t2
     row = [4 * DIM if f is None else rk.row_bytes(f, DIM) for f in formats]
 
     def padded(count: int, way: int) -> int:
@@ -100,14 +100,14 @@ def test_bytes(formats: tuple[str | None, str | None]) -> None:
 
 
 def test_bytes_of_ids() -> None:
-    """With row_wise="exact", each id's row goes once to the rank that asked for it, and its gradient back."""
+    """With row_wise="exact", each id's row is sent once to the requesting rank, and its gradient back."""
     case = Case("row_wise", sizes=(8, 5), row_wise="exact", wire=Wire("int8"))
     away = []
     for rank in range(2):
         given = batch(case, 0, [rank])
         owners = [given[key].values() // -(-ROWS[min(f, 2)] // 2) for f, key in enumerate(KEYS)]
         away.append(int((torch.cat(owners) != rank).sum()))
-    # Whole multiples of 4 bytes.
+    # Multiples of 4 bytes.
     assert pool(2).run(HERE, "bytes_sent", case) == [
         [away[1] * 24, away[0] * 4 * DIM + 28],
         [away[0] * 24, away[1] * 4 * DIM + 28],
@@ -115,7 +115,7 @@ def test_bytes_of_ids() -> None:
 
 
 def test_bytes_of_narrow_rows() -> None:
-    """Rows that would be no smaller travel as float32."""
+    """Rows that a format does not shrink are sent as float32."""
     case = Case("column_wise", wire=Wire("mxint8", "mxfp8_e4m3"))  # 8 columns: 32 bytes, or 33
     for forward, backward in pool(2).run(HERE, "bytes_sent", case):
         assert (forward, backward) == (8 * 4 * 8 * 4, 8 * 4 * 8 * 4 + 28)
@@ -123,7 +123,7 @@ def test_bytes_of_narrow_rows() -> None:
 
 @pytest.mark.parametrize("plan", ["row_wise", *full("table_wise", "column_wise")])
 def test_stochastic_rounding(plan: str) -> None:
-    """Runs repeat, also after their state has been loaded, and lookups of one step draw numbers of their own."""
+    """Stochastic rounding is reproducible, also after loading a state, and differs between lookups of a step."""
     case = Case(plan, "bf16", sizes=(8, 5), wire=Wire("int8", "int8", "stochastic"))
     first, again = pool(2).run(HERE, "resumed", case), pool(2).run(HERE, "resumed", case)
     for (found, later, same), (other, *_) in zip(first, again, strict=True):
@@ -133,7 +133,7 @@ def test_stochastic_rounding(plan: str) -> None:
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
-    """The mean over many lookups is what was sent."""
+    """The mean over many lookups is the exact value."""
     case = Case(sizes=(400, 400), one_id=True, steps=1, wire=Wire("int4", None, "stochastic"))
     (whole,), _ = one_process(case)
     got = torch.cat([out[0] for out, _ in pool(2).run("distributed_cases", "run", case)])
@@ -147,7 +147,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     "wire", [Wire("bf16", "bf16"), Wire("int8", "bf16", "stochastic"), *full(Wire("int8", "int8"), Wire("mx6", "mx9"))]
 )
 def test_training(wire: rk.distributed.Wire) -> None:
-    """It ends near the loss of float32, and not at it."""
+    """Training ends near the loss of float32, but not at it."""
     plan = "row_wise" if wire.rounding == "stochastic" else "mixed"
     case = Case(plan, optimizer="adagrad", sizes=(32, 32), gradient="global_mean")
     exact = pool(2).run(HERE, "losses", case, 40)
@@ -170,14 +170,14 @@ def test_overflows(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["fp16", "bf16", *full("int4", "int2", "int8", None)])
 def test_gradients_beyond_the_format(format: str | None) -> None:
-    """A scaled gradient that is infinite in its format only skips the update on all ranks, too."""
+    """A scaled gradient that overflows only in the format skips the update on all ranks."""
     found = pool(2).run(HERE, "too_large", Case(optimizer="sgd", wire=Wire(None, format)))
     is_beyond = format in ("fp16", "int4", "int2")
     assert found == [(512.0, True) if is_beyond else (1024.0, False)] * 2
 
 
 def test_replicas() -> None:
-    """Replicas stay alike: all get the same rounded gradients."""
+    """Replicas stay equal: all ranks receive the same rounded gradients."""
     case = Case("data_parallel", optimizer="sgd", wire=Wire("int8", "int8"))
     (_, first), (_, second) = pool(2).run("distributed_cases", "run", case)
     assert all(same_bits(first[name][0][1], second[name][0][1]) for name in first)
@@ -186,7 +186,7 @@ def test_replicas() -> None:
 
 
 def test_infinite_rows() -> None:
-    """A row with a number that the format has not is NaN where it arrives, and no rank waits in vain."""
+    """A row with a value that the format cannot represent arrives as NaN, and no rank hangs."""
     (got, wanted), (others, theirs) = pool(2).run(HERE, "infinite", Case(one_id=True, wire=Wire("int8")))
     assert (got, others) == (wanted, theirs)
     assert wanted[0]
@@ -194,8 +194,7 @@ def test_infinite_rows() -> None:
 
 
 def test_when_it_is_waited_for() -> None:
-    """Columns are waited for where they are read, and gradients behind the layers between; reading under no_grad()
-    leaves a lookup its gradients."""
+    """Ranks wait for columns when read, and for gradients after the layers; no_grad() reads keep gradients."""
     for noted, trained in pool(2).run(HERE, "order", Case()):
         assert noted == ["sent", "looked up", "waited", "sent", "layer's backward", "waited"]
         assert trained
@@ -203,7 +202,7 @@ def test_when_it_is_waited_for() -> None:
 
 @pytest.mark.parametrize("row_wise", ["ordered", "exact", "reduce_scatter"])
 def test_collectives(row_wise: str) -> None:
-    """A step has five: what ranks tell of their batches, lengths, ids, columns, gradients; sizes of bags make six."""
+    """A step has five collectives (batch headers, lengths, ids, columns, gradients), and a sixth for sizes of bags."""
     columns = ["reduce_scatter"] if row_wise == "reduce_scatter" else ["all_to_all_single"]
     lengths_and_sizes = ["all_to_all_single"] * (3 if row_wise == "exact" else 2)
     wanted = [*lengths_and_sizes, "all_to_all_single", *columns, "all_to_all_single"]
@@ -211,7 +210,7 @@ def test_collectives(row_wise: str) -> None:
 
 
 def test_lazy_containers() -> None:
-    """They are what one process returns: copies, pickles and moves have the values, and wait once."""
+    """Lazy containers equal one process's: copies, pickles and moves have the values, and wait once."""
     from rec_kernels.distributed.output_dist import LazyJaggedTensor, LazyKeyedTensor
 
     calls: list[int] = []
@@ -235,7 +234,7 @@ def test_lazy_containers() -> None:
 
 
 def test_refused() -> None:
-    """Formats that are not there, that a collective cannot add, and other formats than the first rank's."""
+    """Unknown formats, formats that a reduction cannot add, and different formats on ranks are rejected."""
     with pytest.raises(ValueError, match=r"wire.backward must be .*got 'int7'"):
         Wire("int8", "int7")
     with pytest.raises(ValueError, match=r"wire.rounding must be"):
@@ -251,7 +250,7 @@ def test_refused() -> None:
 
 
 def test_planner() -> None:
-    """It counts the bytes that travel."""
+    """The planner counts the bytes of the formats."""
     tables = tables_of([1000])
     floats, encoded = (
         next(iter(planned(tables, types=("table_wise",), wire=wire)[1])).shards[0].perf
