@@ -194,7 +194,7 @@ def test_bad_batches() -> None:
 @pytest.mark.parametrize("plan", ["mixed", "row_wise", *full("table_wise", "one_rank", "data_parallel", "grid_shard")])
 @pytest.mark.parametrize("own_sizes", [True, *full(False)])
 def test_gradients_of_weights(plan: str, own_sizes: bool) -> None:
-    """Weight gradients return to the ids' rank with one process's bits; column-wise tables may round otherwise."""
+    """Weight gradients return to the ids' rank with one process's bits, up to rounding if column-wise."""
     case = Sequences(plan, "bf16", own_sizes=own_sizes, steps=4, padding=(3, None, None))
     found = pool(2).run(HERE, "weighted", case)
     model = Model(collection(case))

@@ -1,4 +1,4 @@
-"""The reader's thread: items made ahead, exceptions, and the number of threads that others compute with."""
+"""The reader's thread: prefetched items, exceptions, and the number of compute threads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def test_an_exception_of_the_data_thread_arrives():
 
 
 def test_the_data_thread_computes_alone():
-    """The data thread uses one thread from its first item on; the training's thread and later threads keep their
-    number."""
+    """The data thread computes with one thread; the training thread and later threads keep their numbers."""
     before, later = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
@@ -45,7 +44,7 @@ def test_the_data_thread_computes_alone():
 
 
 def test_readers_within_readers_leave_the_number_of_threads_alone():
-    """The inner reader begins on the outer one's thread, which has one; and where the caller has another than all."""
+    """Nested readers, and a caller with a number of threads of its own, leave that number unchanged."""
     before, seen = torch.get_num_threads(), []
 
     def look():
@@ -54,7 +53,7 @@ def test_readers_within_readers_leave_the_number_of_threads_alone():
     torch.set_num_threads(3)
     try:
         assert list(prefetch(prefetch(iter(range(5))))) == list(range(5))
-        in_thread(look)  # a new one
+        in_thread(look)  # a new thread
         in_thread(lambda: (torch.set_num_threads(2), list(prefetch(iter(range(2)))), look()))
         look()
     finally:
@@ -63,7 +62,7 @@ def test_readers_within_readers_leave_the_number_of_threads_alone():
 
 
 def test_a_step_of_many_batches_begins_with_the_first(tmp_path, monkeypatch):
-    """The reader stays one batch ahead: it does not read a whole step of batches first."""
+    """The reader prefetches one batch, not all batches of a step."""
     made, seen, forward = [], [], DLRM.forward
 
     def counted(batches):

@@ -1,4 +1,4 @@
-"""Files of a run that are not what a run writes: one line that names the file, the value and what is allowed."""
+"""Invalid files in a run's folder: a one-line error names the file, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def spoilt(line: str, **changes) -> str:
     ],
 )
 def test_records(change, message, run, capsys):
-    """Told before the run goes on, and before a byte of them is dropped."""
+    """Invalid records are rejected before the run resumes, and before any of their bytes are dropped."""
     first, second, *more = (run / "metrics.jsonl").read_text().splitlines()
     lines = [first, change(second), *more]
     text = "\n".join(lines) + "\n"
@@ -162,7 +162,7 @@ def test_records(change, message, run, capsys):
 
 
 def test_positions_between_records(run, capsys):
-    """The records of the steps after it would be added to half a line."""
+    """The next record would be appended to half a line."""
     state, before = checkpoint.load(run), (run / "metrics.jsonl").read_bytes()
     checkpoint.save(run, state | {"records": state["records"] - 40})
     line = resumed(run, capsys)
@@ -215,7 +215,7 @@ def test_comparisons_delete_no_run_that_is_not_understood(tmp_path):
         compare.run(plan)
     assert (run / "metrics.jsonl").read_text() == before + '{"kind": "test"}\n'
     (run / checkpoint.NAME).unlink()
-    elsewhere.rename(run / checkpoint.NAME)  # from before the test, which is done again
+    elsewhere.rename(run / checkpoint.NAME)  # of before the test, which is repeated
     assert compare.run(plan)["b"][0]["auc"] == first["b"][0]["auc"]
 
 

@@ -42,7 +42,6 @@ def data_dir(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def config(data_dir):
-    """Configs of small runs."""
     return lambda runs, **options: TrainConfig(
         **OPTIONS | {"runs_dir": str(runs), "run": "run", "threads": 1, "data_dir": data_dir} | options
     )
@@ -50,7 +49,7 @@ def config(data_dir):
 
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory) -> dict[str, Path]:
-    """Runs that were left alone: in memory, in host memory, and on disk."""
+    """Uninterrupted runs: in memory, in host memory, and on disk."""
     found = {}
     for backing, more in {"device": {}, "host": HOST, "disk": DISK}.items():
         runs = tmp_path_factory.mktemp(backing)
@@ -65,7 +64,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Records and checkpoints; counters of a resumed run begin anew."""
+    """Asserts equal records and checkpoints; counters of a resumed run start at zero."""
     a, b = without_times(one, "tiers"), without_times(other, "tiers")
     for r in (*a, *b):
         r.pop("tables", None)
@@ -76,7 +75,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def test_on_disk_as_in_memory(whole) -> None:
-    """Scores, hit rates, slots and MLPs."""
+    """Scores, hit rates, slots and MLPs are equal."""
     assert any("row_cache.rows" in name for name in state(whole["disk"]))
     assert_same(whole["device"], whole["disk"])
     assert_same(whole["device"], whole["host"])
@@ -87,7 +86,7 @@ def test_on_disk_as_in_memory(whole) -> None:
 
 
 def test_records(whole) -> None:
-    """Hit rates of every table, and tiers, at the end."""
+    """The final records have hit rates of every table, and tiers."""
     for backing, run in whole.items():
         found = records(run)
         test = found[-1]
@@ -100,7 +99,7 @@ def test_records(whole) -> None:
 
 
 def test_report(whole) -> None:
-    """Text and page have the caches."""
+    """Text and page report the caches."""
     for backing, run in whole.items():
         test = records(run)[-1]
         hits, lookups = (sum(table[key] for table in test["tables"]) for key in ("hits", "lookups"))
@@ -135,7 +134,7 @@ def test_resumed(more: dict, config, whole, tmp_path) -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_crashed_after_its_checkpoint(config, whole, tmp_path, monkeypatch) -> None:
-    """The tables went on, and were flushed, when no checkpoint could be written: it goes on from the last one."""
+    """After a checkpoint failed although tables were flushed, the run resumes from the previous checkpoint."""
     saves = checkpoint.save
 
     def full(directory: Path, found: dict) -> None:
@@ -154,7 +153,7 @@ def test_crashed_after_its_checkpoint(config, whole, tmp_path, monkeypatch) -> N
 
 
 def test_evaluate(whole) -> None:
-    """The scores of the run, twice; on a GPU the tables cannot be."""
+    """Evaluation repeats the scores of the run; tables on disk cannot be evaluated on a GPU."""
     for run in whole.values():
         for _ in range(2):
             test = evaluate(run)
@@ -179,7 +178,7 @@ def test_evaluate(whole) -> None:
     ],
 )
 def test_other_backings(of: str, backing: str, message: str, config, whole, tmp_path) -> None:
-    """A run in memory does not go on in a file, nor the other way round; its folder is as it was."""
+    """Resuming with another backing is rejected, and the run's folder is unchanged."""
     run = Path(shutil.copytree(whole[of], tmp_path / "run"))
     before = sorted(run.iterdir())
     with pytest.raises(DataError, match=message):
@@ -189,7 +188,7 @@ def test_other_backings(of: str, backing: str, message: str, config, whole, tmp_
 
 @pytest.mark.usefixtures("no_pictures")
 def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
-    """The error says how much the slots need; a batch that needs more fails at its step."""
+    """The error has the bytes that slots need; a batch that needs more fails at its step."""
     with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
         train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
     more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 250}
@@ -203,7 +202,7 @@ def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_goes_on_with_a_larger_budget(data_dir, tmp_path, capsys) -> None:
-    """A run that failed for want of memory is tried again; one that was done is kept."""
+    """In a comparison, a run that failed for lack of memory is repeated; finished ones are kept."""
     flags = ["--data", "synthetic", "--data-dir", data_dir, "--rows", "1500", "--table-rows", "20000", "--seeds", "1"]
     command = ["compare", "a:batch_size=16", "b:batch_size=250", *flags, "--backing", "disk", "--name", "c"]
     command += ["--threads", "1", "--runs-dir", str(tmp_path), "--memory-budget"]
@@ -219,7 +218,7 @@ def test_a_comparison_goes_on_with_a_larger_budget(data_dir, tmp_path, capsys) -
 
 
 def test_names_and_differences() -> None:
-    """The place of the tables does not count as a difference; the choice of cached rows does."""
+    """The tables' backing is no difference between configurations; the choice of cached rows is."""
     plain = TrainConfig(cache=0.05)
     assert plain.run_name("d").count("-cache0.05lfu") == 1
     assert "cache" not in TrainConfig().run_name("d")

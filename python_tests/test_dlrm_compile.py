@@ -1,4 +1,4 @@
-"""The trainer with its dense side by torch.compile."""
+"""The trainer with a compiled dense part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model is one graph, has the weights' names, and equal logits and gradients but for rounding."""
+    """A compiled model is one graph, keeps names of weights, and has equal logits and gradients up to rounding."""
     calls, compiler = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **more: calls.append(more) or compiler(f, backend="eager"))
     eager, compiled = (build_model(TrainConfig(**OPTIONS, model=model, compile=c), data) for c in ("no", "default"))
@@ -32,12 +32,12 @@ def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest
     for made in (eager, compiled):
         again = copy.deepcopy(made)
         again.top[-1].bias.data.add_(1)
-        torch.testing.assert_close(again(batch), made(batch) + 1)  # the copy's layers are its own
+        torch.testing.assert_close(again(batch), made(batch) + 1)  # the copy has its own layers
 
 
 @pytest.mark.full
 def test_a_compiled_run(data: Synthetic, tmp_path: Path) -> None:
-    """A run with the real compiler has the same scores but for rounding."""
+    """A run with Inductor has equal scores up to rounding."""
     given = {"runs_dir": str(tmp_path)}
     found = [train(TrainConfig(**OPTIONS | given, compile=c), data, progress=False) for c in ("no", "default")]
     assert found[1]["log_loss"] == pytest.approx(found[0]["log_loss"], abs=1e-3)

@@ -1,4 +1,4 @@
-"""Criteo's format: what is read, how it is prepared, and what is said about files that are not in it."""
+"""Criteo's format: reading, preparation, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EDGES = [
 
 
 def make_lines(count: int, seed: int = 0) -> list[list[str]]:
-    """Rows with few values per column, blanks and short numbers among them."""
+    """Rows with few values per column, including blanks and short numbers."""
     rng = random.Random(seed)
     values = ["", *(f"{rng.getrandbits(32):08x}" for _ in range(20)), "5", "0abc"]
     integers = ["", "0", "-1", "-12", "3", "1500"]
@@ -55,7 +55,7 @@ def number(category: str) -> int:
 
 
 def check_against_plain_python(data: Criteo, rows: list[list[str]]) -> None:
-    """Every label, dense number and id, by loops and dicts."""
+    """Compares every label, dense value and id with loops and dicts."""
     train = len(rows) * 6 // 7
     assert (data.num_rows("train"), data.num_rows("test")) == (train, len(rows) - train)
     assert data.label.tolist() == [float(row[0]) for row in rows]
@@ -136,12 +136,12 @@ def test_hashed_ids(tmp_path):
     assert {feature.num_embeddings for feature in data.features} == {50}
     ids = hashed_ids(np.arange(100_000), 3, 100)
     counts = np.bincount(ids.astype(np.int64), minlength=100)
-    assert counts.min() > 850  # 1000 expected, standard deviation 31
+    assert counts.min() > 850  # expected: 1000, with standard deviation 31
     assert counts.max() < 1150
 
 
 def split_mix(state: int) -> int:
-    """SplitMix64 in plain Python: first number after ``state``."""
+    """SplitMix64 in plain Python: the first number after ``state``."""
     z = (state + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -180,7 +180,7 @@ def changed(row: int, column: int, field: str) -> bytes:
 
 
 def check_refused(file: Path, content: bytes, message: str) -> None:
-    """Raises a DataError with the file's name, and nothing is kept."""
+    """Asserts a DataError with the file's name, and that nothing is left."""
     write(file, content)
     with pytest.raises(DataError, match=message) as error:
         Criteo(file, data_dir=file.parent / "store")

@@ -49,7 +49,7 @@ def ordered(source):
 
 @pytest.fixture(scope="module")
 def product_vocabulary(ordered, data):
-    """Id of each product seen in training, in order of first appearance, by a plain loop."""
+    """Id of each product in the training split, in order of first appearance, by a plain loop."""
     vocabulary = {}
     for product in ordered["product_id"][: data.train_rows]:
         vocabulary.setdefault(product, len(vocabulary) + 1)
@@ -107,7 +107,7 @@ def test_hand_made_baskets():
     made = build(transactions.iloc[::-1], products, weeks=1)
     assert made.train_rows == 4
     assert made.ids[ROW["household"]].tolist() == [1, 1, 1, 1, 0]
-    assert sorted(made.ids[ROW["brand"], 2:4].tolist()) == [1, 2]  # product b has no brand: a value of its own
+    assert sorted(made.ids[ROW["brand"], 2:4].tolist()) == [1, 2]  # product b has no brand, which is a separate value
     sales = [2, 0] if made.ids[ROW["product"], 2] == 1 else [0, 2]
     expected = np.log1p([[0, 0, 0], [0, 0, 0], [2, 1, sales[0]], [2, 1, sales[1]], [0, 0, 3]])
     np.testing.assert_allclose(made.dense, expected, rtol=1e-6)
@@ -236,7 +236,7 @@ def prepared_dir(data, tmp_path):
 
 @pytest.fixture
 def count_builds(monkeypatch, source, data):
-    """Answer a rebuild from memory; the list grows by one per rebuild."""
+    """Replaces a rebuild by data in memory; the list grows by one per rebuild."""
     builds = []
     monkeypatch.setattr(completejourney, "read_source", lambda weeks: source)
     monkeypatch.setattr(completejourney, "build", lambda *frames, **options: builds.append(1) or data)
@@ -388,7 +388,7 @@ def test_rows_set_apart_are_the_last_of_the_training(data):
 
 @pytest.mark.full
 def test_trainings_beside_plain_torch(data):
-    """bench.studies.train_quality: tuned torch has our update, and the usual recipe learns, too."""
+    """In bench.studies.train_quality, tuned torch has our update, and the usual recipe learns, too."""
     few = dataclasses.replace(data, label=data.label[: data.train_rows + 4096])
     config = TrainConfig(weeks=WEEKS, batch_size=8192)
     found = {name: train_quality.run(name, config, few) for name in train_quality.IMPLEMENTATIONS}

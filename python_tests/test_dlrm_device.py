@@ -1,4 +1,4 @@
-"""The trainer on a GPU, as far as a machine without one can tell: what goes there, what is said where there is none."""
+"""The trainer on a GPU, tested without one: what moves there, and errors without a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_devices_are_refused(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_gpu_needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that torch has and this package has nothing for."""
+    """A GPU without kernels of this package is rejected."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(devices.rk, "build_info", lambda: {"cuda_unavailable": "no library", "triton_in_use": False})
     with pytest.raises(DeviceError, match="rec_kernels has no kernels for a GPU: no library; nor is Triton there"):
@@ -69,7 +69,7 @@ def test_a_gpu_needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_of_a_step_stays_behind() -> None:
-    """Model and batch on another device: the ops refuse tensors of two devices, torch's layers do, too."""
+    """With model and batch on the meta device, any tensor left on the CPU would raise in ops and layers."""
     data = Synthetic(3000, 200)
     model = DLRM(data.features, data.num_dense).to("meta")
     batch = batch_of(data).to("meta")
@@ -85,11 +85,11 @@ def test_nothing_of_a_step_stays_behind() -> None:
 
 
 def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page-locked and without waiting, for training, evaluation and test; nothing of it on the CPU."""
+    """Batches of training, evaluation and test move to the device from pinned memory, without waiting."""
     asked = []
 
     def to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        if len(batch.label) > 1:  # not the row by which the model's operations are counted
+        if len(batch.label) > 1:  # except the row that counts the model's operations
             asked.append((str(device), non_blocking, len(batch.label)))
         return batch
 
@@ -103,11 +103,11 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     expected = train(config(tmp_path, run="cpu", **options), progress=False)
     assert not asked
     assert expected["device"] == "cpu"
-    # Says that it is a GPU and is none: its batches are asked for, and stay.
+    # Claims to be a GPU, so that batches are moved to it, but keeps them.
     monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
     found = train(config(tmp_path, run="gpu", **options), progress=False)
-    sizes = [428] + [500] * 6  # of the test, four batches and an evaluation of two; threads ask in any order
+    sizes = [428] + [500] * 6  # of the test, four batches and an evaluation of two; the order of threads varies
     assert asked.count("pinned") == 7
     assert sorted(part for part in asked if part != "pinned") == [("cuda:0", True, size) for size in sizes]
     assert found["device"] == "GPU of cuda:0"
@@ -116,7 +116,7 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking it would have every step wait."""
+    """Labels are checked on the CPU: checking them on the GPU would make every step wait."""
     pinned: list[Batch] = []
     monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch))
@@ -129,8 +129,8 @@ def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch:
 
 
 def test_scores_of_a_window_stay_on_the_device() -> None:
-    """A window's scores are copied for a record, because each copy waits for a backward. A saved window goes on."""
-    Window().add(torch.empty(3, device="meta"), torch.empty(3, device="meta"))  # which has nothing to be fetched
+    """A window copies its scores only for a record, because a copy waits for a backward; a saved window resumes."""
+    Window().add(torch.empty(3, device="meta"), torch.empty(3, device="meta"))  # meta tensors cannot be copied
     logits, labels = torch.randn(8, 5), torch.rand(8, 5).round()
     whole, stopped = Window(), Window()
     for i in range(8):
@@ -148,7 +148,7 @@ def test_scores_of_a_window_stay_on_the_device() -> None:
 
 
 def test_a_checkout_that_is_not_installed_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries built in place are no distribution that pip knows."""
+    """Libraries built in place have no distribution metadata."""
 
     def unknown(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -159,7 +159,7 @@ def test_a_checkout_that_is_not_installed_trains(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device in the config, the GPU's name among the versions; a resumed run may use another device."""
+    """The config has the device, and versions have the GPU's name; a resumed run may use another device."""
     monkeypatch.setattr(devices, "find", lambda name: torch.device("cpu"))
     monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
     train(config(tmp_path, device="cuda"), progress=False)
@@ -171,7 +171,7 @@ def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends at the end of the test at the latest, and before anything is saved."""
+    """The run ends by the end of the test, and before anything is saved."""
     told, check = [], late_errors.LateErrors.check
 
     def noted(reports: late_errors.LateErrors, position: Tensor) -> None:
@@ -188,7 +188,7 @@ def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest
 
 @gpu
 def test_train_on_a_gpu(tmp_path: Path) -> None:
-    """The scores of the CPU but for rounding; a checkpoint of either is good for the other."""
+    """Scores equal the CPU's up to rounding; checkpoints are interchangeable."""
     scores = {name: train(config(tmp_path, run=name, device=name), progress=False) for name in ("cpu", "cuda")}
     assert scores["cuda"]["log_loss"] == pytest.approx(scores["cpu"]["log_loss"], rel=1e-3)
     assert scores["cuda"]["device"] == torch.cuda.get_device_name()

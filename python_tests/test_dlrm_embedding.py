@@ -1,4 +1,4 @@
-"""The trainer with compressed tables: what it keeps, says, resumes, refuses and compares."""
+"""The trainer with compressed tables: records, resumption, errors and comparisons."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ FLAGS = flags_of(PLAIN)
 @pytest.mark.parametrize("embedding", EMBEDDINGS[1:])
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_path: Path) -> None:
-    """Every kind trains with rows of two formats: it names the run, has smaller tables, learns, and repeats its
-    bits. Full tables are test_dlrm_formats.py's."""
+    """Every kind trains with two row formats: the run has its name, tables shrink, loss falls, and bits repeat."""
     collisions = 4 if embedding == "mixed" else 5  # which "mixed" does not have
     flags = ["--embedding", embedding, "--format", format, "--epochs", "2"]
     flags += ["--collisions", "5"] * (collisions == 5)
@@ -67,13 +66,13 @@ def test_which_tables_are_compressed() -> None:
 @pytest.mark.parametrize("embedding", EMBEDDINGS[1:])
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic) -> None:
-    """Tables that are not compressed, and the MLPs, start with the same numbers beside compressed ones."""
+    """Uncompressed tables and the MLPs have the same initial values beside compressed tables."""
     options = PLAIN | {"threshold": 14, "temperature": 0.5, "format": format}  # 15 rows stay full for mixed only
     full, other = (build_model(TrainConfig(**options, embedding=kind), data) for kind in ("full", embedding))
     plain = [t.name for t in other.embeddings.tables if t.compression is None]
     names = [t.name for t in other.embeddings.tables]
     assert 0 < len(plain) < len(names)
-    assert min(names.index(name) for name in plain) > 0  # some come after compressed ones
+    assert min(names.index(name) for name in plain) > 0  # some are after compressed ones
     for name in plain:
         one, two = (made.embeddings.embedding_bags[name].weight for made in (full, other))
         assert torch.equal(one, two)
@@ -82,7 +81,7 @@ def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic)
 
 
 def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing in pieces of any size gives the same initial weights."""
+    """Drawing skipped random numbers in pieces of any size gives the same initial weights."""
     config = TrainConfig(**PLAIN, embedding="hash", threshold=14)
     whole = build_model(config, data)
     monkeypatch.setattr(model, "_SKIP_CHUNK", 7)
@@ -91,7 +90,7 @@ def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytes
 
 
 def test_compressed_tables_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They differ by table and seed, and from those of tables that are not compressed; GPUs' are left alone."""
+    """Compressed tables have separate random streams by table and seed; the generators of GPUs are not reseeded."""
     features = [Feature("apart", 300), Feature("common", 300, shared=True), Feature("plain", 75)]
     half = dict.fromkeys(("apart", "common"), rk.Hash(75))
     monkeypatch.setattr(torch, "manual_seed", None)  # would reseed every GPU
@@ -105,7 +104,7 @@ def test_compressed_tables_have_streams_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_projections_are_dense_parameters(data: Synthetic) -> None:
-    """They are the MLPs' optimizer's."""
+    """Projections are trained by the MLPs' optimizer."""
     made = build_model(TrainConfig(**PLAIN, embedding="mixed", temperature=0.5), data)
     shapes = [tuple(p.shape) for p in made.dense_parameters()]
     narrow = [t.projection for t in made.embeddings.tables if t.projection]

@@ -1,4 +1,4 @@
-"""The trainer with tables in low-precision rows: what it records, saves, refuses and compares."""
+"""The trainer with tables in low-precision formats: records, checkpoints, errors and comparisons."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_other_formats_are_refused_with_the_way_out(
 
 
 def test_the_way_out_works(data: Synthetic, tmp_path: Path) -> None:
-    """A model in another format takes a run's tables with convert_formats()."""
+    """convert_formats() loads a run's tables into a model of another format."""
     train(plain_config(tmp_path, format="fp32"), data, progress=False)
     model = build_model(plain_config(tmp_path, format="int8"), data)
     state = saved(tmp_path / "run")
@@ -164,7 +164,7 @@ def test_the_way_out_works(data: Synthetic, tmp_path: Path) -> None:
 
 
 def test_a_saved_table_that_lost_its_format_is_refused(data: Synthetic, tmp_path: Path) -> None:
-    """int4 and mx6 rows of 16 columns have the same width: nothing but the name tells them apart."""
+    """int4 and mx6 rows of 16 columns have equal width: only the stored name distinguishes them."""
     train(plain_config(tmp_path, format="int4"), data, progress=False)
     state = checkpoint.load(tmp_path / "run")
     name = "embeddings.embedding_bags.user.format"
@@ -274,7 +274,7 @@ def test_comparison_of_formats(data: Synthetic, tmp_path: Path, capsys: pytest.C
     assert found["mx4-nearest"]["options"]["rounding"] == "nearest"
     assert re.search(r"^\| int8-nearest +\|.* 37\.5% ", out, re.MULTILINE)
     assert (tmp_path / "c" / "compare.png").read_bytes().startswith(b"\x89PNG")
-    # A run of the comparison is the run that the trainer makes by itself, and is there to be gone on with.
+    # A run of the comparison equals the trainer's own run, and can be resumed.
     alone = train(plain_config(tmp_path, format="int8", rounding="nearest", seed=1), data, progress=False)
     assert alone["auc"] == aucs["int8-nearest"][1]
     shutil.rmtree(tmp_path / "c" / "mx4-nearest-seed1")
@@ -284,8 +284,8 @@ def test_comparison_of_formats(data: Synthetic, tmp_path: Path, capsys: pytest.C
 
 
 def drift(format: str, rounding: str, fraction: float, rows: int) -> torch.Tensor:
-    """How far a table's numbers move, over float32's way, in updates of a fraction of half a step."""
-    low, start, high, way = 1.0, 1.25, 1 + 255 / 256, 0.25  # low and high hold an int8 row's 255 steps in place
+    """The movement of a table's values in updates of a fraction of half a step, relative to float32."""
+    low, start, high, way = 1.0, 1.25, 1 + 255 / 256, 0.25  # low and high fix an int8 row's 255 steps
 
     def init(weight: torch.Tensor) -> None:
         weight.fill_(start)
@@ -303,7 +303,7 @@ def drift(format: str, rounding: str, fraction: float, rows: int) -> torch.Tenso
 
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 def test_updates_below_half_a_step(format: str) -> None:
-    """Rounding to nearest loses them, and larger ones become a whole step; stochastic rounding keeps their mean."""
+    """Rounding to nearest loses updates below half a step and enlarges larger ones; stochastic keeps the mean."""
     assert drift(format, "nearest", 0.5, rows=4).mean() == 0
     assert drift(format, "nearest", 1.25, rows=4).mean() == pytest.approx(2 / 1.25)
     found = drift(format, "stochastic", 0.5, rows=500)

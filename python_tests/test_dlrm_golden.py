@@ -1,4 +1,4 @@
-"""The model against published facts: the losses that the public DLRM prints, the sizes of its Kaggle configuration."""
+"""The model against published results: losses printed by the public DLRM, sizes of its Kaggle configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOAT64 = [0.451891, 0.402002, 0.275457]
 
 
 def debug_model(optimizer: rk.SGD | None) -> DLRM:
-    """The model of the debug run with its initial weights; ``None``: tables with torch gradients."""
+    """The debug run's model with its initial weights; ``None``: tables with torch's gradients."""
     weights = [torch.tensor(table) for table in RUN["embeddings"]]
     features = [Feature(name, len(weight)) for name, weight in zip(NAMES, weights, strict=True)]
     model = DLRM(features, 4, 2, bottom=(3,), top=(4, 2), optimizer=rk.SGD())
@@ -38,12 +38,11 @@ def debug_model(optimizer: rk.SGD | None) -> DLRM:
 
 
 def weight_of(weight: Tensor) -> Callable[[Tensor], object]:
-    """An initialiser that copies."""
+    """An initializer that copies ``weight``."""
     return lambda table: table.copy_(weight)
 
 
 def batch_of(step: dict) -> Batch:
-    """Two samples."""
     bags = [ids for table in step["ids"] for ids in table]
     features = rk.KeyedJaggedTensor(
         NAMES, torch.tensor([i for bag in bags for i in bag]), lengths=torch.tensor([len(bag) for bag in bags])
@@ -53,7 +52,7 @@ def batch_of(step: dict) -> Batch:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch gradients"])
 def test_debug_run(fused: bool) -> None:
-    """Losses of the public DLRM's debug run, which its README prints with six digits."""
+    """Losses equal those of the public DLRM's debug run, which its README prints with six digits."""
     rate = RUN["learning_rate"]
     model = debug_model(rk.SGD(lr=rate) if fused else None)
     optimizer = torch.optim.SGD(rk.dense_parameters(model), lr=rate)
@@ -73,7 +72,7 @@ def test_debug_run(fused: bool) -> None:
 
 
 def test_debug_run_needs_every_update() -> None:
-    """The printed digits tell a run whose tables do not learn from one whose tables do."""
+    """The printed digits distinguish runs with and without updates of the tables."""
     model = debug_model(rk.SGD(lr=0.0))
     optimizer = torch.optim.SGD(model.dense_parameters(), lr=RUN["learning_rate"])
     losses = []

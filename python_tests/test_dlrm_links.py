@@ -1,4 +1,4 @@
-"""A run's folder from somebody else: what is written there changes no file elsewhere, and pipes are not waited for."""
+"""Links and pipes in an untrusted run folder: no file elsewhere changes, and no pipe is waited for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rec_kernels.dlrm.train import Run, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
-# Files that a continued run writes; names that begin with a dot are those of new files.
+# Files that a continued run writes; a name with a leading dot is a temporary file.
 REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new", "metrics.jsonl"]
 
 
 @pytest.fixture
 def run(stopped, tmp_path):
-    """A copy of it; a test that waits for a pipe is ended."""
+    """A copy of the stopped run; a test that waits for a pipe times out."""
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for a pipe"))
     signal.alarm(300)
     yield Path(shutil.copytree(stopped, tmp_path / "run"))
@@ -38,7 +38,7 @@ def run(stopped, tmp_path):
 
 
 def move_out(path: Path, link) -> Path:
-    """The file's new place, which ``link`` makes its old name lead to."""
+    """Moves a file, makes ``link`` lead to it from the old name, and returns the new path."""
     target = path.parent.parent / "elsewhere"
     if path.exists():
         path.rename(target)
@@ -60,7 +60,7 @@ def test_links_are_replaced(name, link, run):
 
 
 def test_a_run_goes_on_when_its_folder_is_copied_as_hard_links(run, monkeypatch):
-    """A copy by ``cp -al``, as a backup, stays as it is while the run goes on and ends."""
+    """A copy by ``cp -al``, as a backup, does not change when the run resumes."""
     step, copies = Run._step, []
 
     def copied_before(self, batches):
@@ -73,7 +73,7 @@ def test_a_run_goes_on_when_its_folder_is_copied_as_hard_links(run, monkeypatch)
     assert main(["train", "--resume", str(run), *FLAGS]) == 0
     assert not (run.parent / "elsewhere").exists()
     lengths = [len((copy / "metrics.jsonl").read_bytes().splitlines()) for copy in copies]
-    assert lengths == [3, 4, 5, 6, 7]  # one for each step before
+    assert lengths == [3, 4, 5, 6, 7]  # one for each previous step
     assert (copies[0] / "metrics.jsonl").read_bytes() == before
     assert len((run / "metrics.jsonl").read_bytes().splitlines()) == 9
     assert {path.name for path in run.iterdir() if path.name.startswith(".")} == set()
@@ -104,7 +104,7 @@ def test_pipes_are_replaced(name, run):
 
 
 def test_pictures_replace_links(run):
-    """Those of comparisons are files."""
+    """Pictures of comparisons replace links by files."""
     (run / "compare.png").symlink_to(run.parent / "compare.png")
     (run.parent / "compare.png").write_text("precious")
     pictures.save(Figure(), run / "compare.png", dpi=10)
@@ -140,7 +140,7 @@ def test_comparisons_change_nothing_elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_trained_by_one_process(tmp_path):
-    """Two would write one checkpoint."""
+    """Two processes would write the same checkpoint."""
     config, data = TrainConfig(runs_dir=str(tmp_path), run="one", batch_size=50), TinyData()
     train(config, data)
     program = (

@@ -1,4 +1,4 @@
-"""The trainer with DCN V2 and Wukong: what it learns, refuses, compares, and what it counts."""
+"""The trainer with DCN V2 and Wukong: training, errors, comparisons and counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mlp(*widths: int) -> tuple[int, int]:
 
 
 def by_formula(model: str) -> tuple[int, int]:
-    """Multiplications of a row's forward, and parameters but those of the tables."""
+    """Multiplications of a row's forward, and parameters without tables."""
     if model == "dlrm":
         pairs = VECTORS * (VECTORS - 1) // 2
         inner, kept, width = pairs * D, 0, D + pairs
@@ -58,7 +58,7 @@ def by_formula(model: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_counts(model: str, data: Synthetic) -> None:
-    """Operations and parameters of the real model beside those on paper."""
+    """Operations and parameters of the model equal the formulas."""
     made = build_model(TrainConfig(**OPTIONS, model=model), data)
     assert len(data.features) + 1 == VECTORS
     multiplications, parameters = by_formula(model)
@@ -67,7 +67,7 @@ def test_counts(model: str, data: Synthetic) -> None:
 
 
 def test_projections_count(data: Synthetic) -> None:
-    """Projections of mixed-dimension tables count as products of matrices, too."""
+    """Projections of mixed-dimension tables count as matrix products."""
     narrow = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
     projections = sum(p.numel() for p in rk.dense_parameters(narrow.embeddings))
     assert projections
@@ -77,7 +77,7 @@ def test_projections_count(data: Synthetic) -> None:
 
 @pytest.mark.parametrize("cache", [0.0, 0.5])
 def test_counting_changes_nothing(cache: float, data: Synthetic) -> None:
-    """No weight, no step, no counter of a cache."""
+    """Counting operations changes no weight, step or cache counter."""
     made = build_model(TrainConfig(**OPTIONS, model="dcnv2", cache=cache), data)
     before = {name: t.clone() for name, t in made.state_dict().items()}, made.embeddings.memory_report()
     flops_per_example(made, data.features, NUM_DENSE)
@@ -87,7 +87,7 @@ def test_counting_changes_nothing(cache: float, data: Synthetic) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The command line trains every model: its name, loss, counts, reports, title and new score are checked."""
+    """The command line trains every model: name, loss, counts, reports, title and evaluation."""
     others = {name for other in MODELS if other != model for name in options_of(other)}
     own = {name: v[0] if isinstance(v, tuple) else v for name, v in OPTIONS.items() if name not in others}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
@@ -114,7 +114,7 @@ def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys:
 @pytest.mark.parametrize("model", MODELS[1:])
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"activations": "mx9"}], ids=str)
 def test_lower_precision(model: str, options: dict, data: Synthetic, tmp_path: Path) -> None:
-    """Close to what float32 learns, but not the same; the same operations are counted."""
+    """Lower precision has a nearby but different loss, and the same count of operations."""
     low, full = (
         train(config(tmp_path, model=model, run=name, epochs=2, **more), data, progress=False)
         for name, more in (("low", options), ("full", {}))
@@ -125,7 +125,7 @@ def test_lower_precision(model: str, options: dict, data: Synthetic, tmp_path: P
 
 
 def test_models_start_with_the_same_tables_and_seeds_differ(data: Synthetic) -> None:
-    """Tables and bottom MLP are the same whichever model; the interaction follows the seed."""
+    """Tables and bottom MLP are equal in all models; the interaction depends on the seed."""
     made = {m: build_model(TrainConfig(**OPTIONS, model=m), data) for m in MODELS}
     for other in (made["dcnv2"], made["wukong"]):
         for part in ("embeddings", "bottom"):
@@ -140,7 +140,7 @@ def test_models_start_with_the_same_tables_and_seeds_differ(data: Synthetic) -> 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -> None:
-    """Flags, the run's config, and a checkpoint put in its place are each refused for another model."""
+    """Flags, the run's config and a replaced checkpoint of another model are rejected."""
     for model in ("dlrm", "dcnv2"):
         train(config(tmp_path, model=model, run=model), data, progress=False)
     with pytest.raises(DataError, match="model is 'dcnv2', was 'dlrm'"):

@@ -1,4 +1,4 @@
-"""Own data that is not what the trainer asks for: accepted where it can only mean one thing, else told in one line."""
+"""User data that deviates from the trainer's interface: accepted if unambiguous, otherwise a one-line error."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def reused(batches):
-    """Batches that all lie in the same tensors, as NumPy writes them."""
+    """Batches that reuse the same tensors, as NumPy buffers do."""
     buffers = {name: np.zeros(200, kind) for name, kind in (("label", "f4"), ("ids", "i8"))}
     dense = torch.zeros(200, 2)
     for batch in batches:
@@ -197,14 +197,14 @@ def endless(batches):
 
 @pytest.mark.parametrize("change", [reused, endless])
 def test_data_sets_that_have_the_same_bits(change, tmp_path):
-    """The next batch is made while one is in use; no more are than num_rows says."""
+    """Batches may reuse memory, and more of them than num_rows says are ignored."""
     expected = train(config(tmp_path), TinyData(), progress=False)
     found = train(config(tmp_path), Changed(TinyData(), change), progress=False)
     assert {name: found[name] for name in ("auc", "log_loss")} == {n: expected[n] for n in ("auc", "log_loss")}
 
 
 def test_an_error_of_a_loader_has_its_place(tmp_path):
-    """IndexError is also that of an id without a row."""
+    """An IndexError of a loader is not reported as an id out of range."""
 
     def failing(batches):
         yield next(batches)
@@ -216,7 +216,7 @@ def test_an_error_of_a_loader_has_its_place(tmp_path):
 
 
 def test_bags_that_rows_share_by_their_inverse(tmp_path):
-    """Distinct bags and which of them each row has are a batch of as many rows."""
+    """Distinct bags with inverse indices are a batch with all rows."""
 
     def distinct(batch):
         ids, inverse = batch.features.values().unique(return_inverse=True)

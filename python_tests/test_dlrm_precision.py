@@ -1,4 +1,4 @@
-"""The model and the trainer with a dense side in bfloat16 and with activations in row formats."""
+"""The model and the trainer with a bfloat16 dense part and quantized activations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def batches(steps: int = STEPS) -> list[Batch]:
-    """Rows whose label depends on a product of two features' secrets and on the dense columns."""
+    """Rows with a label that depends on a product of two features' secrets and on the dense columns."""
     torch.manual_seed(0)
     secrets, found = torch.randn(len(FEATURES), 50), []
     for _ in range(steps):
@@ -47,7 +47,7 @@ def make_model(precision: str = "fp32", activations: str = "fp32", **options) ->
 
 
 class Plain(nn.Module):
-    """The model in plain torch: float32 parameters, casts and roundings written out."""
+    """The model in plain torch: float32 parameters with explicit casts and roundings."""
 
     def __init__(self, model: DLRM, precision: str, activations: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Plain(nn.Module):
         dense = self._mlp(self.bottom, batch.dense).relu()
         ids = batch.features.values().view(len(FEATURES), -1)
         sparse = torch.stack([table[rows] for table, rows in zip(self.tables, ids, strict=True)], 1).to(self.dtype)
-        # The products of bfloat16 are summed in float32, the gradients, too.
+        # Products of bfloat16 are summed in float32, gradients too.
         vectors = (self._rounded(t).float() for t in (dense, sparse))
         return self._mlp(self.top, interaction_reference(*vectors).to(self.dtype)).squeeze(1).float()
 
@@ -85,7 +85,7 @@ class Plain(nn.Module):
 
 
 def losses(model: nn.Module, dense: list[Tensor], tables: list[Tensor], steps: list[Batch]) -> Tensor:
-    """Loss of each step; ``tables`` are those that no backward updates by itself."""
+    """Loss of each step; ``tables`` are those without a fused update."""
     groups = [torch.optim.Adam(dense, lr=DENSE_LR)]
     if tables:
         groups.append(torch.optim.SGD(tables, lr=TABLE_LR))
@@ -101,7 +101,7 @@ def losses(model: nn.Module, dense: list[Tensor], tables: list[Tensor], steps: l
 
 
 def fused_losses(model: DLRM, steps: list[Batch]) -> Tensor:
-    """Losses of a model whose tables are updated in its backward."""
+    """Losses of a model with fused updates."""
     return losses(model, model.dense_parameters(), [], steps)
 
 
@@ -110,13 +110,13 @@ def fused_losses(model: DLRM, steps: list[Batch]) -> Tensor:
     [("fp32", "fp32"), ("bf16", "mx6"), *full(("bf16", "fp32"), ("fp32", "mx9"), ("fp32", "mx6"), ("bf16", "mx9"))],
 )
 def test_losses_are_those_of_plain_torch(precision: str, activations: str) -> None:
-    """Step by step while the loss falls: what the roundings change, they change in both."""
+    """Losses equal plain torch's at every step while they fall."""
     steps, fused = batches(), make_model(precision, activations)
     plain = Plain(fused, precision, activations)
     expected = losses(plain, [*plain.bottom, *plain.top], list(plain.tables), steps)
     found = fused_losses(fused, steps)
     whole = (precision, activations) == ("fp32", "fp32")
-    # A float32 sum in another order may be rounded to another neighbour.
+    # A float32 sum in another order may round differently.
     torch.testing.assert_close(found, expected, rtol=1e-5 if whole else 1e-3, atol=0)
     assert found[-10:].mean() < 0.9 * found[:10].mean()
     if not whole:
@@ -125,8 +125,7 @@ def test_losses_are_those_of_plain_torch(precision: str, activations: str) -> No
 
 
 def test_what_is_bfloat16_and_what_is_not() -> None:
-    """Activations and gradients are bfloat16 between the tables' kernel and the last layer; all stored state is
-    float32."""
+    """Activations and gradients are bfloat16 from the lookup to the last layer; stored state is float32."""
     model, (batch,), seen = make_model("bf16"), batches(1), {}
     outputs = {"embeddings": model.embeddings, "interaction": model.interaction}
     outputs |= {f"{n}.{i}": m for n in ("bottom", "top") for i, m in enumerate(getattr(model, n))}
@@ -178,7 +177,7 @@ def test_what_is_rounded(precision: str, activations: str) -> None:
 
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"activations": "mx6"}], ids=str)
 def test_compressed_tables_and_others_begin_with_the_same_weights(options: dict) -> None:
-    """Neither option changes a model's first weights; narrow rows, projected in float32, become bfloat16 at the end."""
+    """Neither option changes initial weights; narrow rows are projected in float32, then rounded to bfloat16."""
     compressions = {"f0": rk.MixedDimension(4), "f1": rk.QuotientRemainder(4), "f2": rk.Hash(9)}
     (batch,) = batches(1)
     given, plain = make_model(compressions=compressions, **options), make_model(compressions=compressions)
@@ -190,7 +189,7 @@ def test_compressed_tables_and_others_begin_with_the_same_weights(options: dict)
 
 
 def test_a_data_set_without_dense_columns() -> None:
-    """A model without dense columns trains: nothing of them is rounded."""
+    """A model without dense columns trains."""
     (batch,) = batches(1)
     batch = Batch(torch.empty(ROWS, 0), batch.features, batch.label)
     model = DLRM(FEATURES, 0, D, activations="mx9")
@@ -198,7 +197,7 @@ def test_a_data_set_without_dense_columns() -> None:
 
 
 def test_wrong_names_of_a_model() -> None:
-    """Said when it is made."""
+    """Unknown names are rejected at construction."""
     with pytest.raises(ValueError, match="precision is 'fp16', allowed is fp32 or bf16"):
         make_model("fp16")
     with pytest.raises(ValueError, match='"mx5"'):
@@ -222,14 +221,14 @@ FLAGS = flags_of(PLAIN)
     ids=str,
 )
 def test_beside_other_options(options: dict, data: Synthetic, tmp_path: Path) -> None:
-    """Shared bags, windows, compressed tables, a row cache, other models."""
+    """Precision works with shared bags, windows, compressed tables, a row cache, and other models."""
     options = options | {"precision": "bf16", "activations": "mx9"}
     assert train(plain_config(tmp_path, **options), data, progress=False)["log_loss"] < 0.7
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Names of runs, configurations of a comparison."""
+    """Run names and comparison configurations have the precision."""
     more = ["--precision", "bf16", "--activations", "mx6"]
     assert main(["train", *FLAGS, *more, "--runs-dir", str(tmp_path / "one")]) == 0
     (run,) = (tmp_path / "one").iterdir()

@@ -1,4 +1,4 @@
-"""The report of a run: a page that needs nothing but itself, from whatever the run has recorded."""
+"""The report of a run: a self-contained page made from its records."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_record(**changes) -> dict:
     return record | {"peak_memory_bytes": 2**30, "tables": [table("small", 10), table("large", 990)]} | changes
 
 
-test_record.__test__ = False  # a helper whose name is that of the record
+test_record.__test__ = False  # not a test
 CURVE = [train_record(step) for step in (10, 20, 30)]
 
 
@@ -87,7 +87,7 @@ def write(tmp_path):
 
 
 def pictures(page: Page) -> list[str]:
-    """The alt text of the picture, if any, which is a whole SVG inside the page."""
+    """The alt text of the page's embedded SVG, if any."""
     alts = []
     for tag, attributes in page.elements:
         if tag == "img":
@@ -154,7 +154,6 @@ def test_scores_that_are_not_defined_are_dashes(write):
 
 
 def axes_of(records: list[dict]) -> list:
-    """The panels."""
     return report.draw(records).axes
 
 
@@ -203,7 +202,7 @@ def test_options_that_are_not_at_their_default_come_first(write):
     assert page.texts[start : start + 6] == ["weeks", "4", "-", "bottom", "32,16", "64"]
     assert page.texts[start + 6 : start + 9] == ["lr", "0.05", "0.05"]
     assert any(text.startswith("2 of 5 options differ from their default") for text in page.texts)
-    assert sum(attributes.get("class") == "strong" for _, attributes in page.elements) == 3  # and the total of the time
+    assert sum(attributes.get("class") == "strong" for _, attributes in page.elements) == 3  # and the total time
 
 
 def test_page_is_the_same_every_time(tmp_path, write):

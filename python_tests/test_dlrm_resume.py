@@ -1,4 +1,4 @@
-"""Runs that end early and go on: checkpoints, Ctrl-C, kill -9, a full disk, another config."""
+"""Interrupted runs and their resumption: checkpoints, Ctrl-C, kill -9, a full disk, another config."""
 
 import errno
 import os
@@ -24,10 +24,10 @@ from rec_kernels.dlrm.data import DataError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parents[1]
-# Two passes with an evaluation between, so that every kind of state has to survive.
+# Two epochs with an evaluation between, so that every kind of state must survive.
 OPTIONS = {"weeks": 1, "batch_size": 128, "epochs": 2, "accumulate": 2, "eval_every": 7, "valid_fraction": 0.2}
 OPTIONS |= {"warmup_steps": 9, "decay_start": 12, "decay_steps": 30}
-# Runs of PLAIN with rows, a network or a dense side of their own; the first option of each is the one that is refused.
+# Runs of PLAIN with other rows, model or precision; each one's first option is the rejected one.
 KINDS = {
     "bf16": {"format": "bf16", "accumulate": 2},
     "int8": {"format": "int8", "accumulate": 2},
@@ -55,13 +55,13 @@ def data(data_dir):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """The folder of a run that was left alone; to be copied, not changed."""
+    """The folder of an uninterrupted run; copy it, do not change it."""
     return Path(train(config(tmp_path_factory.mktemp("runs")), data)["directory"])
 
 
 @pytest.fixture
 def copied(whole, tmp_path):
-    """The folder of a finished run, which the test may change."""
+    """A copy of a finished run's folder."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -70,7 +70,7 @@ def config(runs_dir, **options):
 
 
 def assert_same(one, other):
-    """Everything that two runs leave, times left out."""
+    """Asserts equal outputs of two runs, except times."""
     assert without_times(one) == without_times(other)
     models = [checkpoint.load(run)["model"] for run in (one, other)]
     assert models[0].keys() == models[1].keys()
@@ -94,7 +94,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_runs_of_every_kind_end_with_the_same_bits(kind, plain, tmp_path):
-    """Evaluated, they have the same scores, and resumed without their options they are refused."""
+    """Resumed runs evaluate to the same scores; resuming without their options is rejected."""
     options = KINDS[kind] | {"epochs": 2}
     whole = train(plain_config(tmp_path / "whole", **options), progress=False)
     assert whole["log_loss"] != plain["log_loss"]
@@ -102,7 +102,7 @@ def test_resumed_runs_of_every_kind_end_with_the_same_bits(kind, plain, tmp_path
     with stopped_after(3):
         train(plain_config(tmp_path, **options), progress=False)
     run = tmp_path / "run"
-    assert main(["train", "--resume", str(run)]) == 0  # with the options of the run's own config
+    assert main(["train", "--resume", str(run)]) == 0  # with the options of the run's config
     assert_same(run, tmp_path / "whole" / "run")
     scores = evaluate(run)
     assert scores == {name: whole[name] for name in scores}
@@ -120,7 +120,7 @@ def test_a_finished_run_can_be_resumed(data, whole, tmp_path):
 
 
 def test_a_run_knows_the_machines_that_it_was_on(data, tmp_path):
-    """Each once, in order."""
+    """Machines are listed once each, in order."""
     with stopped_after(7):
         train(config(tmp_path), data)
     test = train(config(tmp_path, threads=1), data, resume=tmp_path / "run")
@@ -159,14 +159,14 @@ def test_killed_runs_go_on_from_their_last_checkpoint(data, data_dir, whole, tmp
     assert process.returncode == -signal.SIGKILL
     assert checkpoint.load(run)["step"] > 0
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tra')  # a record cut short
+        file.write('{"kind": "tra')  # a truncated record
     assert main(["train", "--resume", str(run)]) == 0
     assert_same(run, whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data_dir, whole, tmp_path, monkeypatch, capsys):
-    """The signal comes while a checkpoint is written, and ends the run after the step that follows."""
+    """A signal during the writing of a checkpoint ends the run after the following step."""
     saves, run = checkpoint.save, tmp_path / "run"
 
     def save_and_signal(directory, state):
@@ -188,7 +188,7 @@ def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data_dir, whole
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_a_program(number, data, data_dir, whole, tmp_path):
-    """A program that gets the signal at any time ends in the same way."""
+    """A signal at any time ends a program in the same way."""
     run = tmp_path / "run"
     process = start(data_dir, tmp_path, "--checkpoint-every", "1")
     wait_for(run / checkpoint.NAME)

@@ -1,4 +1,4 @@
-"""The trainer on several processes: beside one process, resumed on other numbers of them, stopped, refused."""
+"""The trainer on several processes: compared with one process, resumed on other numbers, stopped, rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def on(world: int, *arguments: object) -> list:
-    """Returns what ``run`` gives on each of so many processes; on 1, in this one."""
+    """Results of ``run`` on each of ``world`` processes; with 1, in this process."""
     return [run(*arguments)] if world == 1 else pool(world).run(HERE, "run", *arguments)
 
 
@@ -45,9 +45,9 @@ def weights(folder: Path, data: DataSet, **more: object) -> dict[str, torch.Tens
 
 
 def test_beside_one_process(tmp_path: Path) -> None:
-    """A run that one process began goes on on two, and ends where it would have ended alone, but for rounding.
+    """A run of one process resumes on two, and ends as it would alone, up to rounding.
 
-    With micro-batches, an uneven last batch, evaluations between, shared bags and weights.
+    It has micro-batches, an uneven last batch, evaluations between, shared bags and weights.
     """
     more = {"accumulate": 2, "eval_every": 2, "valid_fraction": 0.1, "epochs": 2, "dedup": "off"}
     for folder in ("alone", "two"):
@@ -68,7 +68,7 @@ def test_beside_one_process(tmp_path: Path) -> None:
 
 
 def test_stopped_and_resumed(tmp_path: Path) -> None:
-    """A run of two that one process is told to stop, resumed on one and on two: the rounding differs, no more."""
+    """A run of two processes that one is asked to stop resumes on one and on two, up to rounding."""
     told = on(2, str(tmp_path), "tiny", 3)
     assert [text.partition(":")[0] for text in told] == ["RunInterruptedError"] * 2
     assert [path.name for path in (tmp_path / "run").glob("shards-*")] == ["shards-3-0"]
@@ -82,7 +82,7 @@ def test_stopped_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["lfu", *full("lru")])
 def test_row_cache(tmp_path: Path, policy: str) -> None:
-    """Rows of fp32 are the same in slots: a run with a cache, stopped and resumed, scores as one without."""
+    """Cached fp32 rows are not rounded: a run with a cache, stopped and resumed, scores as one without."""
     more = {"epochs": 2, "cache": 0.5, "policy": policy, "backing": "host", "eval_every": 3, "dedup": "off"}
     plain = on(2, str(tmp_path / "plain"), "bags", 0, False, more | {"cache": 0.0, "backing": "device"})
     assert "interrupted after step 3 of 14" in on(2, str(tmp_path / "two"), "bags", 3, False, more)[1]
@@ -102,14 +102,14 @@ def test_row_cache(tmp_path: Path, policy: str) -> None:
 
 
 def test_loss_that_is_not_finite(tmp_path: Path) -> None:
-    """Every process stops, before anything is changed, and names the batch."""
+    """A loss that is not finite stops every process before any update, and names the batch."""
     for told in on(2, str(tmp_path), "broken"):
         assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite: .* batch 2 of the ", told)
     assert records(tmp_path / "run")[-1]["kind"] == "failed"
 
 
 def test_data_that_one_process_lacks(tmp_path: Path) -> None:
-    """No other process waits for it, and there is no run."""
+    """If one process lacks the data, no other waits for it, and there is no run."""
     own, other = on(2, str(tmp_path), "absent")
     assert own == "ValueError: no such file"
     assert other == "TrainingError: process 0 has failed: ValueError: no such file"
@@ -117,7 +117,7 @@ def test_data_that_one_process_lacks(tmp_path: Path) -> None:
 
 
 def test_an_id_without_a_row(tmp_path: Path) -> None:
-    """The process whose row it is in tells it, the other one that it was told; the record has the cause."""
+    """The process of the bad row reports the id, the other one that process; the record has the cause."""
     other, own = on(2, str(tmp_path), "unknown")
     where = "data set 'tiny', after step 1 of 7: "  # ids are sent a step ahead
     assert own.startswith(f"IndexError: {where}feature 'id', bag 29: id 1000000 must be in [0, 20)")
@@ -128,7 +128,7 @@ def test_an_id_without_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str)
 def test_refused(tmp_path: Path, option: dict) -> None:
-    """Options that sharded tables cannot have are refused by name before there is a run."""
+    """Options that sharded tables do not support are rejected by name before there is a run."""
     (name, value), told = next(iter(option.items())), on(2, str(tmp_path), "tiny", 0, False, option)
     assert told[0] == told[1]
     assert told[0].startswith(f"TrainingError: {name} is {value!r}, which tables sharded over several processes")
@@ -136,14 +136,14 @@ def test_refused(tmp_path: Path, option: dict) -> None:
 
 
 def test_other_options(tmp_path: Path) -> None:
-    """Processes that were given different options are told so."""
+    """Different options on processes are rejected."""
     told = pool(2).run(HERE, "unlike", str(tmp_path))
     assert told[0] == told[1]
     assert "TrainingError: options of process 1 is TrainConfig(" in told[0]
 
 
 def test_metadata_names_members_of_enums_alone() -> None:
-    """Python 3.11.0 to 3.11.3 pickle those as getattr(kind, name); nothing else is looked up."""
+    """Only members of known enums are unpickled by getattr(kind, name), as Python 3.11.0 to 3.11.3 pickle them."""
     of = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%s\nV%s\ntR."
     good = of % (b"_MEM_FORMAT_ENCODING", b"TORCH_CONTIGUOUS_FORMAT")
     assert checkpoint._Unpickler(io.BytesIO(good)).load().name == "TORCH_CONTIGUOUS_FORMAT"
@@ -153,7 +153,7 @@ def test_metadata_names_members_of_enums_alone() -> None:
 
 
 def test_shards_execute_nothing(tmp_path: Path) -> None:
-    """Metadata that names anything but what tables need is refused."""
+    """Metadata with other names than tables need is rejected."""
     checkpoint.save_shards(folder := tmp_path / "shards-1-0", {"t": torch.ones(3, 2)})
     target = {"t": torch.zeros(3, 2)}
     checkpoint.load_shards(folder, target)
@@ -167,7 +167,7 @@ def test_shards_execute_nothing(tmp_path: Path) -> None:
 
 
 def test_shards_that_cannot_be_written(tmp_path: Path) -> None:
-    """An error of the file system with a line's reason, as a full disk's; torch's is no Exception."""
+    """A file system error on one shard, such as a full disk, is reported in a line; torch's is no Exception."""
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"shards-1-0 could not be written whole: process 0: NotADirectoryError: "):
         checkpoint.save_shards(tmp_path / "file" / "shards-1-0", {"t": torch.ones(3, 2)})
@@ -175,7 +175,7 @@ def test_shards_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_killed(tmp_path: Path) -> None:
-    """SIGKILL of one of four stops all, with a line each, and the run goes on on two."""
+    """SIGKILL of one of four processes stops all, with a line each, and the run resumes on two."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "--nproc-per-node"]
     train = ["--", "rec_kernels.dlrm", "train", "--data", "synthetic", "--rows", "12000", "--table-rows", "500"]
     train += ["--batch-size", "256", "--runs-dir", str(tmp_path), "--run", "killed", "--checkpoint-every", "20"]

@@ -1,4 +1,4 @@
-"""The generated data set: the same rows however they are asked for, Zipf's law, and a label that can be learnt."""
+"""The synthetic data set: rows independent of the batch size, Zipf's law, and a learnable label."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rec_kernels.dlrm.train import train
 
 
 def rows_of(batches: list[Batch]) -> dict[str, np.ndarray | list[list[int]]]:
-    """All rows."""
     histories = []
     for batch in batches:
         offsets, values = batch.shared.offsets().tolist(), batch.shared.values().tolist()
@@ -99,7 +98,7 @@ def test_ids_follow_zipfs_law():
     found = np.bincount(ids, minlength=size)[(np.arange(size) * SCATTER + shift) % size]
     chi_square = ((found - expected) ** 2 / expected).sum()
     assert abs(chi_square - (size - 1)) < 5 * (2 * (size - 1)) ** 0.5
-    # The law itself, over two decades of ranks.
+    # Zipf's law over two decades of ranks.
     slope = np.polyfit(np.log(np.arange(5, 500)), np.log(found[4:499]), 1)[0]
     assert slope == pytest.approx(-EXPONENT, abs=0.05)
 
@@ -115,7 +114,7 @@ def test_sessions_share_a_history(data):
 
 
 def factor(data: Synthetic, batch_size: int) -> float:
-    """Ids of the training rows over those of distinct bags, in batches."""
+    """Ids of the training rows divided by those of distinct bags, in batches."""
     before = stored = 0
     for batch in data.batches("train", batch_size):
         histories = rows_of([batch])["history"]
@@ -126,22 +125,21 @@ def factor(data: Synthetic, batch_size: int) -> float:
 
 @pytest.mark.parametrize(("unchanged", "samples"), cross([0.9, 0.0, 0.5, 1.0], [1, 3.5, 9, 40], 9))
 def test_factor_of_sessions(unchanged, samples):
-    """S / (1 + (S - 1) (1 - d)) but for chance. Blocks and batches that cut sessions give a bag more to each."""
+    """The factor is S / (1 + (S - 1) (1 - d)) up to chance. Blocks and batches that cut sessions add a bag to each."""
     size = 2 * BLOCK
     data = Synthetic(rows=4 * BLOCK, samples_per_session=samples, unchanged=unchanged, history=30)
     bags = BLOCK * (1 + (samples - 1) * (1 - unchanged)) / samples  # of a block
     new = bags / BLOCK
     expected = BLOCK / (bags + 1 - new)
-    # Rows of a bag vary as its ids do, both about geometrically.
+    # Numbers of rows per bag and ids per row both vary about geometrically.
     spread = (2 / (4 * bags)) ** 0.5
     assert factor(data, size) == pytest.approx(expected, rel=max(4 * spread, 0.005))
     if unchanged == 0 or samples == 1:
-        assert factor(data, size) == pytest.approx(1, abs=0.005)  # short bags are the same by chance
+        assert factor(data, size) == pytest.approx(1, abs=0.005)  # short bags are equal by chance
 
 
 def test_histories_change_within_sessions_and_nothing_else_does():
-    """Rows that repeat the previous history share its bag, and nothing else changes; with d = 0, every row has its
-    own."""
+    """Rows that repeat the previous history share its bag, and nothing else changes; with d = 0 no bags are shared."""
     same = rows_of(list(Synthetic(rows=BLOCK, unchanged=1.0).batches("train", BLOCK)))
     assert_same(same, rows_of(list(Synthetic(rows=BLOCK).batches("train", BLOCK))))
     own = rows_of(list(Synthetic(rows=BLOCK, unchanged=0.0, history=50).batches("train", BLOCK)))
@@ -161,7 +159,7 @@ def test_other_sessions_are_another_data_set():
 
 
 def logits_of(data: Synthetic, split: str) -> np.ndarray:
-    """The logits that the labels of a split were drawn from."""
+    """The logits from which the labels of a split were drawn."""
     total = data.num_rows(split)
     blocks = range(-(-total // BLOCK))
     return np.concatenate([data._block(int(split == "test"), number).logit for number in blocks])[:total]
@@ -184,7 +182,7 @@ def test_hidden_weights_are_standardised():
 
 
 def test_documented_oracle():
-    """docs/data.md and the docstring of the class give these."""
+    """The formula and the values are those of docs/data.md and the docstring of the class."""
     data = Synthetic()
     labels = np.concatenate([batch.label for batch in data.batches("test", 50_000)])
     assert roc_auc_score(labels, logits_of(data, "test")) == pytest.approx(0.836, abs=0.001)

@@ -99,7 +99,7 @@ def test_learning_rates_rise_stay_and_fall_with_the_square():
         rates = [config.learning_rate(base, step) for step in range(len(factors))]
         assert rates == [max(base * factor, 1e-7) for factor in factors]
     assert {TrainConfig().learning_rate(0.5, step) for step in (0, 1, 10**9)} == {0.5}
-    assert config.learning_rate(1e-9, 10) == 1e-9  # no smaller rate than this rises
+    assert config.learning_rate(1e-9, 10) == 1e-9  # a smaller rate stays constant
 
 
 def test_the_tables_learn_with_the_scheduled_rate(data, tmp_path):
@@ -112,7 +112,7 @@ def test_the_tables_learn_with_the_scheduled_rate(data, tmp_path):
 
 
 def test_accumulated_batches_train_like_one_batch(data, tmp_path):
-    # Adagrad's and Adam's steps do not get smaller with a gradient that is but rounding.
+    # Steps of Adagrad and Adam do not shrink with gradients that are only rounding errors.
     sgd = {"optimizer": "sgd", "lr": 0.5, "dense_lr": 1e-6}
     one = make_run(data, tmp_path / "one", batch_size=1024, **sgd)
     four = make_run(data, tmp_path / "four", batch_size=256, accumulate=4, **sgd)
@@ -190,7 +190,7 @@ def test_whatever_ends_a_run_is_one_line_and_in_its_report(change, message, tmp_
 
 
 def test_a_failure_is_written_although_the_process_is_told_to_stop(tmp_path, monkeypatch):
-    """torchrun tells all processes to stop as soon as one of them has ended."""
+    """The failure is recorded although torchrun sends SIGTERM to all processes once one has ended."""
     told, write = [], report.write
 
     def interrupted(directory: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_failure_is_written_although_the_process_is_told_to_stop(tmp_path, mon
         write(directory)
 
     monkeypatch.setattr(report, "write", interrupted)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # and not the end of the tests
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # instead of ending the tests
     config = TrainConfig(runs_dir=str(tmp_path), run="bad", device="cpu", batch_size=50)
     try:
         with pytest.raises(DataError, match="is not there"):
@@ -297,7 +297,7 @@ WRONG_FLAGS = [
         "--model dcnv2 --wukong-layers 2",
         "wukong_layers is 2, which does nothing without model 'wukong' (now 'dcnv2'): leave it out, or give both",
     ),
-    # what is no option, or no value of its kind
+    # unknown options and values
     ("--epochs two", "argument --epochs: invalid int value: 'two'"),
     ("--bottom 64,x", "argument --bottom: invalid widths value: '64,x'"),
     ("--frobnicate", "unrecognized arguments: --frobnicate"),
@@ -309,7 +309,7 @@ WRONG_FLAGS = [
 
 @pytest.mark.parametrize(("flags", "message"), WRONG_FLAGS)
 def test_wrong_flags_give_readable_errors(flags, message, tmp_path, monkeypatch, capsys):
-    """Nothing is made."""
+    """Invalid flags give a readable error, and create nothing."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main(["train", *shlex.split(flags)])
@@ -318,7 +318,7 @@ def test_wrong_flags_give_readable_errors(flags, message, tmp_path, monkeypatch,
 
 
 def test_output_that_nobody_reads_or_can_show(monkeypatch, capsys):
-    """A pipe whose reader has gone, closed streams, and a terminal of ASCII."""
+    """Output to a closed pipe, closed streams and an ASCII terminal does not fail the run."""
     reader, writer = os.pipe()
     os.close(reader)
     with monkeypatch.context() as patch, os.fdopen(writer, "w") as pipe:

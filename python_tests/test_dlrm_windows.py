@@ -1,4 +1,4 @@
-"""Windows in the trainer's reader: the bits of whole bags, fewer ids in a batch, and a run that says so."""
+"""Windows in the trainer's reader: the bits of whole bags, fewer ids per batch, and a record of the choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST, STEP, TABLE_ROWS = 20, 3, 1000
 
 
 def slide(batch: Batch) -> Batch:
-    """Pairs of rows with the same history, which is ``STEP`` ids further on than the pair's before them."""
+    """Pairs of rows with equal history, shifted by ``STEP`` ids from pair to pair."""
     bag, first = torch.arange(len(batch.label)) // 2, len(batch.shared.values())
     ids = (first + STEP * bag[:, None] + torch.arange(LONGEST)).flatten() % TABLE_ROWS
     lengths = torch.full((len(bag),), LONGEST)
@@ -45,9 +45,9 @@ def test_a_batch_has_each_id_once(data: Changed) -> None:
         windows = found.shared.stored()
         assert isinstance(windows, rk.KeyedJaggedWindows)
         assert len(windows.values()) == STEP * (SIZE // 2 - 1) + LONGEST
-        assert windows._bags is None  # nothing has made them yet
+        assert windows._bags is None  # not materialized yet
         assert torch.equal(found.shared.to_kjt().values(), batch.shared.values())
-        again = dedup_batch(dedup_batch(batch), windows=True)  # of a data set that knows its sessions
+        again = dedup_batch(dedup_batch(batch), windows=True)  # as of a data set that deduplicates its sessions
         assert torch.equal(again.shared.stored().values(), windows.values())
     alone = batch._replace(shared=None)
     assert dedup_batch(alone, windows=True) is alone
@@ -55,7 +55,7 @@ def test_a_batch_has_each_id_once(data: Changed) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 125, "accumulate": 4, "optimizer": "adam"}], ids=["", "more"])
 def test_the_bits_of_whole_bags(data: Changed, tmp_path: Path, options: dict) -> None:
-    """Losses, scores and what is learned, with evaluations between."""
+    """Losses, scores and weights are equal, with evaluations between."""
     for mode in ("on", "windows"):
         given = config(tmp_path, run=mode, dedup=mode, eval_every=4, valid_fraction=0.34, **options)
         train(given, data, progress=False)
@@ -69,7 +69,7 @@ def test_the_bits_of_whole_bags(data: Changed, tmp_path: Path, options: dict) ->
 
 
 def test_a_data_set_that_gives_windows(data: Changed) -> None:
-    """They stay windows until they are looked up, unless a bag for every row is asked for."""
+    """Windows of a data set are kept until lookup, unless a bag per row is requested."""
     given = Changed(data, functools.partial(map, lambda batch: dedup_batch(batch, windows=True)))
     for mode in ("on", "auto"):
         features = next(reader(given, SIZE, dedup=mode).batches("train", SIZE)).features
@@ -79,7 +79,7 @@ def test_a_data_set_that_gives_windows(data: Changed) -> None:
 
 @pytest.mark.parametrize("knows", [False, True])
 def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None:
-    """Weights are refused for plain and for distinct bags; the error names the data set and the option."""
+    """Weights are rejected for plain and for distinct bags; the error names the data set and the option."""
 
     def weighted(batch: Batch) -> Batch:
         shared = batch.shared
