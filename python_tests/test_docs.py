@@ -1,4 +1,4 @@
-"""The documentation is true: its examples run, its commands and links exist, its generated parts are fresh."""
+"""The documentation is true: examples run, commands and links exist, generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python_blocks(page: str) -> list[str]:
 
 
 def halves(page: str) -> list[tuple[str, str]]:
-    """The programs before and after of every fenced diff block of a page's text."""
+    """The programs before and after each fenced diff block of a page's text."""
     blocks = [block.splitlines(keepends=True) for block in re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.DOTALL)]
     return [tuple("".join(line[1:] or line for line in block if line[0] != new) for new in "+-") for block in blocks]
 
@@ -51,7 +51,7 @@ generator = _load_generator()
 
 
 def make_targets_named(text: str) -> set[str]:
-    """The first word after every `make`, wherever it stands, and every further target of a command in code."""
+    """The first word after every `make`, and further targets of commands in code."""
     named = set(re.findall(r"\bmake +(?:[A-Z_]+=(?:\"[^\"]*\"|\S+) +)*([a-z][a-z-]*)", text))
     for code in re.findall(r"`(make [^`]+)`|^ {4}(make .+)$", text, re.MULTILINE):
         words = shlex.split("".join(code), comments=True)[1:]
@@ -60,13 +60,13 @@ def make_targets_named(text: str) -> set[str]:
 
 
 def makefile_targets() -> set[str]:
-    """Targets that the Makefile has a rule for."""
+    """Targets of the Makefile."""
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 def test_readme_changes_keep_the_losses(number: int) -> None:
-    """Both sides of each diff of README run and have the losses that it promises: equal, or equal but for rounding."""
+    """Both sides of each diff of README run and have equal losses, to the bit or up to rounding as promised."""
     before, after = CHANGES[number]
     if "torchrec" in before:
         pytest.importorskip("torchrec")
@@ -78,7 +78,7 @@ def test_readme_changes_keep_the_losses(number: int) -> None:
 
 
 def test_readme_changes_are_found() -> None:
-    """README's code is two diffs, and each changes something."""
+    """README's code consists of two diffs with changes."""
     text = (ROOT / "README.md").read_text()
     assert len(CHANGES) == text.count("```") // 2 == 2
     assert halves("```diff\n a\n-b\n+c\n```\n") == [("a\nb\n", "a\nc\n")]
@@ -86,18 +86,18 @@ def test_readme_changes_are_found() -> None:
 
 
 def test_readme_is_short() -> None:
-    """One reads it in a minute or two: at most 120 lines."""
+    """README has at most 120 lines."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_exist(page: str) -> None:
-    """Every `make X` is a target; the verb, in prose, needs another word."""
+    """Every `make X` is a target; in prose, use another verb."""
     assert make_targets_named((ROOT / page).read_text()) <= makefile_targets()
 
 
 def test_make_targets_are_found() -> None:
-    """The search sees plain commands, variables and lists of targets."""
+    """The search finds plain commands, variables and lists of targets."""
     assert {"train", "test", "wheel"} <= make_targets_named((ROOT / "README.md").read_text())
     assert make_targets_named('`make A=1 B="x y" one`\n    make two three  # why\nmake four') == {
         "one",
@@ -108,7 +108,7 @@ def test_make_targets_are_found() -> None:
 
 
 def test_benchmarks_exist() -> None:
-    """Every `python -m bench.X` is a program here, or its line names the commit that has it; every result is linked."""
+    """Every `python -m bench.X` exists or its line names a commit that has it; every result is linked."""
     pages = "\n".join((ROOT / page).read_text() for page in PAGES)
     here = "\n".join(line for line in pages.splitlines() if not re.search(r"\| [0-9a-f]{8} \|$", line))
     named = set(re.findall(r"python -m (bench(?:\.\w+)*)", here))
@@ -121,14 +121,14 @@ def test_benchmarks_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """Every relative link names a file or folder of the repository."""
+    """Every relative link leads to a file or folder of the repository."""
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text())
     missing = [to for to in links if "://" not in to and not ((ROOT / page).parent / to.split("#")[0]).exists()]
     assert not missing
 
 
 def test_the_path_of_an_id_names_existing_functions() -> None:
-    """Each function of CONTRIBUTING.md's table is in the file of its line, or in a file that its line names."""
+    """Each function in CONTRIBUTING.md's table is in the file of its line, or in a file that the line names."""
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## The path of an id")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
     assert len(lines) > 10
@@ -153,7 +153,7 @@ def slugs(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_headings(page: str) -> None:
-    """Every link with an anchor names a heading of the page that it leads to."""
+    """Every link with an anchor leads to a heading of its page."""
     links = re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", (ROOT / page).read_text())
     here = [(ROOT / page).parent / to if to else ROOT / page for to, _ in links if "://" not in to]
     wrong = [anchor for path, (_, anchor) in zip(here, links, strict=True) if anchor not in slugs(path.read_text())]
@@ -161,7 +161,7 @@ def test_links_lead_to_headings(page: str) -> None:
 
 
 def test_slugs_are_githubs() -> None:
-    """Punctuation goes, spaces become dashes, a heading that comes twice has a number, code is no heading."""
+    """Slugs drop punctuation, replace spaces by dashes, number repeated headings and ignore code."""
     text = "# A `b_c`, d\n## A b_c d\n```\n# no\n```\n### What's [new](x.md)?\n"
     assert slugs(text) == {"a-b_c-d", "a-b_c-d-1", "whats-new"}
 
@@ -173,7 +173,7 @@ def test_generated_parts_are_fresh(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_pictures_are_fresh(tmp_path: Path) -> None:
-    """README's pictures have the numbers of bench/results: `python -m bench.pictures` would write the same texts."""
+    """README's pictures equal the output of `python -m bench.pictures`."""
     pytest.importorskip("matplotlib")
     from bench import pictures
 
@@ -184,7 +184,7 @@ def test_pictures_are_fresh(tmp_path: Path) -> None:
 
 
 def test_readme_has_the_pictures_numbers() -> None:
-    """README's range of training steps is that of the files that its picture is drawn from."""
+    """README's range of training steps is that of the files of its picture."""
     pytest.importorskip("matplotlib")
     from bench.pictures import times_over_ours
 
@@ -197,7 +197,7 @@ def test_readme_has_the_pictures_numbers() -> None:
 
 
 def test_generator_mends_what_is_stale() -> None:
-    """A schema, or the table, that was changed by hand comes back as it was."""
+    """A manually edited schema or table is regenerated."""
     fresh = generator.generate(OPS_PAGE)
     schema = "bool sparse=False, str? format=None"
     for old, new in ((schema, schema.replace("False", "True")), ("| `scale_rows` | yes |", "| `scale_rows` | - |")):
@@ -206,7 +206,7 @@ def test_generator_mends_what_is_stale() -> None:
 
 
 def test_generator_refuses_unknown_parts() -> None:
-    """A block for an op that does not exist ends the program with its name."""
+    """A block for an unknown op ends the program with its name."""
     with pytest.raises(SystemExit, match="schema nothing"):
         generator.generate("<!-- generated: schema nothing -->\n<!-- end generated -->")
 
@@ -231,7 +231,7 @@ def test_every_argument_is_explained(op: str) -> None:
 
 @pytest.mark.parametrize("page", ["ops.md", "layouts.md", "robustness.md", "tuning.md"])
 def test_examples_run(page: str) -> None:
-    """The python blocks of a page, one after the other, as one program."""
+    """The python blocks of a page run as one program."""
     blocks = python_blocks((ROOT / "docs" / page).read_text())
     assert blocks
     names = {"__name__": "example"}
@@ -241,7 +241,7 @@ def test_examples_run(page: str) -> None:
 
 @pytest.mark.parametrize("op", [name for name in generator.op_names() if "layout" in signature_of(name)])
 def test_every_layout_has_a_call(op: str) -> None:
-    """Each op that takes a layout has a call in its own section of docs/ops.md that passes one."""
+    """Each op with a layout has a call with one in its section of docs/ops.md."""
     name = op.partition(".")[0]
     section = re.split(r"^##+ ", OPS_PAGE.partition(f"# {name}\n")[2], flags=re.MULTILINE)[0]
     calls = "".join(python_blocks(section))

@@ -1,4 +1,4 @@
-"""Every public name is documented: in its docstring, with all it takes and raises, and in a page of docs/."""
+"""Every public name has a docstring with its arguments and errors, and is on a page of docs/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = [name for name in NAMES if inspect.isclass(getattr(rk, name))]
 
 
 def own_docstring(thing: object) -> str:
-    """The object's own docstring: not an inherited one, nor the signature that dataclasses get."""
+    """The object's own docstring, without inherited ones and signatures of dataclasses."""
     text = (vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__) or ""
     is_signature = dataclasses.is_dataclass(thing) and text.startswith(f"{getattr(thing, '__name__', '')}(")
     return "" if is_signature else text
@@ -41,7 +41,6 @@ def test_on_a_page(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
 def test_arguments_are_in_the_docstring(name: str) -> None:
-    """Each by its name."""
     thing = getattr(rk, name)
     assert own_docstring(thing)
     missing = [a for a in inspect.signature(thing).parameters if not re.search(rf"\b{a}\b", docstrings(thing))]
@@ -50,10 +49,10 @@ def test_arguments_are_in_the_docstring(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
 def test_errors_are_in_the_docstring(name: str) -> None:
-    """Every public function and class documents the errors that it raises."""
+    """Every public function and class documents its errors."""
     thing = getattr(rk, name)
     makers = [getattr(thing, m, None) for m in ("__init__", "__post_init__")] if inspect.isclass(thing) else [thing]
-    # A dataclass's __init__ is nobody's: it has no file.
+    # A dataclass's __init__ has no file.
     written = [f for f in makers if inspect.isfunction(f) and "rec_kernels" in f.__code__.co_filename]
     checks = r"\braise \w+|\b_?check_\w+\(|positive_integer\(|_ops\.|torch\.ops\."
     source = "".join(map(inspect.getsource, written))
@@ -63,7 +62,7 @@ def test_errors_are_in_the_docstring(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_methods_have_docstrings(name: str) -> None:
-    """Public methods and properties that are the class's own; one that overrides has that of what it overrides."""
+    """Public methods and properties that a class defines have docstrings, or override documented ones."""
     kind = getattr(rk, name)
     own = [m for m, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)]
     assert [m for m in own if not m.startswith("_") and not inspect.getdoc(getattr(kind, m))] == []

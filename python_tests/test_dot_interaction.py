@@ -1,4 +1,4 @@
-"""dot_interaction on the CPU: bits of the reference; test_products.py has its gradients and errors."""
+"""dot_interaction on the CPU has the reference's bits; test_products.py tests gradients and errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ ops = torch.ops.rec_kernels
 @pytest.mark.parametrize("self_interaction", [False, True])
 @pytest.mark.parametrize("batch", [1, 37, *full(16)])
 def test_matches_reference(size: tuple[int, int], self_interaction: bool, batch: int) -> None:
-    """Registers of samples and of columns, whole and partial ones."""
+    """Whole and partial registers, of samples and of columns."""
     check_bits(make_call(size, batch, self_interaction), reference)
 
 
 @pytest.mark.parametrize("size", [MANY, LONG], ids=str)
 @pytest.mark.parametrize("self_interaction", [False, True])
 def test_many_vectors_and_columns(size: tuple[int, int], self_interaction: bool) -> None:
-    """70 vectors; 1024 columns."""
     check_bits(make_call(size, 18, self_interaction), reference)
 
 
@@ -42,7 +41,7 @@ def test_half_precision(dtype: torch.dtype, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("self_interaction", [False, True])
 def test_negative_zeros_among_gradients(self_interaction: bool) -> None:
-    """A pair's gradient of -0 keeps its sign at both of its places, next to the diagonal and far from it."""
+    """A pair's gradient of -0 keeps its sign in both vectors, next to the diagonal and far from it."""
     call = make_call((20, 3), 2, self_interaction)
     call.grad[:] = -0.0
     first, second = pairs(21, self_interaction)
@@ -56,7 +55,7 @@ def test_negative_zeros_among_gradients(self_interaction: bool) -> None:
 
 
 def test_order_of_pairs() -> None:
-    """Row by row below the diagonal, and with it."""
+    """Pairs are ordered row by row below the diagonal, optionally with it."""
     dense, sparse = torch.tensor([[1.0, 0.0]]), torch.tensor([[[2.0, 1.0], [3.0, 5.0]]])
     assert rk.dot_interaction(dense, sparse).tolist() == [[1, 0, 2, 3, 11]]
     assert rk.dot_interaction(dense, sparse, True).tolist() == [[1, 0, 1, 2, 5, 3, 11, 34]]
@@ -65,7 +64,7 @@ def test_order_of_pairs() -> None:
 
 
 def test_without_sparse_vectors() -> None:
-    """A dense vector alone is copied, and its gradient, too."""
+    """A lone dense vector and its gradient are copied."""
     call = make_call((0, 6), 5, False)
     out, grad_dense, grad_sparse = call.each(ops)
     assert torch.equal(out, call.dense)
@@ -75,7 +74,7 @@ def test_without_sparse_vectors() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_inputs_are_read_right(dtype: torch.dtype) -> None:
-    """Samples at any distance, arguments that are copied; nothing is written to."""
+    """Samples with any stride are read, others copied; inputs are not written to."""
     call = make_call((5, 7), 20, True, dtype)
     wide = call.map(lambda t: torch.randn(2 * len(t), *(2 * n for n in t.shape[1:])).to(dtype))
     before = [t.clone() for t in wide[:3]]
@@ -93,7 +92,7 @@ def test_strided_inputs_are_read_right(dtype: torch.dtype) -> None:
 
 
 def test_nan_and_inf_stay_in_their_places() -> None:
-    """NaN and Inf reach only their sample and their vector's pairs; the vector's own gradient has them, too."""
+    """NaN and Inf reach only their sample and their vector's pairs, including the vector's gradient."""
     call = make_call((3, 5), 20, False)
     call.sparse[1, 1, 2] = torch.nan
     call.dense[6, 0] = torch.inf

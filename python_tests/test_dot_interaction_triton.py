@@ -1,6 +1,6 @@
 """dot_interaction in Triton against float64, within the bounds of docs/numerics.md.
 
-test_products_triton.py has its errors; triton_device.py says how the file is run.
+test_products_triton.py tests errors; triton_device.py describes how the file is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEVERAL = [MANY, LONG, (2 * module.VECTORS, module.COLUMNS + 1)]
 
 
 def check(call: Call, precision: str = "ieee") -> None:
-    """The result and both gradients: apart from float64 by at most the bound of each."""
+    """The result and both gradients differ from float64 by at most their bounds."""
     found = [t.cpu() for t in on_device(call, DEVICE).each(module, precision)]
     check_tiles(found, call, precision)
     PASSED["triton"] += 3
@@ -35,27 +35,27 @@ def check(call: Call, precision: str = "ieee") -> None:
 
 @pytest.mark.parametrize(("kind", "size"), cross(KINDS, SIZES, (4, 16)), ids=str)
 def test_matches_float64(size: tuple[int, int], kind: tuple[torch.dtype, bool]) -> None:
-    """Whole tiles and partial ones."""
+    """Whole and partial tiles."""
     dtype, self_interaction = kind
     check(make_call(size, 3, self_interaction, dtype))
 
 
 @pytest.mark.parametrize(("kind", "size"), cross(PRECISIONS, SEVERAL, LONG), ids=str)
 def test_several_tiles(size: tuple[int, int], kind: tuple[str, bool]) -> None:
-    """More vectors, or more columns, than a tile has."""
+    """Several tiles of vectors or columns."""
     precision, self_interaction = kind
     check(make_call(size, 2, self_interaction), precision)
 
 
 def test_large_halves() -> None:
-    """Twice the gradient of a vector with itself is more than float16 has, the result is not."""
+    """A vector's doubled gradient with itself may overflow float16 if the result does not."""
     call = make_call((2, 16), 2, True, torch.float16)
     call.grad[:, 16:] = 40000.0
     check(Call(call.dense * 1e-3, call.sparse * 1e-3, call.grad, True))
 
 
 def test_strided_inputs() -> None:
-    """Samples at any distance, and arguments that are copied."""
+    """Samples with any stride are read, others copied."""
     call = make_call((4, 6), 10, True)
     wide = call.map(lambda t: torch.randn(len(t), *(2 * n for n in t.shape[1:])))
     check(Call(wide.dense[:, :6], wide.sparse[:, 4:, :6], wide.grad[:, : call.grad.shape[1]], True))

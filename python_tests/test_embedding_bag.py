@@ -1,4 +1,4 @@
-"""embedding_bag against its reference, bit for bit, on every backend."""
+"""embedding_bag has the reference's bits on every backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT64_MAX = torch.iinfo(torch.int64).max
 
 
 def check(case: Case, *, updates: bool = True) -> None:
-    """Output, every gradient and every update of floats; what lies between tables is NaN, and stays what it is."""
+    """Checks output, gradients and updates of float tables; NaN between tables stays."""
     check_gradients(case)
     (values, offsets, _), layout = case.jagged, case.layout
     output, factors = case.expected_output(), case.expected_factor_gradient()
@@ -40,14 +40,14 @@ def check(case: Case, *, updates: bool = True) -> None:
 
 @drawn(60, cases())
 def test_any_case(case: Case) -> None:
-    """Any tables, features, pooling, weights, integer widths, padding and unused ids; unnamed rows keep their bits."""
+    """Any tables, features, pooling, weights, integer widths, padding and unused ids; other rows keep their bits."""
     check(case)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 15, 16, 17, 64, 100, 128, 129, 256, 300, 4096])
 @pytest.mark.parametrize("mean", [False, True])
 def test_dimensions(dim: int, mean: bool) -> None:
-    """Each width by itself, with duplicate ids in a bag, an empty bag, weights, and 32-bit ids."""
+    """Each width, with duplicate ids in a bag, an empty bag, weights, and 32-bit ids."""
     case = make_case(
         [(3, dim)], [0], [5, 0, 1, 4], mean=[mean], weighted=True, ids_dtype=torch.int32, seed=dim, gaps=[1]
     )
@@ -56,7 +56,7 @@ def test_dimensions(dim: int, mean: bool) -> None:
 
 @pytest.mark.parametrize(("weighted", "occurrences"), cross([True, False], [64, 65, 128, 129, 4096, 4097], 65))
 def test_hot_row(weighted: bool, occurrences: int) -> None:
-    """A row with more than 64, and more than 64 * 64, occurrences: chunk sums of one level and of two."""
+    """Rows with more than 64, and more than 64 * 64, occurrences: chunk sums of one level and of two."""
     lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4]
     case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)
     check(case)
@@ -65,7 +65,7 @@ def test_hot_row(weighted: bool, occurrences: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("dim", "occurrences"), [(516, 64 * 64 * 8 + 70), (3, 64**3 + 70)])
 def test_hottest_row(dim: int, occurrences: int) -> None:
-    """More chunk sums than a block of the GPU adds up at once, in steps of columns; and sums of three levels."""
+    """More chunk sums than one GPU block adds, in steps of columns; and sums of three levels."""
     grad = torch.randn(occurrences, dim)
     expected = torch.stack([torch.zeros(dim), chunked_sum(grad)])
     values, offsets = torch.ones(occurrences, dtype=torch.int64), torch.arange(occurrences + 1)
@@ -77,7 +77,7 @@ def test_hottest_row(dim: int, occurrences: int) -> None:
 @pytest.mark.parametrize("dim", [1, 4, 16, 20, 128, 300])
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
 def test_one_id_each(dim: int, offsets_dtype: torch.dtype) -> None:
-    """Every bag has exactly one id, as in most click logs; the second feature has one bag that has not."""
+    """Every bag has exactly one id, as in most click logs, except one bag of the second feature."""
     lengths = [1] * 33 + [1] * 20 + [2] + [1] * 12
     ids_dtype = torch.int64 if dim % 8 else torch.int32
     sizes = {"ids_dtype": ids_dtype, "offsets_dtype": offsets_dtype, "unused": (2, 1)}
@@ -88,7 +88,7 @@ def test_one_id_each(dim: int, offsets_dtype: torch.dtype) -> None:
 
 
 def test_one_id_each_out_of_range() -> None:
-    """Bad ids among bags of one id each: left out and counted, or named."""
+    """Bad ids among bags of one id each are left out and counted, or named."""
     table, offsets = wide_floats(6, 20, seed=1), torch.arange(40)
     values = torch.arange(40) % 6
     values[[11, 17, 31]] = torch.tensor([6, -1, 2**40])
@@ -113,7 +113,7 @@ def test_hot_row_among_features() -> None:
 
 
 def test_no_features() -> None:
-    """Zero tables: everything is empty."""
+    """With zero tables everything is empty."""
     none = torch.zeros(0, dtype=torch.int64)
     layout = dict.fromkeys(("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims"), none)
     offsets, weights = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
@@ -126,7 +126,7 @@ def test_no_features() -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 1], [1, 0, 1], [1, 1, 0]])
 def test_empty_table(order: list[int]) -> None:
-    """A table without rows shares its row number with the next one and takes nothing from it."""
+    """A table without rows, which shares its row offset with the next one, does not affect that table."""
     dims = torch.tensor([2, 3])[order]
     lengths = torch.tensor([0, 2])[order]
     layout = {
@@ -153,7 +153,7 @@ def test_empty_table(order: list[int]) -> None:
 
 
 def test_one_table_without_layout() -> None:
-    """weights [E, D] and no layout is the same as a layout of one table; include_last_offset=False adds the end."""
+    """weights [E, D] without a layout equals a layout of one table; include_last_offset=False appends the end."""
     case = make_case([(6, 20)], [0], [3, 0, 4, 2], weighted=True, padding_idx=2, seed=9)
     table = case.weights.view(6, 20)
     for pooling in ("sum", "mean"):
@@ -168,7 +168,7 @@ def test_one_table_without_layout() -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Copies of every tensor that aten::new_empty returned, made before anybody could write to it."""
+    """Copies of every tensor that aten::new_empty returned, made before it was written to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_outputs_are_poisoned_before_they_are_written() -> None:
     case = make_case([(5, 4)], [0], [2, 1])
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     with _Allocations() as seen:
-        # Past the mode itself, straight to the kernel: what the kernel calls is still seen.
+        # Called without the mode; calls by the kernel still pass through it.
         lookup = torch.ops.rec_kernels.embedding_bag.layout
         output, status = lookup.redispatch(cpu, case.weights, *case.jagged[:2], *make_layout(case.layout))
     assert [t.shape for t in seen.fresh] == [output.shape, status.shape]

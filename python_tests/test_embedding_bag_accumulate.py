@@ -1,4 +1,4 @@
-"""accumulate(): micro-batches give the bits of one batch; what is refused changes nothing."""
+"""accumulate(): micro-batches give the bits of one batch; rejected uses change nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rec_kernels.nn.training.accumulate import Lookup, LookupQueue
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
-ROWS = {"f": 7, "g": 7, "h": 5}  # few, so that rows occur in every micro-batch and more often than a chunk is long
+ROWS = {"f": 7, "g": 7, "h": 5}  # so few that rows occur in every micro-batch and in several chunks
 SIZES = (3, 0, 40, 1)  # of the micro-batches; the second one is empty
 
 
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
     Args:
         ids: per feature and sample, the ids of a bag.
-        weights: the same shape, their factors.
+        weights: per id, with the same nesting.
         grad: [B, 32], gradient of the pooled output.
     """
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 def make(optimizer=OPTIMIZERS[1], **options) -> rk.EmbeddingBagCollection:
-    """f and g share the first table; the second one is averaged."""
+    """f and g share the first table; the second one has mean pooling."""
     torch.manual_seed(1)
     tables = [
         rk.EmbeddingBagConfig(7, 6, name="shared", feature_names=["f", "g"]),
@@ -48,7 +48,6 @@ def make(optimizer=OPTIMIZERS[1], **options) -> rk.EmbeddingBagCollection:
 
 
 def rows(size: int, seed: int) -> Rows:
-    """Bags of 0 to 6 ids."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     ids = {f: [[draw.randrange(e) for _ in range(draw.randrange(7))] for _ in range(size)] for f, e in ROWS.items()}
     weights = {f: [[draw.uniform(-2, 2) for _ in bag] for bag in bags] for f, bags in ids.items()}
@@ -56,7 +55,7 @@ def rows(size: int, seed: int) -> Rows:
 
 
 def together(parts: list[Rows]) -> Rows:
-    """One batch, sample after sample."""
+    """Concatenates samples to one batch."""
     ids = {f: [bag for part in parts for bag in part.ids[f]] for f in ROWS}
     weights = {f: [bag for part in parts for bag in part.weights[f]] for f in ROWS}
     return Rows(ids, weights, torch.cat([part.grad for part in parts]))
@@ -92,7 +91,7 @@ def one_update(optimizer, batch: rk.KeyedJaggedTensor, grad: Tensor, **options) 
 @pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_micro_batches_equal_one_batch(optimizer, dtypes, weighted: bool) -> None:
-    """Same bits, one step; updates one by one give others."""
+    """Micro-batches have one batch's bits and one step; separate updates have other bits."""
     ids, offsets = dtypes
     parts = [rows(size, seed) for seed, size in enumerate(SIZES)]
     options = {"weighted": weighted, "ids": ids, "offsets": offsets}
@@ -111,7 +110,7 @@ def test_micro_batches_equal_one_batch(optimizer, dtypes, weighted: bool) -> Non
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_long_sums(optimizer) -> None:
-    """A row that occurs in several chunks of 64 is still summed in the order of one batch, feature before sample."""
+    """A row in several chunks of 64 is summed in the order of one batch, feature before sample."""
     parts = [rows(60, seed) for seed in range(3)]
     whole = together(parts)
     assert sum(bag.count(1) for f in "fg" for bag in whole.ids[f]) > 128
@@ -126,7 +125,7 @@ def test_long_sums(optimizer) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_mixed_micro_batches(optimizer) -> None:
-    """Some with weights, some without; ids and offsets of both widths: as weights of 1 and int64."""
+    """Micro-batches with and without weights, of both id and offset widths, act as weights of 1 and int64."""
     parts = [rows(size, seed) for seed, size in enumerate((4, 3, 5))]
     plain = parts[1]._replace(weights={f: [[1.0] * len(bag) for bag in bags] for f, bags in parts[1].ids.items()})
     whole = together([parts[0], plain, parts[2]])
@@ -141,7 +140,7 @@ def test_mixed_micro_batches(optimizer) -> None:
 
 
 def test_several_backwards_of_one_forward() -> None:
-    """Each counts as a micro-batch; a forward without a backward as none."""
+    """Each backward of a retained graph is a micro-batch; a forward without a backward is none."""
     part, other = rows(6, 0), rows(4, 1)
     left, right = part.grad.clone(), part.grad.clone()
     left[:, 10:], right[:, :10] = 0, 0
@@ -157,7 +156,7 @@ def test_several_backwards_of_one_forward() -> None:
 
 
 def test_both_lookups_of_one_backward() -> None:
-    """Two lookups in one graph are two micro-batches; autograd says in which order."""
+    """Two lookups in one graph are two micro-batches, in autograd's order."""
     parts = [rows(5, 0), rows(6, 1)]
     expected = [one_update(OPTIMIZERS[1], jagged(w), w.grad) for w in (together(parts), together(parts[::-1]))]
     found = make()
@@ -168,7 +167,7 @@ def test_both_lookups_of_one_backward() -> None:
 
 
 def test_nothing_to_apply() -> None:
-    """No step is counted without a backward; backwards of empty batches count one, like a single empty batch."""
+    """Without a backward no step is counted; backward passes of empty batches count one, like a single empty batch."""
     found, before, empty = make(), snapshot(make()), rows(0, 0)
     with found.accumulate():
         found(jagged(rows(3, 0)))
@@ -188,7 +187,7 @@ def test_nothing_to_apply() -> None:
 
 
 def test_tables_rest_until_the_end() -> None:
-    """Lookups inside see the old rows; the update reads the learning rate of the end."""
+    """Lookups inside a block see the old rows; the update uses the learning rate at the end."""
     part = rows(6, 0)
     found, before = make(), snapshot(make())
     expected = make()(jagged(part)).values()
@@ -205,7 +204,7 @@ def test_tables_rest_until_the_end() -> None:
 
 
 def test_gradient_of_weights_in_the_batch() -> None:
-    """It arrives in each backward, with the bits of an ordinary one."""
+    """The gradient of weights is computed in each backward, with an ordinary backward's bits."""
     part, found = rows(6, 0), make()
     inside, outside = (jagged(part, weighted=True, learned=True) for _ in range(2))
     make()(outside).values().backward(part.grad)
@@ -228,7 +227,7 @@ def test_memory_may_be_reused() -> None:
 
 
 def test_any_use_of_the_output() -> None:
-    """Changed in place, with an expanded gradient, recomputed by activation checkpointing: as outside a block."""
+    """Outputs may be changed in place, have expanded gradients, or be recomputed by activation checkpointing."""
 
     def loss(collection: rk.EmbeddingBagCollection) -> Tensor:
         return collection(jagged(rows(6, 0))).values().mul_(2).sum()
@@ -242,7 +241,7 @@ def test_any_use_of_the_output() -> None:
 
 
 def test_ignored_ids() -> None:
-    """bounds_check="ignore" leaves the same ids out of the update as ever."""
+    """bounds_check="ignore" leaves out the same ids as outside a block."""
     parts = [rows(5, 0), rows(5, 1)]
     for part in parts:
         part.ids["h"][2] = [99, 0, -1]
@@ -257,7 +256,7 @@ def test_ignored_ids() -> None:
 
 
 def test_bad_id_reported_late() -> None:
-    """A lookup that could only report its bad id, not raise: the whole update is skipped, wherever it stands."""
+    """A bad id that a lookup could report only late skips the whole block's update."""
     for bad in range(3):
         found = make()
         with found.accumulate():
@@ -270,7 +269,7 @@ def test_bad_id_reported_late() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_exception_drops_everything(optimizer) -> None:
-    """A bad id raises in its forward; nothing is applied, and the collection trains on as if nothing had been."""
+    """A bad id raises in its forward; the block applies nothing, and training goes on as if it had not begun."""
     part, bad = rows(4, 0), rows(4, 1)
     bad.ids["h"][3] = [5]
     found, reached = make(optimizer), []
@@ -290,7 +289,7 @@ def test_exception_drops_everything(optimizer) -> None:
 
 
 def test_refused_uses() -> None:
-    """Nested blocks and collections without a fused optimizer."""
+    """Nested blocks and collections without a fused optimizer are rejected."""
     with pytest.raises(ValueError, match="built with optimizer=None"), make(None).accumulate():
         pass
     found, other, part = make(), make(), rows(4, 0)
@@ -303,7 +302,7 @@ def test_refused_uses() -> None:
 
 
 def test_backward_after_the_block() -> None:
-    """Too late for the update: an error, and no change."""
+    """A backward after the block raises and changes nothing."""
     found = make()
     with found.accumulate():
         pooled = found(jagged(rows(4, 0))).values()
@@ -313,7 +312,7 @@ def test_backward_after_the_block() -> None:
 
 
 def test_forward_before_the_block() -> None:
-    """It is refused; what the block had collected is dropped."""
+    """The backward of a forward before the block is rejected; the block's gradients are dropped."""
     found, part = make(), rows(4, 0)
     pooled = found(jagged(part)).values()
 
@@ -326,12 +325,12 @@ def test_forward_before_the_block() -> None:
         block()
     assert_same(found, make())
     pooled = found(jagged(part)).values()
-    pooled.backward(part.grad)  # an ordinary lookup is one again
+    pooled.backward(part.grad)  # an ordinary lookup again
     assert_same(found, one_update(OPTIMIZERS[1], jagged(part), part.grad))
 
 
 def test_compiled_forward_before_the_block() -> None:
-    """It updates inside its graph, which is said."""
+    """A compiled forward before the block, which updates inside its graph, is rejected with that reason."""
     found, part = make(), rows(4, 0)
     pooled = torch.compile(lambda ids: found(ids).values(), backend="aot_eager")(jagged(part))
     with pytest.raises(RuntimeError, match="a compiled lookup made before this accumulate"), found.accumulate():
@@ -340,7 +339,7 @@ def test_compiled_forward_before_the_block() -> None:
 
 
 def test_copy_inside_a_block() -> None:
-    """The copy is not inside it."""
+    """The copy is outside of the block."""
     found, part = make(), rows(4, 0)
     with found.accumulate():
         found(jagged(part)).values().backward(part.grad)
@@ -353,7 +352,7 @@ def test_copy_inside_a_block() -> None:
 
 
 def test_compiled() -> None:
-    """The graph breaks at the lookup, compiled once for inside and once for outside; fullgraph says why it cannot."""
+    """The graph breaks at the lookup, compiled once inside and once outside; fullgraph raises with the reason."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -380,7 +379,7 @@ def test_compiled() -> None:
 
 
 class Stream:
-    """Takes the place of a stream of a GPU."""
+    """Replaces a GPU's stream."""
 
     device = torch.device("cuda", 0)
 
@@ -392,14 +391,14 @@ class Stream:
 
 
 def test_backwards_on_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update waits for the streams of all backwards, and what they left there is not given away before it."""
+    """The update waits for the streams of all backward passes, which keep their memory until then."""
     main, beside, other = (Stream() for _ in range(3))
     current = [main]
     recorded: list[tuple[Tensor, Stream]] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: recorded.append((t, stream)))
     queue = LookupQueue()
-    with FakeTensorMode():  # tensors of a GPU, without one
+    with FakeTensorMode():  # tensors on a GPU, without one
         lookups = [Lookup(*(torch.empty(2, device="cuda") for _ in range(3)), None, torch.empty(2)) for _ in range(3)]
         for current[0], lookup in zip((beside, main, other), lookups, strict=True):
             queue.add(lookup)

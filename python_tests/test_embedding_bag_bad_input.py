@@ -1,4 +1,4 @@
-"""Wrong arguments of embedding_bag: errors give name, value, place and allowed range; nothing changes."""
+"""Invalid arguments of embedding_bag: errors have name, value, place and allowed range; nothing changes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ WRITTEN = ("weights", "sum", "step", "exp_avg", "exp_avg_sq", "beta_powers")
 
 
 def arguments() -> dict[str, object]:
-    """A good call of any op of the family, by argument name: features of 5, 3 and 5 rows, two bags each, 7 ids."""
+    """Valid arguments of the whole family, by name: features of 5, 3 and 5 rows, two bags each, 7 ids."""
     case = make_case([(5, 16), (3, 32)], [0, 1, 0], [1, 2, 0, 1, 2, 1], weighted=True, seed=1)
     case.values.copy_(torch.tensor([4, 0, 1, 2, 3, 3, 4]))
-    # embedding_bag_tables wants no unused row.
+    # embedding_bag_tables takes no unused rows
     return arguments_of(case) | {"row_offsets": torch.tensor([0, 5, 0]), "sum": torch.ones(8)}
 
 
 def arguments_of(case: Case) -> dict[str, object]:
-    """The arguments of any op of the family for a case."""
+    """The arguments of the whole family for a case."""
     return case.layout | {
         "padding_idx": -1,
         "weights": case.weights,
@@ -59,31 +59,31 @@ def arguments_of(case: Case) -> dict[str, object]:
 
 
 def taken(op: str) -> list[str]:
-    """The arguments of an op with a layout."""
+    """Argument names of an op with a layout."""
     return list(signature_of(f"{op}.layout"))
 
 
 def call(op: str, given: dict[str, object], namespace: InLists = ops) -> object:
-    """Calls an op with those of the arguments that its schema has, and the layout that the others describe."""
+    """Calls an op with the arguments in its schema, and the layout of the others."""
     name, arguments = as_call(op, given)
     overload = getattr(getattr(namespace.ops, op), name.partition(".")[2])
     return overload(**{n: a for n, a in arguments.items() if n in signature_of(name)})
 
 
 def with_layout(given: dict[str, object]) -> dict[str, object]:
-    """The arguments with the layout that those in lists describe, to be forged: a copy of it."""
+    """The arguments with a copy of their layout, to be forged."""
     return {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
 
 
 def takers(name: str) -> list[str]:
-    """The ops that have an argument, or whose layout does."""
+    """The ops with an argument, directly or in their layout."""
     return [op for op in FAMILY if name in OF_LAYOUT or name in taken(op)]
 
 
 def check_refused(
     op: str, changes: dict[str, object], error: type[Exception], message: str, namespace: InLists = ops
 ) -> None:
-    """The call raises, the message is the whole one, and nothing that an op could write has changed."""
+    """Asserts that the call raises exactly the message, and that no output argument changed."""
     given = arguments() | changes
     written = {name: given[name] for name in WRITTEN if given.get(name) is not None}
     before = {name: t.clone() for name, t in written.items() if not t.is_meta}
@@ -93,7 +93,7 @@ def check_refused(
 
 
 def test_the_call_to_be_spoilt_is_good() -> None:
-    """All of the family accept the arguments that the tests below change."""
+    """Every op accepts the arguments that the tests below change."""
     for op in FAMILY:
         call(op, arguments())
 
@@ -115,10 +115,10 @@ def _ids(position: int, value: int) -> dict[str, object]:
     ],
 )
 def test_id_out_of_range(position: int, value: int, place: str) -> None:
-    """IndexError with the id's position, value, feature, bag and range, from forward and backward alike."""
+    """Forward and backward raise IndexError with the id's position, value, feature, bag and range."""
     for op in takers("bounds_check"):
         check_refused(op, _ids(position, value), IndexError, place)
-    factors = "embedding_bag_backward_per_sample_weights"  # has no bounds_check: the forward has raised
+    factors = "embedding_bag_backward_per_sample_weights"  # has no bounds_check: the forward raises
     assert call(factors, arguments() | _ids(position, value))[position] == 0
 
 
@@ -156,7 +156,7 @@ def test_first_bad_id_is_named() -> None:
 )
 @pytest.mark.parametrize("bounds_check", ["error", "ignore", "none"])
 def test_bad_offsets(op: str, offsets: list[int], place: str, bounds_check: str) -> None:
-    """Offsets are checked in every mode: ids outside values are never read."""
+    """Offsets are checked in every mode: ids outside of values are never read."""
     for dtype in (torch.int32, torch.int64):
         changes = {"offsets": torch.tensor(offsets, dtype=dtype), "bounds_check": bounds_check}
         check_refused(op, changes, ValueError, place)
@@ -174,7 +174,7 @@ def test_bad_offsets(op: str, offsets: list[int], place: str, bounds_check: str)
     ],
 )
 def test_offsets_lead_out_of_a_feature(changes: dict[int, int], place: str) -> None:
-    """The backward writes where the offsets say: also where two workers meet, none may name another's memory."""
+    """Offsets that decrease between features or threads raise: the backward writes where they point."""
     values, offsets = torch.zeros(80_000, dtype=torch.int64), torch.arange(0, 80_001, 4)
     for i, offset in changes.items():
         offsets[i] = offset
@@ -197,7 +197,7 @@ def test_first_bad_offset_is_named() -> None:
 
 
 def test_ignored_ids() -> None:
-    """Left out of sum, n and gradients, counted in status, and row 0 is not trained in their place."""
+    """Ignored ids are left out of sums, counts and gradients, counted in status, and do not train row 0."""
     values, offsets = torch.tensor([1, 7, 2, -1, 9, 3]), torch.tensor([0, 3, 5, 6])
     table, kept = torch.randn(4, 130), (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2, 3]))
     for pooling in ("sum", "mean"):
@@ -220,7 +220,7 @@ def test_ignored_ids() -> None:
 
 
 def test_unchecked_ids() -> None:
-    """bounds_check="none" computes the same from good ids and reports nothing."""
+    """bounds_check="none" has equal results for valid ids, and an empty status."""
     given = arguments()
     for op in FAMILY:
         results = []
@@ -293,20 +293,20 @@ BAD_ARGUMENTS = [
 
 
 def is_on_the_host(name: str, message: str) -> bool:
-    """True of what an op finds before it reads a layout, which is checked where it is made, and on the device."""
+    """True of errors found before an op reads the layout, whose records the device checks."""
     return name not in OF_LAYOUT and not message.startswith("layout[")
 
 
 @pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
 def test_bad_argument(name: str, change, message: str) -> None:
-    """ValueError from every op that takes the argument, on every kind of backend."""
+    """Every op with the argument raises ValueError on every kind of backend."""
     assert takers(name), name
     for op in takers(name):
         for namespace in (ops, emulated()) if is_on_the_host(name, message) else (ops,):
             check_refused(op, {name: change(arguments().get(name))}, ValueError, message, namespace)
 
 
-#: Layouts whose records are not what the sizes say, or the other way round, which is seen before any record is read.
+#: Layouts with records that contradict their sizes, which is detected before any record is read.
 NOT_LAYOUTS = [
     ("layout", lambda t: t[0], "layout must have 2 dimension(s), got shape [26]"),
     ("layout", lambda t: t[:, 1:], "layout must have shape [3, 26], got [3, 25]"),
@@ -324,7 +324,7 @@ NOT_LAYOUTS = [
 
 @pytest.mark.parametrize(("name", "change", "message"), NOT_LAYOUTS)
 def test_not_a_layout(name: str, change, message: str) -> None:
-    """Every op checks a layout's host part."""
+    """Every op checks the sizes of its layout."""
     for op in FAMILY:
         given = with_layout(arguments())
         given[name] = change(given[name])
@@ -334,7 +334,7 @@ def test_not_a_layout(name: str, change, message: str) -> None:
 
 
 def adam(**changes: object) -> dict[str, object]:
-    """The arguments of a good update with Adam, as changes of ``arguments()``, and further changes."""
+    """The arguments of a valid Adam update, as changes of ``arguments()``, and further changes."""
     state = {"exp_avg": torch.ones(176), "exp_avg_sq": torch.ones(176), "beta_powers": torch.ones(2)}
     places = {"moment_offsets": torch.tensor([0, 80, 0])}
     return {"optimizer": "adam", "sum": None} | state | places | changes
@@ -378,7 +378,7 @@ def adam(**changes: object) -> dict[str, object]:
     ],
 )
 def test_bad_state(changes: dict[str, object], message: str) -> None:
-    """State of another shape than the optimizer's, or at places where it does not fit."""
+    """State of another shape than the optimizer's, or at offsets where it does not fit, is rejected."""
     call("embedding_bag_backward_fused_", arguments() | adam())
     check_refused("embedding_bag_backward_fused_", adam(**changes), ValueError, message)
 
@@ -405,7 +405,7 @@ def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None
 
 @pytest.mark.parametrize("op", FAMILY)
 def test_other_device(op: str) -> None:
-    """One tensor on the meta device, every one in turn: refused, not answered with memory that nobody wrote."""
+    """Each tensor in turn on the meta device is rejected instead of returning uninitialized memory."""
     given = with_layout(arguments())
     for name in taken(op):
         value = given.get(name)
@@ -416,7 +416,7 @@ def test_other_device(op: str) -> None:
 
 
 def test_strided_inputs_are_read_as_they_are() -> None:
-    """values, offsets, per_sample_weights and grad may be views of anything."""
+    """values, offsets, per_sample_weights and grad may be any views."""
     given = arguments()
     whole = [(name, given[name]) for name in ("values", "offsets", "per_sample_weights", "grad")]
     views = [(name, torch.stack([t, t + 1], dim=-1)[..., 0]) for name, t in whole]
@@ -434,7 +434,7 @@ def test_strided_inputs_are_read_as_they_are() -> None:
 
 
 def test_table_without_columns() -> None:
-    """D = 0 is refused; E = 0 is not, as long as no id wants a row."""
+    """D = 0 is rejected; E = 0 is accepted without ids."""
     with pytest.raises(ValueError, match=r"weights must have at least one column, got shape \[3, 0\]"):
         ops.embedding_bag(torch.ones(3, 0), torch.tensor([1]), torch.tensor([0, 1]))
     nothing = torch.zeros(0, dtype=torch.int64)

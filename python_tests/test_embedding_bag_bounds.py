@@ -1,7 +1,7 @@
-"""Bad input that a collection's lookups can only report, as on a GPU: it is raised later, once, and training goes on.
+"""Invalid input that lookups report late, as on a GPU: it raises later, once, and training goes on.
 
-Inside ``late()``, CPU tensors stand in for a GPU's: the lookups are the emulated CUDA kernels, below the autograd and
-the fake kernels of this package, and the one function that decides which lookups report late says that these do.
+Inside ``late()``, CPU tensors act as a GPU's: lookups use the emulated CUDA kernels below the package's autograd and
+fake kernels, and the function that decides which lookups report late returns True.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BAD_OFFSETS = [[0, 2, 1, 3, 4, 6, 7], [0, 2, 3, 3, 4, 6, 8], [-1, 2, 3, 3, 4, 6,
 
 @contextmanager
 def late() -> Iterator[None]:
-    """Lookups report and do not raise."""
+    """Context in which lookups report late."""
     ops, library = emulated(), torch.library.Library("rec_kernels", "IMPL")
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -68,7 +68,7 @@ def _late() -> Iterator[None]:
 
 
 def make(optimizer=FUSED[1], **options) -> rk.EmbeddingBagCollection:
-    """Makes tables of 5 x 3 and 4 x 20 rows and columns, with an optimizer."""
+    """Tables of 5 x 3 and 4 x 20 elements, with an optimizer."""
     return pooled(optimizer, **options)
 
 
@@ -81,12 +81,12 @@ def batch(*changes: tuple[int, int], offsets: list[int] = OFFSETS, ids=torch.int
 
 
 def step(collection: rk.EmbeddingBagCollection, jagged: rk.KeyedJaggedTensor | None = None) -> None:
-    """One backward of a loss that is not linear."""
+    """One backward of a nonlinear loss."""
     collection(batch() if jagged is None else jagged).values().square().sum().backward()
 
 
 def message(call: Callable[[], object], error: type[Exception] = IndexError) -> str:
-    """Message of the call's exception, which must be ``error``."""
+    """Returns the message of the call's exception, which must be ``error``."""
     with pytest.raises(error) as raised:
         call()
     assert raised.type is error
@@ -94,7 +94,7 @@ def message(call: Callable[[], object], error: type[Exception] = IndexError) -> 
 
 
 class Event:
-    """An event that is done when the test says so."""
+    """An event that the test completes."""
 
     made: list[Event]
 
@@ -107,20 +107,20 @@ class Event:
         return self.done
 
     def synchronize(self) -> None:
-        """Marks the GPU's work as finished."""
+        """Completes the event."""
         self.done = True
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """The events of the lookups, in their order; none is done."""
+    """The events of the lookups in order, not done."""
     monkeypatch.setattr(late_errors, "_copied", Event)
     Event.made = []
     return Event.made
 
 
 def test_nothing_to_report_on_the_cpu() -> None:
-    """It raises at once, and keeps nothing."""
+    """The CPU raises at once, and stores no report."""
     collection = make()
     with pytest.raises(IndexError):
         collection(batch((0, 5)))
@@ -133,7 +133,7 @@ def test_nothing_to_report_on_the_cpu() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize(("position", "value"), BAD_IDS)
 def test_bad_id_is_told_by_the_next_lookup(optimizer, position: int, value: int) -> None:
-    """The next lookup raises in the CPU's words; fused tables skip the bad batch and train on without it."""
+    """The next lookup raises the CPU's message; fused tables skip the bad batch and train on without it."""
     bad = batch((position, value))
     expected = make(optimizer)
     text = message(lambda: expected(bad))
@@ -143,7 +143,7 @@ def test_bad_id_is_told_by_the_next_lookup(optimizer, position: int, value: int)
         step(found, bad)
         assert message(lambda: step(found)) == text + LATER
         if optimizer is None:
-            found.zero_grad()  # that of the batch without its bad id: a GPU's backward cannot raise, either
+            found.zero_grad()  # gradients of the batch without its bad id: a GPU's backward does not raise
         step(found)
         assert_same(found, expected)
     for mine, other in zip(found.parameters(), expected.parameters(), strict=True):
@@ -153,7 +153,7 @@ def test_bad_id_is_told_by_the_next_lookup(optimizer, position: int, value: int)
 @pytest.mark.parametrize("bounds_check", ["error", "ignore", "none"])
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 def test_bad_offsets_are_told_in_every_mode(offsets: list[int], bounds_check: str) -> None:
-    """Every mode reports bad offsets in the CPU's words."""
+    """Every mode reports bad offsets with the CPU's message."""
     bad, expected = batch(offsets=offsets), make(bounds_check=bounds_check)
     text = message(lambda: expected(bad), ValueError)
     step(expected)
@@ -167,7 +167,7 @@ def test_bad_offsets_are_told_in_every_mode(offsets: list[int], bounds_check: st
 
 @pytest.mark.parametrize("expands", [False, True])
 def test_the_lookup_that_tells_changes_nothing(late, expands: bool) -> None:
-    """No row of its batch has come into a row cache, nothing is counted; made again, it goes on."""
+    """A lookup that raises an earlier report changes no row cache or counter; repeated, it succeeds."""
     found = make(cache=rk.RowCache(0.5, ways=2, policy="lfu"))
     given = rk.InverseKeyedJaggedTensor.from_kjt(batch(), [KEYS]) if expands else batch()
     step(found, batch((0, 5)))
@@ -199,11 +199,11 @@ def test_lookups_without_gradients_report_too(late, how) -> None:
 
 
 def test_nobody_waits_for_a_lookup(late, events: list[Event]) -> None:
-    """A lookup looks at those that are done, in their order; check() waits; each error is told once."""
+    """A lookup reads finished reports in order; check() waits; each error raises once."""
     found = make()
     for position in (0, 2, 3):
         found(batch((position, 9)))
-    events[1].done = True  # the one before is not
+    events[1].done = True  # the previous one is not
     found(batch())
     assert len(found._late_errors._lookups) == 4
     events[0].done = True
@@ -218,7 +218,7 @@ def test_nobody_waits_for_a_lookup(late, events: list[Event]) -> None:
 
 
 def test_what_is_done_is_let_go(late) -> None:
-    """Ids are kept no longer than until their lookup is known to be good."""
+    """Ids are released once their lookup is known to be valid."""
     found = make()
     for _ in range(5):
         step(found)
@@ -226,7 +226,7 @@ def test_what_is_done_is_let_go(late) -> None:
 
 
 def test_memory_that_was_reused(late) -> None:
-    """Ids or offsets overwritten by the caller since: the place is told, and nothing that is not so."""
+    """If the caller has overwritten ids or offsets, the report has the position only."""
     for jagged, tensor, error, text in (
         (batch((6, 77)), "values", IndexError, "values[6] was not valid; values or offsets have been overwritten"),
         (batch((6, 77)), "offsets", IndexError, "values[6] was not valid; values or offsets have been overwritten"),
@@ -255,14 +255,14 @@ def test_state_dict_tells(late) -> None:
     assert message(parent.state_dict).startswith("values[0] = 5")
     assert parent.state_dict()["0.step"].item() == 0
     step(found, batch((0, 5)))
-    found.load_state_dict(expected.state_dict())  # loading is no saving
+    found.load_state_dict(expected.state_dict())  # loading does not raise
     assert message(found.state_dict).startswith("values[0] = 5")
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("optimizer", FUSED, ids=str)
 def test_accumulate(late, optimizer) -> None:
-    """A bad micro-batch skips the update of its block, whether it is told inside the block or after it."""
+    """A bad micro-batch skips the update of its block, whether it is reported inside the block or after it."""
     found = make(optimizer)
     with found.accumulate():
         step(found)
@@ -283,7 +283,7 @@ def test_accumulate(late, optimizer) -> None:
 
 @pytest.mark.parametrize("other", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
 def test_copies_have_nothing_to_tell(late, events: list[Event], other) -> None:
-    """Only the original reports what it has found; copies report nothing."""
+    """Only the original raises its reports, not copies."""
     found = make()
     found(batch((0, 5)))
     found._layout.bad_position.fill_(3)
@@ -296,7 +296,7 @@ def test_copies_have_nothing_to_tell(late, events: list[Event], other) -> None:
 
 
 def test_rule_that_is_changed(late) -> None:
-    """The rule that holds when a report arrives decides whether it is told."""
+    """The bounds_check in effect when a report arrives decides whether it raises."""
     found = make()
     found(batch((0, 5)))
     found.bounds_check = "ignore"
@@ -307,7 +307,7 @@ def test_rule_that_is_changed(late) -> None:
 
 
 def test_moves(late) -> None:
-    """A collection that leaves the GPU still tells; one that comes from nowhere has nothing to tell."""
+    """A collection moved off the GPU still raises its reports; one moved from the meta device has none."""
     found = make()
     found(batch((0, 5)))
     found._layout.bad_position.fill_(3)
@@ -332,7 +332,7 @@ def batch_on(device: str) -> rk.KeyedJaggedTensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_compiled(late, optimizer) -> None:
-    """One graph, compiled once, serves good and bad ids; check() and state_dict() raise without naming the lookup."""
+    """One graph, compiled once, handles good and bad ids; check() and state_dict() raise without naming the lookup."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     found, expected = make(optimizer), make(optimizer)
@@ -353,7 +353,7 @@ def test_compiled(late, optimizer) -> None:
 
 
 def reordered(offsets: list[int], known: bool = False) -> rk.KeyedJaggedTensor:
-    """Two samples whose keys are not in the collection's order, with one that it does not have."""
+    """Two samples with keys in another order than the collection's, and an additional key."""
     jagged = unchecked(["h", "x", "f", "g"], torch.tensor([3, 1, 0, 3, 2]), offsets)
     if known:
         jagged.keep_offset_per_key([offsets[i] for i in (0, 2, 4, 6, 8)])
@@ -370,7 +370,7 @@ def reordered(offsets: list[int], known: bool = False) -> rk.KeyedJaggedTensor:
     ],
 )
 def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool) -> None:
-    """Told in the batch's terms; nothing is updated, the first bag and bad ones are empty, and nobody waits."""
+    """Reports use the batch's positions; no update, bad bags and the first are empty, and the host does not wait."""
     torch._dynamo.reset()
     found, expected, ids = make(), make(), reordered(offsets).values()
     rows = [ids[a:b] if 0 <= a <= b <= 5 else ids[:0] for a, b in itertools.pairwise(offsets)]
@@ -379,7 +379,7 @@ def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool
     compiled = torch.compile(lambda kjt: found(kjt).values(), backend="aot_eager", fullgraph=True)
     for lookup in (lambda kjt: found(kjt).values(), compiled):
         output = lookup(reordered(offsets, known))
-        assert known or same_bits(output, expected(chosen).values())  # known sizes may leave bags no place
+        assert known or same_bits(output, expected(chosen).values())  # with known sizes, bags may not fit
         output.square().sum().backward()
         told = message(found.check, ValueError)
         assert told == wrong + LATER or "any of the offsets" in told
@@ -407,7 +407,7 @@ def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layout_that_was_overwritten(late) -> None:
-    """It is not the batch's fault."""
+    """An overwritten layout is not reported as an error of the batch."""
     found = make()
     found._layout.records[0, Column.weight_offset] = -1
     step(found)
@@ -427,7 +427,7 @@ def test_who_reports_late() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_on_a_gpu(optimizer) -> None:
-    """Page-locked copies, events, compiled lookups and a CUDA graph, as they are."""
+    """Pinned copies, events, compiled lookups and a CUDA graph work on a GPU."""
     found, jagged = make(optimizer, device="cuda"), batch((6, 9)).to("cuda")
     step(found, jagged)
     torch.cuda.synchronize()
@@ -454,7 +454,7 @@ def test_on_a_gpu(optimizer) -> None:
 
 @pytest.mark.usefixtures("late")
 def test_every_id() -> None:
-    """Negative ids of a hashed table are no fault, and one beside them is named."""
+    """Negative ids of a hashed table are valid; an invalid one beside them is named."""
     tables = [
         rk.EmbeddingBagConfig(None, 3, name="a", feature_names=["f"], compression=rk.Hash(5)),
         rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"]),

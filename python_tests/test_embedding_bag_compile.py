@@ -1,4 +1,4 @@
-"""torch.compile of rk.embedding_bag in one graph: equal to eager, and compiled once."""
+"""torch.compile of rk.embedding_bag makes one graph, compiled once, with eager's results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CALLS = {
     [*(("aot_eager", name) for name in CALLS), ("inductor", "weighted"), *full(("inductor", "jagged"))],
 )
 def test_equal_to_eager(backend: str, name: str) -> None:
-    """Output and all gradients, bit for bit; the gradient arrives as a constant, so that nothing else is rounded."""
+    """Output and all gradients have eager's bits; a constant output gradient avoids other roundings."""
     arguments = CALLS[name]()
     weight = torch.randn(ROWS, DIM)
     factors = torch.randn(arguments["input"].shape) if arguments.pop("weighted", False) else None
@@ -65,7 +65,7 @@ def test_equal_to_eager(backend: str, name: str) -> None:
 
 
 def test_inference() -> None:
-    """Under no_grad too, where the eager function takes a shorter way."""
+    """The compiled function works under no_grad, where the eager one takes a shorter path."""
     compiled, counter = _compiled(_pooled)
     weight, arguments = torch.randn(ROWS, DIM), _arguments(6, 0)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_inference() -> None:
 
 
 def test_fifty_steps_one_compilation() -> None:
-    """Ids, weights and learning rate change from step to step; the graph does not."""
+    """Ids, weights and learning rate change in every step without recompilation."""
 
     def loss(weight: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
         return rk.embedding_bag(values, weight, offsets, mode="sum", include_last_offset=True).square().sum()
@@ -94,7 +94,7 @@ def test_fifty_steps_one_compilation() -> None:
 
 
 def _weight(kind: str) -> tuple[Tensor, dict]:
-    """Rows of a kind, and what says which they are."""
+    """Rows of a kind, and the arguments that describe them."""
     rows = torch.randn(ROWS, DIM)
     if kind in ("float32", "float16"):
         return rows.to(getattr(torch, kind)), {}
@@ -104,7 +104,7 @@ def _weight(kind: str) -> tuple[Tensor, dict]:
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8", "bf16"])
 def test_dynamic_sizes(kind: str, backend: str) -> None:
-    """Another batch size and another number of ids compile once more, with symbols; then no more."""
+    """Another batch size and number of ids compile once more, with symbols; then no more."""
     compiled, counter = _compiled(_pooled, backend)
     weight, said = _weight(kind)
     for batch in (4, 4, 7, 9, 12, 33):
@@ -114,7 +114,7 @@ def test_dynamic_sizes(kind: str, backend: str) -> None:
 
 
 def test_compiled_errors() -> None:
-    """A compiled call raises what the eager one raises."""
+    """A compiled call raises the eager error."""
     compiled, _ = _compiled(_pooled)
     arguments = _arguments(2, 0)
     arguments["input"][7] = ROWS
@@ -123,7 +123,7 @@ def test_compiled_errors() -> None:
 
 
 def test_compiled_autograd() -> None:
-    """A backward that is compiled has the gradients of one that is not, of a lookup outside of the graph, too."""
+    """Compiled autograd has equal gradients, also of a lookup outside of the graph."""
     weight = torch.randn(10, 4, requires_grad=True)
 
     @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Collections on batches whose repeated bags are kept once: as without, to the bit where sums are exact."""
+"""Collections on deduplicated batches equal those on plain ones, to the bit where sums are exact."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GROUPS = {
 
 
 def collection(optimizer=None, tables: str = "widths", **options) -> rk.EmbeddingBagCollection:
-    """Features a, b of one table, c averaged, d; ``options`` are of the tables, but for those of the collection."""
+    """Features a, b of one table, c with mean pooling, d; ``options`` are of the tables or of the collection."""
     torch.manual_seed(0)
     own = {key: options.pop(key) for key in ("output_dtype", "cache", "bounds_check") if key in options}
     made = [
@@ -58,13 +58,13 @@ def collection(optimizer=None, tables: str = "widths", **options) -> rk.Embeddin
 
 
 def dedup(batch: rk.KeyedJaggedTensor, groups: str | list[list[str]] = "groups") -> rk.InverseKeyedJaggedTensor:
-    """Deduplicates the given groups, by name or as they are."""
+    """Deduplicates the given groups, by name or as lists."""
     named = GROUPS[groups] if isinstance(groups, str) else groups
     return rk.InverseKeyedJaggedTensor.from_kjt(batch, named)
 
 
 def whole_numbers(*shape: int, seed: int = 1) -> Tensor:
-    """Gradients whose sums are exact."""
+    """Gradients with exact sums."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -76,7 +76,6 @@ def step(module, batch, grad: Tensor) -> Tensor:
 
 
 def assert_same_gradients(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """Asserts equal bits of gradients."""
     for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         assert a.grad is None or same_bits(a.grad, b.grad), name
@@ -86,14 +85,14 @@ def assert_same_gradients(found: torch.nn.Module, expected: torch.nn.Module) -> 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_every_format(groups: str, dtype: torch.dtype, weighted: bool) -> None:
-    """Outputs, and fused updates with exact sums: tables of all formats, widths and poolings."""
+    """Outputs, and fused updates with exact sums, equal a plain batch's in all formats, widths and poolings."""
     for optimizer in FUSED:
         few, whole = of_formats(optimizer), of_formats(optimizer)
         names = few.feature_names
         named = {"a": names[:2], "b": names[2:4], "c": names[4:6], "d": names[6:]}
         by_name = [[name for key in group for name in named[key]] for group in GROUPS[groups]]
         for seed in range(3):
-            # Averaged bags have at most one id: 1 / n is exact then.
+            # Mean bags have at most one id: 1 / n is exact then.
             batch = sessions(names, seed=seed, most=1, weighted=weighted, dtype=dtype)
             grad = whole_numbers(9, sum(few._features.output_dims), seed=seed)
             assert same_bits(step(few, dedup(batch, by_name), grad), step(whole, batch, grad))
@@ -135,7 +134,7 @@ def test_half_precision_sums(compression, samples: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("tables", TABLES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_exact_sums(groups: str, tables: str, optimizer) -> None:
-    """Updates and gradients, of tables and of weights that belong to distinct bags, to the bit."""
+    """Updates, and gradients of tables and of distinct bags' weights, are equal to the bit."""
     few, whole = collection(optimizer, tables), collection(optimizer, tables)
     for seed in range(3):
         batch = sessions(list("abcd"), seed=seed, most=1, weighted=True)
@@ -148,7 +147,7 @@ def test_exact_sums(groups: str, tables: str, optimizer) -> None:
 
 @drawn(60, grouped_batches(), st.sampled_from(list(TABLES)), st.sampled_from(OPTIMIZERS))
 def test_any_batch(case: tuple, tables: str, optimizer) -> None:
-    """Sizes down to nothing, any groups, features in any order."""
+    """Any sizes including empty batches, any groups, and features in any order."""
     batch, groups = case
     dims = dict(zip("abcd", [dim for dim, _, names in TABLES[tables] for _ in names], strict=True))
     made = []
@@ -171,7 +170,7 @@ def _tables(module: rk.EmbeddingBagCollection, of: Callable[[torch.nn.Parameter]
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_sums_that_round(groups: str) -> None:
-    """Within what rounding explains: dense gradients, and SGD's step."""
+    """Dense gradients and SGD's step differ at most by rounding."""
     batch = sessions(list("abcd"), 3, 200, weighted=True)
     grad = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(1))
     modules = [collection() for _ in range(3)]
@@ -193,7 +192,7 @@ def test_sums_that_round(groups: str) -> None:
 
 
 def test_the_order_of_the_sum() -> None:
-    """First the samples of a distinct bag in ascending order, by chunks; then occurrences over distinct bags."""
+    """Samples of a distinct bag are summed first, ascending and by chunks; then occurrences over distinct bags."""
     from rec_kernels.reference.numerics import chunked_sum
 
     table = [rk.EmbeddingBagConfig(3, 4, name="t", feature_names=["f"])]
@@ -212,7 +211,7 @@ def test_the_order_of_the_sum() -> None:
 
 
 def test_gradients_of_weights_of_distinct_bags() -> None:
-    """A batch from parts may have weights that are learned: they get what all their samples get."""
+    """Learned weights of distinct bags get the sum of all their samples' gradients."""
     module = collection()
     batch = sessions(list("abcd"), weighted=True)
     few = dedup(batch)
@@ -232,7 +231,7 @@ def test_gradients_of_weights_of_distinct_bags() -> None:
 @pytest.mark.parametrize("groups", ["one group", "groups"])
 @pytest.mark.parametrize("optimizer", FUSED, ids=str)
 def test_accumulate(groups: str, optimizer) -> None:
-    """Micro-batches make one update, the same as without."""
+    """Micro-batches make one update, equal to that of plain batches."""
     few, whole = collection(optimizer), collection(optimizer)
     for module in (few, whole):
         with module.accumulate():
@@ -244,7 +243,7 @@ def test_accumulate(groups: str, optimizer) -> None:
 
 
 def test_micro_batches_grouped_alike() -> None:
-    """Micro-batches must agree in the collection's own features; others, and the order of groups, may differ."""
+    """Micro-batches must agree in groups of the collection's features; others, and the groups' order, may differ."""
     table = [rk.EmbeddingBagConfig(12, 4, name=k, feature_names=[k]) for k in "ab"]
     few, whole = (rk.EmbeddingBagCollection(table, optimizer=rk.SGD(lr=0.5)) for _ in range(2))
     whole.load_state_dict(few.state_dict())
@@ -259,7 +258,7 @@ def test_micro_batches_grouped_alike() -> None:
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_inverse_that_changes_before_the_backward(optimizer, accumulates: bool) -> None:
-    """Raises, as for ids: the gradient would go to other bags."""
+    """A change of the inverse indices raises, as of ids: the gradient would go to other bags."""
     if accumulates and optimizer is None:
         return
     module, few = collection(optimizer), dedup(sessions(list("abcd")), "one group")
@@ -271,7 +270,7 @@ def test_inverse_that_changes_before_the_backward(optimizer, accumulates: bool) 
 
 
 def test_freeze() -> None:
-    """A frozen feature teaches nothing."""
+    """A frozen feature trains nothing."""
     few, whole = collection(rk.SGD(lr=0.5)), collection(rk.SGD(lr=0.5))
     batch = sessions(list("abcd"), most=1)
     for module, given_batch in ((few, dedup(batch)), (whole, batch)):
@@ -283,7 +282,7 @@ def test_freeze() -> None:
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("backing", ["device", "host", "disk"])
 def test_row_caches(backing: str, groups: int, tmp_path: Path) -> None:
-    """Row caches train as without duplicates, with prefetch() and without; "lru" counts nothing."""
+    """Row caches train as on plain batches, with and without prefetch(); "lru" counts nothing."""
 
     def made(name: str) -> rk.EmbeddingBagCollection:
         disk = {"path": tmp_path / name, "memory_budget": 400_000} if backing == "disk" else {}
@@ -308,7 +307,7 @@ def test_row_caches(backing: str, groups: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("groups", [0, 1])
 def test_prefetched_rows_come_in_early(groups: int) -> None:
-    """Before the lookup, once the update before it is made; another batch is refused meanwhile."""
+    """prefetch() inserts rows before the lookup, after the previous update; another batch is rejected meanwhile."""
     c = cached.make(cache=rk.RowCache(0.4, ways=4, backing="host"))
     keys = c.feature_names
     by_name = [[keys], [keys[:2], keys[3:]]][groups]
@@ -321,7 +320,7 @@ def test_prefetched_rows_come_in_early(groups: int) -> None:
 
 
 def test_lookups_that_are_not_pooled() -> None:
-    """Refused, with what to do."""
+    """Sequence lookups are rejected; the error names the alternative."""
     module = sequences(rk.SGD(lr=0.5), ("int8", "int8"), cache=rk.RowCache(0.3, ways=2, backing="host"))
     for call in (module, module.rows, module.prefetch, module.for_serving()):
         with pytest.raises(
@@ -331,14 +330,14 @@ def test_lookups_that_are_not_pooled() -> None:
 
 
 def test_missing_features() -> None:
-    """KeyError with the keys that there are."""
+    """KeyError lists the existing keys."""
     few = dedup(sessions(list("abc")), [["a"], ["b"]])
     with pytest.raises(KeyError, match=r"features \['d'\] are not among the input's keys \['a', 'b', 'c'\]"):
         collection()(few)
 
 
 def test_bad_ids() -> None:
-    """A bad id of a distinct bag; nothing has changed."""
+    """A bad id of a distinct bag raises and changes nothing."""
     few, module = dedup(sessions(list("abcd"))), collection(rk.SGD(lr=0.5))
     before = module._weights.clone()
     few.bags().values()[-1] = 12
@@ -348,7 +347,7 @@ def test_bad_ids() -> None:
 
 
 def test_late_reports() -> None:
-    """On a GPU, errors of an earlier batch have the CPU's words, for lookups and for rows handed out."""
+    """On a GPU, errors of an earlier batch have the CPU's message, for lookups and for expanded rows."""
     module = collection(rk.SGD(lr=0.5))
     shared = SharedBags(torch.tensor([[0, 1, 2], [1, 4, 0]]), [0, 1, -1, 1], [2, 3, 3, 3], list("abcd"))
     given = SelectedKeys(torch.zeros(0, dtype=torch.int64), torch.zeros(12, dtype=torch.int64), None, shared.sizes)
@@ -372,7 +371,7 @@ def test_late_reports() -> None:
     [("groups", "widths"), *full(*((g, t) for g in GROUPS for t in TABLES if (g, t) != ("groups", "widths")))],
 )
 def test_compiled(groups: str, tables: str) -> None:
-    """One graph, compiled at most a few times, for batches of any sizes."""
+    """One graph for batches of any sizes, compiled a few times at most."""
     torch._dynamo.reset()
     ours, theirs = collection(rk.SGD(lr=0.5), tables), collection(rk.SGD(lr=0.5), tables)
     compiled = torch.compile(lambda batch: ours(batch).values().square(), backend="aot_eager", fullgraph=True)
@@ -393,13 +392,12 @@ class Served(torch.nn.Module):
         self.tables = collection(rk.SGD(lr=0.5)).for_serving()
 
     def forward(self, batch) -> Tensor:
-        """[B, WIDTH]."""
         return self.tables(batch).values()
 
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_export(groups: str) -> None:
-    """A program for batches of these sizes."""
+    """Exports a program for batches of these sizes."""
     model, few = Served().eval(), dedup(sessions(list("abcd")), groups)
     with torch.no_grad():
         program = torch.export.export(model, (few,)).module()

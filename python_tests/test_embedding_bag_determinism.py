@@ -1,6 +1,6 @@
-"""The promises of docs/numerics.md, "Promises": on what the bits of embedding_bag and its updates do not depend.
+"""Bits of embedding_bag and its updates do not depend on the items listed in docs/numerics.md, "Promises".
 
-Each is held on every backend. test_embedding_bag_sampled.py has ids and offsets of all widths.
+Every backend is tested. test_embedding_bag_sampled.py covers id and offset widths.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rec_kernels.ops.table_layout import Size
 from rec_kernels.testing import bag_lengths, use_threads
 
 CHUNK = 64  # of docs/numerics.md, "Row gradients"
-PIECE = 32768  # floats that a thread takes at a time, or more than that (csrc/embedding_bag/cpu)
+PIECE = 32768  # minimum of floats per thread (csrc/embedding_bag/cpu)
 
 
 def hot(call: Call) -> int:
-    """Occurrences of the row that has the most in one feature."""
+    """Most occurrences of a row in one feature."""
     counts = [torch.bincount(call.case.values[call.ids_of(f)].long()).max() for f in range(len(call.features))]
     return int(max(counts))
 
 
 def threaded_call() -> Call:
-    """Tables of all formats; the first two features' rows are sorted by all threads together, one of them is hot."""
+    """Tables of all formats; all threads sort the first two features' rows together, one of which is hot."""
     tables = [(3000, 24), *[(500 + 10 * t, 9 + 3 * t) for t in range(7)]]
     features, batch = [0, *range(8), 0], 1600
     generator = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ def threaded_call() -> Call:
 
 
 def test_threads() -> None:
-    """Number of threads: each of them has work to do, up to a row whose sum has chunks of chunks."""
+    """The number of threads does not matter; each has work, up to a row with chunks of chunks."""
     call = threaded_call()
     most = len(call.case.values[call.ids_of(0)]) * 24
     assert most > 5 * PIECE
@@ -73,13 +73,13 @@ def mixed_call(largest: int = 40, *, weighted: bool = True, most: int = 150, flo
     return Call(EncodedCase(case, ["fp32"] * len(tables)) if floats else every_format_once(case, 3))
 
 
-#: The most ids of a bag, whether all tables are float32, and the widest table's columns.
+#: Maximum bag size, whether all tables are float32, and the columns of the widest table.
 SHAPES = [(most, floats, dim) for most, floats in ((4, False), (70, True), (70, False)) for dim in (16, 100)]
 
 
 @contextmanager
 def said_to_have(widest: int) -> Iterator[None]:
-    """Makes layouts say that their widest table has ``widest`` columns, as many as it has or more."""
+    """Makes layouts declare ``widest`` columns for their widest table, at least its actual number."""
 
     def made(*given: object, **options: object) -> rk.TableLayout:
         layout = make_layout(*given, **options)
@@ -93,16 +93,16 @@ def said_to_have(widest: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(("optimizer", "shape"), cross(ALL_OPTIMIZERS, SHAPES, SHAPES[-1]))
 def test_launch_shape(optimizer: str, shape: tuple[int, bool, int]) -> None:
-    """Lanes that share a row, columns that a lane keeps, blocks of the grid (1, 2 or 3); which of them goes first.
+    """Lanes per row, columns per lane, numbers of blocks (1, 2 or 3) and their order do not matter.
 
-    The kernels choose the first two by ``max_embedding_dim`` and the third by the number of ids, of which those that no
-    bag names change nothing else.
+    The kernels choose the first two by ``max_embedding_dim`` and the third by the number of ids; ids outside of all
+    bags change nothing else.
     """
     most, floats, largest = shape
     call = mixed_call(largest, most=most, floats=floats)
 
     def results(ops: InLists = OPS) -> Results:
-        # Lookups and gradients know no optimizer.
+        # Lookups and gradients do not depend on the optimizer.
         return call.everything(ops, [optimizer]) if optimizer == ALL_OPTIMIZERS[0] else call.update(optimizer, ops)
 
     case, expected = call.case, results()
@@ -127,7 +127,7 @@ def test_launch_shape_of_long_sums() -> None:
 
 
 def shuffled(tables: list[int], generator: torch.Generator) -> list[int]:
-    """The features in a random order, in which those of one table keep theirs."""
+    """Features in a random order that preserves the order within each table."""
     order = torch.randperm(len(tables), generator=generator).tolist()
     for table in set(tables):
         slots = [i for i, f in enumerate(order) if tables[f] == table]
@@ -138,7 +138,7 @@ def shuffled(tables: list[int], generator: torch.Generator) -> list[int]:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_order_of_features(weighted: bool) -> None:
-    """Order of the features in the call, where those that share a table keep theirs; order of the tables in memory."""
+    """The order of features in the call does not matter within these limits, nor the order of tables in memory."""
     call, generator = mixed_call(weighted=weighted), torch.Generator().manual_seed(4)
     expected = call.everything()
     for number in range(4):
@@ -153,7 +153,7 @@ def test_order_of_features(weighted: bool) -> None:
 
 
 def test_order_of_features_that_share_a_table() -> None:
-    """This one counts: docs/numerics.md adds a row's occurrences up by feature."""
+    """The order of features of one table matters: a row's occurrences are summed by feature."""
     call = mixed_call()
     features = [9, *range(1, 9), 0]
     changed = differences(select(call, features, list(range(8))).everything(), call.everything())
@@ -164,7 +164,7 @@ def test_order_of_features_that_share_a_table() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_other_tables_of_the_call(weighted: bool) -> None:
-    """A table by itself, and beside one other: what it has beside all of them, whose pooling, width, format differ."""
+    """A table has equal results alone, beside one other and beside all, of other poolings, widths and formats."""
     call = mixed_call(weighted=weighted)
     expected = call.everything()
     for table in range(8):
@@ -176,7 +176,7 @@ def test_other_tables_of_the_call(weighted: bool) -> None:
 
 
 def digest(results: Results) -> str:
-    """The bits of results, in short."""
+    """A short digest of the results' bits."""
     found = hashlib.sha256()
     for key in sorted(results):
         found.update(repr((key, results[key].shape)).encode())
@@ -191,7 +191,7 @@ def digests() -> list[str]:
 
 
 def test_runs() -> None:
-    """Run to run: within a process, and in another one with other memory, threads and addresses."""
+    """Results repeat within a process, and in another one with other memory, threads and addresses."""
     expected = digests()
     assert expected[1] == expected[2]
     assert digests() == expected
@@ -200,7 +200,7 @@ def test_runs() -> None:
     changes = {
         "PYTHONPATH": f"{here.parent}{os.pathsep}{here}",
         "OMP_NUM_THREADS": "3",
-        "MALLOC_PERTURB_": "85",  # what glibc fills new memory with, and memory that was given back
+        "MALLOC_PERTURB_": "85",  # byte with which glibc fills allocated and freed memory
         "REC_KERNELS_TEST_LIBRARY": os.environ.get("REC_KERNELS_TEST_LIBRARY") or str(build("rec_kernels_emulated")),
     }
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | changes, capture_output=True, text=True)

@@ -1,6 +1,6 @@
-"""Layouts that ``rk.table_layout`` would not make: a CPU names the record, CUDA kernels note it, nothing is updated.
+"""Layouts that ``rk.table_layout`` would not make: a CPU names the record, CUDA kernels set status, nothing is updated.
 
-test_embedding_bag_fuzz.py has wrong offsets and ids, test_forged_layouts.py records that are wrong at random.
+test_embedding_bag_fuzz.py has wrong offsets and ids, test_forged_layouts.py random records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rec_kernels.testing import same_bits
 
 BAD_LAYOUT, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 FORWARDS, UPDATE = FAMILY[:3], "embedding_bag_backward_fused_"
-#: Errors of a CPU, behind the number of the record.
+#: Errors of a CPU, after the number of the record.
 SAID = {
     "table": "a table of ",
     "rows": "row_offset and num_embeddings must describe rows below layout_sizes' num_rows",
@@ -37,7 +37,7 @@ SAID = {
     "first part": "id_limit, padding_idx, combine, mean and frozen must be those of the feature's",
     "state": "the state of a table of ",
 }
-#: Part, column and number of a record, the part that a CPU names, and what it says: of plain tables,
+#: Part, column and value of a record, the part that a CPU names, and its message: of plain tables,
 FORGED = [
     (0, "weight_offset", 2**62, 0, "table"),
     *((1, "weight_offset", at, 1, "table") for at in (-4, 4 * 81, 4 * 80 + 1, 4 * 79 + 2, 2**62)),
@@ -67,7 +67,7 @@ FORGED = [
     *((part, "table_id", 65536, part, "table id") for part in (0, 1)),
     *((1, *wrong, 1, "shard") for wrong in (("first_row", -1), ("table_rows", 2**44 + 1), ("first_column", 2))),
 ]
-#: of two tables whose rows are multiplied, of 8 and of 7 rows for 50 ids,
+#: of two tables with multiplied rows, of 8 and 7 rows for 50 ids,
 FORGED_PARTS = [
     (1, "divisor", 0, 1, "ids"),
     *((0, "modulus", modulus, 0, "ids") for modulus in (0, 9)),
@@ -76,7 +76,7 @@ FORGED_PARTS = [
     (1, "id_limit", 51, 1, "first part"),
     (1, "num_embeddings", 6, 1, "ids"),
     *((0, "combine", combine, 0, "first part") for combine in (3, -1)),
-    (0, "combine", 0, 1, "first part"),  # whose columns would be side by side
+    (0, "combine", 0, 1, "first part"),  # its columns would be concatenated
     (1, "embedding_dim", 4, 1, "columns"),
     (1, "row_offset", 0, 1, "by row"),
     (1, "column", 5, 1, "columns"),
@@ -89,7 +89,7 @@ FORGED_BYTES = [
     *((5, "format", format, 5, "format") for format in (15, -1)),
     *((5, "table_id", table, 5, "table id") for table in (65536, -1)),
 ]
-#: and of plain tables with state for every element.
+#: and of plain tables with elementwise state.
 FORGED_STATE = [
     *((1, "state_offset", at, 1, "state") for at in (81, 2**62)),
     (0, "state_offset", -1, 0, "state"),
@@ -114,19 +114,23 @@ def _state(optimizer: str) -> dict[str, object]:
     return arguments() | adam(optimizer=optimizer, **second)
 
 
-#: Every forged record with a call, and the ops that take it.
+#: Every forged record with a call, and the ops that use it.
 CALLS = [
     *((arguments, FAMILY, record) for record in FORGED),
     *((_parts, [op for op in FAMILY if op != "embedding_bag_tables"], record) for record in FORGED_PARTS),
     *((_bytes, [*FORWARDS[::2], UPDATE, FAMILY[-1]], record) for record in FORGED_BYTES),
-    (lambda: arguments() | {"lr": torch.ones(3)}, [UPDATE], (1, "table_id", 3, 1, "table id")),  # without a rate
+    (
+        lambda: arguments() | {"lr": torch.ones(3)},
+        [UPDATE],
+        (1, "table_id", 3, 1, "table id"),
+    ),  # without a learning rate
     *((lambda o=o: _state(o), [UPDATE], record) for o in ELEMENTWISE for record in FORGED_STATE),
 ]
 
 
 @pytest.mark.parametrize(("made", "ops", "record"), CALLS, ids=lambda x: str(x) if isinstance(x, tuple) else "")
 def test_forged_records(made, ops: list[str], record: tuple[int, str, int, int, str]) -> None:
-    """Every op: the CPU raises; a device gives NaN, zeros for gradients, or says that it cannot; no state changes."""
+    """The CPU raises; a device returns NaN, zero gradients or an error status; no state changes."""
     part, column, number, named, said = record
     given = with_layout(made())
     given["layout"][part, Column[column]] = number
@@ -151,7 +155,7 @@ def test_forged_records(made, ops: list[str], record: tuple[int, str, int, int, 
 
 @pytest.mark.parametrize("number", [2, 64, 65, 300])
 def test_rows_of_any_two_of_many_tables_may_overlap(number: int) -> None:
-    """The first and the last, neighbours, or two in the middle: two groups would write what they have in common."""
+    """Overlapping rows of any two tables are found: both groups would write the common rows."""
     case = make_case([(2, 4)] * number, list(range(number)), [1] * number, seed=number)
     rows = case.layout["row_offsets"].tolist()
     for backend in device_backends():
@@ -166,7 +170,7 @@ def test_rows_of_any_two_of_many_tables_may_overlap(number: int) -> None:
 
 
 def test_num_rows_changes_no_bit() -> None:
-    """The least, or larger than needed."""
+    """num_rows may be any upper bound."""
     case = make_case([(5, 16), (3, 130)], [0, 1, 0], [70, 2, 0, 90, 1, 2], mean=[True, False, False], seed=2)
     expected = case.update("rowwise_adagrad")
     for backend in device_backends():

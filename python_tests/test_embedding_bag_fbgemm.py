@@ -1,10 +1,9 @@
-"""EmbeddingBagCollection beside FBGEMM's table-batched embedding on the CPU: outputs, tables and state of 20 steps.
+"""EmbeddingBagCollection against FBGEMM's table-batched embedding on the CPU: outputs, tables and state of 20 steps.
 
-Both compute the same formulas in orders of their own, so they may differ by what rounding explains and no more. How
-many roundings a number goes through is counted; the tolerance is Higham's bound for so many
-(``rec_kernels.testing.rounding_bound``) times the sum of the terms' magnitudes, which a third computation in float64
-gives. So that the count is rigorous for what is not a sum of products, too (squares, roots, quotients), the terms of a
-row's gradient in a step have one sign: the sum is then as exact, relative to itself, as its terms.
+Both compute the same formulas in different orders, so they may differ only by rounding. The number of roundings of a
+value is counted; the tolerance is Higham's bound for it (``rec_kernels.testing.rounding_bound``) times the sum of the
+terms' magnitudes from a third computation in float64. To make the count rigorous also for squares, roots and quotients,
+the terms of a row's gradient in a step have one sign: the sum is then as exact, relative to itself, as its terms.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rec_kernels.testing import assert_same_sum, use_threads
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of FBGEMM's own modules
 
 TABLES = [(30, 8), (12, 20), (50, 64)]
-# FBGEMM's kernels for the CPU want the features of a table side by side.
+# FBGEMM's CPU kernels require adjacent features per table.
 FEATURES = [0, 0, 1, 2]
 KEYS = [f"f{f}" for f in range(len(FEATURES))]
 BATCH, STEPS, LONGEST = 16, 20, 5
@@ -35,7 +34,7 @@ OPTIMIZERS = {"EXACT_SGD": rk.SGD, "EXACT_ADAGRAD": rk.Adagrad, "EXACT_ROWWISE_A
 
 @dataclass
 class Batch:
-    """Bags of 0 to 5 ids, key-major; their factors; the gradient of the output."""
+    """Bags of 0 to 5 ids, key-major; their weights; the gradient of the output."""
 
     values: Tensor
     offsets: Tensor
@@ -44,7 +43,6 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """[F, B]."""
         return self.offsets.diff().view(len(FEATURES), BATCH)
 
 
@@ -69,8 +67,6 @@ def initial() -> list[Tensor]:
 
 
 class Ours:
-    """rec_kernels."""
-
     def __init__(self, optimizer: str, pooling: str, _: bool) -> None:
         options = {} if optimizer == "EXACT_SGD" else {"eps": EPS}
         keys = [[k for k, of in zip(KEYS, FEATURES, strict=True) if of == t] for t in range(len(TABLES))]
@@ -83,23 +79,20 @@ class Ours:
             weight.copy_(first)
 
     def forward(self, batch: Batch, factors: Tensor | None) -> Tensor:
-        """[B, sum of D]."""
         jagged = rk.KeyedJaggedTensor(KEYS, batch.values, offsets=batch.offsets, weights=factors)
         return self.module(jagged).values()
 
     def tables(self) -> list[Tensor]:
-        """Weights."""
         return [self.module.embedding_bags[name].weight.detach() for name in self.module.embedding_bags]
 
     def state(self) -> list[Tensor]:
-        """Sums of squares."""
         return [t for name, t in self.module.state_dict().items() if name.endswith(".sum")]
 
 
 class Theirs:
     """FBGEMM.
 
-    The backward of its weighted mean leaves out the division on the CPU; it gets the sum of divided factors instead.
+    The backward of its weighted mean omits the division on the CPU; it gets the sum of divided weights instead.
     """
 
     def __init__(self, optimizer: str, pooling: str, weighted: bool) -> None:
@@ -124,13 +117,11 @@ class Theirs:
             weight.data.copy_(first)
 
     def forward(self, batch: Batch, factors: Tensor | None) -> Tensor:
-        """[B, sum of D]."""
         if self.divided:
             factors = factors / batch.lengths.flatten().repeat_interleave(batch.lengths.flatten())
         return self.module(batch.values, batch.offsets, factors)
 
     def tables(self) -> list[Tensor]:
-        """Weights."""
         return [w.detach() for w in self.module.split_embedding_weights()]
 
     def state(self) -> list[Tensor]:
@@ -139,12 +130,12 @@ class Theirs:
 
 
 class Exact:
-    """The formulas in float64, with the magnitudes of what is summed in the other two."""
+    """The formulas in float64, with the magnitudes of the terms that the other two sum."""
 
     def __init__(self, optimizer: str, pooling: str, _: bool) -> None:
         self.optimizer, self.mean = optimizer, pooling == "mean"
         self.weights = [w.double() for w in initial()]
-        self.sizes = [w.abs() for w in self.weights]  # |w| at first, and of every step since
+        self.sizes = [w.abs() for w in self.weights]  # initial |w|, plus those of every step
         rowwise = optimizer == "EXACT_ROWWISE_ADAGRAD"
         self.sums = [torch.zeros(e, *([] if rowwise else [d])).double() for e, d in TABLES]
         self.most = 0  # occurrences of a row in a step
@@ -163,14 +154,13 @@ class Exact:
         return found
 
     def pool(self, batch: Batch, tables: list[Tensor]) -> Tensor:
-        """[B, sum of D]."""
         out = torch.zeros(BATCH, sum(DIMS)).double()
         for table, ids, samples, c, columns in self.of_features(batch):
             out[:, columns] = out[:, columns].index_add(0, samples, tables[table][ids] * c[:, None])
         return out
 
     def factor_gradient(self, batch: Batch, grad: Tensor, tables: list[Tensor]) -> Tensor:
-        """[N]: of per_sample_weights."""
+        """Returns [N], of per_sample_weights."""
         parts = []
         for f, (table, ids, samples, _, columns) in enumerate(self.of_features(batch)):
             dots = (grad.double()[samples, columns] * tables[table][ids]).sum(1)
@@ -190,7 +180,7 @@ class Exact:
             self.sizes[t] += step.abs()
 
     def direction(self, table: int, g: Tensor) -> Tensor:
-        """Direction of the update; zeros for a row that no id names."""
+        """Direction of the update; zeros for a row without ids."""
         if self.optimizer == "EXACT_SGD":
             return g
         squares = g.square()
@@ -202,8 +192,8 @@ class Exact:
 
     @property
     def roundings(self) -> tuple[int, int]:
-        """Largest numbers of roundings of a table's number and of a state's."""
-        # Factor by 1 / n, with the gradient, and one addition for each occurrence.
+        """Largest numbers of roundings of a weight and of a state."""
+        # Weight times 1 / n, times the gradient, and one addition for each occurrence.
         gradient = self.most + 3
         if self.optimizer == "EXACT_SGD":
             return gradient + 1 + STEPS, 0  # with lr; an addition for each step
@@ -216,7 +206,7 @@ class Exact:
 
 @pytest.fixture(scope="module", autouse=True)
 def fbgemm() -> None:
-    """Imports FBGEMM; skips the tests without it, or where it is for another torch."""
+    """Imports FBGEMM; skips the tests if it is missing, or built for another torch."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             importlib.import_module("fbgemm_gpu")
@@ -235,7 +225,7 @@ class Round:
 
 
 def train(optimizer: str, pooling: str, weighted: bool) -> tuple[Ours, Theirs, Exact, list[Round]]:
-    """All three, over all steps."""
+    """Trains all three over all steps."""
     ours, theirs, exact = (of(optimizer, pooling, weighted) for of in (Ours, Theirs, Exact))
     rounds = []
     for batch in batches(weighted):
@@ -265,12 +255,12 @@ def agree(found: list[Tensor], expected: Tensor, size: Tensor, roundings: int) -
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_training(optimizer: str, pooling: str, weighted: bool) -> None:
-    """Pooled outputs and gradients of factors at every step; weights and state after the last."""
-    with use_threads(1):  # several that wait for each other take long where a machine is busy
+    """Pooled outputs and gradients of weights agree at every step; weights and state after the last."""
+    with use_threads(1):  # several threads wait for each other for long on a busy machine
         ours, theirs, exact, rounds = train(optimizer, pooling, weighted)
     of_tables, of_state = exact.roundings
     for found in rounds:
-        # Two for the factor, one for its product, the sum of a bag; a row's dot product and the division.
+        # Two for the weight, one for its product, the sum of a bag; a row's dot product and the division.
         agree(found.outputs, found.exact[0], found.magnitudes[0], of_tables + LONGEST + 3)
         if weighted:
             agree(found.factor_gradients, found.exact[1], found.magnitudes[1], of_tables + max(DIMS) + 1)

@@ -1,4 +1,4 @@
-"""embedding_bag over tables in row formats, against the reference: the same bits on every backend."""
+"""embedding_bag over tables in row formats has the reference's bits on every backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTEGERS = ("int8", "int4")
 
 
 def mixed(dims: list[int], seed: int, **options) -> Case:
-    """A table of each width, the first one shared by three features; empty bags, a row twice in a bag, mean and sum."""
+    """A table of each width, the first with three features; empty bags, repeated ids in a bag, mean and sum."""
     tables = [(3 + t % 2, d) for t, d in enumerate(dims)]
     features = [0, *range(len(dims)), 0]
     lengths = [3, 0, 2, *[1 + i % 3 for i in range(3 * len(features) - 3)]]
@@ -34,7 +34,7 @@ def mixed(dims: list[int], seed: int, **options) -> Case:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shift", range(0, 8, 2))
 def test_formats_mixed_in_one_call(shift: int, weighted: bool) -> None:
-    """All formats at once, narrow rows beside wide ones; ids and offsets of 32 bits, unused ids, padding."""
+    """All formats in one call, narrow and wide rows; ids and offsets of 32 bits, unused ids, padding."""
     dims = [1, 16, 33, 3, 130, 8, 100, 17] if weighted else [40, 5, 1, 64, 18, 2, 129, 16]
     options = {"ids_dtype": torch.int32, "offsets_dtype": torch.int32, "padding_idx": 1, "unused": (2, 3)}
     encoded = every_format_once(mixed(dims, shift, weighted=weighted, **(options if weighted else {})), shift)
@@ -53,7 +53,7 @@ def test_wide_rows(format: str, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 300])
 def test_widths(dim: int) -> None:
-    """Every width in every format: blocks that end in a row, two codes to a byte, tails of vectors."""
+    """Every width in every format: partial blocks, two codes per byte, tails of vectors."""
     for shift in (0, 4):
         case = make_case([(3, dim)] * 4, [0, 1, 2, 3, 1], [2, 1] * 5, weighted=True, seed=dim + shift)
         encoded = every_format_once(case, shift)
@@ -64,7 +64,7 @@ def test_widths(dim: int) -> None:
 @pytest.mark.parametrize("occurrences", [65, 4200])
 @pytest.mark.parametrize("shift", [0, 4])
 def test_hot_rows(occurrences: int, shift: int) -> None:
-    """More than 64, and more than 64 * 64, occurrences of a row; tables beside it that have few."""
+    """Rows with more than 64, and more than 64 * 64, occurrences beside rows with few."""
     tables = [(1, 3), (2, 20), (1, 5), (2, 17)]
     lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4, 1, 70, 2, 0]
     case = make_case(tables, [0, 1, 2, 3], lengths, weighted=shift > 0, seed=occurrences)
@@ -88,7 +88,7 @@ def test_hot_rows_of_shared_tables() -> None:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_rows_not_looked_up_keep_their_bytes(rounding: str) -> None:
-    """Bytes of rows that are not looked up, and bytes between tables, stay, also those that no encoder writes."""
+    """Other rows and bytes between tables do not change, even if they are no encoder's output."""
     tables = [(9, 13)] * len(BAG_FORMATS)
     encoded = every_format_once(make_case(tables, list(range(8)), [1, 2] * 8, seed=8))
     touched = set(encoded.case.row_gradients)
@@ -108,7 +108,7 @@ def test_rows_not_looked_up_keep_their_bytes(rounding: str) -> None:
 
 @pytest.mark.parametrize("format", INTEGERS)
 def test_linear_rows_from_afar(format: str) -> None:
-    """Rows of a table are numbered from 2^40 on: an update makes no address of linear row 0, which it does not have."""
+    """Row offsets may start at 2^40: an update never computes the address of linear row 0."""
     encoded = EncodedCase(make_case([(4, 8)], [0], [1]), [format])
     layout = {"row_offsets": torch.tensor([2**40]), "num_rows": 2**40 + 4}
     expected, _ = encoded.expected_update("sgd", "nearest")
@@ -120,7 +120,7 @@ def test_linear_rows_from_afar(format: str) -> None:
 @pytest.mark.parametrize("format", ["mx9", "mx6", "mx4"])
 @pytest.mark.parametrize("bytes_of_rows", ["written", "any"])
 def test_aligned_rows_of_shared_exponents(format: str, bytes_of_rows: str) -> None:
-    """A lane takes eight columns of rows that start at a multiple of four; the last of a row are fewer, or none."""
+    """A lane reads eight columns of rows aligned to four bytes; a row's remainder has fewer, or none."""
     for dim in (17, 24, 31, 56, 64, 77, 100, 120, 128, 150, 160, 249, 256):
         case = make_case([(12, dim)], [0], [6, 7, 0, 1], weighted=dim % 2 == 0, mean=[dim % 4 == 0], seed=dim)
         any_bytes = torch.randint(256, (12, reference.row_bytes(format, dim)), dtype=torch.uint8)
@@ -130,7 +130,7 @@ def test_aligned_rows_of_shared_exponents(format: str, bytes_of_rows: str) -> No
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_any_bytes(rounding: str) -> None:
-    """Rows that no encoder writes: scales that are NaN or negative, exponents of 255, infinities."""
+    """Rows that no encoder writes: NaN or negative scales, exponents of 255, infinities."""
     for dim in (6, 40):
         case = make_case([(12, dim)] * 8, list(range(8)), [6, 7] * 8, seed=dim)
         for shift in (0, 3):
@@ -143,7 +143,7 @@ def test_any_bytes(rounding: str) -> None:
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_bad_gradients_reach_their_rows_only(number: float) -> None:
-    """A NaN or Inf in the gradient: the row decodes to what its format can say of it, and no other row changes."""
+    """A NaN or Inf in the gradient changes only its row, to what the format can represent."""
     case = make_case([(5, 20)] * 8, list(range(8)), [1, 1, 1] * 8, seed=9)
     case.values.copy_(torch.tensor([0, 3, 4]).repeat(8))
     encoded = every_format_once(case)
@@ -158,7 +158,7 @@ def test_bad_gradients_reach_their_rows_only(number: float) -> None:
 
 
 def flushed() -> Iterator[Backend]:
-    """Every backend, called from a thread that takes denormals for zeros."""
+    """Every backend, called from a thread that flushes denormals."""
     for backend in every_backend():
         with flush_denormals():
             yield backend
@@ -167,7 +167,7 @@ def flushed() -> Iterator[Backend]:
 @pytest.mark.parametrize("dim", [7, 40])
 @pytest.mark.parametrize(("exponent", "grad_exponent"), [(-136, -134), (-120, -110), (-20, -20), (100, 90), (114, 118)])
 def test_very_small_and_very_large_numbers(exponent: int, grad_exponent: int, dim: int) -> None:
-    """Denormal rows, scales and updates; rows that overflow their format: the same from any thread."""
+    """Denormal rows, scales and updates, and rows that overflow their format, are equal from any thread."""
     case = make_case([(6, dim)] * 8, list(range(8)), [2, 3, 1] * 8, weighted=True, seed=dim)
     case.weights.mul_(2.0**exponent)
     case.grad.mul_(2.0**grad_exponent)
@@ -179,7 +179,7 @@ def test_very_small_and_very_large_numbers(exponent: int, grad_exponent: int, di
 
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_one_table_without_layout(format: str) -> None:
-    """weights [E, row_bytes] and embedding_dim are the same as a layout of one table, whose noise is table 0's."""
+    """weights [E, row_bytes] with embedding_dim equals a layout of one table, with the noise of table 0."""
     case = make_case([(6, 21)], [0], [3, 0, 4, 2], weighted=True, padding_idx=2, seed=9)
     encoded = EncodedCase(case, [format], gaps=[0])
     encoded.table_id = lambda table: 0
@@ -190,7 +190,7 @@ def test_one_table_without_layout(format: str) -> None:
     updated, _ = encoded.expected_update("sgd", "stochastic")
     for backend in every_backend():
         if backend.name == "cuda, unaligned" and format == "fp32":
-            # ``unaligned`` puts rows of bytes one byte further, where no float32 may start.
+            # ``unaligned`` moves byte rows by one byte, to addresses that no float32 may have.
             with pytest.raises(
                 ValueError, match="weights must start at a multiple of 4 bytes, as its rows are float32"
             ):

@@ -1,4 +1,4 @@
-"""Wrong formats, noise and rows of bytes for the ops of embedding_bag are refused; nothing changes."""
+"""Invalid formats, noise and byte rows are rejected by the embedding_bag ops; nothing changes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ FORMATS = ["int8", "mx6"]
 
 
 def arguments() -> dict[str, object]:
-    """A good call by argument name: int8 rows of 5 x 16, mx6 rows of 3 x 32, the first table for two features."""
+    """Valid arguments by name: int8 rows of 5 x 16, mx6 rows of 3 x 32, the first table with two features."""
     case = make_case([(5, 16), (3, 32)], [0, 1, 0], [1, 2, 0, 1, 2, 1], weighted=True, seed=1)
-    encoded = EncodedCase(case, FORMATS, gaps=[0, 8])  # at 0 and 128, 200 bytes and one behind
+    encoded = EncodedCase(case, FORMATS, gaps=[0, 8])  # at 0 and 128; 200 bytes and one more
     tables = {"weights": encoded.flat, "tables": [torch.zeros(5, 16), torch.zeros(3, 32)]}
     return arguments_of(case) | encoded.layout | encoded.noise | tables | {"rounding": "stochastic"}
 
 
 def one_table() -> dict[str, object]:
-    """A good call without a layout: int8 rows of 4 x 16."""
+    """Valid arguments without a layout: int8 rows of 4 x 16."""
     rows = rk.quantize_rows(torch.randn(4, 16), "int8")
     bags = {"values": torch.tensor([0, 3, 1]), "offsets": torch.tensor([0, 2, 3])}
     state = {"sum": torch.ones(4), "step": torch.tensor(3), "lr": torch.tensor(0.1), "token": torch.empty(0)}
@@ -48,12 +48,12 @@ def one_table() -> dict[str, object]:
 
 
 def takers(name: str) -> list[str]:
-    """The ops that take bytes and have an argument."""
+    """The ops that accept bytes and have an argument."""
     return [op for op in TAKE_BYTES if name in signature_of(f"{op}.layout")]
 
 
 def check_refused(op: str, given: dict[str, object], message: str, namespace=ops) -> None:
-    """ValueError with the message, and nothing that an op could write has changed."""
+    """Asserts ValueError with the message, and that no output argument changed."""
     written = [given[name] for name in ("weights", "sum", "step")]
     before = [None if t.is_meta else t.clone() for t in written]
     with pytest.raises((ValueError, RuntimeError) if namespace is not ops else ValueError, match=re.escape(message)):
@@ -71,7 +71,7 @@ def test_the_calls_to_be_spoilt_are_good() -> None:
 
 
 def strided(t: Tensor) -> Tensor:
-    """A tensor with equal numbers that is not contiguous."""
+    """A non-contiguous tensor with equal values."""
     return torch.stack([t, t], 1)[:, 0]
 
 
@@ -90,7 +90,7 @@ NEITHER = [f for f in rk.ROW_FORMATS if f not in BAG_FORMATS]
 
 @pytest.mark.parametrize(("name", "change", "message"), ON_EVERY_BACKEND)
 def test_bad_argument(name: str, change, message: str) -> None:
-    """ValueError from every op that takes the argument, on every kind of backend."""
+    """Every op with the argument raises ValueError on every kind of backend."""
     assert takers(name), name
     for op in takers(name):
         for namespace in (ops, emulated()):
@@ -99,7 +99,7 @@ def test_bad_argument(name: str, change, message: str) -> None:
 
 
 def test_other_device() -> None:
-    """Tensors on another device are refused; the op never returns memory that nobody wrote."""
+    """Tensors on another device are rejected instead of returning uninitialized memory."""
     for op in takers("seed"):
         given = arguments()
         check_refused(op, given | {"seed": given["seed"].to("meta")}, "same device")
@@ -107,7 +107,7 @@ def test_other_device() -> None:
 
 @pytest.mark.parametrize("format", [*NEITHER, "int9", "INT8"])
 def test_formats_that_tables_cannot_have(format: str) -> None:
-    """The message has those that tables can have, also where it is a format of other rows."""
+    """The error lists the formats of tables, also for a format of other rows."""
     message = f'formats[1]: tables cannot have format "{format}"; it must be one of {NAMES}'
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.table_layout([5, 3], [16, 32], formats=["int8", format])
@@ -131,7 +131,7 @@ def test_formats_that_tables_cannot_have(format: str) -> None:
     ],
 )
 def test_bad_layout(changes: dict[str, list], message: str) -> None:
-    """``table_layout`` refuses bad layouts; int8 rows of 5 x 16 take 120 bytes, mx6 rows 60."""
+    """``table_layout`` rejects bad layouts; int8 rows of 5 x 16 take 120 bytes, mx6 rows 60."""
     given = {"embedding_dims": [16, 32], "formats": FORMATS} | changes
     given["formats"] = [given["formats"][i] for i in given.pop("format_of", [0, 1])]
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -139,7 +139,7 @@ def test_bad_layout(changes: dict[str, list], message: str) -> None:
 
 
 def test_table_that_ends_behind_the_weights() -> None:
-    """An op sees it, not the layout; a device notes it (test_embedding_bag_formats.py)."""
+    """An op, not the layout, rejects it; on a device, status reports it (test_embedding_bag_formats.py)."""
     for op in TAKE_BYTES:
         changes = {"weight_offsets": torch.tensor([0, 130, 0])}
         check_refused(
@@ -162,7 +162,7 @@ def test_table_that_ends_behind_the_weights() -> None:
     ],
 )
 def test_bad_table(changes: dict[str, object], message: str) -> None:
-    """One table without a layout: D must be given, and give the width that the rows have."""
+    """One table without a layout needs a D that matches the width of the rows."""
     for op in ONE_TABLE:
         for namespace in (ops, emulated()):
             check_refused(op, one_table() | changes, message, namespace)
@@ -170,7 +170,7 @@ def test_bad_table(changes: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("op", TAKE_FLOATS)
 def test_ops_for_floats_refuse_formats(op: str) -> None:
-    """Ops with a gradient take floats only, in bytes if their layout says so."""
+    """Differentiable ops take floats only, in bytes if their layout says so."""
     messages = ["weights must have rows of fp32, fp16 or bf16 only", "weights must be uint8, got float32"]
     for formats, message in zip((FORMATS, ["fp32"]), messages, strict=True):
         given = arguments() | {"formats": formats, "format_of": torch.zeros(3, dtype=torch.int64)}
@@ -180,7 +180,7 @@ def test_ops_for_floats_refuse_formats(op: str) -> None:
 
 
 def test_gradient_of_bytes() -> None:
-    """A sparse gradient of rows that are not floats does not exist; torch itself has none of bytes."""
+    """Quantized rows have no sparse gradient; torch itself has none of bytes."""
     rows, options = one_table()["weights"], {"formats": ["int8"], "embedding_dim": 16}
     output, _ = ops.embedding_bag(rows, torch.tensor([0]), torch.tensor([0, 1]), **options, sparse=True)
     assert not output.requires_grad

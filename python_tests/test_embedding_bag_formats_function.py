@@ -1,4 +1,4 @@
-"""rk.embedding_bag of rows in a format, and what torch makes of the ops: opcheck, fake tensors, torch.compile."""
+"""rk.embedding_bag of rows in a format, and the ops in torch: opcheck, fake tensors, torch.compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALLS = {
 
 
 def table(format: str) -> tuple[Tensor, Tensor]:
-    """Rows of a format, and the float32 numbers that they mean."""
+    """Rows of a format, and their float32 values."""
     rows = rk.quantize_rows(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)), format)
     return rows, rk.dequantize_rows(rows, format, DIM)
 
@@ -40,7 +40,7 @@ def table(format: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_equals_the_lookup_of_decoded_rows(format: str, call: str) -> None:
-    """The function takes different paths with and without gradients; both equal the lookup of decoded rows."""
+    """With and without gradients, which use different paths, results equal the lookup of decoded rows."""
     rows, floats = table(format)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
@@ -51,7 +51,7 @@ def test_equals_the_lookup_of_decoded_rows(format: str, call: str) -> None:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_halves(dtype: torch.dtype, call: str) -> None:
-    """float16 and bfloat16 weights are rows as they are; saying so is allowed."""
+    """float16 and bfloat16 weights need no format; it may be given."""
     weight, name = torch.randn(ROWS, DIM).to(dtype), {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     expected = rk.embedding_bag(weight=weight.float(), **CALLS[call])
     for said in ({}, {"format": name}, {"embedding_dim": DIM}, {"format": name, "embedding_dim": DIM}):
@@ -59,7 +59,7 @@ def test_halves(dtype: torch.dtype, call: str) -> None:
 
 
 def test_floats_may_say_what_they_are() -> None:
-    """fp32 and D change nothing: the gradient is there as ever."""
+    """Giving fp32 and D changes nothing, including the gradient."""
     weight = torch.randn(ROWS, DIM, requires_grad=True)
     said = rk.embedding_bag(weight=weight, format="fp32", embedding_dim=DIM, **CALLS["sum"])
     assert same_bits(said.detach(), rk.embedding_bag(weight=weight, **CALLS["sum"]).detach())
@@ -69,7 +69,7 @@ def test_floats_may_say_what_they_are() -> None:
 
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_gradient_of_factors(format: str) -> None:
-    """The gradient of per_sample_weights is the one of decoded rows."""
+    """The gradient of per_sample_weights is that of decoded rows."""
     rows, floats = table(format)
     grads = []
     for weight, said in ((rows, {"format": format, "embedding_dim": DIM}), (floats, {})):
@@ -147,7 +147,7 @@ NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6, mx4"
     ],
 )
 def test_weights_that_cannot_be_looked_up(weight: Tensor, said: dict, message: str) -> None:
-    """The message says what the weight is, and what it can be."""
+    """The error has the weight's dtype and format, and the allowed ones."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.embedding_bag(weight=weight, **said, **CALLS["sum"])
 
@@ -162,7 +162,7 @@ def test_bad_ids() -> None:
 
 
 def test_meta() -> None:
-    """Shapes without memory: D columns of float32, not the bytes of a row."""
+    """The meta output has D columns of float32, not a row's bytes."""
     meta = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in CALLS["sum"].items()}
     for weight, said in ((BYTES, {"format": "int8", "embedding_dim": DIM}), (HALF, {})):
         output = rk.embedding_bag(weight=weight.to("meta"), **said, **meta)

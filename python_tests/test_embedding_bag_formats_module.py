@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection with tables in row formats: initialised, trained, accumulated, compiled, read."""
+"""EmbeddingBagCollection with tables in row formats: initialized, trained, accumulated, compiled, read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rec_kernels.testing import same_bits
 
 
 def test_rows_are_what_the_format_says() -> None:
-    """Dtypes and shapes of the parameters, names in the state, bytes in the report, the format when printed."""
+    """Dtypes and shapes of parameters, names in the state, bytes in the report, and the repr follow the format."""
     collection, state = make(rk.RowwiseAdagrad()), make(rk.RowwiseAdagrad()).state_dict()
     report = collection.memory_report()
     for i, format in enumerate(rk.BAG_FORMATS):
@@ -41,7 +41,7 @@ def test_rows_are_what_the_format_says() -> None:
 
 
 def test_requires_grad() -> None:
-    """A model is frozen and unfrozen as a whole, whatever its tables are."""
+    """requires_grad_() freezes and unfreezes a model, whatever its tables' formats."""
     tables = [
         rk.EmbeddingBagConfig(9, 8, name=f, feature_names=[f], format=f, compression=rk.MixedDimension(4))
         for f in rk.BAG_FORMATS
@@ -63,7 +63,7 @@ def test_requires_grad() -> None:
 
 @pytest.mark.parametrize("format", rk.BAG_FORMATS)
 def test_initial_rows(format: str) -> None:
-    """``init`` fills floats, which are rounded to the nearest; without it they are uniform in +-1/sqrt(E)."""
+    """``init`` writes floats, which are rounded to nearest; the default is uniform in +-1/sqrt(E)."""
     floats = torch.randn(300, 20)
 
     def init(weight: Tensor) -> None:
@@ -81,7 +81,7 @@ def test_initial_rows(format: str) -> None:
 
 
 def test_initial_rows_of_a_long_table() -> None:
-    """It is drawn part by part, and all parts are filled."""
+    """All parts of a table that is initialized in parts are written."""
     table = rk.EmbeddingBagConfig(2**18 + 5, 2, name="t", feature_names=["f"], format="int4")
     found = numbers(rk.EmbeddingBagCollection([table]), "t")
     assert (found != 0).any(1).float().mean() > 0.99
@@ -90,7 +90,7 @@ def test_initial_rows_of_a_long_table() -> None:
 
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_made_of_fake_tensors(format: str) -> None:
-    """A table large enough for huge pages, which fake tensors cannot ask for."""
+    """Fake tensors work for a table large enough for huge pages, which they cannot request."""
     with FakeTensorMode():
         table = rk.EmbeddingBagConfig(1_000_000, 16, name="t", feature_names=["f"], format=format)
         collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD())
@@ -99,7 +99,7 @@ def test_made_of_fake_tensors(format: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [rk.SGD(lr=1.0), rk.RowwiseAdagrad(lr=0.05)], ids=str)
 def test_training(optimizer) -> None:
-    """All formats in one collection learn other tables' pooled rows; what is left is the step of their codes."""
+    """All formats in one collection learn target embeddings, up to a quantization step."""
     collection, teacher = make(optimizer), make()
     torch.manual_seed(9)
     for table in teacher.tables:
@@ -117,12 +117,12 @@ def test_training(optimizer) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_updates_are_of_table_row_and_step(rounding: str) -> None:
-    """Noise is of the table's number in the collection, the row in its table, and the steps made so far."""
+    """Noise depends on the table's number in the collection, the row in its table, and the step count."""
     collection = make(rk.SGD(lr=0.5), rounding=rounding, seed=-9)
     keys, size = collection.feature_names, 5
     for step in range(3):
         ids = torch.stack([torch.randperm(ROWS)[:size] for _ in keys])
-        ids[1] = (ids[0] + 1) % ROWS  # of the same table, hence summed where they meet
+        ids[1] = (ids[0] + 1) % ROWS  # in the same table, hence summed where they meet
         before = [numbers(collection, t.name) for t in collection.tables]
         pooled = collection(rk.KeyedJaggedTensor(keys, ids.flatten(), lengths=torch.ones(size * len(keys), dtype=int)))
         grad = torch.randn(pooled.values().shape)
@@ -137,7 +137,7 @@ def test_updates_are_of_table_row_and_step(rounding: str) -> None:
 
 
 def test_rounding_and_seed() -> None:
-    """Stochastic with seed 0 unless told otherwise; another seed, other bytes; to the nearest, the seed is nothing."""
+    """The default is stochastic with seed 0; another seed gives other bytes; rounding to nearest ignores the seed."""
     found = {}
     for rounding, seed in (("stochastic", 0), ("stochastic", 1), ("nearest", 0), ("nearest", 1)):
         found[rounding, seed] = make(rk.SGD(lr=0.5), rounding=rounding, seed=seed)
@@ -159,7 +159,7 @@ def test_rounding_and_seed() -> None:
 
 @pytest.mark.parametrize("format", ["int2", "mxfp8_e4m3", "mxint8", "fp8"])
 def test_formats_that_tables_cannot_have(format: str) -> None:
-    """The message names those that they can."""
+    """The error lists the allowed formats."""
     expected = f"table 't0': format must be one of {', '.join(rk.BAG_FORMATS)}, got '{format}'"
     with pytest.raises(ValueError, match=expected):
         make(formats=[format], dims={format: 4})
@@ -168,7 +168,7 @@ def test_formats_that_tables_cannot_have(format: str) -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *WITH_MOMENTS], ids=str)
 def test_accumulate(optimizer, rounding: str) -> None:
-    """Micro-batches have the bits of the batch that joins them: one step, one rounding of each row."""
+    """Micro-batches have the bits of one batch: one step, one rounding of each row."""
     whole = make(optimizer, rounding=rounding)
     parts, keys = copy.deepcopy(whole), whole.feature_names
     micro = [batch(whole, seed, size=4, factors=True) for seed in (1, 2, 3)]
@@ -185,7 +185,7 @@ def test_accumulate(optimizer, rounding: str) -> None:
 
 @pytest.mark.parametrize("formats", [rk.BAG_FORMATS, ["int8"], ["bf16", "mx6"]])
 def test_lookups_without_optimizer(formats: list[str]) -> None:
-    """Nothing of such a collection has a gradient but weights in the batch; it holds no state of an optimizer."""
+    """Without an optimizer, quantized tables have no state, and only weights in the batch have gradients."""
     collection, trained = make(formats=formats), make(rk.SGD(), formats)
     assert not any(p.requires_grad for p in collection.parameters())
     assert not collection(batch(collection)).values().requires_grad
@@ -205,7 +205,7 @@ def test_lookups_without_optimizer(formats: list[str]) -> None:
 
 
 def test_float_tables_alone_train_as_before() -> None:
-    """Collections of float tables alone have floats, gradients, and neither rounding nor seed."""
+    """Collections of float tables have float parameters and gradients, and neither rounding nor seed."""
     collection = make(formats=["fp32"])
     assert collection._weights.dtype == torch.float32
     assert all(p.requires_grad for p in collection.parameters())
@@ -222,13 +222,13 @@ def test_float_tables_alone_train_as_before() -> None:
         pooled.square().sum().backward()
     weights = [numbers(c, "t0") for c in (*others, beside)]
     assert same_bits(weights[0], weights[1])
-    # Drawn after the same seed, in the same order, and trained by the same kernel: also inside a tensor of bytes.
+    # Drawn with the same seed, in the same order, and trained by the same kernel, also in a tensor of bytes.
     assert same_bits(weights[0], weights[2])
 
 
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.4, ways=4, policy="lfu", decay_every=1)], ids=str)
 def test_bad_ids_change_nothing(cache: rk.RowCache | None) -> None:
-    """IndexError from the lookup, before a row has moved."""
+    """The lookup raises IndexError before a row changes."""
     collection = make(rk.RowwiseAdagrad(lr=0.1), cache=cache)
     train(collection)
     before, kjt = everything(collection), batch(collection)
@@ -240,7 +240,7 @@ def test_bad_ids_change_nothing(cache: rk.RowCache | None) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled_training(backend: str) -> None:
-    """One graph, one compilation, the bits of the eager collection: each step draws noise of its own."""
+    """One graph, compiled once, has the eager collection's bits, with different noise in each step."""
     eager = make(rk.RowwiseAdagrad(lr=0.02))
     compiled_one, steps = copy.deepcopy(eager), 50 if backend == "aot_eager" else 5
 
@@ -265,7 +265,7 @@ def test_compiled_training(backend: str) -> None:
 
 
 def test_compiled_noise_advances() -> None:
-    """A repeated update of equal rows is rounded otherwise at the next step, and alike at the same step."""
+    """A repeated update of equal rows is rounded differently in the next step, and equally in the same step."""
     collection = make(rk.SGD(lr=0.01), formats=["bf16"])
     start, kjt = copy.deepcopy(collection.state_dict()), batch(collection)
     torch._dynamo.reset()
@@ -288,7 +288,7 @@ def _with(kjt: rk.KeyedJaggedTensor, values: Tensor) -> rk.KeyedJaggedTensor:
 
 @pytest.mark.parametrize("format", ["fp32", "fp16", "int8"])
 def test_init_that_writes_a_part(format: str) -> None:
-    """Rows that it leaves are zeros, and what it returns is not taken for the weight."""
+    """Rows that ``init`` does not write are zeros, and its return value is ignored."""
 
     def made(init) -> rk.EmbeddingBagCollection:
         table = rk.EmbeddingBagConfig(20, 8, name="t", feature_names=["f"], format=format, init=init)

@@ -1,4 +1,4 @@
-"""Stochastic rounding in fused updates: small updates are kept on average, and where the noise comes from."""
+"""Stochastic rounding in fused updates preserves small updates on average; its noise has defined inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NARROW = [f for f in BAG_FORMATS if f != "fp32"]
 
 
 def bags_of_one(rows: int) -> tuple[Tensor, Tensor]:
-    """Ids and offsets of a batch in which every row is a bag by itself."""
+    """Ids and offsets of a batch in which every row is a separate bag."""
     return torch.arange(rows), torch.arange(rows + 1)
 
 
@@ -27,7 +27,7 @@ def assert_mean(numbers: Tensor, expected: Tensor, slack: Tensor) -> None:
     """The mean over the draws [N, D] is within six standard errors of ``expected`` [D], and ``slack``."""
     numbers = numbers.double()
     error = (numbers.mean(0) - expected.double()).abs()
-    # A code a whole step away may be too rare among the draws where another is a small error away.
+    # If most draws have a small error, a code a whole step away may be too rare to estimate the variance.
     step = (numbers.amax(0) - numbers.amin(0)).max()
     variance = torch.maximum(numbers.var(0), error * step)
     allowed = 6 * (variance / len(numbers)).sqrt() + slack
@@ -43,7 +43,7 @@ def update_rows(table: Tensor, grad: Tensor, step: Tensor, lr: float = LR, **opt
 
 
 def grow(format: str, rounding: str, rows: int, updates: int) -> tuple[Tensor, Tensor]:
-    """Tables of ones beside a -4 and a 4, decoded, before and after ``updates`` of 0.001 for each of the ones."""
+    """Decoded tables of ones with a -4 and a 4, before and after ``updates`` of 0.001 to each one."""
     dim, fixed = 32, [0, 31]
     x = torch.ones(rows, dim)
     x[:, fixed] = torch.tensor([-4.0, 4.0])
@@ -68,13 +68,13 @@ def test_small_updates_add_up(format: str) -> None:
 
 @pytest.mark.parametrize("format", [f for f in NARROW if f != "fp16"])
 def test_small_updates_are_lost_to_the_nearest(format: str) -> None:
-    """Below half of a step, nothing ever moves: why "stochastic" is the default. (A step of fp16 is 0.00098 here.)"""
+    """Rounding to nearest loses updates below half a step: hence the default. (A step of fp16 is 0.00098 here.)"""
     before, after = grow(format, "nearest", rows=2, updates=1500)
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
 
 
 def case_of_all_formats() -> EncodedCase:
-    """Tables in which every row that occurs does so once, so that no order of a sum matters."""
+    """Tables in which every row occurs at most once, so that no order of a sum matters."""
     rows = 20
     case = make_case([(rows, 20)] * 8, list(range(8)), [1] * 8 * rows, seed=5)
     case.values.copy_(torch.cat([torch.randperm(rows) for _ in range(8)]))
@@ -83,7 +83,7 @@ def case_of_all_formats() -> EncodedCase:
 
 @pytest.mark.parametrize("change", ["seed", "seed's upper word", "step", "table_ids"])
 def test_noise_depends_on(change: str) -> None:
-    """Each of them: other bytes in every table; without a seed, seed 0; without ids, table 0."""
+    """Each input changes the bytes of every table; the defaults are seed 0 and table 0."""
     encoded = case_of_all_formats()
     changes = {
         "seed": {"seed": encoded.noise["seed"] + 1},

@@ -1,4 +1,4 @@
-"""State of collections with tables in row formats: saved, loaded, refused, converted, copied, moved."""
+"""State of collections with tables in row formats: saved, loaded, rejected, converted, copied, moved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
 WAYS = ["deepcopy", "pickle", "save", "state_dict", "assign", "file", "meta", "meta context"]
-#: Optimizers and formats: tables of floats alone have another kind of memory.
+#: Optimizers and formats: float tables alone have another kind of memory.
 HALF = rk.Adam(lr=0.1, state_dtype=torch.bfloat16)
 KINDS = [*((o, BAG_FORMATS) for o in [*OPTIMIZERS, *WITH_MOMENTS, HALF]), *((o, ["fp32"]) for o in OPTIMIZERS)]
 
@@ -27,7 +27,7 @@ KINDS = [*((o, BAG_FORMATS) for o in [*OPTIMIZERS, *WITH_MOMENTS, HALF]), *((o, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("optimizer", "formats"), KINDS, ids=str)
 def test_copies_go_on_alike(way: str, optimizer, formats: list[str]) -> None:
-    """A copy, however made, has the learning rate, trains on to the same bytes, noise included, and by itself."""
+    """A copy, however made, has the learning rate, and trains independently to equal bytes, including noise."""
     original = make(optimizer, formats)
     train(original)
     original.fused_optimizer.param_groups[0]["lr"] = 0.125
@@ -58,7 +58,7 @@ def _saved(collection: rk.EmbeddingBagCollection) -> rk.EmbeddingBagCollection:
     return torch.load(file, weights_only=False)[0]
 
 
-#: Tables of floats, tables in every format, and tables with a row cache.
+#: Float tables, tables in every format, and tables with a row cache.
 MADE = {
     "floats": lambda: make(OPTIMIZERS[1], ["fp32"]),
     "formats": lambda: make(OPTIMIZERS[1]),
@@ -76,11 +76,11 @@ CASTS = {
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("kind", MADE)
 def test_casts_leave_tables_alone(kind: str, cast: str) -> None:
-    """A parent's cast changes neither rows, state, slots nor the learning rate; training goes on."""
+    """A parent's cast changes neither rows, state, slots nor the learning rate."""
     collection, expected = MADE[kind](), MADE[kind]()
     for either in (collection, expected):
         train(either)
-        either.fused_optimizer.param_groups[0]["lr"] = 0.1  # a number that float16 cannot hold
+        either.fused_optimizer.param_groups[0]["lr"] = 0.1  # not representable in float16
     before = cached.everything(collection)
     parent = CASTS[cast](nn.ModuleList([collection, nn.Linear(2, 2)]))
     assert (parent[1].weight.dtype == torch.float32) == (cast == "float")
@@ -95,7 +95,7 @@ def test_casts_leave_tables_alone(kind: str, cast: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", MADE)
 def test_distributed_checkpoint(kind: str, tmp_path) -> None:
-    """torch.distributed.checkpoint, without other processes: rows of every dtype, in place and by name."""
+    """torch.distributed.checkpoint in one process restores rows of every dtype, in place and by name."""
     original, other = nn.Sequential(MADE[kind]()), nn.Sequential(MADE[kind]())
     train(original[0])
     train(other[0], 1)
@@ -127,7 +127,7 @@ def _one(format: str, dim: int = 16, optimizer=OPTIMIZERS[1]) -> rk.EmbeddingBag
 @pytest.mark.parametrize("given", BAG_FORMATS)
 @pytest.mark.parametrize("own", BAG_FORMATS)
 def test_other_formats_are_refused_or_converted(own: str, given: str) -> None:
-    """Formats of equal row width are told apart, too: int4 and mx6 have 12 bytes for 16 columns."""
+    """Formats of equal row width are distinguished: int4 and mx6 have 12 bytes for 16 columns."""
     collection, other = _one(own), _one(given)
     train(other)
     before, state = copy.deepcopy(collection), other.state_dict()
@@ -153,12 +153,12 @@ def test_other_formats_are_refused_or_converted(own: str, given: str) -> None:
 
 
 def test_widths_that_agree_by_chance() -> None:
-    """The case above is one: only the format's name tells."""
+    """Equal widths are as in the case above: only the format's name distinguishes them."""
     assert rk.row_bytes("int4", 16) == rk.row_bytes("mx6", 16)
 
 
 def test_convert_some_of_many_tables() -> None:
-    """Tables whose format differs are converted; the others' bytes stay as they are."""
+    """Tables with another format are converted; the others' bytes are copied."""
     source = make(rk.RowwiseAdagrad(lr=0.1))
     train(source)
     formats = dict(zip(BAG_FORMATS, ["fp32", "fp32", "bf16", "int4", "int4", "mx9", "mx4", "bf16"], strict=True))
@@ -227,7 +227,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("state", "convert", "error", "message"), MISFITS)
 def test_states_that_do_not_fit(state: dict, convert: bool, error: type[Exception], message: str) -> None:
-    """Each is refused in words, and what can be refused before the first table is written leaves all as it was."""
+    """Each is rejected with a message; checks before the first write leave everything unchanged."""
     collection = _one("int8", optimizer=None)
     before = copy.deepcopy(collection)
     with pytest.raises(error, match=message):
@@ -237,7 +237,7 @@ def test_states_that_do_not_fit(state: dict, convert: bool, error: type[Exceptio
 
 
 def test_incomplete_states() -> None:
-    """strict=False takes a state without the table for nothing; bytes without a name could be of several formats."""
+    """strict=False ignores a state without the table; bytes without a format's name are ambiguous."""
     collection = _one("int8", optimizer=None)
     rows = rk.quantize_rows(torch.randn(ROWS, 16), "int8")
     with pytest.raises(RuntimeError, match="must name the rows"):
@@ -251,7 +251,7 @@ def test_incomplete_states() -> None:
 
 @pytest.mark.parametrize("format", DTYPES)
 def test_wider_floats_are_cast(format: str) -> None:
-    """float64 in a state becomes what the table is, as torch has it."""
+    """float64 in a state is cast to the table's dtype, as in torch."""
     collection, rows = _one(format, optimizer=None), torch.randn(ROWS, 16).double()
     for assign in (False, True):
         collection.load_state_dict(_weights(rows), assign=assign)
@@ -261,7 +261,7 @@ def test_wider_floats_are_cast(format: str) -> None:
 
 @pytest.mark.parametrize("keep_vars", [False, True])
 def test_torch_save_of_the_state(keep_vars) -> None:
-    """State and parameters are saved with each table's rows as a storage of their own, in shared memory."""
+    """State and parameters are saved with each table's rows as a separate storage, in shared memory."""
     collection = make(rk.RowwiseAdagrad(lr=0.5))
     state = collection.state_dict(keep_vars=keep_vars)
     for name, weight in collection.named_parameters():
@@ -278,7 +278,7 @@ def test_torch_save_of_the_state(keep_vars) -> None:
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=4), rk.RowCache(0.5, policy="lfu", ways=4)], ids=str)
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
 def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
-    """to_empty keeps what no state holds: lookups, frozen features and learning rate."""
+    """to_empty keeps non-persistent settings: lookups, frozen features and learning rate."""
     collection, expected = (make(rk.Adam(lr=0.25), seed=7, cache=cache) for _ in range(2))
     for one in (collection, expected):
         train(one)
@@ -286,7 +286,7 @@ def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
     state = {name: t.clone() for name, t in collection.state_dict().items()}
     kept = {name: collection._layout._buffers[name].clone() for name in ("seed", "records")}
 
-    def filled(t: Tensor) -> Tensor:  # what to_empty() does, in memory that holds something
+    def filled(t: Tensor) -> Tensor:  # imitates to_empty(), in initialized memory
         return torch.empty_like(t).view(torch.uint8).fill_(77).view(t.dtype) if t.dim() else torch.full_like(t, 1)
 
     module = nn.Sequential(collection) if held else collection

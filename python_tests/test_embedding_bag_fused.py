@@ -1,4 +1,4 @@
-"""embedding_bag with an optimizer in the backward: when it updates, when it must not, and what autograd sees of it."""
+"""embedding_bag with a fused optimizer: when the backward updates, when it must not, and autograd."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _case(**options) -> Case:
 
 
 def _encoded() -> EncodedCase:
-    """A table in every format, the first one of two features."""
+    """A table in every format, the first with two features."""
     tables = [(3, dim) for dim in (18, 5, 33, 16, 7, 40, 3, 64)]
     lengths = [3, 0, 2, *[1 + i % 3 for i in range(24)]]
     return every_format_once(make_case(tables, [*range(8), 0], lengths, weighted=True, seed=2), 2)
@@ -48,7 +48,7 @@ def _of_bytes(optimizer: str) -> tuple[Callable, tuple]:
     ("made", "optimizer"), [*((_of_floats, o) for o in OPTIMIZERS), *((_of_bytes, o) for o in ALL_OPTIMIZERS)]
 )
 def test_skipped_updates(made: Callable, optimizer: str) -> None:
-    """found_inf, or a forward that found a bad id: rows, state and step stay. Else, as under "ignore": as if absent."""
+    """found_inf or a bad id in the forward skips the update; with "ignore", bad ids count as absent."""
     update, before = made(optimizer)
     plain = update(OPS)
     assert not all(map(same_bits, plain, before))
@@ -67,7 +67,7 @@ def test_skipped_updates(made: Callable, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("exponent", [-3, 1, 16])
 def test_grad_scale_power_of_two(optimizer: str, exponent: int) -> None:
-    """A gradient scaled by 2^k and grad_scale = 2^k give the bits of the unscaled gradient."""
+    """A gradient scaled by 2^k with grad_scale = 2^k gives the bits of the unscaled gradient."""
     case, scale = _case(), 2.0**exponent
     plain = case.update(optimizer)
     scaled = case.update(optimizer, grad=case.grad * scale, grad_scale=torch.tensor(scale))
@@ -77,7 +77,7 @@ def test_grad_scale_power_of_two(optimizer: str, exponent: int) -> None:
 @pytest.mark.parametrize("dim", [3, 12, 15, 16, 20, 33, 130])
 @pytest.mark.parametrize("factor", [torch.inf, -torch.inf, torch.nan])
 def test_bad_factors_stay_in_their_rows(dim: int, factor: float) -> None:
-    """An infinite or NaN weight spoils the row of its id, with the same bits everywhere, and no other."""
+    """An infinite or NaN weight affects the row of its id only, with equal bits everywhere."""
     case = make_case([(40, dim)], [0], [1, 3, 1, 1], weighted=True, seed=dim)
     case.values.copy_(torch.tensor([7, 0, 11, 5, 30, 2]))
     case.per_sample_weights[2] = factor
@@ -100,16 +100,16 @@ def test_bad_factors_stay_in_their_rows(dim: int, factor: float) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_flush_denormal_changes_nothing(optimizer: str) -> None:
-    """torch.set_flush_denormal(True) sets the calling thread only; results depend neither on it nor on the thread."""
+    """Results depend neither on threads nor on torch.set_flush_denormal(True), which sets the calling thread only."""
     case = make_case([(300, 7), (20, 40)], [0, 1], [9] * 2000, seed=4)
-    case.weights.mul_(2.0**-136)  # denormal, most of them
+    case.weights.mul_(2.0**-136)  # mostly denormal
     case.grad.mul_(2.0**-134)
     case.sum.mul_(0)
     shape = list(case.weights.shape)
     small = (case.weights != 0) & (case.weights.abs() < torch.finfo(torch.float32).tiny)
     assert small.float().mean() > 0.5
 
-    scaled = {"grad": case.grad * 2.0**100, "grad_scale": torch.tensor(2.0**127)}  # whose inverse is denormal
+    scaled = {"grad": case.grad * 2.0**100, "grad_scale": torch.tensor(2.0**127)}  # the inverse is denormal
 
     def everything(ops) -> list[torch.Tensor]:
         output, _ = ops.embedding_bag(case.weights, *case.jagged, **case.layout)
@@ -124,7 +124,7 @@ def test_flush_denormal_changes_nothing(optimizer: str) -> None:
 
 
 def test_denormal_options_are_kept() -> None:
-    """torch.set_flush_denormal makes no option 0: gradients are clipped to a denormal."""
+    """torch.set_flush_denormal does not flush options: gradients are clipped to a denormal."""
     case = make_case([(9, 5)], [0], [2, 1, 0, 3])
     case.weights.zero_()
     case.grad.fill_(1.0)
@@ -140,7 +140,7 @@ def test_denormal_options_are_kept() -> None:
 @pytest.mark.parametrize("kind", ["floats", "bytes"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_autograd(optimizer: str, kind: str) -> None:
-    """The backward of embedding_bag_fused updates in place; the token's gradient is empty, that of weights none."""
+    """The backward of embedding_bag_fused updates in place; the token's gradient is empty, weights get theirs."""
     encoded = _encoded() if kind == "bytes" else None
     case = encoded.case if encoded else _case()
     before, layout = (encoded.flat, encoded.layout | encoded.noise) if encoded else (case.weights, case.layout)
@@ -156,14 +156,14 @@ def test_autograd(optimizer: str, kind: str) -> None:
     expected = encoded.update(optimizer, "stochastic") if encoded else case.update(optimizer)
     assert all(map(same_bits, (weights, state, step), expected))
     assert token.grad.shape == (0,)
-    # The gradient is of the rows that were looked up, not of the updated ones.
+    # The gradient uses the rows that were looked up, not the updated ones.
     assert same_bits(factors.grad, case.expected_factor_gradient())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_autograd_of_a_scaled_loss(optimizer: str, shape: tuple[int, ...]) -> None:
-    """The update divides by grad_scale as it is then, or is skipped; the token's gradient says which: 0 or inf."""
+    """The update divides by grad_scale at that time, or is skipped; the token's gradient, 0 or inf, shows it."""
     case, scale = _case(), torch.tensor(8.0)
     state = (case.weights.clone(), None if optimizer == "sgd" else case.sum.clone(), torch.tensor(6))
     token = torch.zeros(shape, requires_grad=True)
@@ -197,7 +197,7 @@ def test_the_forward_checks_grad_scale() -> None:
 
 
 def test_no_gradient_no_update() -> None:
-    """Under no_grad, and for a token that asks for nothing, the op is a lookup and no more."""
+    """Under no_grad, or with a token that requires no gradient, the op only looks up."""
     case = _case()
     weights = case.weights.clone()
     for requires_grad in (True, False):
@@ -211,7 +211,7 @@ def test_no_gradient_no_update() -> None:
 
 
 def test_two_uses_in_one_graph() -> None:
-    """Two forwards, then both backwards: two updates, the second from the state that the first left."""
+    """Two forwards and then both backward passes make two consecutive updates."""
     case = _case()
     weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
     arguments = (weights, state, step, torch.tensor(LR), torch.empty(0, requires_grad=True), *case.jagged)
@@ -220,7 +220,7 @@ def test_two_uses_in_one_graph() -> None:
     (first * case.grad + second * (2 * case.grad)).sum().backward()
     assert step.item() == 8
     results = []
-    for factors in ((1, 2), (2, 1)):  # autograd does not say which comes first
+    for factors in ((1, 2), (2, 1)):  # autograd's order is undefined
         expected = (case.weights.clone(), case.sum.clone(), torch.tensor(6))
         for factor in factors:
             ops.embedding_bag_backward_fused_(
@@ -253,7 +253,7 @@ def test_gradients_of_weights_are_of_the_rows_that_were_looked_up() -> None:
 
 @pytest.mark.parametrize("name", ["weights", "lr", "token"])
 def test_whatever_requires_a_gradient(name: str) -> None:
-    """The lookup has a backward if any of its arguments requires a gradient, called past the dispatcher, too."""
+    """The lookup has a backward if any argument requires a gradient, also when called past the dispatcher."""
     overload = torch.ops.rec_kernels.embedding_bag_fused.layout
     for way in (overload, functools.partial(call, overload)):
         weights, token, lr = torch.zeros(6), torch.zeros(0), torch.tensor(0.5)

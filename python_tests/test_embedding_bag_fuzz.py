@@ -1,4 +1,4 @@
-"""Offsets and ids with anything wrong: an error that names it, or a status on a device, and nothing changed."""
+"""Invalid offsets and ids: the CPU raises, a device sets status, and nothing changes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import use_threads
 
 CPU = Backend("cpu", OPS)
-#: Every second call is left to the full tier.
+#: Every second call runs in the full tier only.
 HALVES = [0, *full(1)]
 
 
 @functools.cache
 def calls() -> list[BadCall]:
-    """Calls that all of these tests use."""
+    """Calls of all tests below."""
     return [bad_call(seed) for seed in range(360)]
 
 
 def test_every_kind_of_fault_is_there() -> None:
-    """Offsets that fall, lead out or are too few; ids of each width; rows of several tables; calls that are right."""
+    """Calls have decreasing, too large and too few offsets; ids of each width; partitioned features; valid calls."""
     kinds = collections.Counter()
     for call in calls():
         text = call.complaint.message if call.complaint else "right, " + call.sample.bounds_check
@@ -48,14 +48,14 @@ def test_every_kind_of_fault_is_there() -> None:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_cpu(half: int) -> None:
-    """An exception with position, number and range, from every op; or, where ids may be ignored, the right results."""
+    """Every op raises with position, value and range, or has correct results if ids are ignored."""
     for call in calls()[half::2]:
         check(call, CPU)
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_devices(half: int) -> None:
-    """The CUDA kernels note it, and change nothing."""
+    """The CUDA kernels set status, and change nothing."""
     for place, backend in enumerate(device_backends()):
         for call in calls()[half::2][place % 3 :: 3]:
             check(call, backend)
@@ -93,7 +93,7 @@ def test_large_calls(bounds_check: str) -> None:
             else:
                 case.values[r.randrange(len(ids))] = r.choice([-1, 500, 2**62])
         broken = replace(call)
-        broken.encoded = call.encoded  # which is expensive to make
+        broken.encoded = call.encoded  # expensive to make
         if broken.complaint is None:
             continue
         kinds.add(broken.complaint.error)
@@ -104,7 +104,7 @@ def test_large_calls(bounds_check: str) -> None:
 
 
 def test_failures_say_what_the_call_was() -> None:
-    """An op that takes what it should not: the sample, what was written over it, and what was to be said."""
+    """A failure prints the sample, its changes, and the expected message."""
 
     class Trusting:
         def __getattr__(self, name: str) -> Callable:

@@ -1,4 +1,4 @@
-"""Gradients against numerical ones: of the definition in double precision, and of the ops against that definition."""
+"""Gradients against finite differences in double precision, and gradients of ops against autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rec_kernels.testing import assert_same_sum
 
 
 def definition(case: Case, tables: list[Tensor], factors: Tensor | None) -> Tensor:
-    """docs/numerics.md, "Pooling", in the tensors' own precision and torch's own order: [B, sum of D]."""
+    """docs/numerics.md, "Pooling", in the tensors' precision and torch's order: [B, sum of D]."""
     columns = []
     for f, t in enumerate(case.features):
         bags = []
@@ -43,7 +43,7 @@ def _rows(feature: int | Parts, tables: list[Tensor], ids: Tensor) -> Tensor:
 
 PARTS = {
     "plain": [0, 1, 0],
-    # Products of two and of three factors, some of both features.
+    # Products of two and of three rows, some of both features.
     "mult": [Parts([0, 2], [(1, 5), (5, 4)], 20, "mult"), Parts([2, 0, 3], [(5, 4), (1, 5), (1, 3)], 20, "mult")],
     "mixed": [Parts([0, 1], [(1, 5), (5, 4)], 20, "concat"), 1, Parts([2, 0], [(1, 4), (4, 5)], 20, "add")],
 }
@@ -58,7 +58,7 @@ def _case(weighted: bool, parts: str) -> Case:
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradcheck(weighted: bool, parts: str) -> None:
-    """The definition in double precision: its gradients are those of finite differences."""
+    """The definition's double precision gradients equal finite differences."""
     case = _case(weighted, parts)
     tables = [torch.randn(t, dtype=torch.float64, requires_grad=True) for t in case.tables]
     factors = torch.rand(len(case.values), dtype=torch.float64, requires_grad=True) if weighted else None
@@ -69,7 +69,7 @@ def test_gradcheck(weighted: bool, parts: str) -> None:
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ops_have_these_gradients(weighted: bool, parts: str) -> None:
-    """Dense gradients of tables and of factors, on every backend, within the rounding of their sums."""
+    """Dense gradients of tables and weights, on every backend, are within the rounding of their sums."""
     case = _case(weighted, parts)
     tables = [t.double().requires_grad_(True) for t in case.split(case.weights)]
     factors = case.per_sample_weights.double().requires_grad_(True) if weighted else None
@@ -84,7 +84,7 @@ def test_ops_have_these_gradients(weighted: bool, parts: str) -> None:
             case.grad, list(case.weights.shape), *case.jagged, **case.layout, weights=case.weights
         )
         for found, expected, size in zip(case.split(dense), exact, magnitude, strict=False):
-            assert_same_sum(found, expected, size, terms=len(case.values) + 3 + 3)  # of up to three factors
+            assert_same_sum(found, expected, size, terms=len(case.values) + 3 + 3)  # of up to three rows
         if weighted:
             gradient = backend.ops.embedding_bag_backward_per_sample_weights(
                 case.grad, case.weights, case.values, case.offsets, **case.layout

@@ -1,4 +1,4 @@
-"""Clipping and weight decay between a row's gradient and the optimizer, and frozen features: the reference's bits."""
+"""Clipping and weight decay of row gradients, and frozen features, have the reference's bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_any_case(encoded: EncodedCase, optimizer: str, step: GradientStep, roun
 
 @pytest.mark.parametrize(("optimizer", "dim"), cross([*ELEMENTWISE, *OPTIMIZERS], [1, 16, 33, 130, 300, 1030], 33))
 def test_widths(optimizer: str, dim: int) -> None:
-    """Rows that a warp's registers hold, and wider ones, whose gradients are summed more than once."""
+    """Rows within and beyond a warp's registers; gradients of the latter are summed more than once."""
     formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
     for step in STEPS:
@@ -49,7 +49,7 @@ def test_widths(optimizer: str, dim: int) -> None:
 
 
 def test_hot_rows() -> None:
-    """Rows whose gradients are sums of chunks."""
+    """Gradients that are sums of chunks."""
     case = make_case([(1, 20), (2, 5)], [0, 1], [4200, 3], weighted=True, seed=7)
     for optimizer in ("rowwise_adagrad", "adam"):
         check_update(EncodedCase(case, ["fp32", "fp32"]), optimizer, "stochastic", step=STEPS[4])
@@ -57,7 +57,7 @@ def test_hot_rows() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_not_finite(value: float) -> None:
-    """A NaN passes every clip; an Inf is clipped by value, and makes a NaN of its row where its norm is clipped."""
+    """A NaN passes every clip; an Inf is clipped by value, and makes its row NaN when clipped by norm."""
     case = make_case([(3, 20)], [0], [1, 1], seed=2)
     case.values.copy_(torch.tensor([0, 2]))
     case.grad[0, 7] = value
@@ -70,7 +70,7 @@ def test_not_finite(value: float) -> None:
 
 
 def test_a_limit_changes_nothing_below_it() -> None:
-    """Gradients within the limits: the bits of no step at all."""
+    """Gradients within the limits have the bits of an unclipped step."""
     case = make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], seed=3)
     wide = {"clip_grad_value": 1e30, "clip_grad_norm": 1e30, "weight_decay": 0.0}
     for optimizer in OPTIMIZERS:
@@ -90,7 +90,7 @@ def test_a_limit_changes_nothing_below_it() -> None:
     ],
 )
 def test_bad_numbers(bad: dict, text: str) -> None:
-    """Refused before anything changes."""
+    """Invalid options are rejected before anything changes."""
     encoded = every_format_once(make_case([(5, 18)], [0], [2, 1], seed=3))
     for backend in every_backend():
         with pytest.raises((ValueError, RuntimeError), match=text.replace("(", r"\(")):
@@ -100,7 +100,7 @@ def test_bad_numbers(bad: dict, text: str) -> None:
 @settings(max_examples=30)
 @given(encoded_cases(), st.sampled_from(["sgd", "adam"]), st.integers(0, 15))
 def test_frozen_features(encoded: EncodedCase, optimizer: str, mask: int) -> None:
-    """The bits of the same call with the frozen features' bags empty."""
+    """Frozen features have the bits of a call with empty bags for them."""
     case = encoded.case
     frozen = torch.tensor([bool(mask >> f & 1) for f in range(len(case.features))])
     keep = ~frozen.repeat_interleave(case.batch)
@@ -125,7 +125,7 @@ def test_frozen_features(encoded: EncodedCase, optimizer: str, mask: int) -> Non
 
 
 def test_frozen_features_have_no_gradient() -> None:
-    """Dense and sparse gradients: rows that only frozen features name have none."""
+    """Rows of frozen features alone have no dense or sparse gradient."""
     case = make_case([(5, 18), (3, 7)], [0, 1, 0], [2, 0, 3, 1, 4, 2], seed=3)
     frozen, shape = torch.tensor([True, False, True]), list(case.weights.shape)
     for backend in every_backend():
@@ -141,7 +141,7 @@ def test_frozen_features_have_no_gradient() -> None:
 
 
 def test_frozen_features_are_checked() -> None:
-    """Offsets of a frozen feature must be good, too: nothing is updated otherwise."""
+    """Bad offsets of a frozen feature raise, and nothing is updated."""
     case = make_case([(5, 18), (3, 7)], [0, 1], [2, 1, 3, 1], seed=3)
     case.offsets[1] = 5
     frozen = torch.tensor([True, False])

@@ -1,7 +1,7 @@
-"""Tables beyond 2^31 elements and 2^32 bytes, and with more than 2^32 rows: every bit of rows at their far ends.
+"""Tables beyond 2^31 elements, 2^32 bytes and 2^32 rows: rows at their ends have correct bits.
 
-Memory is mapped from files with holes: of tables and state of up to tens of gigabytes, only the few pages that a call
-touches exist. What is expected comes from the reference, which has the touched rows alone, under other numbers.
+Memory is mapped from sparse files: of up to tens of gigabytes, only the few pages that a call accesses exist. The
+reference has the accessed rows alone, under other numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Mapped = Callable[[int, torch.dtype], Tensor]
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> Mapped:
-    """A function that makes a tensor of zeros, of which nothing exists before it is touched."""
+    """Returns a function that maps a tensor of zeros without allocated pages."""
 
     def make(elements: int, dtype: torch.dtype) -> Tensor:
         path = tmp_path / "hole"
@@ -39,15 +39,15 @@ def mapped(tmp_path: Path) -> Mapped:
 
 
 class Far(EncodedCase):
-    """A huge table and a small one behind it. The case itself has the huge one's touched rows only.
+    """A huge table followed by a small one. The case itself has only the huge one's accessed rows.
 
     Args:
         format: of the huge table.
         columns: of the huge table.
         num_embeddings: rows of the huge table.
-        far: its rows that are touched; row i of the case is row far[i].
-        optimizer: whose state the mapped memory holds.
-        mapped: makes memory.
+        far: its accessed rows; row i of the case is row far[i].
+        optimizer: determines the state in mapped memory.
+        mapped: allocates mapped memory.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Far(EncodedCase):
         super().__init__(case, [format, "int8"])
         self.far, self.num_embeddings, self.optimizer = far, num_embeddings, optimizer
         self.moments = MomentCase(self, optimizer) if optimizer in ELEMENTWISE else None
-        # The small table and its state come last in memory, unlike in the case.
+        # The small table and its state are last in memory, unlike in the case.
         self.second_table = -(-num_embeddings * reference.row_bytes(format, columns) // 16) * 16
         self.memory = mapped(self.second_table + 5 * reference.row_bytes("int8", 7), torch.uint8)
         self.states = {name: mapped(self._size(name), torch.float32) for name in self._state() if name != "beta_powers"}
@@ -97,7 +97,7 @@ class Far(EncodedCase):
         return split(state)
 
     def fill(self) -> dict[str, Tensor]:
-        """Puts rows and state where they belong; returns the small tensors of the state."""
+        """Copies rows and state to mapped memory; returns the small tensors of the state."""
         self._copy(self.split(self.flat), self.memory)
         for name, memory in self.states.items():
             self._copy(self.split_state(self._state()[name]), memory)
@@ -133,7 +133,7 @@ class Far(EncodedCase):
         return values, offsets, factors
 
     def update_memory(self, rounding: str, ops) -> dict[str, Tensor]:
-        """A fused update of the mapped memory; returns what is not mapped."""
+        """A fused update of the mapped memory; returns the other state."""
         small, step = self.fill(), torch.tensor(STEP)
         state = self.states | small
         options = {name: t for name, t in state.items() if name != "sum"} | {"beta1": BETAS[0], "beta2": BETAS[1]}
@@ -146,7 +146,7 @@ class Far(EncodedCase):
         return small | {"step": step}
 
     def check_update(self, rounding: str, ops, where: object) -> None:
-        """Rows and state as the reference has them; nothing else has changed."""
+        """Asserts the reference's rows and state, and that nothing else has changed."""
         if self.moments:
             flat, state = self.moments.expected(rounding)
         else:
@@ -163,7 +163,7 @@ class Far(EncodedCase):
         huge, small = self.tables_of(memory)
         assert same_bits(huge[self.far], expected[0]), where
         assert same_bits(small, expected[1]), where
-        # Guards lie beside every row, and where a row's address would be without its upper bits.
+        # Guards are next to every row, and at a row's address without its upper bits.
         assert not huge[self.beside()].any(), where
         size = huge[0].numel()
         for row in self.far:
@@ -172,13 +172,13 @@ class Far(EncodedCase):
                 assert wrapped in self.far or not huge[wrapped].any(), (where, row)
 
     def beside(self) -> list[int]:
-        """The neighbours of touched rows, which nobody touches."""
+        """The unused neighbours of accessed rows."""
         near = {row + d for row in self.far for d in (-1, 1)} - set(self.far)
         return sorted(row for row in near if 0 <= row < self.num_embeddings)
 
 
 def far_case(format: str, columns: int, optimizer: str, mapped: Mapped) -> Far:
-    """More than 2^31 elements and more than 2^32 bytes; rows at both ends, and where numbers need one more bit."""
+    """A case above 2^31 elements and 2^32 bytes, with rows at both ends and around powers of two."""
     row_bytes = reference.row_bytes(format, columns)
     rows = max(2**31 // columns, 2**32 // row_bytes) + 9
     crossing = [2**31 // columns, 2**31 // row_bytes, 2**31 // (4 * columns), 2**32 // row_bytes]
@@ -218,7 +218,7 @@ def test_fused_updates(format: str, optimizer: str, mapped: Mapped) -> None:
 @pytest.mark.parametrize("format", ["fp16", "bf16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_rows_beyond_32_bits(format: str, optimizer: str, mapped: Mapped) -> None:
-    """Row numbers of 33 bits: in ids, in what is sorted, in the noise."""
+    """Row numbers of 33 bits work in ids, in the sort and in the noise."""
     rows = 2**32 + 9
     case = Far(format, 1, rows, [0, 2, 8, 2**31, 2**32 - 1, 2**32, 2**32 + 2, rows - 1], optimizer, mapped)
     case.fill()
@@ -233,14 +233,14 @@ def test_rows_beyond_32_bits(format: str, optimizer: str, mapped: Mapped) -> Non
 
 @pytest.mark.parametrize("rows", [2**32 - 6, 2**32 - 5])
 def test_rows_that_just_fit_in_32_bits(rows: int, mapped: Mapped) -> None:
-    """With the five rows behind these, the number above all rows has 32 bits, or 33."""
+    """The total number of rows, including five of the small table, needs 32 or 33 bits."""
     case = Far("fp16", 1, rows, [0, 2**31 - 1, 2**31, rows - 2, rows - 1], "rowwise_adagrad", mapped)
     for backend in host_backends():
         case.check_update("nearest", backend.ops, backend.name)
 
 
 def test_one_float_table(mapped: Mapped) -> None:
-    """weights [E, D] without a layout: lookup, sparse gradient, update, as of a table of the touched rows."""
+    """Lookup, sparse gradient and update of weights [E, D] without a layout equal those of the accessed rows."""
     rows, columns = 2**31 // 20 + 7, 20
     far = torch.tensor([0, 3, 2**29 // columns, 2**31 // columns, rows - 1])
     huge, small = mapped(rows * columns, torch.float32).view(rows, columns), torch.randn(5, columns)

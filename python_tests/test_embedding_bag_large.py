@@ -43,7 +43,7 @@ def _everything(case: Case, ops=ops) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("mean", "weighted", "session"), [(False, True, 4), *full((True, False, 1))])
 def test_backends_agree(mean: bool, weighted: bool, session: int) -> None:
-    """Every backend: the same bits, run after run."""
+    """Every backend has equal bits in every run."""
     case = _large(mean=mean, weighted=weighted, session=session)
     expected = _everything(case)
     for backend in every_backend():

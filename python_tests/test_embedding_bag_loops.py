@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection in other people's training loops: schedulers, checkpoints, casts, processes, DDP."""
+"""EmbeddingBagCollection in training loops: schedulers, checkpoints, casts, processes, DDP."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from rec_kernels.testing import same_bits
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
 ADAGRAD = OPTIMIZERS[1]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "modules.md"
-# torch says so whenever a checkpoint is written without a process group.
+# torch warns about every checkpoint without a process group.
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Model(nn.Module):
-    """Two tables, the first padded in the flat tensor, under a linear layer."""
+    """Two tables, the first padded in the flat tensor, followed by a linear layer."""
 
     def __init__(self, optimizer=None, seed: int = 1, **options) -> None:
         super().__init__()
@@ -50,7 +50,6 @@ class Model(nn.Module):
         self.top = nn.Linear(43, 1)
 
     def forward(self, batch: rk.KeyedJaggedTensor) -> torch.Tensor:
-        """[B, 1]."""
         return self.top(self.tables(batch).values())
 
 
@@ -80,7 +79,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedulers(name: str, optimizer) -> None:
-    """The number is the one a torch optimizer gets; every update has the bits of that learning rate."""
+    """Schedulers set a torch optimizer's learning rate; every update has the bits of that rate."""
     model, torch_optimizer = Model(optimizer), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     schedule, reference = SCHEDULES[name](model.tables.fused_optimizer), SCHEDULES[name](torch_optimizer)
     rates = []
@@ -100,7 +99,7 @@ def test_schedulers(name: str, optimizer) -> None:
 
 
 def test_learning_rate_put_back() -> None:
-    """Set aside, changed and put back, by assignment and by update: as in any optimizer."""
+    """A saved learning rate may be restored by assignment and by update."""
     tables = Model(ADAGRAD).tables
     group = tables.fused_optimizer.param_groups[0]
     before = group["lr"]
@@ -113,7 +112,7 @@ def test_learning_rate_put_back() -> None:
 
 
 def test_learning_rate_of_a_copy() -> None:
-    """Made in the middle of a schedule, by deepcopy or from files, it goes on with the rate of that moment."""
+    """A copy made during a schedule, by deepcopy or from files, continues with the current learning rate."""
     model = Model(ADAGRAD)
     schedule = lr_scheduler.StepLR(model.tables.fused_optimizer, 1, 0.5)
     schedule.step()
@@ -135,7 +134,7 @@ def test_learning_rate_of_a_copy() -> None:
 
 @pytest.mark.parametrize("optimizer", [ADAGRAD, rk.Adam(lr=0.5)], ids=str)
 def test_through_the_meta_device(optimizer) -> None:
-    """The learning rate that was set survives; weights come from the state_dict; the scheduler stays connected."""
+    """On the way through the meta device, the learning rate and the scheduler stay; weights come from the state."""
     model, expected = Model(optimizer), Model(optimizer)
     schedule = lr_scheduler.StepLR(model.tables.fused_optimizer, 1, 0.5)
     schedule.step()
@@ -151,7 +150,7 @@ def test_through_the_meta_device(optimizer) -> None:
 
 
 def test_partial_states() -> None:
-    """strict=False loads what there is and reports the rest."""
+    """strict=False loads existing keys and reports the rest."""
     model, other = Model(ADAGRAD), Model(ADAGRAD, seed=2)
     train(other)
     before, state = snapshot(model.tables), snapshot(other.tables)
@@ -165,7 +164,7 @@ def test_partial_states() -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("name", ["step", "embedding_bags.a.sum", "embedding_bags.b.weight", "embedding_bags.b.sum"])
 def test_wrong_shapes_change_nothing(name: str, assign: bool) -> None:
-    """A state of the wrong shape changes no table, not even fitting ones, also within a larger model."""
+    """A state of a wrong shape changes no table, not even fitting ones, also within a larger model."""
     model, state = Model(ADAGRAD), {k: v + 1 for k, v in Model(ADAGRAD, seed=2).tables.state_dict().items()}
     before = snapshot(model.tables)
     for wrong in (torch.zeros(3, 3), 5):
@@ -180,7 +179,7 @@ def test_wrong_shapes_change_nothing(name: str, assign: bool) -> None:
 
 @ALONE
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """A collection by itself: loaded in place, into the tables that the kernels read."""
+    """A checkpoint of a collection alone loads in place, into the tables that the kernels read."""
     model, other = Model(ADAGRAD), Model(ADAGRAD, seed=2)
     train(model)
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "saved", no_dist=True)
@@ -194,10 +193,10 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
 @ALONE
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_distributed_checkpoint_with_optimizers(tmp_path: Path, optimizer) -> None:
-    """get_state_dict and set_state_dict, beside a dense optimizer: the learning rate is neither lost nor disturbed."""
+    """get_state_dict and set_state_dict with a dense optimizer keep the learning rate."""
 
     def parts(model: Model) -> list[torch.optim.Optimizer]:
-        model.zero_grad()  # get_state_dict gives a dense optimizer its state only where no gradients are
+        model.zero_grad()  # get_state_dict initializes a dense optimizer's state only without gradients
         return [torch.optim.Adam(model.top.parameters(), lr=0.01), model.tables.fused_optimizer]
 
     model, other = Model(optimizer), Model(type(optimizer)(lr=9.0), seed=2)
@@ -219,7 +218,7 @@ def test_distributed_checkpoint_with_optimizers(tmp_path: Path, optimizer) -> No
 
 
 def test_gradients_and_freezing() -> None:
-    """zero_grad and requires_grad_(True) in all their forms change neither tables nor their training."""
+    """All forms of zero_grad and requires_grad_(True) leave tables and their training unchanged."""
     model, expected = Model(ADAGRAD), Model(ADAGRAD)
     train(expected)
     before = snapshot(model)
@@ -240,7 +239,7 @@ def test_gradients_and_freezing() -> None:
 
 
 def test_inference_mode() -> None:
-    """A lookup inside never trains; a collection that was built inside trains as any other."""
+    """A lookup in inference mode never trains; a collection built inside it trains afterwards."""
     model, expected = Model(ADAGRAD), Model(ADAGRAD)
     before = snapshot(model)
     with torch.inference_mode():
@@ -256,7 +255,7 @@ def test_inference_mode() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=str)
 def test_activation_checkpointing(optimizer) -> None:
-    """A recomputed forward gives one update, the same gradients and those of per-sample weights."""
+    """A recomputed forward gives one update, and equal gradients, also of per-sample weights."""
     results = []
     for recomputed in (False, True):
         model, given = Model(optimizer), batch()
@@ -271,7 +270,7 @@ def test_activation_checkpointing(optimizer) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """One process, gloo."""
+    """A gloo process group of one process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -281,7 +280,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_ddp_refuses_fused_tables(compiled: bool) -> None:
-    """The error gives the reason before anything changes; evaluation is allowed, and so is the model outside of DDP."""
+    """DDP raises with the reason before anything changes, and allows evaluation."""
     torch._dynamo.reset()
     model = Model(ADAGRAD)
     before, parallel = snapshot(model), DistributedDataParallel(model)
@@ -297,7 +296,7 @@ def test_ddp_refuses_fused_tables(compiled: bool) -> None:
 
 
 def test_data_parallel_refuses_fused_tables() -> None:
-    """A replica of torch.nn.DataParallel trains nothing in silence; it may look rows up."""
+    """A DataParallel replica raises instead of not training; it may look up."""
     model = Model(ADAGRAD)
     before, replica = snapshot(model), model.tables._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match=r"inside torch.nn.DataParallel.*=None"):
@@ -309,7 +308,7 @@ def test_data_parallel_refuses_fused_tables() -> None:
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    """The first of two processes, of which the other is made up."""
+    """The first of two processes, with a fake second one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
@@ -318,7 +317,7 @@ def two_ranks() -> Iterator[None]:
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_several_processes_are_warned(compiled: bool) -> None:
-    """Once, of fused tables that are trained, unless each process is to have its own."""
+    """Training fused tables on several processes warns once, unless separate replicas are declared."""
     torch._dynamo.reset()
     dense, fused, local = Model(), Model(ADAGRAD), Model(ADAGRAD)
     local.tables.process_local = True
@@ -335,7 +334,7 @@ def test_several_processes_are_warned(compiled: bool) -> None:
 
 
 def trained_by_ddp() -> list[dict[str, torch.Tensor]]:
-    """The state that this rank's model starts and ends with, which trains on its half of the rows."""
+    """Initial and final state of this rank's model after training on its half of the rows."""
     rank = dist.get_rank()
     model = Model(seed=rank)
     start = snapshot(model)
@@ -379,14 +378,14 @@ def test_ddp_trains_tables_with_torch_gradients(two_processes) -> None:
 
 @ALONE
 def test_page_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The python blocks of docs/modules.md, one after the other, as one program."""
+    """The python blocks of docs/modules.md run as one program."""
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert 0 < len(examples) == text.count("```python")
     torch.manual_seed(0)
     module = types.ModuleType("example")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # the Dynamo of torch 2.11 imports what it traces
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # the Dynamo of torch 2.11 imports traced modules
     for number, example in enumerate(examples):
         if 'backing="disk"' in example and rk.build_info()["host_library"] is None:
-            continue  # tables on disk, which this build is without
+            continue  # tables on disk, which this build lacks
         exec(compile(example, f"{PAGE.name}, example {number + 1}", "exec"), vars(module))

@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection in real training loops: moved, copied, saved, scheduled, reordered."""
+"""EmbeddingBagCollection: moved, copied, saved, scheduled, reordered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = ["f", "g", "h"]
 
 
 def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
-    """Two tables, the first shared by f and g, the second averaged; the names are those of nn.Module's methods."""
+    """Two tables, the first with f and g, the second with mean pooling; names are those of nn.Module's methods."""
     torch.manual_seed(0)
     tables = [
         rk.EmbeddingBagConfig(50, 6, name="type", feature_names=["f", "g"]),
@@ -27,7 +27,7 @@ def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
 
 
 def batch(keys: list[str] = KEYS, seed: int = 0, size: int = 5) -> rk.KeyedJaggedTensor:
-    """Bags of 0 to 3 ids below 50 for each key; a key's bags are the same wherever it stands."""
+    """Bags of 0 to 3 ids below 50 for each key, independent of its position."""
     parts = []
     for key in keys:
         generator = torch.Generator().manual_seed(seed * 100 + KEYS.index(key) if key in KEYS else 99)
@@ -37,7 +37,7 @@ def batch(keys: list[str] = KEYS, seed: int = 0, size: int = 5) -> rk.KeyedJagge
 
 
 def train(collection: rk.EmbeddingBagCollection, steps: int = 3) -> None:
-    """A few backwards of a loss that is not linear."""
+    """A few backward passes of a nonlinear loss."""
     for step in range(steps):
         collection(batch(seed=step)).values().square().sum().backward()
 
@@ -66,16 +66,16 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=2)])
 def test_two_lookups_in_one_graph(cache: rk.RowCache | None) -> None:
-    """One update with the gradients of both, as torch has one gradient of a weight: the bits of accumulate()."""
+    """Two lookups make one update with both gradients, with the bits of accumulate()."""
     found, expected = (make(rk.RowwiseAdagrad(lr=0.1), cache=cache) for _ in range(2))
     expected.load_state_dict(found.state_dict())
 
     def loss_of(collection: rk.EmbeddingBagCollection) -> torch.Tensor:
-        unused = collection(batch(seed=2)).values()  # its backward never runs
+        unused = collection(batch(seed=2)).values()  # without a backward
         first, second = (collection(batch(seed=seed)).values() for seed in (0, 1))
         return first.square().sum() + second.sum() + 0 * unused.detach().sum()
 
-    kept = loss_of(found)  # a graph that is there, and not run
+    kept = loss_of(found)  # a graph without a backward
     loss_of(found).backward()
     with expected.accumulate():
         loss_of(expected)
@@ -87,7 +87,7 @@ def test_two_lookups_in_one_graph(cache: rk.RowCache | None) -> None:
 
 
 def test_two_lookups_of_different_kinds() -> None:
-    """Distinct bags beside plain ones: one update; a backward that fails has changed nothing."""
+    """Distinct and plain bags make one update; a failing backward changes nothing."""
     found, plain = (make(rk.Adagrad(lr=0.1)) for _ in range(2))
     plain.load_state_dict(found.state_dict())
     shared = rk.deduplicated(found)
@@ -105,7 +105,7 @@ def test_two_lookups_of_different_kinds() -> None:
 
 
 def test_lists_of_tables_only_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own registration for lists takes time for every table; without gradients nobody needs it."""
+    """Without gradients, lookups avoid torch's registration for lists, which takes time per table."""
     collection, jagged = make(), batch()
     factors = torch.rand(len(jagged.values()), requires_grad=True)
     weighted = rk.KeyedJaggedTensor(KEYS, jagged.values(), lengths=jagged.lengths(), weights=factors)
@@ -124,7 +124,7 @@ def test_lists_of_tables_only_for_gradients(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_any_order_and_superset() -> None:
-    """Features are found by name; others in the input are ignored."""
+    """Features are found by name; other keys are ignored."""
     collection = make()
     expected = collection(batch()).values()
     assert torch.equal(collection(batch(["h", "f", "g"])).values(), expected)
@@ -134,7 +134,7 @@ def test_any_order_and_superset() -> None:
 
 
 def test_duck_typed_input() -> None:
-    """Anything with TorchRec's methods is accepted."""
+    """Any object with TorchRec's methods is accepted."""
     assert torch.equal(make()(OtherJagged(batch())).values(), make()(batch()).values())
 
 
@@ -205,6 +205,6 @@ def _config(**changed: object) -> rk.EmbeddingBagConfig:
     ],
 )
 def test_bad_configurations(made: Callable, message: str) -> None:
-    """Collections, tables and optimizers are refused when they are made, by name."""
+    """Invalid collections, tables and optimizers are rejected at construction, by name."""
     with pytest.raises(ValueError, match=message):
         made()
