@@ -1,4 +1,4 @@
-"""Fused updates with state for every element (Adagrad, Adam, row-wise Adam, LAMB): the reference's bits everywhere."""
+"""Fused updates with elementwise state (Adagrad, Adam, row-wise Adam, LAMB) have the reference's bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from rec_kernels.testing import same_bits
 
 @drawn(40, encoded_cases(), st.sampled_from(ELEMENTWISE))
 def test_any_case_in_bfloat16(encoded: EncodedCase, optimizer: str) -> None:
-    """State that is rounded, with noise of its own."""
+    """bfloat16 state is rounded with separate noise."""
     check_updates(encoded, [optimizer], half=True)
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 @pytest.mark.parametrize("dim", [1, 4, 33, 129, 300, 1030])
 def test_widths_in_bfloat16(dim: int, optimizer: str) -> None:
-    """Every width trains with bfloat16 state."""
     formats = ["fp32", "int8"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
     check_updates(EncodedCase(case, formats), [optimizer], half=True)
@@ -33,7 +32,7 @@ def test_widths_in_bfloat16(dim: int, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 @pytest.mark.parametrize("dim", [1, 4, 15, 16, 33, 128, 129, 256, 300, 513, 1030])
 def test_widths(dim: int, optimizer: str) -> None:
-    """Tails of vectors; rows that a warp's registers do not hold, whose directions are made more than once."""
+    """Tails of vectors, and rows beyond a warp's registers, whose updates are computed more than once."""
     formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
     check_updates(EncodedCase(case, formats), [optimizer])
@@ -41,7 +40,7 @@ def test_widths(dim: int, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_one_table(optimizer: str) -> None:
-    """The ops work without a layout: weights [E, D], state from its first element on."""
+    """Ops work without a layout: weights [E, D], and state from its first element on."""
     g = torch.Generator().manual_seed(1)
     weight, ids = torch.randn(6, 20, generator=g), torch.tensor([1, 4, 1])
     offsets, grad = torch.tensor([0, 2, 3]), torch.randn(2, 20, generator=g)
@@ -74,7 +73,7 @@ def _zero_state(optimizer: str, rows: int, columns: int) -> dict[str, torch.Tens
 
 
 def test_norms_of_zero() -> None:
-    """LAMB: a row of zeros, and a gradient of zeros, step with lr itself."""
+    """With LAMB, rows of zeros and gradients of zeros use lr itself."""
     case = make_case([(3, 20)], [0], [1, 1, 1], seed=2)
     case.values.copy_(torch.tensor([0, 1, 2]))
     case.split(case.weights)[0][0] = 0
@@ -90,7 +89,7 @@ def test_norms_of_zero() -> None:
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_nan(optimizer: str) -> None:
-    """A NaN in a gradient reaches its element; with LAMB, whose norms know no element, its row."""
+    """A NaN in a gradient reaches its element, and with LAMB, whose norms are per row, its row."""
     case = make_case([(3, 20)], [0], [1, 1], seed=2)
     case.values.copy_(torch.tensor([0, 2]))
     case.grad[0, 7] = torch.nan

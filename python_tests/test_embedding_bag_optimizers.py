@@ -1,4 +1,4 @@
-"""The optimizers of EmbeddingBagCollection beside torch's, and their state."""
+"""The optimizers of EmbeddingBagCollection compared with torch's, and their state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import rec_kernels as rk
 
 
 def tables(collection: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
-    """Weights by table."""
     return {name: collection.embedding_bags[name].weight.detach() for name in collection.embedding_bags}
 
 
@@ -27,7 +26,7 @@ def tables(collection: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
     ids=["SGD", "Adagrad", "Adam"],
 )
 def test_as_torch_has_it(fused, plain) -> None:
-    """Steps agree with torch's optimizer of sparse gradients, whose eps is placed a little differently."""
+    """Steps agree with torch's optimizers of sparse gradients, up to the position of eps."""
     mine, dense = make(fused), make()
     theirs = {n: w.clone().requires_grad_() for n, w in tables(dense).items()}
     optimizer = plain(theirs.values())
@@ -61,7 +60,7 @@ DECAYED = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.3}
     ids=["Adam", "eps", "AdamW"],
 )
 def test_all_rows_as_torch_adam(fused, plain) -> None:
-    """Lazy Adam equals torch's, also in the place of eps and of a decay, where every batch names every row."""
+    """If every batch has every row, lazy Adam equals torch's Adam, including eps and weight decay."""
     table = rk.EmbeddingBagConfig(6, 5, name="t", feature_names=["f"])
     torch.manual_seed(0)
     collection = rk.EmbeddingBagCollection([table], optimizer=fused)
@@ -79,7 +78,6 @@ def test_all_rows_as_torch_adam(fused, plain) -> None:
 
 @pytest.mark.parametrize("optimizer", WITH_MOMENTS, ids=lambda o: type(o).__name__)
 def test_state(optimizer) -> None:
-    """Names, shapes and bytes of the state."""
     collection = make(optimizer)
     train(collection)
     shapes = {"type": (50, 6), "keys": (70, 20)}
@@ -98,7 +96,7 @@ def test_state(optimizer) -> None:
 
 @pytest.mark.parametrize("kind", [rk.Adagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB])
 def test_state_in_bfloat16(kind) -> None:
-    """Half the bytes by table, saved and loaded as they are; training goes nearly the same way, and does not stall."""
+    """bfloat16 state has half the bytes, is saved and loaded exactly, and trains nearly as float32 does."""
     tables = [rk.EmbeddingBagConfig(8, 32, name="t", feature_names=["f"], init=lambda w: w.fill_(1.0))]
     batch = rk.KeyedJaggedTensor(["f"], torch.arange(8), lengths=torch.ones(8).long())
     whole = rk.EmbeddingBagCollection(tables, optimizer=kind(lr=0.01))
@@ -121,7 +119,7 @@ def test_state_in_bfloat16(kind) -> None:
 
 
 def test_state_dtype_is_checked() -> None:
-    """The state's dtype is checked by the op, too."""
+    """The op also checks the state's dtype."""
     weight, ids, offsets = torch.zeros(2, 4), torch.tensor([1]), torch.tensor([0, 1])
     given = (torch.tensor(0), torch.tensor(0.1), torch.zeros(1, 4), ids, offsets)
     moments = {"exp_avg": torch.zeros(8).bfloat16(), "exp_avg_sq": torch.zeros(8), "beta_powers": torch.ones(2)}

@@ -14,7 +14,7 @@ from rec_kernels.testing import cpu_isas, same_bits, use_cpu_isa
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_inverse_indices(optimizer) -> None:
-    """Distinct bags looked up once give the output of the whole batch, and its gradients."""
+    """A lookup of distinct bags with inverse indices has the whole batch's output and gradients."""
     few, whole = deduplicated()
     one, other = make(optimizer), make(optimizer)
     found, expected = one(few), other(whole)
@@ -29,7 +29,7 @@ def test_inverse_indices(optimizer) -> None:
 
 
 def test_by_feature() -> None:
-    """One tensor a feature, with batch sizes of their own or without."""
+    """by_feature() returns a tensor per feature, with equal or different batch sizes."""
     few, whole = deduplicated()
     collection = make()
     found = collection.by_feature(few)
@@ -43,12 +43,12 @@ def test_by_feature() -> None:
     with pytest.raises(ValueError, match=r"no inverse indices: 'f' has 2 samples, 'g' has 3, so .*by_feature"):
         collection(bare)
     assert torch.equal(collection.by_feature(bare)["g"], found["g"])
-    few.inverse_indices_or_none()[1][0, 0] = 99  # which is not asked for
+    few.inverse_indices_or_none()[1][0, 0] = 99  # by_feature() ignores it
     assert torch.equal(collection.by_feature(few)["g"], found["g"])
 
 
 def test_strides_in_another_order() -> None:
-    """Keys in any order, some not asked for."""
+    """Keys may have any order, and unused ones may exist."""
     few, _ = deduplicated()
     order = [2, 0, 1]
     parts = [few["fgh"[i]] for i in order]
@@ -66,7 +66,7 @@ def test_strides_in_another_order() -> None:
 
 
 def test_strides_accumulate() -> None:
-    """Micro-batches of features with batch sizes of their own, and one whose features have the same."""
+    """Micro-batches may have different or equal batch sizes per feature."""
     for second in deduplicated(seed=2):
         one, several = make(rk.SGD(lr=0.5)), make(rk.SGD(lr=0.5))
         pairs = [deduplicated(seed=1)[0], second]
@@ -85,7 +85,7 @@ def test_strides_accumulate() -> None:
 
 
 def test_inverse_indices_are_checked() -> None:
-    """A bag that the feature does not have is an error, never a neighbour's bag."""
+    """An inverse index beyond a feature's bags raises."""
     few, _ = deduplicated()
     for bad in (2, -1, 2**40):
         few.inverse_indices_or_none()[1][0, 3] = bad
@@ -94,7 +94,7 @@ def test_inverse_indices_are_checked() -> None:
 
 
 def test_empty_full_batch() -> None:
-    """A batch of no rows, of features that have bags."""
+    """Inverse indices of no samples give an empty output, although features have bags."""
     few, _ = deduplicated()
     none = rk.KeyedJaggedTensor(
         few.keys(),
@@ -108,7 +108,7 @@ def test_empty_full_batch() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_freeze(optimizer) -> None:
-    """A frozen feature teaches its table nothing; others of the table do; unfreeze ends it."""
+    """A frozen feature does not train its table, other features of the table do; unfreeze() restores training."""
     whole = deduplicated()[1]
     few, all_of_it = make(optimizer), make(optimizer)
     few.freeze("g", "h")
@@ -132,7 +132,7 @@ def test_freeze(optimizer) -> None:
 
 
 def test_freeze_in_compiled_code() -> None:
-    """Once freeze() has been called, what is frozen changes without compiling again."""
+    """After the first freeze(), changing the frozen features does not recompile."""
     collection, expected = make(rk.SGD(lr=0.5)), make(rk.SGD(lr=0.5))
     collection.freeze()
     torch._dynamo.reset()
@@ -151,7 +151,7 @@ def test_freeze_in_compiled_code() -> None:
 
 
 def test_freeze_inside_accumulate() -> None:
-    """The one update of a block has one set of frozen features."""
+    """freeze() inside a block raises: one update has one set of frozen features."""
     collection = make(rk.SGD(lr=0.5))
     with collection.accumulate(), pytest.raises(RuntimeError, match="inside accumulate"):
         collection.freeze("f")
@@ -159,7 +159,7 @@ def test_freeze_inside_accumulate() -> None:
 
 
 def test_requires_grad_inside_accumulate() -> None:
-    """The one update of a block has one set of tables: a lookup says so, and nothing is trained."""
+    """Changing requires_grad inside a block raises at the next lookup, and nothing is trained."""
     collection = make(rk.SGD(lr=0.5))
     before = collection._weights.clone()
     refused = pytest.raises(RuntimeError, match="requires_grad of tables was changed inside accumulate")
@@ -173,7 +173,7 @@ def test_requires_grad_inside_accumulate() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_output_dtype(optimizer, dtype: torch.dtype) -> None:
-    """Outputs are the float32 ones, rounded; training goes on with their gradients."""
+    """Outputs are the rounded float32 ones; training uses their gradients."""
     half, whole = make(optimizer, output_dtype=dtype), make(optimizer)
     given = deduplicated()[1]
     output = half(given).values()
@@ -191,7 +191,7 @@ def test_output_dtype(optimizer, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_wide_outputs_of_half_precision(dtype: torch.dtype) -> None:
-    """Sums of thousands of columns, beside narrow ones, and of rows that are made of several, are rounded once."""
+    """Outputs of thousands of columns, beside narrow ones, and composed rows are rounded once."""
     parts = rk.QuotientRemainder(4, combine="mult")
     tables = [
         rk.EmbeddingBagConfig(50, 2052, name="wide", feature_names=["f"]),
@@ -209,7 +209,7 @@ def test_wide_outputs_of_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_accumulate_with_half_outputs(dtype: torch.dtype) -> None:
-    """Gradients of half-precision outputs, collected: the bits of one batch."""
+    """Micro-batches with gradients of half-precision outputs have the bits of one batch."""
     one, several = (make(rk.Adam(lr=0.1), output_dtype=dtype) for _ in range(2))
     given = deduplicated()[1]
     one(given).values().sum().backward()
@@ -219,7 +219,7 @@ def test_accumulate_with_half_outputs(dtype: torch.dtype) -> None:
 
 
 def test_weight_decay_and_clipping_in_a_module() -> None:
-    """The optimizer's numbers reach the op: SGD by hand."""
+    """SGD with weight decay and clipping equals a computation by hand."""
     table = [rk.EmbeddingBagConfig(4, 3, name="t", feature_names=["f"], init=lambda w: w.fill_(2.0))]
     given = rk.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
     for optimizer, expected in [

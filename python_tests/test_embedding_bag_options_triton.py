@@ -1,4 +1,4 @@
-"""Options that the Triton kernels of embedding_bag take beside tables and bags, refuse, or note.
+"""Options of the embedding_bag Triton kernels: results, rejected options, and statuses.
 
 Run as test_embedding_bag_triton.py is.
 """
@@ -48,7 +48,7 @@ def _moved(arguments: dict) -> dict:
 
 
 def test_other_device_and_other_arguments() -> None:
-    """One tensor on another device is refused; so are rows of bytes, and an argument that the op does not have."""
+    """A tensor on another device, byte rows and unknown arguments are rejected."""
     table, values, offsets = torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1])
     lookup = triton.embedding_bag.table
     with pytest.raises(ValueError, match="offsets is on meta, values on cpu: they must be on the same device"):
@@ -71,7 +71,7 @@ def test_other_device_and_other_arguments() -> None:
     with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
         lookup(table, values, pooling="sum")
     with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
-        lookup(table, values, offset=offsets)  # as many as there should be
+        lookup(table, values, offset=offsets)  # of valid length
     with pytest.raises(TypeError, match="missing a required argument: 'layout'"):
         triton.embedding_bag.layout(table.view(-1), values, offsets)
     with pytest.raises(TypeError, match="multiple values for argument 'values'"):
@@ -84,7 +84,7 @@ def test_other_device_and_other_arguments() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_output_dtype(dtype: torch.dtype) -> None:
-    """The float32 sum, rounded."""
+    """The output is the rounded float32 sum."""
     case = make_case([(5, 8), (3, 4)], [0, 1], [2, 0, 3, 1], seed=1)
     given = _moved({"weights": case.weights, "values": case.values, "offsets": case.offsets} | case.layout)
     whole, _ = LISTED.embedding_bag(**given)
@@ -97,7 +97,7 @@ def test_output_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("frozen", [[True, False, False], [False, True, True], [True, True, True]])
 def test_frozen_features(frozen: list[bool]) -> None:
-    """No gradient from their ids, dense, sparse or fused."""
+    """Frozen features have no dense or sparse gradient, and no fused update."""
     case = make_case([(5, 18), (3, 7)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[True, False, False], seed=3)
     mask, shape = torch.tensor(frozen), list(case.weights.shape)
     bags = {"values": case.values, "offsets": case.offsets, "frozen": mask} | case.layout
@@ -116,7 +116,7 @@ def test_frozen_features(frozen: list[bool]) -> None:
     PASSED["triton"] += 1
 
 
-#: Two features of a table each, in the lists of features of several.
+#: Two features of different tables, as lists.
 _WHOLE = {
     "partition_starts": [0, 1, 2],
     "divisors": [1, 1],
@@ -138,7 +138,7 @@ _ONE_OF_TWO_PARTS = {"partition_starts": [0, 2], "id_limits": [3], "combine": [0
     ],
 )
 def test_refused(change: dict, message: str) -> None:
-    """Options that need the compiled library are refused by name."""
+    """Options that need the compiled library are rejected by name."""
     case, layout = _two_features()
     bags = {"values": case.values, "offsets": case.offsets} | layout | change
     with pytest.raises(ValueError, match=f"{message}.*compiled CUDA library"):
@@ -169,7 +169,7 @@ def test_refused(change: dict, message: str) -> None:
     ],
 )
 def test_nothing_is_ignored(change: dict, message: str) -> None:
-    """Unused options are refused unless they have their default, in the words of the compiled ops."""
+    """Unused options must have their defaults; errors are those of the compiled ops."""
     given = {"weights": torch.ones(12), "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": torch.zeros(3)}
     given |= {"values": torch.tensor([1]), "offsets": torch.tensor([0, 1])} | rk.table_layout([3], [4])._asdict()
     forward = given | {"token": torch.ones(0)} | change
@@ -181,7 +181,7 @@ def test_nothing_is_ignored(change: dict, message: str) -> None:
 
 
 def test_places_of_a_cache_alone_change_nothing() -> None:
-    """A layout may say where rows would lie in a row cache: without the cache, they are read and written in weights."""
+    """Without a cache, cache offsets in a layout are ignored: rows are read and written in weights."""
     case = make_case([(5, 8), (3, 4)], [0, 1], [2, 0, 3, 1], seed=1)
     cached = {"cache_sets": [1, 1], "cache_set_starts": [0, 1], "cache_offsets": [0, 64], "cache_ways": 2}
     given = _moved({"weights": case.weights, "values": case.values, "offsets": case.offsets} | case.layout)
@@ -211,13 +211,13 @@ def test_freeze_in_a_module() -> None:
 
 
 def _call(op: str, given: dict[str, object]) -> object:
-    """Calls a function, by place as torch does, with those of the arguments that it has, or their defaults."""
+    """Calls a function positionally, as torch does, with its arguments or their defaults."""
     name, found = as_call(op, given)
     return attrgetter(name)(on_device)(*(found.get(n, default) for n, default in signature_of(name).items()))
 
 
 def test_the_three_lookups_are_one() -> None:
-    """embedding_bag, embedding_bag_tables and embedding_bag_fused; num_rows and max_embedding_dim change nothing."""
+    """The three lookup ops have equal results; num_rows and max_embedding_dim change nothing."""
     plain, wide = with_layout(arguments()), with_layout(arguments())
     wide["layout_sizes"][Size.num_rows], wide["layout_sizes"][Size.max_embedding_dim] = 9, 40
     results = [_call(op, given) for given in (plain, wide) for op in FAMILY[:3]]
@@ -226,7 +226,7 @@ def test_the_three_lookups_are_one() -> None:
 
 @pytest.mark.parametrize(("mode", "bad"), cross(["ignore", "error", "none"], BAD_OFFSETS, BAD_OFFSETS[-1]))
 def test_bad_offsets(bad: tuple[list[int], int], mode: str) -> None:
-    """Noted in every mode, before bad ids; the bags are empty, nothing outside of values is read, no row changes."""
+    """Bad offsets set status in every mode, before bad ids; their bags are empty, and no row changes."""
     offsets, first = bad
     given = arguments() | {"offsets": torch.tensor(offsets), "bounds_check": mode}
     output, status = _call("embedding_bag", given)
@@ -246,7 +246,7 @@ def _assert_nothing_changes(given: dict) -> None:
     assert not _call("embedding_bag_backward_sparse", given)[1].any()
 
 
-#: Columns that these kernels do not read: they offer neither tables of several parts, nor shards, nor products.
+#: Columns that these kernels do not read: they support neither partitions, shards nor products.
 _UNREAD = ("part_start", "mean", "first_row", "table_rows", "first_column", "multiplied")
 _SIZES = [("output_dim", 63), ("max_embedding_dim", 31), ("num_rows", 7)]
 
@@ -259,7 +259,7 @@ _SIZES = [("output_dim", 63), ("max_embedding_dim", 31), ("num_rows", 7)]
     ],
 )
 def test_bad_layout(part: int | None, column: str, number: int) -> None:
-    """Numbers on the device that do not fit: noted, nothing is read or written at the places they name."""
+    """Invalid layout records on the device set status; nothing is read or written at their offsets."""
     given = with_layout(arguments())
     if part is None:
         given["layout_sizes"][Size[column]] = number
@@ -274,7 +274,7 @@ def test_bad_layout(part: int | None, column: str, number: int) -> None:
 
 @pytest.mark.parametrize(("name", "change", "message"), NOT_LAYOUTS)
 def test_not_a_layout(name: str, change: Callable, message: str) -> None:
-    """Every function checks a layout's host part in the words of the compiled ops."""
+    """Every function checks the sizes of a layout, with the compiled ops' errors."""
     for op in FAMILY:
         given = with_layout(arguments())
         given[name] = change(given[name])
@@ -283,7 +283,7 @@ def test_not_a_layout(name: str, change: Callable, message: str) -> None:
 
 
 def test_id_limits() -> None:
-    """A feature may name the first rows of its table only; touched rows are counted in the whole table."""
+    """A feature's id limit may be below its table's rows; updated rows are indexed in the whole table."""
     case = make_case([(9, 20)], [0, 0], [3, 2, 1, 4], weighted=True, seed=4)
     case.values.copy_(torch.tensor([0, 4, 5, 2, 1, 8, 8, 3, 9, 0]))  # 5 and 9 are out of range
     limits = {"partition_starts": [0, 1, 2], "divisors": [1, 1], "moduli": [9, 9], "id_limits": [5, 9]}
@@ -303,13 +303,13 @@ def test_id_limits() -> None:
 _REFUSED = [
     row
     for row in BAD_ARGUMENTS
-    if is_on_the_host(row[0], row[2]) and row[2] != "weights must be float32, got float16"  # which is no error here
+    if is_on_the_host(row[0], row[2]) and row[2] != "weights must be float32, got float16"  # float16 is allowed here
 ]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), _REFUSED)
 def test_bad_argument(name: str, change: Callable, message: str) -> None:
-    """The words of the compiled ops, from every function that takes the argument; nothing has changed."""
+    """Every function with the argument raises the compiled ops' errors, and nothing changes."""
     takers = [op for op in FAMILY if name in inspect.signature(getattr(triton, op).layout).parameters]
     assert takers
     for op in takers:

@@ -1,4 +1,4 @@
-"""Partitioned features: hashed ids, and rows made of several tables' rows."""
+"""Partitioned features: hashed ids, and rows composed from several tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = st.integers(1, 9) | st.sampled_from([2**31 - 1, 2**31, 2**33, 2**62])
 
 @st.composite
 def partitioned(draw, formats: list[str] | None = None) -> tuple[Case, list[str]]:
-    """Features of one to four parts, and plain ones among them; tables in the order of the parts, some shared."""
+    """Features of one to four parts, and plain ones; tables in the order of the parts, some shared."""
     tables, kinds, features = [], [], []
     for _ in range(draw(st.integers(1, 3))):
         combine = draw(st.sampled_from(["concat", "add", "mult"]))
@@ -90,7 +90,7 @@ def _quotient_remainder(num_ids: int, collisions: int, dim: int, combine: str = 
 @pytest.mark.parametrize("combine", ["add", "mult", "concat"])
 @pytest.mark.parametrize("dim", [1, 16, 100, 300])
 def test_same_as_the_whole_table(combine: str, dim: int) -> None:
-    """The output has the bits of a plain table with the composed rows, over long bags too."""
+    """The output has the bits of a plain table with the composed rows, also for long bags."""
     tables, feature = _quotient_remainder(50, 7, dim, combine)
     case = make_case(tables, [feature], [3, 0, 900, 1, 5000], weighted=dim == 16, seed=dim)
     views = case.split(case.weights)
@@ -104,7 +104,7 @@ def test_same_as_the_whole_table(combine: str, dim: int) -> None:
 @pytest.mark.parametrize("occurrences", [1, 64, 65, 4200])
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
 def test_hot_remainder(occurrences: int, optimizer: str) -> None:
-    """A table of two rows, which every id of the batch hits, and one of many: chunks of one level and of two."""
+    """Each id uses one of two rows of a small table, and of many of a large one: one and two levels of chunks."""
     tables, feature = _quotient_remainder(30, 2, 20)
     lengths = [occurrences - occurrences // 3, occurrences // 3, 0, 2]
     case = make_case([*tables, (3, 4)], [feature, 2], lengths, seed=occurrences)
@@ -115,7 +115,7 @@ def test_hot_remainder(occurrences: int, optimizer: str) -> None:
 
 @pytest.mark.parametrize("pairs", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(0, 3), (1, 2)]], ids=str)
 def test_many_gradients(pairs: list[tuple[int, int]]) -> None:
-    """Tables so wide that they take turns, but for those that are multiplied with each other, wherever these lie."""
+    """Tables so wide that they are processed in turn, except multiplied ones, wherever these are in memory."""
     tables = [(7, 600), (5, 600), (9, 600), (4, 600)]
     features = [Parts(list(p), [(1, tables[p[0]][0]), (1, tables[p[1]][0])], 20, "mult") for p in pairs]
     case = make_case(tables, features, [90, 200, 60, 190], seed=1)
@@ -126,7 +126,7 @@ def test_many_gradients(pairs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("combine", ["mult", "add", "concat"])
 @pytest.mark.parametrize("dim", [3, 16, 128, 144])
 def test_one_id_each(combine: str, dim: int) -> None:
-    """Bags of one id, some out of range; where there is padding, too, another kernel notes these."""
+    """Bags of one id, some out of range; with padding, another kernel reports these."""
     tables, feature = _quotient_remainder(50, 7, dim, combine)
     case = make_case(tables, [feature], [1] * 70, seed=dim, **({"padding_idx": 3} if dim > 16 else {}))
     case.values[[5, 6, 40]] = torch.tensor([3, 50, -1])
@@ -159,7 +159,7 @@ def test_bad_layout(name: str) -> None:
 
 
 def test_bad_partitions() -> None:
-    """Tables that are too small for their modulus; more than four parts; tables that end behind the weights."""
+    """Tables smaller than their modulus, more than four parts, and tables beyond the weights are rejected."""
     tables, feature = _quotient_remainder(50, 7, 5)
     case = make_case(tables, [feature], [1, 2], seed=1)
     with pytest.raises(ValueError, match=r"num_embeddings\[0\] = 8 must be 9 or more, the rows that .* lead to"):
@@ -173,7 +173,7 @@ def test_bad_partitions() -> None:
 
 @pytest.mark.parametrize("combine", ["mult", "add"])
 def test_autograd(combine: str) -> None:
-    """Gradients through torch are those of the composed rows, in double precision to rounding."""
+    """Gradients through autograd equal those of the composed rows in double precision, up to rounding."""
     tables, feature = _quotient_remainder(20, 4, 6, combine)
     case = make_case(tables, [feature], [3, 2, 4], weighted=True, seed=2)
     weights, factors = wide_floats(54, seed=1).requires_grad_(), case.per_sample_weights.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Partitioned features: shared tables, wide rows, frozen features, any ids, and gradients that need other rows."""
+"""Partitioned features: shared tables, wide rows, frozen features, any ids, and gradients of products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = st.integers(1, 9) | st.sampled_from([2**31 - 1, 2**32, 2**32 + 1, 2**6
 
 
 def _shared_tables(lengths: list[int], **options) -> Case:
-    """Tables that are factors of one feature, summands, neighbours and all of others, in several orders."""
+    """Tables used as factors, as summands, concatenated and alone by different features, in several orders."""
     tables = [(7, 12), (5, 12), (3, 12), (4, 3)]
     features = [
         Parts([0, 1, 2], [(5, 7), (1, 5), (2, 3)], 35, "mult"),
@@ -38,7 +38,7 @@ def _shared_tables(lengths: list[int], **options) -> Case:
     ("weighted", "lengths"), [(False, [3, 0, 5]), (True, [3, 0, 5]), (False, [70, 9, 0]), (True, [700, 20, 1])]
 )
 def test_shared_tables(lengths: list[int], weighted: bool) -> None:
-    """Runs of one chunk, of several and of several levels, whose terms are products or not."""
+    """Gradient sums of one chunk, several chunks and several levels, with and without products."""
     case = _shared_tables(lengths, weighted=weighted, mean=[weighted] * 3 + [True, False, True], seed=sum(lengths))
     encoded = EncodedCase(case, ["bf16", "bf16", "bf16", "int4"])
     check_gradients(case, every_backend)
@@ -48,7 +48,7 @@ def test_shared_tables(lengths: list[int], weighted: bool) -> None:
 
 
 def test_products_of_many_tables() -> None:
-    """The first table is multiplied with the last one, and read alone by another feature."""
+    """The first table is multiplied with the last one, and used alone by another feature."""
     features = [*range(70), Parts([0, 69], [(1, 3), (3, 3)], 9, "mult")]
     case = make_case([(3, 4)] * 70, features, [2] * 71, seed=70)
     check_gradients(case, every_backend)
@@ -59,7 +59,7 @@ def test_products_of_many_tables() -> None:
 @pytest.mark.parametrize("format", BAG_FORMATS)
 @pytest.mark.parametrize(("dim", "combine"), [(516, "mult"), (516, "concat"), (1030, "add"), (1030, "mult")])
 def test_wide_rows(dim: int, combine: str, format: str) -> None:
-    """Rows that are taken block by block, of four parts."""
+    """Rows of four parts that are processed in column blocks."""
     partitions = [(1, 3), (3, 2), (6, 2), (12, 2)]
     tables = [(modulus, dim) for _, modulus in partitions]
     feature = Parts([0, 1, 2, 3], partitions, 24, combine)
@@ -73,7 +73,7 @@ def test_wide_rows(dim: int, combine: str, format: str) -> None:
 @settings(max_examples=100)
 @given(NUMBERS, st.integers(1, 50), NUMBERS, st.lists(st.integers(0, INT64_MAX), min_size=1, max_size=20))
 def test_rows_of_any_ids(divisor: int, rows: int, modulus: int, ids: list[int]) -> None:
-    """(id // divisor) % modulus for all of int64: the output is the row's number."""
+    """The row is (id // divisor) % modulus for all int64 ids: the output is its index."""
     limit = INT64_MAX
     if modulus > rows:
         limit = min(limit, rows * divisor)
@@ -90,7 +90,7 @@ def test_rows_of_any_ids(divisor: int, rows: int, modulus: int, ids: list[int]) 
 
 @pytest.mark.parametrize("frozen", [[True] + 5 * [False], 5 * [False] + [True], 6 * [True], [False, True] * 3])
 def test_frozen_features(frozen: list[bool]) -> None:
-    """Frozen features give no gradient to any of their parts; the others go on."""
+    """Frozen features give no gradient to any of their parts; the others do."""
     case = _shared_tables([2, 1], weighted=True, seed=8)
     mask = torch.tensor(frozen)
     zero = torch.cat([case.grad.new_full((w,), 1.0 - f) for f, (_, w) in zip(frozen, case.columns, strict=True)])
@@ -130,7 +130,7 @@ def test_gradients_need_the_rows() -> None:
 
 @pytest.mark.parametrize("combine", ["concat", "add", "mult"])
 def test_others_need_no_rows(combine: str) -> None:
-    """Nothing is multiplied where parts are added or side by side, or where there is one."""
+    """Gradients of sums, concatenations and single parts need no rows."""
     alone = Parts([2], [(3, 4)], 99, "mult")
     together = alone if combine == "mult" else Parts([0, 1], [(1, 5), (5, 3)], 15, combine)
     case = make_case([(5, 8), (3, 8), (4, 8)], [together, alone, 1], [2, 0, 3, 1, 2, 1], seed=1)

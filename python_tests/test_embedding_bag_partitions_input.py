@@ -1,4 +1,4 @@
-"""Partitioned features: where ids begin and what type they have, outputs of half precision, wide and empty tables."""
+"""Partitioned features: unused ids, id dtypes, half-precision outputs, wide and empty tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ["concat", "add", "mult"]
 
 
 def _parts(combine: str, first: int = 0) -> Parts:
-    """Partitions of tables of 5 and 3 rows: the ``first`` and the one behind it."""
+    """Partitions of the tables ``first`` (5 rows) and ``first + 1`` (3 rows)."""
     return Parts([first, first + 1], [(1, 5), (5, 3)], 15, combine)
 
 
@@ -33,7 +33,7 @@ def _check(case: Case, optimizer: str = "rowwise_adagrad") -> None:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ids_that_no_bag_has(combine: str, ids_dtype: torch.dtype, weighted: bool) -> None:
-    """offsets[0] is above 0, and ids are left behind the last bag, which are no ids of any feature."""
+    """Ids before the first and after the last bag belong to no feature."""
     tables, features = [(5, 6), (3, 6)], [_parts(combine), 1, _parts("mult"), Parts([0], [(2, 5)], 99, "concat")]
     lengths = [2, 3, 1, 0, 70, 2, 1, 4]
     _check(make_case(tables, features, lengths, weighted=weighted, ids_dtype=ids_dtype, unused=(2, 3), seed=7))
@@ -54,13 +54,13 @@ def test_half_outputs(combine: str, dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("combine", KINDS)
 def test_rows_of_more_than_2048_columns(combine: str) -> None:
-    """Wider than what is held at once of sums and of updated rows, and than the other features."""
+    """Rows exceed the kernels' buffers of sums and of updated rows, and other features' widths."""
     tables = [(5, 2052), (3, 2052), (4, 3)]
     _check(make_case(tables, [_parts(combine), 2, 0], [3, 0, 1, 2, 1, 1], seed=2))
 
 
 def test_wide_table_beside_a_narrow_product() -> None:
-    """Scratch for products is as wide as the tables that are multiplied."""
+    """The scratch for products is as wide as the multiplied tables."""
     tables = [(3, 600), (5, 8), (3, 8), (4, 20), (2, 20)]
     wider = Parts([3, 4], [(1, 4), (4, 2)], 8, "mult")
     _check(make_case(tables, [0, _parts("mult", 1), wider], [90, 70, 9, 80, 3, 70], seed=3))
@@ -68,7 +68,7 @@ def test_wide_table_beside_a_narrow_product() -> None:
 
 @pytest.mark.parametrize("place", ["of its own", "of another"])
 def test_empty_tables(place: str) -> None:
-    """A table without rows, alone, hashed and as a factor, beside a product; its row number may be another table's."""
+    """A table without rows, alone, hashed or as a factor, beside a product; another table may share its row offset."""
     tables = [(5, 6), (3, 6), (0, 6)]
     nothing = [Parts([2], [(3, 1)], 0, "concat"), 2, Parts([0, 2], [(1, 5), (5, 1)], 0, "mult")]
     case = make_case(tables, [_parts("mult"), *nothing, 1], [3, 2, *[0] * 6, 1, 4], seed=4)
@@ -88,7 +88,7 @@ def test_empty_tables(place: str) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_of_tables_that_parts_share(sparse: bool) -> None:
-    """embedding_bag_tables hands each table the gradient of all parts that read it."""
+    """embedding_bag_tables sums each table's gradient over all parts that use it."""
     shapes = [(5, 4), (3, 4), (6, 4)]
     features = [_parts("mult"), 2, Parts([1, 0], [(1, 3), (3, 5)], 15, "add"), Parts([0], [(2, 5)], 30, "concat")]
     case = make_case(shapes, features, [2, 3, 1, 0, 4, 2, 1, 1], gaps=[0, 12, 4], seed=6)  # multiples of 16

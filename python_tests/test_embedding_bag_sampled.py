@@ -1,4 +1,4 @@
-"""Every op of the family against the plain reference, bit for bit, on samples of all that is offered together."""
+"""Every op of the family has the reference's bits, on samples of all options combined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rec_kernels.testing import same_bits
 
 
 def check(sample: Sample, backends: Backends) -> None:
-    """All of it."""
+    """Checks every op."""
     encoded, mode = sample.encoded(), {"bounds_check": sample.bounds_check}
     check_lookups(encoded, backends, **mode)
     check_gradients(encoded.case, backends, **mode)
@@ -33,17 +33,16 @@ def test_cpu(sample: Sample) -> None:
 
 @drawn(130, samples())
 def test_every_backend(sample: Sample) -> None:
-    """The CUDA kernels as well."""
     check(sample, every_backend)
 
 
-#: Both poolings of each optimizer, one of them with weights, in turn: every two of the options have all of their pairs.
+#: Both poolings of each optimizer, one of them with weights, alternating: all pairs of options occur.
 GRID = [(o, pooling, (pooling == "sum") != i % 2) for i, o in enumerate(ALL_OPTIMIZERS) for pooling in ("sum", "mean")]
 
 
 @pytest.mark.parametrize(("optimizer", "pooling", "weighted"), GRID)
 def test_grid(optimizer: str, pooling: str, weighted: bool) -> None:
-    """Every format in every width: a block or a vector, less, and a little more; both roundings, and a scaled loss."""
+    """Every format in widths at and around a block or vector; both roundings, and a scaled loss."""
     tables = [(3, columns, format) for format in BAG_FORMATS for columns in (1, 4, 5, 33)]
     features, lengths = [(t, pooling) for t in range(len(tables))], [[2, 1, 0]] * len(tables)
     for rounding, scale in zip(ROUNDINGS, (1.0, 3.7), strict=True):
@@ -54,7 +53,7 @@ def test_grid(optimizer: str, pooling: str, weighted: bool) -> None:
 @pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
 @pytest.mark.parametrize("lengths", [[], [0, 0, 0]], ids=str)
 def test_empty_bags_only(lengths: list[int], optimizer: str) -> None:
-    """No ids at all: zeros, empty gradients, and an update that counts the step and changes nothing else."""
+    """Without ids: zeros, empty gradients, and an update that counts the step and changes nothing else."""
     tables = [(4, 5, format) for format in BAG_FORMATS]
     sample = Sample(tables, [(t, "sum") for t in range(8)], [lengths] * 8, optimizer=optimizer)
     check(sample, every_backend)
@@ -64,7 +63,7 @@ def test_empty_bags_only(lengths: list[int], optimizer: str) -> None:
 
 
 def test_samples_print_as_what_they_are() -> None:
-    """A failure names what is not as it would be by default, as a call that makes the sample again."""
+    """A failure prints the sample without defaults, as a constructor call."""
     plain = Sample([(3, 4, "int8")], [(0, "sum")], [[2, 0]])
     assert repr(plain) == "Sample(tables=[(3, 4, 'int8')], features=[(0, 'sum')], lengths=[[2, 0]])"
     other = Sample([(3, 4, "int8")], [(0, "sum")], [[2, 0]], weighted=True, bad_ids=[-1], seed=3)
@@ -74,7 +73,7 @@ def test_samples_print_as_what_they_are() -> None:
 
 @pytest.mark.full
 def test_failures_shrink_to_few_numbers() -> None:
-    """A kernel that is wrong for one format and one width: that table alone, in one bag of one id."""
+    """A bug in one format and width shrinks to that table, with one bag of one id."""
 
     def wrong(sample: Sample) -> bool:
         return any(table[1:] == (17, "mx6") for table in sample.tables) and any(map(any, sample.lengths))

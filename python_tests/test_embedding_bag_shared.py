@@ -1,6 +1,6 @@
-"""Bags that samples share (``inverse`` and ``groups``): as the plain call on all distinct bags has it, handed out.
+"""Bags shared by samples (``inverse`` and ``groups``) equal the expanded results of a plain call on distinct bags.
 
-What holds of features with batch sizes of their own, too, is tested with them.
+Tests of lookups and updates also cover features with different batch sizes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BAD_LAYOUT = torch.iinfo(torch.int64).min
 
 @dataclass
 class Shared:
-    """A call whose samples have some of the bags of another: those of a feature in a group by ``inverse``."""
+    """A call with samples that select bags of the plain call: for features in groups, by ``inverse``."""
 
     encoded: EncodedCase
     groups: list[int]
-    sizes: list[int]  # bags of each feature: the first ones of the other call's
+    sizes: list[int]  # bags of each feature: the first ones of the plain call
     inverse: Tensor
 
     @property
@@ -44,7 +44,6 @@ class Shared:
 
     @property
     def arguments(self) -> dict[str, object]:
-        """Layout and bags."""
         case = self.case
         diff = case.offsets.diff()
         lengths = torch.cat([diff[f * case.batch : f * case.batch + size] for f, size in enumerate(self.sizes)])
@@ -64,16 +63,16 @@ class Shared:
 
     @property
     def grads(self) -> tuple[Tensor, Tensor]:
-        """Gradient of the output, and that of the other call's."""
+        """Gradients of this call's output and of the plain call's."""
         grad = wide_floats(self.batch, self.encoded.layout["output_dim"], seed=self.case.seed + 7)
         return grad, self.summed(grad)
 
     def outputs(self, wide: Tensor) -> Tensor:
-        """[B, all columns] from the other call's output."""
+        """[B, all columns] from the plain call's output."""
         return torch.cat([x if g < 0 else x[self.inverse[g]] for g, x in self.blocks(wide)], dim=1)
 
     def summed(self, grad: Tensor) -> Tensor:
-        """The other call's gradient from this one's, [B, all columns]."""
+        """The plain call's gradient from this one's, [B, all columns]."""
         return torch.cat([x if g < 0 else self._sums(g, x) for g, x in self.blocks(grad)], dim=1)
 
     def _sums(self, group: int, block: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ class Shared:
 
 
 def share(encoded: EncodedCase, groups: list[int], inverse: Tensor) -> Shared:
-    """Groups keep the bags up to the last that has ids or a sample."""
+    """Groups keep the bags up to the last with ids or a sample."""
     case, sizes = encoded.case, []
     kept = dict.fromkeys(groups, 0)
     for f, group in enumerate(groups):
@@ -98,7 +97,7 @@ def share(encoded: EncodedCase, groups: list[int], inverse: Tensor) -> Shared:
 
 @st.composite
 def shared_cases(draw) -> Shared:
-    """Any case and formats, partitioned features too; groups of any features, one of them perhaps of none."""
+    """Any case and formats, also partitioned features; groups of any features, one possibly empty."""
     encoded = draw(encoded_cases() | partitioned(list(BAG_FORMATS)).map(lambda of: EncodedCase(*of)))
     case = encoded.case
     groups = [draw(st.integers(-1, 2)) for _ in case.features]
@@ -110,7 +109,7 @@ def shared_cases(draw) -> Shared:
 
 @drawn(120, shared_cases() | strided_cases())
 def test_lookups(part: Shared | Strided) -> None:
-    """Output in all types, status, and the gradient of per_sample_weights."""
+    """Output in all dtypes, status, and the gradient of per_sample_weights."""
     case, encoded, (grad, wide_grad) = part.case, part.encoded, part.grads
     arguments = part.arguments
     for backend in every_backend():
@@ -128,7 +127,7 @@ def test_lookups(part: Shared | Strided) -> None:
 
 @drawn(120, shared_cases() | strided_cases(), st.sampled_from(["sgd", "rowwise_adagrad"]))
 def test_updates(part: Shared | Strided, optimizer: str) -> None:
-    """Fused updates, once a row, in the order (feature, bag, position), from the sums over samples that share a bag."""
+    """Fused updates sum samples of a bag first, then (feature, bag, position), and change each row once."""
     encoded, (grad, wide_grad) = part.encoded, part.grads
     arguments, before = part.arguments, grad.clone()
     values, offsets = arguments.pop("values"), arguments.pop("offsets")
@@ -145,7 +144,7 @@ def test_updates(part: Shared | Strided, optimizer: str) -> None:
 
 
 def _clustered(batch: int, bags: int) -> Tensor:
-    """Samples of sessions of all lengths, which come back later."""
+    """Bags of samples in sessions of all lengths, which repeat later."""
     generator = torch.Generator().manual_seed(batch)
     sessions = torch.randint(bags, (batch // 4 + 1,), generator=generator)
     return sessions.repeat_interleave(torch.randint(1, 9, sessions.shape, generator=generator))[:batch]
@@ -164,7 +163,7 @@ INVERSES = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", INVERSES)
 def test_gradients(kind: str, weighted: bool) -> None:
-    """Dense and sparse ones, of a table that two features share and one of another group; rows with many samples."""
+    """Dense and sparse gradients of a table with two features and of one in another group; rows with many samples."""
     inverse = INVERSES[kind]
     bags = int(inverse.max()) + 1
     lengths = torch.randint(0, 4, (3 * bags,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -223,7 +222,7 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input(name: str) -> None:
-    """The CPU names it; a device notes it, and updates nothing."""
+    """The CPU raises; a device sets status, and updates nothing."""
     change, error, words = BAD_INPUT[name]
     case, layout = _two_groups()
     layout |= change
@@ -263,7 +262,7 @@ def test_bad_input(name: str) -> None:
     ],
 )
 def test_bad_arguments(change: dict, words: str) -> None:
-    """Every backend refuses bad arguments before it reads anything."""
+    """Every backend rejects bad arguments before it reads anything."""
     case, layout = _two_groups()
     for backend in every_backend():
         with pytest.raises(ValueError, match=words):
@@ -272,7 +271,7 @@ def test_bad_arguments(change: dict, words: str) -> None:
 
 @pytest.mark.parametrize("last", [2, 1])
 def test_groups_of_many_features(last: int) -> None:
-    """A device notes it if, of 70 features in a group, only the last has one bag in place of two."""
+    """In a group of 70 features, a device detects that only the last one lacks a bag."""
     lengths = [1] * (2 * 69 + last)
     case = make_case([(2, 4)] * 70, list(range(70)), [1] * 140, seed=70)
     case.offsets = torch.tensor([0, *lengths]).cumsum(0)

@@ -1,4 +1,4 @@
-"""Lookups of bags with few ids: a group of the CUDA kernels takes four of them together, or one after the other."""
+"""Lookups of bags with few ids: a lane group of the CUDA kernels processes four together, or one after the other."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rec_kernels.testing import same_bits
 FORMATS = ["fp32", "fp16", "bf16"]
 BATCH = 9
 ONES = [1] * 27
-# Bags by fours: empty ones before, between and behind others; only empty ones; of two features; all ids in one bag;
-# more ids than a narrow row has lanes; three left. On average less than one id: groups of four lanes take no more.
+# Bags in fours: empty ones before, between and after others; only empty ones; across features; all ids in one bag;
+# more ids than a narrow row has lanes; three left over. The average is below one id, the limit for four-lane groups.
 FEW = [
     *([0, 1, 2, 0], [0, 0, 0, 0], [1, 1, 0, 2], [0, 4, 0, 0], [1, 1, 1, 1], [6, 0, 2, 1], [0, 2, 0]),
 ]
 
 
 def short_bags(dim: int, format: str, lengths: list[int] = ONES, last: int | None = None, **options) -> EncodedCase:
-    """Three features over tables of ``dim`` columns, the last one of ``last``; rows start where they are aligned."""
+    """Three features over tables of ``dim`` columns, the last of ``last``; rows start at aligned addresses."""
     tables = [(5, dim), (3, dim), (4, last or dim)]
     case = make_case(tables, [0, 1, 2], lengths, seed=dim, **options)
     case.weights[:2] = -0.0  # a sum starts from 0, and is 0 again
@@ -32,7 +32,7 @@ def short_bags(dim: int, format: str, lengths: list[int] = ONES, last: int | Non
 
 
 def some_bad(case: Case) -> Case:
-    """Ids outside of the tables, a whole group of bags and single ones, and factors that are no numbers beside them."""
+    """Ids out of range, in a whole group of bags and in single ones, without non-finite weights."""
     bad = [0, 1, 2, 3, 9, 14]
     case.values[bad] = torch.tensor([-1, 5, 2**31 - 1, -7, 99, -(2**31)], dtype=case.values.dtype)
     return case
@@ -41,7 +41,7 @@ def some_bad(case: Case) -> Case:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dim", [4, 16, 20, 64, 100, 128])
 def test_sums(dim: int, format: str) -> None:
-    """One id each, and few; ids that do not count, factors, means; the last table's rows aligned or not."""
+    """One id per bag, and few; ignored ids, weights, means; the last table's rows aligned or not."""
     few = [n for bags in FEW for n in bags]
     narrow = {"ids_dtype": torch.int32, "offsets_dtype": torch.int32}
     for lengths in (ONES, few):
@@ -60,7 +60,7 @@ def test_sums(dim: int, format: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mean", [False, True])
 def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
-    """Every bag has a row, with zeros behind its feature's columns; its type is any; beside a cache, too."""
+    """Each bag has an output row of any dtype, with zeros after its feature's columns, also with a cache."""
     few = [n for bags in FEW for n in bags]
     for dim, last, lengths in ((20, 4, few), (20, 4, ONES), (32, 10, ONES), (128, 128, few)):
         strided = Strided(short_bags(dim, "fp32", lengths, last, mean=[mean, False, mean]), [BATCH] * 3)
@@ -78,13 +78,13 @@ def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
     [(1, 3, 2), (1, -1, 1), (4, -2, 4), (7, 2**40, 7), (26, 0, 26), (27, 28, 27), (0, -1, 0)],
 )
 def test_bad_offsets(place: int, offset: int, noted: int) -> None:
-    """The first bad offset is noted before bad ids; the other bags' sums are right."""
-    encoded = short_bags(128, "fp32")  # a group of the kernel is a warp, and goes its own way
+    """The first bad offset is reported before bad ids; the other bags' sums are correct."""
+    encoded = short_bags(128, "fp32")  # a lane group is a warp
     case = encoded.case
     fine, smallest = case.expected_output(), torch.iinfo(torch.int64).min
     case.offsets[place] = offset
     case.values[8] = 99
-    # Compares bag number b of a feature; bags beside the bad offset are not compared.
+    # Compares bag number b of a feature; bags next to the bad offset are not compared.
     others = [b for b in range(27) if b not in (place - 1, place, 8)]
     for backend in device_backends():
         output, status = backend.ops.embedding_bag(encoded.flat, *case.jagged, **encoded.layout)
@@ -96,7 +96,7 @@ def test_bad_offsets(place: int, offset: int, noted: int) -> None:
 
 @pytest.mark.parametrize("formats", [["fp32", "fp16", "int8"], ["bf16", "fp32", "bf16"]])
 def test_formats_and_features_of_several_tables_beside_them(formats: list[str]) -> None:
-    """Other kernels' bags are left to these; columns of whole words begin where no word of the output does."""
+    """Bags of other formats and of partitioned features are left to other kernels; output columns may be unaligned."""
     both = Parts([1, 0], [(1, 3), (3, 5)], 15, "concat")
     for features in ([0, 1, 2], [0, both, 1], [3, 0, 3]):
         case = make_case([(5, 64), (3, 64), (4, 64), (2, 62)], features, 3 * ONES, weighted=True, seed=7)
@@ -104,7 +104,7 @@ def test_formats_and_features_of_several_tables_beside_them(formats: list[str]) 
 
 
 def test_long_bags_among_them() -> None:
-    """Few ids on average, and hundreds in some bags: those, and their neighbours, are taken one after the other."""
+    """Bags average few ids, with hundreds in some: those, and their neighbours, are processed one by one."""
     lengths = [0] * 300
     lengths[5], lengths[6], lengths[7], lengths[150], lengths[299] = 31, 32, 1, 33, 200
     encoded = EncodedCase(make_case([(5, 128)], [0], lengths, weighted=True, seed=3), ["fp32"], gaps=[0])

@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection's state: learning rate, copies, devices, gradients that move along, keys."""
+"""EmbeddingBagCollection's state: learning rate, copies, devices, moved gradients, keys."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
 
 
 def batch(weights: torch.Tensor | None = None) -> rk.KeyedJaggedTensor:
-    """Two samples of three features."""
     values, lengths = torch.tensor([4, 0, 4, 3, 3, 1, 0]), torch.tensor([2, 1, 0, 1, 2, 1])
     return rk.KeyedJaggedTensor(["f", "g", "h"], values, lengths=lengths, weights=weights)
 
 
 def step(collection: rk.EmbeddingBagCollection) -> None:
-    """One backward of a loss that is not linear."""
+    """One backward of a nonlinear loss."""
     collection(batch()).values().square().sum().backward()
 
 
 def set_directly(collection: rk.EmbeddingBagCollection) -> None:
-    """Sets the learning rate as many training loops do."""
+    """Sets the learning rate in param_groups."""
     for group in collection.fused_optimizer.param_groups:
         group["lr"] = 0.125
 
@@ -41,7 +40,7 @@ def load(collection: rk.EmbeddingBagCollection) -> None:
 
 
 def schedule(collection: rk.EmbeddingBagCollection) -> None:
-    """A scheduler, after loading."""
+    """Sets the learning rate by a scheduler, after loading."""
     load(collection)
     decay = torch.optim.lr_scheduler.LambdaLR(collection.fused_optimizer, lambda epoch: 1.0 if epoch else 4.0)
     assert collection.lr.item() == 0.5
@@ -58,7 +57,7 @@ def scale(collection: rk.EmbeddingBagCollection) -> None:
 @pytest.mark.parametrize("change", [set_directly, load, schedule, scale])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, rk.Adam(lr=0.5)], ids=str)
 def test_learning_rate(optimizer, change) -> None:
-    """However it is set, the next update uses it."""
+    """The next update uses the learning rate, however it was set."""
     collection = make(optimizer)
     lr = collection.lr
     change(collection)
@@ -78,7 +77,7 @@ def _saved(what: object) -> int:
 
 @pytest.mark.parametrize("formats", [["fp32"] * 8, ["int8"] * 8, rk.BAG_FORMATS], ids=["fp32", "int8", "every format"])
 def test_rows_are_written_once(formats, monkeypatch) -> None:
-    """pickle and torch.save write rows once, for the module, its state and one table of it; deepcopy copies no view."""
+    """pickle and torch.save write a module's, a state's or a table's rows once; deepcopy copies no view."""
     tables = [
         rk.EmbeddingBagConfig(500, 16, name=name, feature_names=[name], format=format)
         for name, format in zip("abcdefgh", formats, strict=True)
@@ -122,7 +121,7 @@ ANOTHER = [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), _loaded]
 @pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=2)], ids=str)
 def test_an_init_that_pickle_refuses(cache, another) -> None:
-    """It was called, and is not missed; a config by itself keeps its own, and its copies call it."""
+    """Pickled collections drop an ``init`` that cannot be pickled; configs and deep copies keep theirs."""
     options = {"compression": rk.MixedDimension(2), "init": lambda rows: rows.fill_(0.5)}
     table = rk.EmbeddingBagConfig(6, 4, name="t", feature_names=["f", "g"], **options)
     collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=cache)
@@ -143,7 +142,7 @@ def test_an_init_that_pickle_refuses(cache, another) -> None:
 @pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])
 @pytest.mark.parametrize("first", ["collection", "optimizer"])
 def test_optimizers_of_torch_are_copied_with_their_tables(first, another) -> None:
-    """A pair of tables and optimizer, in either order, is copied to one that trains the copy's parameters."""
+    """A collection and an optimizer of torch, copied together in either order, remain connected."""
     collection = make()
     optimizer = torch.optim.Adagrad(collection.parameters(), lr=0.5)
     step(collection)
@@ -165,7 +164,7 @@ def test_optimizers_of_torch_are_copied_with_their_tables(first, another) -> Non
 
 
 def test_conversions_keep_the_optimizer() -> None:
-    """Moves and casts that change nothing leave scheduler and collection connected."""
+    """Moves and casts that change nothing keep scheduler and collection connected."""
     collection = make(rk.SGD(lr=0.5))
     collection.to("cpu").half().bfloat16().double()
     assert collection.lr.dtype == torch.float32
@@ -185,7 +184,7 @@ def test_gradients_move_with_their_tables() -> None:
 
 @pytest.mark.parametrize("table_optimizer", [None, rk.Adam(lr=0.5)], ids=str)
 def test_a_move_between_a_lookup_and_its_backward(table_optimizer: rk.Adam | None) -> None:
-    """RuntimeError: the update would be of the memory that the tables had, and lost. What moves nothing passes."""
+    """A move between a lookup and its backward raises, as the update would be lost; one that moves nothing does not."""
     tables = [
         rk.EmbeddingBagConfig(6, 4, name=name, feature_names=[name], optimizer=own)
         for name, own in (("a", None), ("b", table_optimizer))
@@ -210,7 +209,7 @@ def test_a_move_between_a_lookup_and_its_backward(table_optimizer: rk.Adam | Non
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, rk.Adam(lr=0.5)], ids=str)
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_state_without_a_step(optimizer, device) -> None:
-    """It begins at step 0; one that lacks more is refused with every name, and the step stays."""
+    """A state without a step loads as step 0; one that lacks more is rejected with every name, and the step stays."""
     state = make(optimizer).state_dict()
     del state["step"]
     other = make(optimizer, device=device)
@@ -242,7 +241,7 @@ def test_assigned_weights_are_cast_and_tied() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=str)
 def test_gradient_of_weights_in_the_batch(optimizer) -> None:
-    """Per-sample weights of a batch may be learned too; their gradient is of the rows before the update."""
+    """Per-sample weights of a batch may be learned; their gradient uses the rows before the update."""
     factors = [torch.rand(7).requires_grad_() for _ in range(2)]
     with torch.no_grad():
         factors[1].copy_(factors[0])
@@ -253,7 +252,7 @@ def test_gradient_of_weights_in_the_batch(optimizer) -> None:
 
 
 def test_changed_tables_are_noticed() -> None:
-    """A table that is changed between forward and a backward that needs its rows: an error, not a wrong gradient."""
+    """Changing a table before a backward that needs its rows raises."""
     collection, factors = make(), torch.rand(7, requires_grad=True)
     output = collection(batch(factors)).values()
     with torch.no_grad():
@@ -264,7 +263,7 @@ def test_changed_tables_are_noticed() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=str)
 def test_no_tables(optimizer) -> None:
-    """A collection of nothing: empty output, whatever else the batch holds."""
+    """A collection without tables has an empty output for any batch."""
     none = rk.KeyedJaggedTensor([], torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64))
     collection = rk.EmbeddingBagCollection([], optimizer=optimizer)
     assert collection(none).values().shape == (0, 0)
@@ -273,7 +272,7 @@ def test_no_tables(optimizer) -> None:
 
 
 def test_unknown_keys() -> None:
-    """KeyError with the keys that there are, from every keyed container."""
+    """KeyError lists the existing keys, from every keyed container."""
     for keyed in (batch(), make()(batch())):
         with pytest.raises(KeyError, match=r"'x' is not among the keys \['f', 'g', 'h'\]"):
             keyed["x"]

@@ -1,6 +1,6 @@
-"""Features with batch sizes of their own (``bag_starts``), and outputs of half precision: as the plain call has it.
+"""Batch sizes per feature (``bag_starts``), and half-precision outputs, equal the plain call.
 
-test_embedding_bag_shared.py has lookups and updates of any features with batch sizes of their own.
+test_embedding_bag_shared.py has lookups and updates with batch sizes per feature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BAD_LAYOUT = torch.iinfo(torch.int64).min
 
 @dataclass
 class Strided:
-    """A call without the empty bags at the ends of its features: the same lookups, other places of the outputs."""
+    """A call without trailing empty bags of features: equal lookups in other output rows."""
 
     encoded: EncodedCase
     sizes: list[int]  # bags of each feature
@@ -42,7 +42,6 @@ class Strided:
 
     @property
     def arguments(self) -> dict[str, object]:
-        """Layout and bags."""
         case = self.case
         features = range(len(self.sizes))
         lengths = torch.cat([case.offsets.diff()[self.bags(f)] for f in features])
@@ -56,11 +55,11 @@ class Strided:
 
     @property
     def grads(self) -> tuple[Tensor, Tensor]:
-        """Gradient of the output, and that of the other call's."""
+        """Gradients of this call's output and of the plain call's."""
         return self.outputs(self.case.grad), self.case.grad
 
     def outputs(self, wide: Tensor) -> Tensor:
-        """[bags, most columns], zeros behind a feature's columns, from [B, all columns]."""
+        """[bags, most columns], zeros after a feature's columns, from [B, all columns]."""
         case, column, blocks = self.case, 0, []
         widest = max(width for _, width in case.columns)
         for size, (_, width) in zip(self.sizes, case.columns, strict=True):
@@ -72,7 +71,7 @@ class Strided:
 
 @st.composite
 def strided_cases(draw) -> Strided:
-    """Any case and formats, partitioned features too, with some of its empty bags left out."""
+    """Any case and formats, also partitioned features, with some of its empty bags left out."""
     encoded = draw(encoded_cases() | partitioned(list(BAG_FORMATS)).map(lambda of: EncodedCase(*of)))
     case = encoded.case
     sizes = []
@@ -120,7 +119,7 @@ def _two_features() -> tuple[Case, dict]:
 
 @pytest.mark.parametrize(("starts", "message"), BAD_STARTS)
 def test_bad_starts(starts: list[int], message: str) -> None:
-    """The CPU names the element; a device notes a bad layout, returns NaN and updates nothing."""
+    """The CPU names the element; a device reports a bad layout, returns NaN and updates nothing."""
     case, layout = _two_features()
     layout["bag_starts"] = torch.tensor(starts)
     for backend in cpu_backends():
@@ -159,7 +158,7 @@ def test_messages_name_feature_and_bag() -> None:
     ],
 )
 def test_bad_layout(change: dict, message: str) -> None:
-    """Arguments beside bag_starts are checked."""
+    """Arguments that depend on bag_starts are checked."""
     case, layout = _two_features()
     with pytest.raises(ValueError, match=message):
         OPS.embedding_bag(case.weights, *case.jagged, **(layout | {"bag_starts": torch.tensor([0, 2, 4])} | change))
@@ -168,7 +167,7 @@ def test_bad_layout(change: dict, message: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 3, 4, 16, 33, 128, 300, 2048, 2051])
 def test_half_precision_outputs(dim: int, dtype: torch.dtype) -> None:
-    """The float32 sum, rounded once: every format, with and without weights, mean, several features."""
+    """Outputs are float32 sums, rounded once: every format, with and without weights, mean, several features."""
     count = len(rk.BAG_FORMATS)
     for weighted in (False, True):
         case = make_case(
@@ -190,7 +189,6 @@ def test_half_precision_outputs(dim: int, dtype: torch.dtype) -> None:
 
 
 def test_output_dtype_must_be_a_float() -> None:
-    """Anything else is refused in words."""
     case = make_case([(5, 8)], [0], [2], seed=1)
     for dtype, name in ((torch.float64, "float64"), (torch.int32, "int32")):
         message = f"output_dtype must be torch.float32, torch.float16 or torch.bfloat16, got {name}"
@@ -200,7 +198,7 @@ def test_output_dtype_must_be_a_float() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_half_precision_outputs(dtype: torch.dtype) -> None:
-    """They come in the output's type and are used as float32."""
+    """Gradients have the output's dtype and are used as float32."""
     g = torch.Generator().manual_seed(1)
     weight = torch.randn(6, 20, generator=g, requires_grad=True)
     ids, offsets = torch.tensor([1, 4, 1, 5]), torch.tensor([0, 2, 3])

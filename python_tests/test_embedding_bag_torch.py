@@ -1,4 +1,4 @@
-"""rk.embedding_bag in place of torch.nn.functional.embedding_bag: the same arguments, results and gradients."""
+"""rk.embedding_bag replaces torch.nn.functional.embedding_bag: arguments, results and gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMBINATIONS = [
     for kind, mode, weighted, padding, sparse in itertools.product(
         ["offsets", "include_last_offset", "2-D"], ["sum", "mean"], [False, True], [None, 3, -4], [False, True]
     )
-    if not (weighted and mode == "mean")  # torch refuses it
+    if not (weighted and mode == "mean")  # torch rejects it
 ]
 
 
@@ -58,7 +58,7 @@ def test_every_combination(kind: str, mode: str, weighted: bool, padding: int | 
     for function, to in ((rk.embedding_bag, torch.float32), (F.embedding_bag, torch.float64)):
         mine = weight.detach().to(to).requires_grad_()
         by = None if factors is None else factors.detach().to(to).requires_grad_()
-        # The sparse gradient of torch knows neither padding_idx nor float64 everywhere; its dense one is the measure.
+        # torch's sparse gradient lacks padding_idx, and float64 in some cases: compare with its dense gradient.
         output = _call(function, arguments | {"sparse": sparse and to == torch.float32}, mine, by)
         output.backward(grad.to(to))
         assert mine.grad.is_sparse == (sparse and to == torch.float32)
@@ -76,13 +76,13 @@ def test_every_combination(kind: str, mode: str, weighted: bool, padding: int | 
 
 @pytest.mark.parametrize("kind", ["offsets", "2-D"])
 def test_sparse_gradient_is_coalesced(kind: str) -> None:
-    """Each row once, in ascending order: nothing is left to do for whoever uses it."""
+    """Each row occurs once, in ascending order: the gradient is coalesced."""
     arguments, weight = _input(kind), torch.randn(ROWS, DIM, requires_grad=True)
     (grad,) = torch.autograd.grad(_call(rk.embedding_bag, arguments | {"sparse": True}, weight, None).sum(), weight)
     assert grad.is_coalesced()
     assert torch.equal(grad.indices()[0], arguments["input"].unique())
     assert grad.shape == weight.shape
-    # Torch takes the rows over as they are; whether it keeps the mark of a coalesced tensor is its own affair.
+    # torch uses the rows as they are; whether it keeps the flag of a coalesced tensor does not matter.
     _call(rk.embedding_bag, arguments | {"sparse": True}, weight, None).sum().backward()
     assert torch.equal(weight.grad._indices(), grad.indices())
     assert torch.equal(weight.grad._values(), grad.values())
@@ -92,7 +92,7 @@ def test_sparse_gradient_is_coalesced(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["offsets", "include_last_offset", "2-D"])
 def test_integer_widths(kind: str, dtype: torch.dtype) -> None:
-    """int32 and int64 give the same bits, also mixed (torch wants both alike)."""
+    """int32 and int64 give equal bits, also mixed, which torch does not allow."""
     weight, arguments = torch.randn(ROWS, DIM), _input(kind)
     expected = _call(rk.embedding_bag, arguments, weight, None)
     arguments["input"] = arguments["input"].to(dtype)
@@ -100,7 +100,7 @@ def test_integer_widths(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_weighted_mean() -> None:
-    """The weighted mean, which torch refuses, is the weighted sum divided by the number of ids."""
+    """The weighted mean, which torch rejects, is the weighted sum divided by the number of ids."""
     arguments, weight = _input("include_last_offset"), torch.randn(ROWS, DIM)
     factors = torch.randn(len(arguments["input"]))
     found = _call(rk.embedding_bag, arguments | {"mode": "mean"}, weight, factors)
@@ -116,7 +116,7 @@ def test_signature_is_torchs() -> None:
 
 
 def test_expanded_and_transposed_gradients() -> None:
-    """out.sum() hands back an expanded gradient, a transpose a strided one."""
+    """The gradient may be expanded, as of out.sum(), or strided, as of a transpose."""
     arguments = _input("offsets") | {"mode": "sum"}
     for use, grad in (
         (lambda out: out.sum(), torch.ones(BATCH, DIM)),
@@ -133,7 +133,7 @@ def test_expanded_and_transposed_gradients() -> None:
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_ids_behind_the_last_offset(mode: str, padding: int | None) -> None:
-    """With include_last_offset, ids behind the last offset are in no bag and change nothing."""
+    """With include_last_offset, ids after the last offset are in no bag and change nothing."""
     ids, last = torch.arange(12) % 6, torch.tensor([0, 4, 4, 9])
     weight = torch.randn(ROWS, DIM)
     options = {"mode": mode, "padding_idx": padding, "include_last_offset": True}
@@ -148,7 +148,7 @@ def test_ids_behind_the_last_offset(mode: str, padding: int | None) -> None:
 
 
 def test_sparse_gradient_trains() -> None:
-    """torch.optim.SparseAdam takes it; rows that no bag names stay."""
+    """torch.optim.SparseAdam accepts the sparse gradient; other rows stay."""
     arguments = _input("offsets") | {"mode": "sum", "sparse": True}
     weight = torch.nn.Parameter(torch.randn(ROWS + 1, DIM))
     before = weight.detach().clone()
@@ -164,7 +164,7 @@ NO_SECOND = "has no second derivative: its op is differentiable once"
 
 
 def test_no_second_derivative() -> None:
-    """Refused, as torch does, rather than taken for zero."""
+    """Second derivatives raise, as in torch, instead of being zero."""
     weight = torch.randn(ROWS, DIM, requires_grad=True)
     output = _call(rk.embedding_bag, _input("offsets"), weight, None)
     (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
@@ -175,7 +175,7 @@ def test_no_second_derivative() -> None:
 @pytest.mark.parametrize("of", ["weight", "factors"])
 @pytest.mark.parametrize("lookup", ["function", "sparse", "tables"])
 def test_no_second_derivative_in_what_was_looked_up(lookup: str, of: str) -> None:
-    """Rows and weights depend on each other's gradient even where the incoming gradient is constant."""
+    """Rows and weights depend on each other's gradient even if the incoming gradient is constant."""
     ids, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
     weight, factors = torch.randn(5, 4, requires_grad=True), torch.ones(3, requires_grad=True)
     if lookup == "tables":
@@ -211,14 +211,14 @@ def test_a_gradient_that_depends_on_nothing() -> None:
     ],
 )
 def test_arguments_by_their_own_names(input: Tensor, weight: Tensor, message: str) -> None:
-    """Arguments have the function's names, not the op's."""
+    """Errors have the function's argument names, not the op's."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.embedding_bag(input, weight, torch.tensor([0, 2]))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_no_forward_mode_derivative(grad: bool) -> None:
-    """Tangents of tables and weights are refused, not taken for zero; tangents of other arguments are ignored."""
+    """Tangents of tables and weights raise instead of being ignored; tangents of other arguments are ignored."""
     weight, factors = torch.randn(5, 3), torch.ones(3)
     ids, offsets = torch.tensor([0, 4, 4]), torch.tensor([0, 1])
 
@@ -237,7 +237,7 @@ def test_no_forward_mode_derivative(grad: bool) -> None:
 
 
 def test_only_wanted_gradients() -> None:
-    """A frozen table with trained weights, and the other way round."""
+    """Either the table or the weights may be frozen."""
     arguments = _input("offsets") | {"mode": "sum"}
     count = len(arguments["input"])
     for trained in (0, 1):
@@ -252,7 +252,7 @@ def test_only_wanted_gradients() -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables without a gradient cost none: no backward of them if there is no other, no memory that another keeps."""
+    """Tables without a gradient run no backward and keep no memory for it."""
     sizes = [(50, 8), (0, 8), (6, 4), (9, 4)]
     lookup = OPS.embedding_bag_tables
     starts = [0, 400, 400, 432]
@@ -287,7 +287,7 @@ def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_changed_table_is_noticed() -> None:
-    """A table that is needed for a gradient and changed before the backward: an error, as for torch's own ops."""
+    """Changing a table that a gradient needs before the backward raises, as in torch's ops."""
     weight, factors = torch.randn(ROWS, DIM, requires_grad=True), torch.randn(BATCH, 5, requires_grad=True)
     output = _call(rk.embedding_bag, _input("2-D") | {"mode": "sum"}, weight, factors)
     with torch.no_grad():
@@ -315,14 +315,14 @@ def test_changed_table_is_noticed() -> None:
     ],
 )
 def test_refused(options: dict, error: type[Exception], message: str) -> None:
-    """Options of torch that this package lacks are refused, and what neither has."""
+    """Unsupported options of torch, and unknown ones, are rejected."""
     arguments = _input("offsets") | {"weight": torch.randn(ROWS, DIM)} | options
     with pytest.raises(error, match=message):
         rk.embedding_bag(**arguments)
 
 
 def test_refused_2d_weights() -> None:
-    """per_sample_weights of another shape than the ids."""
+    """per_sample_weights of another shape than the ids are rejected."""
     with pytest.raises(ValueError, match=r"per_sample_weights must have input's shape \[24, 5\], got \[120\]"):
         rk.embedding_bag(_input("2-D")["input"], torch.randn(ROWS, DIM), per_sample_weights=torch.ones(BATCH * 5))
 
@@ -333,7 +333,7 @@ def _lookup_of(weight: Tensor, factors: Tensor | None = None) -> Tensor:
 
 
 def _twice(function: Callable, args: tuple, kwargs: dict | None) -> object:
-    """The output of the lookup's op, doubled."""
+    """The doubled output of the lookup's op."""
     found = function(*args, **(kwargs or {}))
     return (found[0] * 2, *found[1:]) if "embedding_bag" in str(function) and isinstance(found, tuple) else found
 
@@ -352,7 +352,7 @@ class _TwiceTensor(Tensor):
 
 @pytest.mark.parametrize("of", ["mode", "weight", "factors"])
 def test_torch_function_sees_the_op(of: str) -> None:
-    """A mode or tensor class sees the call, and its result has a gradient, or none where none is asked for."""
+    """A mode or tensor class receives the call; its result has a gradient exactly if one is required."""
     weight, factors = torch.ones(3, 4), torch.ones(2)
     if of == "weight":
         weight = weight.as_subclass(_TwiceTensor)

@@ -1,6 +1,6 @@
-"""The Triton kernels of embedding_bag against the reference, within the rounding of their sums.
+"""The Triton kernels of embedding_bag equal the reference within the rounding of their sums.
 
-triton_device.py says how the file is run.
+triton_device.py describes how the file is run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ops = InLists(OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu))
 
 
 def _rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with tables that ``dtype`` can hold."""
+    """The case with tables that ``dtype`` represents exactly."""
     case.weights = case.weights.to(dtype).float()
     return case
 
 
 def _absolute(case: Case) -> Case:
-    """The case whose sums are those of the magnitudes of this one's terms."""
+    """A case with the magnitudes of this one's terms."""
     factors = case.per_sample_weights
     other = dataclasses.replace(case, per_sample_weights=None if factors is None else factors.abs())
     other.weights, other.grad = case.weights.abs(), case.grad.abs()
@@ -58,7 +58,7 @@ def _compare(actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int) ->
 def _check_forward(case: Case, dtype: torch.dtype) -> None:
     case = _rounded(case, dtype)
     output, status = ops.embedding_bag(case.weights.to(dtype), *case.jagged, **case.layout)
-    # One addition for every id, a multiplication, a division.
+    # One addition per id, a multiplication, a division.
     terms = int(case.offsets.diff().max()) + 2 if len(case.offsets) > 1 else 2
     _compare(output, case.expected_output(), _absolute(case).expected_output(), terms)
     assert status.tolist() == [INT64_MAX, 0]
@@ -100,11 +100,11 @@ def _row_limits(case: Case, key: tuple[int, int], optimizer: str) -> tuple[Tenso
 
 
 def _rounding(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """The most by which storing a row changes it, beyond what FP32 rounds."""
+    """The maximum change of a row by storing it, beyond float32's rounding."""
     if dtype == torch.float32:
         return torch.zeros_like(w)
     info = torch.finfo(dtype)
-    # Compiled kernels round to nearest; Triton's interpreter cuts BF16 off instead.
+    # Compiled kernels round to nearest; Triton's interpreter truncates BF16.
     return (w + info.tiny) * info.eps * (1 if INTERPRETED and dtype == torch.bfloat16 else 0.5)
 
 
@@ -122,7 +122,7 @@ def _check_update(case: Case, dtype: torch.dtype = torch.float32) -> None:
             views[table][row], limits[table][row] = w, error + _rounding(w.abs() + error, dtype)
             at = case.first_rows[table] + row
             expected_state[at], allowed_state[at] = v, error_v
-        # The gaps between tables are NaN, and rows that no bag names are what they were: both are allowed no error.
+        # Gaps between tables are NaN, and other rows unchanged: no error is allowed in both.
         same = found.isnan() & expected.isnan()
         assert (((found.double() - expected).abs() <= allowed) | same).all(), optimizer
         assert ((state.double() - expected_state).abs() <= allowed_state).all(), optimizer
@@ -145,7 +145,7 @@ def test_gradients(case: Case) -> None:
 
 @drawn(25, cases(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_fused_updates(case: Case, dtype: torch.dtype) -> None:
-    """SGD and row-wise Adagrad: weights and state; rows that no bag names keep their bits."""
+    """SGD and row-wise Adagrad update weights and state; rows without ids keep their bits."""
     _check_update(case, dtype)
 
 
@@ -172,7 +172,7 @@ def test_hot_row(weighted: bool, most: int) -> None:
 
 
 def test_many_features() -> None:
-    """More than are checked at a time; those of a table are far apart."""
+    """More features than are checked at a time; those of a table are far apart."""
     case = make_case([(2, 3)] * 70, [*range(70), *reversed(range(70))], [1, 0, 2, 1] * 35, seed=5)
     _check_forward(case, torch.float32)
 
@@ -184,7 +184,7 @@ def test_half_precision_update() -> None:
 
 @pytest.mark.parametrize("batch", [0, 3])
 def test_empty_bags_only(batch: int) -> None:
-    """No ids at all: zeros, empty gradients, and an update that counts the step and changes nothing else."""
+    """Without ids: zeros, empty gradients, and an update that counts the step and changes nothing else."""
     case = make_case([(4, 5), (2, 3)], [0, 1], [0] * 2 * batch)
     _check_forward(case, torch.float32)
     _check_gradients(case)
@@ -192,7 +192,7 @@ def test_empty_bags_only(batch: int) -> None:
 
 
 def test_no_features() -> None:
-    """Zero tables: everything is empty."""
+    """With zero tables everything is empty."""
     none = torch.zeros(0, dtype=torch.int64)
     layout, offsets = dict.fromkeys(LAYOUT, none), torch.zeros(1, dtype=torch.int64)
     output, status = ops.embedding_bag(torch.zeros(0), none, offsets, **layout)
@@ -202,7 +202,7 @@ def test_no_features() -> None:
 
 
 def test_one_table_without_layout() -> None:
-    """weights [E, D] and no layout is the same as a layout of one table; include_last_offset=False adds the end."""
+    """weights [E, D] without a layout equals a layout of one table; include_last_offset=False appends the end."""
     case = make_case([(6, 20)], [0], [3, 0, 4, 2], weighted=True, padding_idx=2, seed=9)
     table, (values, offsets, factors) = case.weights.view(6, 20), case.jagged
     for pooling in ("sum", "mean"):
@@ -221,7 +221,7 @@ def test_one_table_without_layout() -> None:
 
 @pytest.mark.parametrize("mode", ["error", "ignore"])
 def test_bad_ids(mode: str) -> None:
-    """Left out of sum, n and gradients, and noted; a NaN factor of theirs goes nowhere."""
+    """Bad ids are left out of sums, counts and gradients, and reported; their NaN weights reach nothing."""
     values, offsets = torch.tensor([1, 7, 2, -1, 9, 3]), torch.tensor([0, 3, 5, 6])
     factors = torch.tensor([1.0, torch.nan, 2.0, torch.nan, torch.nan, 3.0])
     keep = torch.tensor([0, 2, 5])
@@ -242,13 +242,13 @@ def test_bad_ids(mode: str) -> None:
         state = (table.clone(), torch.ones(4), torch.tensor(0))
         ops.embedding_bag_backward_fused_(*state, torch.tensor(0.1), grad, values, offsets, factors, **options)
         changed = (state[0] != table).any(dim=1).tolist()
-        # Row 0 is never trained in the place of another; an error skips the whole step.
+        # Row 0 is never trained instead of another; an error skips the whole step.
         assert changed == [False, mode == "ignore", mode == "ignore", mode == "ignore"]
         assert state[2].item() == int(mode == "ignore")
 
 
 def test_unchecked_ids() -> None:
-    """bounds_check="none" computes the same from good ids."""
+    """bounds_check="none" has equal results for valid ids."""
     case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], seed=3)
     results = [ops.embedding_bag(case.weights, *case.jagged, **case.layout, bounds_check=m) for m in ("none", "error")]
     assert all(map(same_bits, *results))
@@ -256,7 +256,7 @@ def test_unchecked_ids() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_skipped_updates(optimizer: str) -> None:
-    """found_inf, and a status that names a bad id under "error", keep weights, state and step; else neither counts."""
+    """found_inf, or under "error" a status with a bad id, skips the update; otherwise both are ignored."""
     case = make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], weighted=True, seed=3, gaps=[0, 4])
     before, plain = (case.weights, case.sum, torch.tensor(6)), case.update(optimizer, ops)
     assert not same_bits(plain[0], case.weights)
@@ -275,7 +275,7 @@ def test_skipped_updates(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_grad_scale(optimizer: str) -> None:
-    """A gradient scaled by 2^k and grad_scale = 2^k give the bits of the unscaled gradient."""
+    """A gradient scaled by 2^k with grad_scale = 2^k gives the bits of the unscaled gradient."""
     case = make_case([(5, 18), (3, 1030)], [0, 1], [2, 0, 3, 1], mean=[True, False], seed=3)
     plain = case.update(optimizer, ops)
     scaled = case.update(optimizer, ops, grad=case.grad * 8, grad_scale=torch.tensor(8.0))
@@ -284,7 +284,7 @@ def test_grad_scale(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_learning_rate_for_each_table(optimizer: str) -> None:
-    """A table's rows and state are those of its rate; a table without one keeps all tables as they are."""
+    """Each table uses its own learning rate; without one for a table, no table changes."""
     case = make_case([(5, 18), (3, 1030)], [0, 1, 0], [2, 0, 3, 1, 1, 2], mean=[True, False, False], seed=3)
     rates, numbers = torch.tensor([9.0, 0.25, 9.0, 0.5]), {"table_ids": [3, 1, 3]}
     found = case.update(optimizer, ops, lr=rates, **numbers)[0]
@@ -313,7 +313,7 @@ def _train() -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
 def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels of a dispatch key, the functions get the arguments of autograd and of the modules."""
+    """As kernels of a dispatch key, the functions are called by autograd and by modules."""
     expected, calls, read_input = _train(), [], inputs.read_input
     monkeypatch.setattr(inputs, "read_input", lambda *given_: calls.append(1) or read_input(*given_))
     library = torch.library.Library("rec_kernels", "IMPL")

@@ -1,4 +1,4 @@
-"""EmbeddingCollection: lookups that are not pooled."""
+"""EmbeddingCollection: sequence embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE_OF = {"f": "a", "g@a": "a", "g@b": "b", "h": "b"}
 @pytest.mark.parametrize("keys", ["fgh", "hxfg"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_rows_are_the_tables(optimizer, keys: str) -> None:
-    """A row for each id, in the order of the ids, whatever the order of the keys."""
+    """A row per id, in the order of the ids, whatever the order of the keys."""
     collection, given = sequences(optimizer), batch(list(keys))
     output = collection(given)
     assert list(output) == KEYS
@@ -36,7 +36,7 @@ def test_rows_are_the_tables(optimizer, keys: str) -> None:
 
 
 def test_torchrecs_names() -> None:
-    """Ours say of themselves what TorchRec's do, by the same names; of dimensions that differ there is no number."""
+    """Methods and attributes have TorchRec's names; embedding_dim raises if dimensions differ."""
     modules = pytest.importorskip("torchrec.modules.embedding_modules")
     configs = pytest.importorskip("torchrec.modules.embedding_configs")
     sizes = {"num_embeddings": 5, "embedding_dim": 8}
@@ -57,7 +57,7 @@ def test_torchrecs_names() -> None:
 
 
 def test_tables_by_any_name() -> None:
-    """A table may have the name of a method: it is found by its name, in states too."""
+    """A table may have the name of a method, also in states."""
     tables = [rk.EmbeddingBagConfig(5, 4, name=n, feature_names=[n]) for n in ("keys", "values", "items")]
     collection = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5))
     assert list(collection.embedding_bags.keys()) == ["keys", "values", "items"]
@@ -71,7 +71,7 @@ def test_tables_by_any_name() -> None:
 
 
 def test_weights_multiply() -> None:
-    """Per-sample weights are factors of the rows, with a gradient."""
+    """Per-sample weights multiply rows, with a gradient."""
     collection, given = sequences(rk.SGD(lr=0.5)), batch()
     factors = torch.rand(len(given.values()), requires_grad=True)
     given = rk.KeyedJaggedTensor(given.keys(), given.values(), offsets=given.offsets(), weights=factors)
@@ -86,7 +86,7 @@ def test_weights_multiply() -> None:
 
 @pytest.mark.parametrize("format", ["fp16", "int8", "mx6"])
 def test_formats(format: str) -> None:
-    """Encoded rows are looked up decoded, side by side with floats, and trained."""
+    """Quantized rows are decoded, concatenated with floats, and trained."""
     collection = sequences(rk.RowwiseAdagrad(lr=0.5), (format, "fp32"))
     output, rows = collection(batch()), collection.embedding_bags["a"].weight
     table = rows.float() if rows.dtype != torch.uint8 else rk.dequantize_rows(rows, format, 6)
@@ -108,7 +108,7 @@ def _sgd_by_torch(tables: dict[str, Tensor], given: rk.KeyedJaggedTensor, lr: fl
 
 
 def test_trains_as_torch() -> None:
-    """Fused SGD, and torch gradients, against torch's embedding."""
+    """Fused SGD and torch's gradients equal torch's embedding."""
     fused, plain = sequences(rk.SGD(lr=0.1)), sequences()
     tables = {name: plain.embedding_bags[name].weight.detach().clone() for name in "ab"}
     for step in range(3):
@@ -124,7 +124,7 @@ def test_trains_as_torch() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[1:], ids=str)
 def test_accumulate(optimizer) -> None:
-    """Micro-batches are the bits of one batch."""
+    """Micro-batches have the bits of one batch."""
     one, several = sequences(optimizer), sequences(optimizer)
     given = [batch(seed=s) for s in (1, 2, 3)]
     keys = ["f", "g", "h"]
@@ -138,7 +138,7 @@ def test_accumulate(optimizer) -> None:
 
 
 def test_rows_without_the_host() -> None:
-    """rows(): one tensor, the largest D wide, zeros behind the others; compiled in one graph for any batch."""
+    """rows() returns a tensor of the largest D, padded with zeros, in one graph for any batch."""
     collection, given = sequences(rk.SGD(lr=0.5)), batch()
     rows, output = collection.rows(given), collection(given)
     assert rows.shape == (sum(len(t.values()) for t in output.values()), 20)
@@ -162,7 +162,7 @@ def test_rows_without_the_host() -> None:
 
 
 class _Lists(TorchDispatchMode):
-    """Counts the tensors that others are indexed by and no op has made: of lists, whose copies wait for a GPU."""
+    """Counts index tensors made from lists, which would be copied to a GPU synchronously."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _Lists(TorchDispatchMode):
 
 
 def test_sizes_of_features_are_no_list() -> None:
-    """Batch sizes per feature are told to a device, here the meta device, without a copy that waits for it."""
+    """Batch sizes per feature reach the device, here meta, without a synchronous copy."""
     tables = [rk.EmbeddingConfig(50, 8, name=f"t{key}", feature_names=[key]) for key in "ab"]
     collection = rk.EmbeddingCollection(tables, optimizer=rk.SGD(lr=0.5), device="meta")
     given = rk.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.arange(4), stride_per_key=[1, 3])
@@ -207,7 +207,7 @@ def test_empty() -> None:
 
 
 def test_bad_input() -> None:
-    """Ids and offsets, on the CPU."""
+    """Bad ids and offsets raise on the CPU."""
     collection, given = sequences(rk.SGD(lr=0.5)), batch()
     before = copy.deepcopy(collection.state_dict())
     given.values()[2] = 77
@@ -225,7 +225,7 @@ def test_bad_input() -> None:
 
 
 def test_late_reports() -> None:
-    """On a GPU, late errors have the words of an earlier bad id, and of features that begin in the wrong place."""
+    """On a GPU, late errors name an earlier bad id, or a feature that begins at a wrong offset."""
     collection = sequences(rk.SGD(lr=0.5))
     before = copy.deepcopy(collection.state_dict())
     with late():
@@ -244,7 +244,7 @@ def test_late_reports() -> None:
 
 
 def test_padded() -> None:
-    """to_padded_dense: cut, padded, or as long as the longest."""
+    """to_padded_dense truncates, pads, or defaults to the longest length."""
     jagged = rk.JaggedTensor(torch.arange(12.0).view(6, 2), offsets=torch.tensor([0, 1, 1, 4, 6]))
     longest = jagged.to_padded_dense()
     assert longest.shape == (4, 3, 2)
@@ -261,7 +261,7 @@ def test_padded() -> None:
 @pytest.mark.parametrize("offsets", [[0, 1, 2], [1, 2, 3], [1, 1, 1], [1, 2, 2]])
 @pytest.mark.parametrize("known", [False, True], ids=["", "offsets known"])
 def test_ids_in_no_bag(offsets: list[int], known: bool) -> None:
-    """Pooled lookups leave such ids out and lookups of rows refuse them, whatever the order of the keys."""
+    """Ids outside of all bags are ignored by pooled lookups and rejected by rows(), whatever the order of keys."""
     torch.manual_seed(0)
     tables = [rk.EmbeddingBagConfig(9, 4, name=name, feature_names=[name]) for name in "ab"]
     pooled = rk.EmbeddingBagCollection(tables)
@@ -283,7 +283,7 @@ def test_ids_in_no_bag(offsets: list[int], known: bool) -> None:
 
 
 def test_batches_in_one_memory() -> None:
-    """Offsets that are overwritten, as a captured graph's are, are read anew."""
+    """Overwritten offsets, as of a captured graph, are read again."""
     collection, given = _four_features(), batch(list("fghk"), 1)
     kjt = rk.KeyedJaggedTensor(list("abcd"), given.values().clone(), offsets=given.offsets().clone())
     collection(kjt)
@@ -296,7 +296,7 @@ def test_batches_in_one_memory() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
 def test_a_batch_whose_size_depends_on_data(optimizer) -> None:
-    """rows() of distinct ids in one graph, however many they are, none too."""
+    """rows() of distinct ids compiles to one graph for any number of them, including none."""
     torch._dynamo.reset()
     table = rk.EmbeddingConfig(9, 4, name="a", feature_names=["a"])
     collection = rk.EmbeddingCollection([table], optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""``rk.Embedding`` and ``rk.EmbeddingBag`` beside torch's: numbers, states, copies, and what is refused."""
+"""``rk.Embedding`` and ``rk.EmbeddingBag`` compared with torch's: results, states, copies, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seeded(make: Callable[..., nn.Module], *args: object, **options: object) -> 
 
 
 def trained(layer: nn.Module, inputs: tuple[Tensor, ...], steps: int = 3) -> Tensor:
-    """The outputs of all steps: SGD of torch, where the layer's is not fused."""
+    """Trains, by torch's SGD if the layer is not fused; returns the outputs of all steps."""
     fused = getattr(layer, "collection", None) is not None
     optimizer = None if fused else torch.optim.SGD(layer.parameters(), lr=0.1)
     outputs = []
@@ -46,7 +46,7 @@ def trained(layer: nn.Module, inputs: tuple[Tensor, ...], steps: int = 3) -> Ten
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("inputs", [(PADDED,), JAGGED], ids=["padded", "jagged"])
 def test_bags_are_torchs(mode: str, options: dict, inputs: tuple[Tensor, ...]) -> None:
-    """From one seed, the same weights, outputs and steps; fp16 as far as it holds them."""
+    """With equal seeds, weights, outputs and steps equal torch's, in fp16 within its precision."""
     theirs = seeded(nn.EmbeddingBag, ROWS, DIM, mode=mode, padding_idx=3)
     ours = seeded(rk.EmbeddingBag, ROWS, DIM, mode=mode, padding_idx=3, **options)
     close = {"rtol": 2e-3, "atol": 2e-3} if "format" in options else {}
@@ -57,7 +57,7 @@ def test_bags_are_torchs(mode: str, options: dict, inputs: tuple[Tensor, ...]) -
 
 @pytest.mark.parametrize("options", [{}, SGD], ids=str)
 def test_ties_of_the_largest_are_torchs(options: dict) -> None:
-    """One of equal rows has a column's gradient, of either sign; offsets may leave ids out, and bags empty."""
+    """One of several equal maxima gets a column's gradient; bags may be empty, and offsets may skip ids."""
     theirs = seeded(nn.EmbeddingBag, ROWS, DIM, mode="max", padding_idx=3)
     ours = seeded(rk.EmbeddingBag, ROWS, DIM, mode="max", padding_idx=3, include_last_offset=True, **options)
     signs = torch.tensor([1.0, -1.0, 2.0, -3.0])
@@ -97,7 +97,7 @@ def test_half_precision_without_options(kind: Callable[..., nn.Module], dtype: t
 
 @pytest.mark.parametrize("ends", [[0, 3, 2, 6], [0, 7], [-1, 6]])
 def test_bad_offsets_of_the_largest(ends: list[int]) -> None:
-    """No number is read outside of the rows."""
+    """Bad offsets of max pooling raise; nothing outside of the rows is read."""
     layer = rk.EmbeddingBag(ROWS, DIM, mode="max", include_last_offset=True)
     with pytest.raises(ValueError, match=r"offsets\[\d\] = "):
         layer(torch.arange(6), torch.tensor(ends))
@@ -106,7 +106,7 @@ def test_bad_offsets_of_the_largest(ends: list[int]) -> None:
 @pytest.mark.parametrize("options", [{}, SGD], ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 0), (2, 3, 2)])
 def test_rows_are_torchs(shape: tuple[int, ...], options: dict) -> None:
-    """Ids of any shape, of either width; the padding's row is zeros."""
+    """Ids have any shape and either width; the padding id's row is zeros."""
     theirs = seeded(nn.Embedding, ROWS, DIM, padding_idx=3)
     ours = seeded(rk.Embedding, ROWS, DIM, padding_idx=3, **options)
     ids = torch.randint(ROWS, shape)
@@ -120,7 +120,7 @@ def test_rows_are_torchs(shape: tuple[int, ...], options: dict) -> None:
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 @pytest.mark.parametrize("backing", ["device", "host", "disk"])
 def test_rows_of_padding_behind_a_cache(backing: str, format: str, tmp_path: Path) -> None:
-    """A padding's row that is not zeros, of any backing: in a file it is read as others are; it is never trained."""
+    """A nonzero padding row is read from a cache of any backing, and never trained."""
     given = torch.randn(5000, 16)
     where = {"path": tmp_path / "rows", "memory_budget": 300_000} if backing == "disk" else {}
     options = {"cache": rk.RowCache(0.01, backing=backing, **where), "format": format, **SGD}
@@ -136,14 +136,14 @@ def test_rows_of_padding_behind_a_cache(backing: str, format: str, tmp_path: Pat
 
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_rows_of_padding_beside_a_gpu(format: str) -> None:
-    """The padding's row of a table in host memory goes to where the ids are, as it goes to a GPU."""
+    """The padding row of a table in host memory is copied to the ids' device."""
     layer = rk.Embedding(ROWS, DIM, padding_idx=3, cache=rk.RowCache(0.5, backing="host"), format=format, **SGD)
     row = layer._padding_row(torch.device("meta"))
     assert (row.device.type, row.dtype, list(row.shape)) == ("meta", torch.float32, [1, DIM])
 
 
 def test_factors_and_last_offsets() -> None:
-    """``per_sample_weights`` and ``include_last_offset`` with a fused optimizer; factors get their gradient."""
+    """``per_sample_weights``, with a gradient, and ``include_last_offset`` work with a fused optimizer."""
     ids, offsets = JAGGED
     factors = torch.arange(7.0, requires_grad=True)
     theirs = seeded(nn.EmbeddingBag, ROWS, DIM, mode="sum", include_last_offset=True)
@@ -186,7 +186,7 @@ def test_sparse_gradients() -> None:
     ],
 )
 def test_states(options: dict, names: list[str]) -> None:
-    """A state has the layer's names, and makes another layer go on with the same bits."""
+    """A state has the layer's names, and restores training to the bit."""
     layer = rk.Embedding(ROWS, DIM, **options)
     trained(layer, (PADDED,))
     state = {name: tensor.clone() for name, tensor in nn.ModuleDict({"item": layer}).state_dict().items()}
@@ -197,7 +197,7 @@ def test_states(options: dict, names: list[str]) -> None:
 
 
 def test_state_of_torch() -> None:
-    """A state of torch.nn's loads where the optimizer keeps nothing; elsewhere the missing names are told."""
+    """torch.nn's state loads if the optimizer has no state; otherwise the missing names are reported."""
     theirs = nn.Embedding(ROWS, DIM)
     ours = rk.Embedding(ROWS, DIM, **SGD)
     ours.load_state_dict(theirs.state_dict())
@@ -228,7 +228,7 @@ def _by_torch(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("copied", [copy.deepcopy, _by_pickle, _by_torch])
 @pytest.mark.parametrize("options", [SGD, SGD | {"format": "int8"}], ids=str)
 def test_copies_train_alone(copied: Callable[[nn.Module], nn.Module], options: dict) -> None:
-    """A copy has the same numbers, memory of its own, and a fused optimizer."""
+    """A copy has equal values, separate memory, and a fused optimizer."""
     layer = rk.Embedding(ROWS, DIM, **options)
     before = layer.weight.detach().clone()
     other = copied(layer)
@@ -257,7 +257,7 @@ def test_a_tied_layer_is_copied_with_its_table() -> None:
 
 
 def test_moves_and_the_meta_device() -> None:
-    """Casts leave the table alone; memory may come after the layer."""
+    """Casts leave the table unchanged; memory may be allocated after construction."""
     layer = rk.Embedding(ROWS, DIM, **SGD)
     assert nn.Sequential(layer).half()[0].weight.dtype == torch.float32
     empty = rk.Embedding(ROWS, DIM, device="meta", **SGD)
@@ -289,7 +289,7 @@ def test_freezing_and_pretrained_rows() -> None:
 
 
 def test_modes_reach_the_cache() -> None:
-    """Rows come into a cache in training, and not in ``eval()``."""
+    """Rows are inserted into a cache in training, and not in ``eval()``."""
     options = SGD | {"format": "int8", "cache": rk.RowCache(0.5, ways=2)}
     model = nn.Sequential(rk.Embedding(100, DIM, **options))
     model.eval()(PADDED)
@@ -300,7 +300,7 @@ def test_modes_reach_the_cache() -> None:
 
 @pytest.mark.parametrize("options", [{}, SGD], ids=str)
 def test_compiled(options: dict) -> None:
-    """In one graph, with the eager outputs and updates."""
+    """One graph has the eager outputs and updates."""
     layer, eager = (seeded(rk.EmbeddingBag, ROWS, DIM, **options) for _ in range(2))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -312,7 +312,7 @@ def test_compiled(options: dict) -> None:
 
 
 def test_parameters() -> None:
-    """``weight`` is the only one; a torch optimizer is to be given none that a fused one updates."""
+    """``weight`` is the only parameter; dense_parameters() excludes fused ones."""
     model = nn.Sequential(rk.Embedding(ROWS, DIM, **SGD), rk.Embedding(ROWS, DIM))
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "1.weight"]
     assert rk.dense_parameters(model) == [model[1].weight]
@@ -402,7 +402,7 @@ def test_refused(error: type[Exception], make: Callable[[], object], message: st
 
 
 def test_a_replaced_weight_is_refused() -> None:
-    """Lookups of a fused table would go on to read the table that it was; a layer without options takes another."""
+    """Lookups of a fused table reject a replaced weight; a layer without options accepts it."""
     other = nn.Parameter(torch.zeros(ROWS, DIM))
     fused, plain = rk.Embedding(ROWS, DIM, **SGD), rk.Embedding(ROWS, DIM)
     fused.weight = plain.weight = other

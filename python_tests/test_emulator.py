@@ -1,4 +1,4 @@
-"""The emulator of CUDA kernels finds what it promises to find, and the real kernels run clean under the sanitizers."""
+"""The emulator of CUDA kernels finds the documented errors, and the real kernels run clean under the sanitizers."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_a_kernel_without_bugs(planted) -> None:
     ],
 )
 def test_forbidden_steps_are_named(bug: int, message: str, planted) -> None:
-    """The block, the thread and what it did; the next launch works again."""
+    """The error has the block, the thread and the operation; the next launch works."""
     with pytest.raises(RuntimeError, match=rf"block 0: thread \d+:? {message}"):
         planted.planted(bug, torch.randn(65))
     assert planted.planted(NONE, torch.randn(65)).isfinite().all()
@@ -58,7 +58,7 @@ def test_forbidden_steps_are_named(bug: int, message: str, planted) -> None:
     [(OTHER_STREAM, "on a stream that is not torch's"), (NO_GUARD, "without an OnDeviceOf in scope")],
 )
 def test_launches_are_on_torchs_stream_and_device(bug: int, message: str, planted) -> None:
-    """A GPU runs such a kernel, too early or on another GPU; the next launch works again."""
+    """Such a kernel would run on a GPU too early or on another GPU; the next launch works."""
     with pytest.raises(RuntimeError, match=f"a kernel is launched {message}"):
         planted.planted(bug, torch.randn(65))
     assert planted.planted(NONE, torch.randn(65)).isfinite().all()
@@ -81,7 +81,7 @@ def test_races_change_with_the_order(planted) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("bug", [OUTSIDE, OUTSIDE_SHARED])
 def test_accesses_outside_of_memory_end_a_sanitized_run(bug: int, asan: dict[str, str]) -> None:
-    """A kernel without bugs goes on."""
+    """An invalid access ends the process; a correct kernel does not."""
     library = build("rec_kernels_planted_asan")
     code = f"import torch; torch.ops.load_library({str(library)!r}); planted = torch.ops.rec_kernels_planted.planted\n"
     code += f"x = torch.randn(64); planted({NONE}, x); print('clean', flush=True)\n"
@@ -94,11 +94,11 @@ def test_accesses_outside_of_memory_end_a_sanitized_run(bug: int, asan: dict[str
 
 @pytest.mark.full
 def test_the_kernels_run_clean_under_the_sanitizers(asan: dict[str, str]) -> None:
-    """The comparisons with the reference and bad input on the device, with the sanitized library."""
+    """The comparisons with the reference, and bad input on the device, pass with the sanitized library."""
     environment = asan | {"REC_KERNELS_TEST_LIBRARY": str(build("rec_kernels_emulated_asan"))}
     bags = [f"embedding_bag{part}" for part in ("", "_device", "_fused", "_moments", "_partitions_device")]
     tests = [f"python_tests/test_{name}.py" for name in (*bags, "scale_rows")]
-    left_out = "not flush_denormal and not (moments and (any_case or widths))"  # for the sake of time
+    left_out = "not flush_denormal and not (moments and (any_case or widths))"  # to save time
     options = ["-q", "-m", "not full", "--backends=cuda_emulated", "-k", left_out]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

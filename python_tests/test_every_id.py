@@ -1,4 +1,4 @@
-"""Hashed tables of which every int64 is an id: ``id % buckets`` as Python and torch have it, in ops and modules."""
+"""Hashed tables accept every int64 as an id: ``id % buckets`` as in Python and torch, in ops and modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _hash(table: int, buckets: int) -> Parts:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("buckets", [1, 2, 3, 64, 1000, 65537])
 def test_row_is_the_remainder(buckets: int, dtype: torch.dtype) -> None:
-    """Rows are those of Python's ``%``, at the ends of the type, around 0 and around multiples of the number."""
+    """Rows are those of Python's ``%``, at the ends of the type, around 0 and around multiples of the size."""
     ends, middle = torch.iinfo(dtype), [k * buckets + d for k in (-3, -1, 0, 1, 2) for d in (-1, 0, 1)]
     ids = [*range(ends.min, ends.min + 3), *range(ends.max - 2, ends.max + 1), *range(-5, 5), *middle]
     rows = torch.arange(float(buckets))
@@ -51,7 +51,7 @@ def test_row_is_the_remainder(buckets: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("padding", [-1, 3, INT32.min, INT64.min])
 def test_padding_is_any_integer(padding: int, dtype: torch.dtype) -> None:
-    """The id is left out of its own feature, and of no other: ids that kernels leave out elsewhere are rows there."""
+    """The padding id is left out of its own feature only; otherwise ignored ids are rows here."""
     features = [_hash(0, 5), _hash(0, 5), _hash(1, 3), 1]
     given = [padding, None, None, 3]
     mean = [True, True, False, True]
@@ -70,7 +70,7 @@ def test_padding_is_any_integer(padding: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("buckets", [2**31 - 1, 2**31 + 1, 2**33, 2**44 - 17])
 def test_rows_of_large_tables(buckets: int) -> None:
-    """Rows beyond int32, also of int32 ids, are found in a cache that holds them; the tables need no memory for it."""
+    """Rows beyond int32, also of int32 ids, are found in a cache, without memory for the table."""
     ids = [-1, -2, -buckets, INT32.min, INT32.max, 0, 12345, INT64.min, INT64.min + 1, INT64.max, 3 * buckets - 5]
     rows = list(dict.fromkeys(i % buckets for i in ids))
     partitions = rk.IdPartitions([0, 1], [1], [buckets], [None], ["concat"])
@@ -87,7 +87,7 @@ def test_rows_of_large_tables(buckets: int) -> None:
 
 
 def test_bad_ids_of_other_features() -> None:
-    """They are named by their own limits, and left out where they may be."""
+    """Bad ids of other features are named with their own limits, or ignored."""
     case = make_case([(6, 3), (4, 7)], [_hash(0, 5), 1, _hash(1, 4)], [3, 2, 3], seed=1)
     case.values[3] = -1
     encoded = EncodedCase(case, ["fp32", "fp32"])
@@ -114,14 +114,14 @@ def test_bad_ids_of_other_features() -> None:
     ],
 )
 def test_layouts_that_are_refused(partitions: tuple, message: str) -> None:
-    """Only the remainder of an id is a row for every integer, and the table must have them all."""
+    """Hashing requires divisor 1 and a table with all rows of the modulus."""
     rows = [7] * len(partitions[1])
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.table_layout(rows, [4] * len(rows), partitions=rk.IdPartitions(*partitions))
 
 
 def test_layouts_of_triton() -> None:
-    """The Triton kernels have no hashed tables, and say so."""
+    """The Triton kernels reject hashed tables."""
     triton = pytest.importorskip("rec_kernels.triton.inputs")
     made = rk.table_layout([7], [4], partitions=rk.IdPartitions([0, 1], [1], [7], [None], ["concat"]))
     call = type("Call", (), {"layout": made.layout, "layout_sizes": made.layout_sizes})
@@ -129,7 +129,7 @@ def test_layouts_of_triton() -> None:
         triton.check_offered(call)
 
 
-# Modules: a hashed table has the bits of a plain one whose ids are the remainders.
+# Modules: a hashed table has the bits of a plain one with the remainders as ids.
 
 
 def _tables(kind: type[rk.EmbeddingConfig], *, every: bool, **options: object) -> list[rk.EmbeddingConfig]:
@@ -182,7 +182,7 @@ def _compiled(collection: rk.EmbeddingBagCollection, ids: dict[str, Tensor]) -> 
     ],
 )
 def test_bits_of_the_remainders(look_up: Callable, options: dict) -> None:
-    """Outputs and state over three steps, also of a copy, of a state and of what serves."""
+    """Outputs and state over three steps, also of a copy, a loaded state and a serving copy."""
     kind = rk.EmbeddingConfig if look_up is _sequences else rk.EmbeddingBagConfig
     made = rk.EmbeddingCollection if look_up is _sequences else rk.EmbeddingBagCollection
     format = "int8" if options else "fp32"
@@ -207,7 +207,7 @@ def test_bits_of_the_remainders(look_up: Callable, options: dict) -> None:
 
 
 def test_rows_of_bounded_tables_stay() -> None:
-    """Ids from 0 on have the rows that they have in a table of 2^40 ids, and int32 ids those of int64."""
+    """Ids from 0 on have the rows of a table with 2^40 ids, and int32 ids those of int64."""
     tables = [
         rk.EmbeddingBagConfig(
             rows, 4, name="t", feature_names=["a"], compression=rk.Hash(11), init=torch.nn.init.normal_
@@ -223,7 +223,7 @@ def test_rows_of_bounded_tables_stay() -> None:
 
 
 def test_on_disk(tmp_path) -> None:
-    """The rows that a batch's ids have are read from a file, and written there."""
+    """Rows of a batch's remainders are read from a file, and written to it."""
     pytest.importorskip("rec_kernels._host")
     cache = rk.RowCache(0.1, backing="disk", path=str(tmp_path / "rows"), memory_budget=10**6)
     torch.manual_seed(3)
@@ -239,7 +239,7 @@ def test_on_disk(tmp_path) -> None:
 
 
 def test_export() -> None:
-    """An exported program takes negative ids."""
+    """An exported program accepts negative ids."""
     collection = rk.EmbeddingBagCollection(_tables(rk.EmbeddingBagConfig, every=True))
     served = collection.for_serving()
     batch = rk.KeyedJaggedTensor.from_dict(_ids(0))
@@ -249,7 +249,7 @@ def test_export() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": rk.SGD(lr=0.1)}])
 def test_layers(options: dict) -> None:
-    """The layers of one table have None for the number of ids; padding has zeros for a row."""
+    """Layers accept None as the number of ids; the padding id's row is zeros."""
     ids = torch.tensor([[-1, -2, INT64.min], [5, 35, -38]])
     layer = rk.Embedding(None, 4, padding_idx=-1, compression=rk.Hash(BUCKETS), **options)
     expected = layer.weight[ids % BUCKETS] * (ids != -1)[..., None]
@@ -261,7 +261,7 @@ def test_layers(options: dict) -> None:
 
 @pytest.mark.parametrize("compression", [rk.Hash(5), rk.MixedDimension(2), rk.QuotientRemainder(4)])
 def test_padding_of_compressed_layers(compression: rk.Compression) -> None:
-    """An id of padding has zeros, and no row of the tables that are kept."""
+    """A padding id's output is zeros, and it uses no row of the parts."""
     layer = rk.Embedding(20, 4, padding_idx=12, compression=compression)
     rows = layer(torch.tensor([12, 7]))
     assert not rows[0].any()
@@ -269,7 +269,7 @@ def test_padding_of_compressed_layers(compression: rk.Compression) -> None:
 
 
 def test_configurations() -> None:
-    """None is for hashed tables; the first numbers are those of a table of as many rows."""
+    """None is allowed for hashed tables only; initial values are those of a table with as many rows."""
     table = rk.EmbeddingBagConfig(
         None, 16, name="t", feature_names=["a"], compression=rk.Hash(400), padding_idx=-(2**63)
     )
@@ -292,7 +292,7 @@ def test_configurations() -> None:
 
 
 def test_advice_of_sharded_lookups() -> None:
-    """A batch is refused before its ids are sent, with what to write instead of a bounded table."""
+    """A bad batch is rejected before its ids are sent; the error suggests a hashed table."""
     pytest.importorskip("torchrec.distributed")
     from rec_kernels.distributed.batch_checks import checked_batch
 

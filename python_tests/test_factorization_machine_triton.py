@@ -1,6 +1,6 @@
 """factorization_machine in Triton against float64, within the bounds of docs/numerics.md.
 
-test_products_triton.py has its errors; triton_device.py says how the file is run.
+test_products_triton.py tests errors; triton_device.py describes how the file is run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triton_device import DEVICE
 
 from rec_kernels.triton import factorization_machine as module
 
-KINDS = list(itertools.product(FLOATS, [True, False]))  # dtypes, and a shared y or each its own
+KINDS = list(itertools.product(FLOATS, [True, False]))  # dtypes, and a shared y or one per sample
 
 
 def check(call: Call, precision: str = "ieee") -> None:
-    """The result and both gradients: apart from float64 by at most the bound of each."""
+    """The result and both gradients differ from float64 by at most their bounds."""
     found = [t.cpu() for t in on_device(call, DEVICE).each(module, precision)]
     check_tiles(found, call, precision)
     PASSED["triton"] += 3
@@ -30,7 +30,7 @@ def check(call: Call, precision: str = "ieee") -> None:
 
 @pytest.mark.parametrize(("kind", "size"), cross(KINDS, SIZES, (3, 10, 5)), ids=str)
 def test_matches_float64(size: tuple[int, int, int], kind: tuple[torch.dtype, bool]) -> None:
-    """Whole tiles and partial ones, one and several."""
+    """Whole and partial tiles, one and several."""
     dtype, shared = kind
     check(make_call(size, 3, shared, dtype))
 
@@ -39,7 +39,7 @@ def test_matches_float64(size: tuple[int, int, int], kind: tuple[torch.dtype, bo
 @pytest.mark.parametrize("changed", Call._fields)
 @pytest.mark.parametrize("shared", [False, True])
 def test_infinite_inputs(shared: bool, changed: str, value: float) -> None:
-    """Inf and NaN reach what the CPU's op has them in, and nothing else: tiles are wider than D and K."""
+    """Inf and NaN reach the elements that they reach in the CPU's op: tiles are wider than D and K."""
     call = make_call((3, 10, 5), 2, shared).map(lambda t: torch.randint_like(t, 1, 4))
     getattr(call, changed).view(-1)[0] = value
     for mine, right in zip(on_device(call, DEVICE).each(module), call.each(torch.ops.rec_kernels), strict=True):
@@ -54,12 +54,12 @@ def test_tf32(shared: bool) -> None:
 
 
 def test_many_samples() -> None:
-    """The gradient of a shared y is summed by two programs, the last of which has few samples."""
+    """The gradient of a shared y is summed by two programs; the last has few samples."""
     check(make_call((2, 3, 2), module.SUMMED_SAMPLES + 5, True))
 
 
 def test_strided_inputs() -> None:
-    """Samples at any distance, and arguments that are copied."""
+    """Samples with any stride are read, others copied."""
     call = make_call((4, 6, 3), 10, False)
     wide = call.map(lambda t: torch.randn(2 * len(t), *(2 * n for n in t.shape[1:])))
     rows = Call(*(t.flatten(1)[::2, 1 : 1 + a[0].numel()].view(a.shape) for t, a in zip(wide, call, strict=True)))

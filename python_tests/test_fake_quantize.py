@@ -1,4 +1,4 @@
-"""fake_quantize on the CPU and in torch's own ops: bits of the reference, gradients, compilation, errors."""
+"""fake_quantize on the CPU and in torch's own ops: the reference's bits, gradients, compilation, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ op = torch.ops.rec_kernels.fake_quantize
 
 
 def hard_rows(columns: int, dtype: torch.dtype) -> Tensor:
-    """[N, D]: of every size, on ties, near the ends, not finite."""
+    """Rows [N, D] of every magnitude, on ties, near the limits, not finite."""
     x = torch.cat([finite_rows(columns), not_finite_rows(columns)])
     if dtype == torch.float32:
         return x
@@ -33,7 +33,7 @@ def hard_rows(columns: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("format", "rounding", "rule"), WAYS)
 def test_matches_reference(format: str, rounding: str, rule: str | None, dtype: torch.dtype) -> None:
-    """Every instruction set and number of threads; rounded to the nearest, also torch's own ops."""
+    """Every instruction set and number of threads has the reference's bits, as do torch's ops for "nearest"."""
     for columns in (1, 16, 33, 257):
         x = hard_rows(columns, dtype)
         expected = encoded_and_decoded(x, format, rounding, rule, **PLACE)
@@ -50,7 +50,7 @@ def test_matches_reference(format: str, rounding: str, rule: str | None, dtype: 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_any_shape_and_stride(format: str, rounding: str) -> None:
-    """One dimension to four, transposed, in steps, repeated, without rows; the op's result is new and contiguous."""
+    """Any rank and stride; the op's result is new and contiguous."""
     x = finite_rows(24)[:60]
     views = [x[7], x.view(3, 4, 5, 24), x.T, x[::3, 1:20], x[:1].expand(5, -1), x[:0], x.view(6, 10, 24)[:, :0]]
     for view in views:
@@ -76,7 +76,7 @@ def test_rows_are_numbered_in_memory_order() -> None:
 
 
 def test_mapped_slices_are_rows_of_one_tensor() -> None:
-    """torch.vmap leaves no two of them the same noise."""
+    """Slices of torch.vmap have different noise."""
     x = torch.randn(256).expand(4, 1, 256)
 
     def rounded(t: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_mapped_slices_are_rows_of_one_tensor() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int4", "mx6", "mxfp4_e2m1"])
 def test_gradient_is_that_of_the_identity(format: str, dtype: torch.dtype) -> None:
-    """The gradient passes unchanged, whatever the numbers became, also NaN."""
+    """The gradient passes unchanged, also for NaN."""
     x = hard_rows(19, dtype).requires_grad_()
     grad = torch.randn(x.shape).to(dtype)
     for rounding in ROUNDINGS:
@@ -103,7 +103,7 @@ def test_gradient_is_that_of_the_identity(format: str, dtype: torch.dtype) -> No
 
 
 def test_a_network_trains_through_it() -> None:
-    """Activations of two bits a column and weights of four: the loss falls."""
+    """With activations of two bits per column and weights of four, the loss falls."""
     torch.manual_seed(0)
     x, hidden, out = torch.randn(64, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 1)
     target = x[:, :1] * x[:, 1:2]
@@ -123,7 +123,7 @@ def test_a_network_trains_through_it() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_compiles_once(backend: str, rounding: str) -> None:
-    """New steps and, after the second, new shapes need no new compilation; bits and gradients are those of eager."""
+    """New steps and, after the second, new shapes need no compilation; bits and gradients are eager's."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
 
@@ -140,8 +140,8 @@ def test_compiles_once(backend: str, rounding: str) -> None:
     assert counter.frame_count <= 2
 
 
-# One of each family's formats, and those whose numbers end otherwise; dtypes differ where a row is read and written,
-# rules where a block's scale is found. Inductor takes seconds for each.
+# One format of each family, and those with other limits; dtypes exercise reading and writing rows, rules the block
+# scale. Inductor takes seconds for each.
 FAMILIES = ("bf16", "int8", "mx6", "mxfp6_e3m2")
 OTHERS = ("fp16", "mxfp8_e4m3", "mxfp4_e2m1", "mxint8")
 
@@ -157,9 +157,9 @@ OTHERS = ("fp16", "mxfp8_e4m3", "mxfp4_e2m1", "mxint8")
     ],
 )
 def test_traced_ops_compile(format: str, dtype: torch.dtype, columns: int, rule: str) -> None:
-    """Torch's own ops in Inductor."""
-    # Inductor's CPU code may leave the last columns out where a fixed width is no whole number of blocks (torch 2.13):
-    # of 33 in any dtype, of 48 in bfloat16 and blocks of 32.
+    """torch's own ops compile in Inductor."""
+    # Inductor's CPU code may omit the last columns if a fixed width is no multiple of the block (torch 2.13):
+    # 33 columns in any dtype, 48 in bfloat16 with blocks of 32.
     check_traced_ops(hard_rows(columns, dtype), format, rule, dynamic=True if columns % 16 else None)
 
 
@@ -167,13 +167,13 @@ def test_traced_ops_compile(format: str, dtype: torch.dtype, columns: int, rule:
 @pytest.mark.parametrize("format", [*FAMILIES, *OTHERS])
 @pytest.mark.parametrize("columns", [33, 48, 64])
 def test_traced_ops_compile_for_a_gpu(format: str, columns: int) -> None:
-    """Fixed widths of all kinds, too."""
+    """Fixed widths of all kinds compile on a GPU."""
     for dtype in (torch.float32, torch.bfloat16):
         check_traced_ops(hard_rows(columns, dtype).cuda(), format, "floor")
 
 
 def check_traced_ops(x: torch.Tensor, format: str, rule: str, dynamic: bool | None = None) -> None:
-    """The bits of the op, integers within a rounding of their last addition."""
+    """Compares with the op's bits, integers within a rounding of their last addition."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True, dynamic=dynamic)
     found, x = compiled(x, rule == "rceil").cpu(), x.cpu()
@@ -189,7 +189,7 @@ def check_traced_ops(x: torch.Tensor, format: str, rule: str, dynamic: bool | No
 
 @pytest.mark.parametrize("format", ["bf16", *full("fp16")])
 def test_traced_ops_are_fused(format: str) -> None:
-    """Neighbouring ops are in the same kernel; a conversion there and back would have been dropped."""
+    """Adjacent ops are in one kernel, which keeps the conversion to the format and back."""
     torch._dynamo.reset()
     metrics.reset()
     compiled = torch.compile(lambda v, w: Traced.apply(torch.relu(v) * w, format, False) + 1, fullgraph=True)
@@ -236,7 +236,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_arguments(message: str) -> None:
-    """The CPU's op and the check of the other ways say the same."""
+    """The CPU's op and the check of the other implementations raise equal errors."""
     names = ("x", "format", "rounding", "seed", "step", "table", "first_row", "scale_rule")
     good = dict(zip(names, (X, "mx6", "stochastic", torch.tensor(1), torch.tensor(2), 0, 0, None), strict=True))
     for call in (op, check_arguments):

@@ -1,6 +1,6 @@
-"""fake_quantize in Triton against the reference, bit for bit.
+"""fake_quantize in Triton has the reference's bits.
 
-triton_device.py says how the file is run.
+triton_device.py describes how the file is run.
 """
 
 # ruff: noqa: N803 (constants of a kernel are written large)
@@ -31,14 +31,14 @@ from rec_kernels.triton import fake_quantize as module
 from rec_kernels.triton.row_formats import fake_quantize_tile, narrow, random_words, widen
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# A row of these is none of the kernels' tiles, and the last tile is partial.
+# A row of these sizes fits none of the kernels' tiles; the last tile is partial.
 LONG = module.TILE + 452
 TABLE, SEED, STEP = tl.constexpr(3), tl.constexpr(-5), tl.constexpr(2**32 + 9)
 
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fused multiply-add for the interpreter, whose own rounds twice; overflows that are meant are no warnings."""
+    """Replaces the interpreter's multiply-add, which rounds twice, by a fused one; ignores overflow warnings."""
 
     def fused(_, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         total = fused_multiply_add(*(torch.from_numpy(np.array(t.data)) for t in (x, y, z)))
@@ -50,13 +50,13 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fake_quantize(x: Tensor, *given: object) -> Tensor:
-    """The kernels, for CPU tensors."""
+    """Runs the kernels on copies of CPU tensors."""
     there = (a.to(DEVICE) if isinstance(a, Tensor) else a for a in (x, *given))
     return module.fake_quantize(*there).cpu()
 
 
 def compare(x: Tensor, format: str, rounding: str, rule: str | None = None, **place: int) -> None:
-    """Every bit of a call against the reference."""
+    """Compares every bit of a call with the reference."""
     place = PLACE | place
     found = fake_quantize(x, *arguments(format, rounding, rule, place))
     right = encoded_and_decoded(x, format, rounding, rule, **place)
@@ -75,7 +75,7 @@ def _first_difference(x: Tensor, found: Tensor, right: Tensor) -> str:
 
 
 def binades(columns: int) -> Tensor:
-    """[255, columns]: numbers of row r lie in the binade r of float32 and a few below."""
+    """[255, columns]: values of row r are in binade r of float32 and a few below."""
     exponent = (torch.arange(255)[:, None] - torch.randint(-1, 12, (255, columns)).clamp(min=0)).clamp(min=0)
     mantissa = torch.randint(2**23, (255, columns)) & -(2 ** torch.randint(24, (255, columns)))
     sign = torch.randint(-1, 1, (255, columns)) * 2**31
@@ -84,7 +84,7 @@ def binades(columns: int) -> Tensor:
 
 @pytest.mark.parametrize("columns", [33, *full(1, 3, 16, 100, 300)])
 def test_every_way(columns: int) -> None:
-    """Rows that are hard to encode, with and without NaN and Inf; of the widest, some."""
+    """Rows that are hard to encode, with and without NaN and Inf; some of the widest."""
     x = torch.cat([finite_rows(columns), not_finite_rows(columns)])[:: 1 + columns // 100]
     for way in WAYS:
         compare(x, *way)
@@ -95,13 +95,13 @@ def test_every_way(columns: int) -> None:
     [*(way for way in WAYS if way[1] == ROUNDINGS[0]), *full(*(way for way in WAYS if way[1] != ROUNDINGS[0]))],
 )
 def test_every_binade(format: str, rounding: str, rule: str | None) -> None:
-    """Near the ends of the exponents, too: scales that are denormal, steps that are held, pairs that are raised."""
+    """Also near the limits of exponents: denormal scales, clamped steps, raised pairs."""
     compare(torch.cat([binades(64), any_bits(65, 64)]), format, rounding, rule)
 
 
 @pytest.mark.parametrize("dtype", [FLOATS[2], *full(*FLOATS[:2])])
 def test_long_rows(dtype: torch.dtype) -> None:
-    """Rows span several tiles: one has an Inf, one is constant, one has its least number in the last tile."""
+    """Rows span several tiles: with an Inf, constant, and with the smallest value in the last tile."""
     x = torch.randn(4, LONG) * torch.tensor([[1e-6], [1.0], [30.0], [1.0]])
     x[1, 5], x[2] = torch.inf, 0.1
     x[3, -1], x[3, 0] = -9.0, 9.0
@@ -113,7 +113,7 @@ def test_long_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FLOATS[1], *full(FLOATS[2])])
 @pytest.mark.parametrize("rounding", [ROUNDINGS[0], *full(*ROUNDINGS[1:])])
 def test_narrow_input(dtype: torch.dtype, rounding: str) -> None:
-    """Numbers of any bits; what is decoded is rounded to the dtype, with Inf where it overflows."""
+    """Values of any bits; decoded values are rounded to the dtype, with Inf on overflow."""
     bits = torch.randint(-(2**15), 2**15, (40, 33), dtype=torch.int16).view(dtype)
     x = torch.cat([finite_rows(33).to(dtype), bits])
     for way in WAYS:
@@ -123,7 +123,7 @@ def test_narrow_input(dtype: torch.dtype, rounding: str) -> None:
 
 @pytest.mark.parametrize("format", BLOCKS)
 def test_at_rest(format: str) -> None:
-    """Numbers that a format holds decode to themselves."""
+    """Values that a format represents decode to themselves."""
     x = random_blocks(format, 300)
     for rounding in ROUNDINGS:
         compare(x, format, rounding, "rceil")
@@ -139,13 +139,13 @@ def test_at_rest(format: str) -> None:
     ],
 )
 def test_noise(place: dict[str, int]) -> None:
-    """Rows on both sides of 2^32, the last row and table, seeds and steps that are negative or wrap around."""
+    """Rows around 2^32, the last row and table, negative and wrapping seeds and steps."""
     for format in ("bf16", "fp16", "int4", "mx4", "mxfp4_e2m1"):
         compare(torch.rand(70, 37) + 0.01, format, "stochastic", **place)
 
 
 def test_defaults() -> None:
-    """Seed and step default to 0; the scale rule follows the rounding, and fp32 draws nothing."""
+    """Seed and step default to 0; the scale rule follows the rounding, and fp32 uses no noise."""
     x = torch.randn(5, 40)
     for format in rk.ROW_FORMATS:
         assert same_bits(fake_quantize(x, format), encoded_and_decoded(x, format))
@@ -168,7 +168,7 @@ def test_shapes_and_strides() -> None:
 
 
 def test_bad_arguments() -> None:
-    """Arguments that the op refuses are refused."""
+    """Arguments that the op rejects are rejected."""
     x = torch.ones(2, 3)
     bad = [("int3",), ("int8", "up"), ("int8", "nearest", torch.tensor([1])), ("mx9", "nearest", None, None, -1)]
     for given in bad:
@@ -189,7 +189,7 @@ def _scaled_kernel(x, factor, words, out, D: tl.constexpr, FORMAT: tl.constexpr)
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "mx9", "mxfp6_e2m3"])
 def test_own_kernel(format: str) -> None:
-    """The device functions in another kernel, with constants for what the op has in memory."""
+    """A user's kernel can call the device functions, with constants instead of the op's tensors."""
     x, factor = torch.randn(4, 30), torch.rand(4)
     place = {"seed": SEED.value, "step": STEP.value, "table": TABLE.value}
     words, out = torch.zeros(4, 30, dtype=torch.int64, device=DEVICE), torch.zeros(4, 30, device=DEVICE)
@@ -207,7 +207,7 @@ def _cast_kernel(x, out):
 
 @pytest.mark.parametrize("narrow_dtype", FLOATS[1:])
 def test_casts(narrow_dtype: torch.dtype) -> None:
-    """Casts to a narrower dtype and back are right for any bits: NaN of every payload, ties, denormals."""
+    """Casts to a narrower dtype and back are correct for any bits: NaN of every payload, ties, denormals."""
     x = torch.randint(-(2**31), 2**31, (1024,)) & -(2 ** torch.randint(0, 18, (1024,)))
     x[:4] = torch.tensor([0x7F800001, -0x7FFFFF, 0x7F7FFFFF, 0x7F800000])
     x = x.int().view(torch.float32)

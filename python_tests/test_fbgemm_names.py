@@ -1,4 +1,4 @@
-"""docs/fbgemm.md names everything that the installed FBGEMM has, and its recipes give what FBGEMM's ops give."""
+"""docs/fbgemm.md names everything in the installed FBGEMM, and its recipes have the results of FBGEMM's ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("fbgemm_gpu")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "fbgemm.md").read_text()
-#: Endings of the parts of which FBGEMM makes the op of the name in front.
+#: Suffixes of ops that implement parts of another FBGEMM op.
 PARTS = "(_backward|_forward|_cpu|_cuda|_gpu|_impl|_v2|_out|_function|_auto_grad|_split|_tensor|_inference)"
 PARTS += "|(_input1D|_2d_weights|_byte|_grad|_to_cpu)"
 
@@ -32,7 +32,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 
 def test_ops() -> None:
-    """Every op that FBGEMM registers is of a row of the tables, by itself or as a part of another op."""
+    """Every op that FBGEMM registers has a row in the tables, itself or as a part of another op."""
     schemas = torch._C._jit_get_all_schemas()
     found = {schema.name.split("::")[1] for schema in schemas if schema.name.startswith("fbgemm::")}
     assert len(found) > 100
@@ -53,7 +53,7 @@ def test_arguments_and_methods() -> None:
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_recipes(ids: torch.dtype) -> None:
-    """Results of the page's recipes, on random bags, empty ones among them."""
+    """The page's recipes have FBGEMM's results on random bags, including empty ones."""
     fbgemm: Any = torch.ops.fbgemm
     lengths = torch.randint(4, (30,), generator=torch.Generator().manual_seed(0))
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""The first half hour on a GPU, rehearsed without one: every command, limits, restarts, and the page."""
+"""The first half hour on a GPU, rehearsed without one: commands, limits, restarts, and the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = {"first_light.json", "first_light.md", "log.txt", "bench.json", "bench.p
 
 
 def fake_tools(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's tools, which say how they were called; ncu writes its report, and runs nothing."""
+    """Fakes of NVIDIA's tools, which print their arguments; ncu also writes its report."""
     code = {
         "compute-sanitizer": "print('called', args[:4], [os.path.basename(a) for a in args[5:]])",
         "ncu": "print(args); '--export' in args and open(args[args.index('--export') + 1], 'w').write('report')",
@@ -38,10 +38,10 @@ def fake_tools(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands, with a few cases in the emulator; that of "graphs" is the suite's with names of files."""
+    """Every command runs with a few cases in the emulator; "graphs" is the suite with file names."""
     os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated")
     fake_tools(tmp_path / "tools", monkeypatch)
-    # Limits that a busy machine keeps.
+    # limits for a busy machine
     made = [replace(s, seconds=900) for s in plan.steps(tmp_path, rehearse=True) if s.name != "graphs"]
     monkeypatch.setattr(command, "steps", lambda *args, **how: made)
     status = command.main(["--rehearse", "--output", str(tmp_path)])
@@ -59,7 +59,7 @@ def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernels_that_are_profiled(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launches, with tiny tables on the CPU; the names of the kernels are those of csrc/*/cuda."""
+    """Every kernel is launched, with tiny tables on the CPU, and exists in csrc/*/cuda."""
     monkeypatch.setattr(sys, "argv", ["kernels", "--device", "cpu"])
     assert kernels.main() == 0
     assert capsys.readouterr().out.count("launched") == len(kernels.CASES) == 5
@@ -68,7 +68,7 @@ def test_the_kernels_that_are_profiled(capsys: pytest.CaptureFixture, monkeypatc
 
 
 def test_without_the_profiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """It is left out, and the page says so."""
+    """Without the profiler the step is left out, and the page reports it."""
     monkeypatch.setattr(kernels, "find_profiler", lambda: None)
     assert kernels.profile(tmp_path / "kernels.ncu-rep", "cpu") == 0
     assert command.LEFT_OUT.search(capsys.readouterr().out)
@@ -77,7 +77,7 @@ def test_without_the_profiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_the_plan(tmp_path: Path) -> None:
-    """Every part fits into its time; all files it names exist; nothing of a rehearsal is in it."""
+    """Every part fits into its time, all files exist, and no command is of a rehearsal."""
     steps = plan.steps(tmp_path, commit="abc")
     assert len({step.name for step in steps}) == len(steps)
     assert {step.part for step in steps} == set(PARTS)
@@ -97,7 +97,7 @@ def facts(run: command.Run) -> dict[str, object]:
 
 
 def fake_plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, int, float, str]) -> None:
-    """Steps of a name, a part, a limit and Python code."""
+    """Replaces the plan by steps of (name, part, limit, Python code)."""
     made = [Step(name, part, limit, f"what {name} shows", (*PYTHON, code)) for name, part, limit, code in steps]
     monkeypatch.setattr(command, "steps", lambda *args, **kwargs: made)
     monkeypatch.setattr(command.Run, "prepare", lambda run: run.about(gpu="none", **facts(run)))
@@ -115,7 +115,7 @@ OUTCOMES = (
 
 
 def test_every_outcome_is_on_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A step that fails or is stopped costs the later ones nothing; what has no time left is not begun."""
+    """A failed or stopped step does not affect later ones; a step without time left is not started."""
     fake_plan(monkeypatch, *OUTCOMES)
     assert command.main(["--part", "1", "--output", str(tmp_path), "--seconds", "90"]) == 1
     states = {name: step["state"] for name, step in command.read(tmp_path)["steps"].items()}
@@ -138,7 +138,7 @@ def test_every_outcome_is_on_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_is_finished_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After a restart, in another folder: what was cut and what was not reached, the part's own steps first."""
+    """A restart in another folder runs only interrupted and remaining steps, the part's own steps first."""
     count = "import pathlib; path = pathlib.Path('{}'); path.write_text(path.read_text() + '{}')"
     note = tmp_path / "note"
     note.write_text("")
@@ -148,7 +148,7 @@ def test_what_is_finished_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert command.main(["--part", "1", "--output", str(first), "--seconds", "200"]) == 0
     assert note.read_text() == "ab"
     state = command.read(first)
-    state["steps"]["b"]["state"] = "running"  # the machine was lost then
+    state["steps"]["b"]["state"] = "running"  # as if the machine was lost
     command.save(state, first)
     assert "**was cut**: the run ended before the step did" in (first / "first_light.md").read_text()
     assert command.main(["--part", "2", "--output", str(second), "--earlier", str(first), "--seconds", "2000"]) == 0
@@ -159,14 +159,14 @@ def test_what_is_finished_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert note.read_text() == "abcbdd"
     monkeypatch.setattr(command, "commit", lambda: "another one")
     assert command.main(["--part", "3", "--output", str(second), "--seconds", "2000"]) == 0
-    assert note.read_text() == "abcbddd"  # what was finished is of no use; of earlier parts nothing is known
+    assert note.read_text() == "abcbddd"  # finished steps do not count for other sources; earlier parts are unknown
 
 
 def test_a_part_without_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A step that got less than its limit is not finished; none is begun with next to no time."""
+    """A step with less time than its limit is not finished; none is started with almost no time."""
     fake_plan(monkeypatch, ("cut", 1, 30, WAIT), ("late", 1, 30, "print()"))
     monkeypatch.setattr(command, "LEAST", 1.0)
-    left = {"waiting": 3.0, "running": 3.0}  # the clock, by the state of the first step
+    left = {"waiting": 3.0, "running": 3.0}  # remaining seconds, by the state of the first step
     monkeypatch.setattr(command.Run, "left", lambda run: left.get(run.state["steps"]["cut"]["state"], 0.5))
     assert command.main(["--part", "1", "--output", str(tmp_path), "--seconds", "60"]) == 1
     assert [step["state"] for step in command.read(tmp_path)["steps"].values()] == ["cut", "waiting"]
@@ -194,7 +194,7 @@ def test_one_page_of_several_folders(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_limit_holds_for_the_whole_group(tmp_path: Path) -> None:
-    """Everything that a command has started ends with it, also what ignores a request to end."""
+    """A limit ends all processes of a command, also those that ignore SIGINT."""
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {stubborn!r}]); "
     start = time.monotonic()
@@ -215,14 +215,14 @@ def test_a_limit_holds_for_the_whole_group(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_command_may_say_what_it_knows_before_it_ends(tmp_path: Path) -> None:
-    """A command that is stopped may still report, as pytest does after Ctrl-C."""
+    """A stopped command may still print, as pytest does after Ctrl-C."""
     code = "import time\ntry:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  print('knows 7 things')"
     done = limited.run([sys.executable, "-c", code], tmp_path / "log", 60, grace=53)
     assert (done.status, done.tail.splitlines()[-1]) == (None, "knows 7 things")
 
 
 def test_logs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start and the end of what is too long; every step's is in the file."""
+    """Long logs keep their start and end; the file has every step's."""
     monkeypatch.setattr(limited, "HEAD", 200)
     monkeypatch.setattr(limited, "TAIL", 100)
     code = "print('first'); [print('x' * 9) for _ in range(5000)]; print('last')"
@@ -240,7 +240,7 @@ def test_logs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.full
 def test_a_test_that_hangs_or_breaks_the_gpu_costs_no_other(tmp_path: Path) -> None:
-    """Its process ends, another one runs the remaining tests; a failure is printed at once."""
+    """A hanging test's process ends, and another one runs the remaining tests; a failure is printed at once."""
     (tmp_path / "test_some.py").write_text(
         "import time\nfrom first_light import pytest_plugin\n"
         "def test_fails():\n  assert 1 == 2\n"
@@ -281,7 +281,7 @@ def test_packages_that_are_missing_are_added(tmp_path: Path) -> None:
 
 
 def test_libraries_that_are_packed(tmp_path: Path) -> None:
-    """They are used on the GPU they are for, unless something was built after them."""
+    """Packed libraries are used on GPUs they are built for, unless newer ones exist."""
     carry, package = tmp_path / "carry", tmp_path / "package"
     (carry / "lib").mkdir(parents=True)
     package.mkdir()
@@ -307,7 +307,7 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
 
 
 def test_what_the_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's answer; without one torch's, which is none without a GPU."""
+    """The GPU is reported by the driver, otherwise by torch; none without a GPU."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 9.0\necho 8.0\n")
     tool.chmod(0o755)
@@ -319,7 +319,7 @@ def test_what_the_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_sources_have_a_digest(tmp_path: Path) -> None:
-    """Another one after any change of what the libraries are built from, the emulator aside."""
+    """The digest changes with every source of the libraries, except the emulator's."""
     (tmp_path / "csrc" / "emulator").mkdir(parents=True)
     (tmp_path / "CMakeLists.txt").write_text("")
     found = [carried.sources(tmp_path)]
@@ -330,7 +330,7 @@ def test_sources_have_a_digest(tmp_path: Path) -> None:
 
 
 def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Libraries, wheels and what they are for; more than may travel is an error. Nothing is built or fetched here."""
+    """The pack has libraries, wheels and their targets, up to a size. Builds and downloads are faked."""
     called = []
 
     def build_one(architectures: list[str], python: str | None, output: Path) -> None:
@@ -353,7 +353,7 @@ def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_what_packing_asks_for() -> None:
-    """The versions that requirements-dev.txt pins; this Python where it has its headers; architectures as torch's."""
+    """Packed versions are pinned in requirements-dev.txt, for this Python if it has headers; torch has the architectures."""
     pinned = pack.requirements((ROOT / "requirements-dev.txt").read_text())
     assert [line.split("=")[0] for line in pinned] == ["pytest", "pytest-xdist", "hypothesis", "hypothesis", "filelock"]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,4 +1,4 @@
-"""FlopCounterMode on the ops and the networks, beside counts of the same by torch's own operations, and by formulas."""
+"""FlopCounterMode counts of ops and networks equal those of torch's own operations, and formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("self_interaction", [False, True])
 def test_dot_interaction(self_interaction: bool) -> None:
-    """Pairs of F + 1 vectors, each once; torch's bmm multiplies each of them with each."""
+    """Each pair of F + 1 vectors counts once; torch's bmm multiplies all with all."""
     interaction = functools.partial(rk.dot_interaction, self_interaction=self_interaction)
     pairs = (F + 1) * (F + 2) // 2 if self_interaction else (F + 1) * F // 2
     forward = 2 * B * pairs * D
@@ -50,7 +50,7 @@ def test_factorization_machine(shared: bool) -> None:
 
 
 def test_grouped_projection() -> None:
-    """The op counts as a linear layer per group; a group of its block's width is copied for nothing."""
+    """The op counts as a linear layer per group; a group copied by the identity counts nothing."""
     matrices = [torch.randn(6, 2), torch.randn(6, 3)]
     x, weights = torch.randn(B, 11), torch.cat([m.view(-1) for m in matrices])
 

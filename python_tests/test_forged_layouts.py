@@ -1,4 +1,4 @@
-"""Forged layouts do no harm: no write outside of the tensors, an error or a status, and the next call is right."""
+"""Forged layouts do no harm: no write outside of tensors, an error or a status, and a correct next call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = 3_000
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda_emulated"])
 def test_forgeries(kind: str) -> None:
-    """Calls of every op with a layout: some are refused, some come out harmless."""
+    """Random forgeries of every op with a layout include errors and harmless calls."""
     backend = Backend(kind, torch.ops.rec_kernels if kind == "cpu" else emulated())
     outcomes = collections.Counter(check(number, backend) for number in range(CALLS))
     assert outcomes["raised"] > CALLS // 10
@@ -27,13 +27,13 @@ def test_forgeries(kind: str) -> None:
 
 
 def test_calls_are_those_of_their_number() -> None:
-    """A finding can be looked at again."""
+    """A call is determined by its number."""
     assert forge(7).changes == forge(7).changes
     assert torch.equal(forge(7).arguments["layout"], forge(7).arguments["layout"])
 
 
 def _of_one_table_twice(how: str) -> Forgery:
-    """A dense gradient of 40 equal ids of a feature whose two parts have one table's records."""
+    """A dense gradient of 40 equal ids; the feature's two parts have one table's records."""
     parts = rk.IdPartitions([0, 2], [1, 1], [8, 8], [8], [how])
     made = rk.table_layout([8, 8], [4, 4], partitions=parts)
     for column in (Column.row_offset, Column.weight_offset, Column.state_offset):
@@ -49,7 +49,7 @@ def _gradient(made: rk.TableLayout, weights: torch.Tensor) -> Forgery:
 
 
 def _without_parts_to_multiply() -> Forgery:
-    """A gradient of one table of which the flags and its record say that it is multiplied."""
+    """A gradient of one table whose flags and record declare it multiplied."""
     made = rk.table_layout([8], [4])
     made.layout_sizes[Size.flags] = Flag.multiplies
     made.layout[0, Column.multiplied] = 1
@@ -63,7 +63,7 @@ def _without_parts_to_multiply() -> Forgery:
     ids=["concat", "add", "mult", "flag"],
 )
 def test_known_forgeries(kind: str, forgery: Forgery) -> None:
-    """Records by which a run of ids is longer than the ids, or rows are multiplied by those of no part."""
+    """Records that make a run of ids longer than the ids, or multiply rows by those of no part, are detected."""
     backend = Backend(kind, torch.ops.rec_kernels if kind == "cpu" else emulated())
     by_sizes = forgery.arguments["layout_sizes"][Size.num_features] == len(forgery.arguments["layout"])
     outcome = check_forgery(forgery, backend)
@@ -72,7 +72,7 @@ def test_known_forgeries(kind: str, forgery: Forgery) -> None:
 
 @pytest.mark.parametrize("op", ["embedding_bag.layout", "embedding_bag_fused.layout", "embedding_bag.table"])
 def test_floats_between_multiples_of_four_bytes(op: str) -> None:
-    """Kernels would read floats at addresses at which a GPU has none."""
+    """Float rows at unaligned addresses, which a GPU cannot read, are rejected."""
     made = rk.table_layout([8], [4], formats=["fp32"])
     rows = torch.zeros(8 * 16 + 1, dtype=torch.uint8)[1:]
     bag = torch.tensor([1]), torch.tensor([0, 1])
@@ -91,7 +91,7 @@ def test_floats_between_multiples_of_four_bytes(op: str) -> None:
 
 
 def test_no_features_in_groups() -> None:
-    """Samples have a row of the output, of no columns."""
+    """With samples but no features, the output has a row of no columns per sample."""
     made = rk.table_layout([], [])
     nothing, start = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     shared = {"bag_starts": start, "inverse": torch.empty(0, 3, dtype=torch.int64), "groups": []}
@@ -104,7 +104,7 @@ def test_no_features_in_groups() -> None:
 
 @pytest.mark.parametrize("flag", Flag)
 def test_what_is_known_of_all_records(flag: Flag) -> None:
-    """A layout whose sizes deny what a record does: CPU kernels raise, CUDA kernels note it and look up nothing."""
+    """Sizes that contradict a record raise on the CPU; CUDA kernels set status and look up nothing."""
     made = rk.table_layout(
         [7, 7],
         [4, 4],
@@ -113,7 +113,7 @@ def test_what_is_known_of_all_records(flag: Flag) -> None:
         partitions=rk.IdPartitions([0, 2], [10, 1], [7, 7], [70], ["mult"]),
         formats=["int8", "int8"],
     )
-    if flag == Flag.maps_ids:  # of one part: of several, every id is mapped
+    if flag == Flag.maps_ids:  # of one part: several parts always map ids
         one = rk.IdPartitions([0, 1], [10], [7], [70], ["concat"])
         made = rk.table_layout([7], [4], partitions=one, formats=["int8"])
     if flag == Flag.hashes:

@@ -1,4 +1,4 @@
-"""bench/format_quality.py: the published table is its file's, and the file's figures are what the kernels do today."""
+"""bench/format_quality.py: the published table is its file's, and the kernels reproduce the file's figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORDED = json.loads(quality.RESULT.read_text())["formats"]
 
 
 def test_page_has_the_recorded_table() -> None:
-    """Every format, between the markers."""
+    """Every format has a row between the markers."""
     assert [*RECORDED] == [*rk.ROW_FORMATS]
     part = quality.PART.search(quality.PAGE.read_text())
     assert part[0] == part[1] + quality.table(RECORDED) + part[2]
@@ -42,13 +42,13 @@ def test_recorded_figures(format: str) -> None:
 
 @pytest.mark.parametrize("format", quality.BOUNDS)
 def test_bounds_hold(format: str) -> None:
-    """No block is worse than promised, and the promise is no more than 2 dB too modest."""
+    """No block is worse than the bound, which is at most 2 dB too pessimistic."""
     for bound, rule in zip(quality.BOUNDS[format], quality.RULES, strict=True):
         assert bound <= RECORDED[format]["worst_block_db"][rule] <= bound + 2.0
 
 
 def test_by_hand() -> None:
-    """Two numbers in int2: 0 and 3 are on the grid, 1.25 moves by 0.25; energies 10.5625 and 0.0625."""
+    """Two values in int2: 0 and 3 are on the grid, 1.25 moves by 0.25; energies are 10.5625 and 0.0625."""
     x = torch.tensor([[0.0, 3.0, 1.25]])
     assert quality.error(x, "int2").tolist() == [[0.0, 0.0, -0.25]]
     assert quality.decibels(x, quality.error(x, "int2")) == pytest.approx(22.2788, abs=1e-3)

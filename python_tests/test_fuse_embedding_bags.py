@@ -1,4 +1,4 @@
-"""rk.fuse_embedding_bags: lookups of several layers as one, with the same bits, or a reason why not."""
+"""rk.fuse_embedding_bags: lookups of several layers become one with equal bits, or are left with a reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import rec_kernels as rk
 
 
 class Model(nn.Module):
-    """Four layers, of which one is looked up twice, and an MLP.
+    """Four layers, one looked up twice, and an MLP.
 
     Args:
-        combine: called with the model, and functions that look up each layer by its number; the output.
+        combine: called with the model, and functions that look up each layer by its number; returns the output.
         optimizers: of the layers.
     """
 
@@ -36,7 +36,6 @@ class Model(nn.Module):
         self.combine = combine
 
     def forward(self, dense: Tensor, ids: Tensor, flat: Tensor, offsets: Tensor, factors: Tensor) -> Tensor:
-        """[B, 1]."""
         calls = [
             lambda: self.bags[0](ids[0]),
             lambda: self.bags[1](input=flat, offsets=offsets),
@@ -59,7 +58,7 @@ def batch(seed: int) -> tuple[Tensor, ...]:
 
 
 def trained(model: nn.Module, steps: range) -> list[float]:
-    """Losses of training the tables alone: the layers around them are shared with what is compared."""
+    """Losses of training the tables alone: the other layers are shared with the compared model."""
     losses = []
     for step in steps:
         loss = (model(*batch(step)) - 1).square().mean()
@@ -78,7 +77,7 @@ def trained(model: nn.Module, steps: range) -> list[float]:
     ],
 )
 def test_same_bits(optimizer: Any, options: dict[str, Any]) -> None:
-    """One call in place of five, with the bits of outputs and of training on, from a state that was trained."""
+    """One lookup instead of five has equal bits of outputs and of further training, from a trained state."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer] * 4
     model, example = Model(optimizers=optimizers, **options), batch(0)
     trained(model, range(3))
@@ -113,7 +112,7 @@ def test_bits_of_nans_and_of_sparse_gradients() -> None:
 
 
 def test_batch_sizes_of_their_own() -> None:
-    """Layers with other numbers of bags, offsets that end before the ids do, and ids of two dtypes."""
+    """Layers may have different numbers of bags, offsets that end before the ids do, and ids of two dtypes."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -143,7 +142,7 @@ def test_batch_sizes_of_their_own() -> None:
 
 
 class Lists(nn.Module):
-    """A model that is given lists, which it goes through, as public implementations of DLRM are."""
+    """A model with lists as arguments, as in public implementations of DLRM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,19 +170,18 @@ def test_lists_and_dicts() -> None:
 
 
 class Strange(nn.Module):
-    """A model whose forward does not call its module self, for which torch.fx makes a wrong signature with lists."""
+    """A model whose forward does not name its module self: torch.fx makes a wrong signature with lists."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bags = nn.ModuleList(rk.EmbeddingBag(20, 4, optimizer=rk.SGD()) for _ in range(2))
 
     def forward(this, ids: list[Tensor]) -> Tensor:  # noqa: N805
-        """[B, 8]."""
         return torch.cat([bag(i) for bag, i in zip(this.bags, ids, strict=True)], dim=1)
 
 
 def test_a_traced_model_that_fails() -> None:
-    """It is not returned."""
+    """If the traced model fails, the original is returned."""
     model = Strange()
     found = rk.fuse_embedding_bags(model, [torch.tensor([[1]]), torch.tensor([[2]])])
     assert found.model is model
@@ -191,12 +189,12 @@ def test_a_traced_model_that_fails() -> None:
 
 
 def cat(model: Any, calls: Any, ids: Tensor) -> Tensor:
-    """All outputs, one after the other."""
+    """Concatenates all outputs."""
     return torch.cat([call() for call in calls], dim=1)
 
 
 def used_between(model: Any, calls: Any, ids: Tensor) -> Tensor:
-    """The result of the second is used before the third and fourth are looked up."""
+    """The second layer's output is used before the third and fourth lookups."""
     first = [calls[0](), calls[1]()]
     used = first[1].tanh()
     return torch.cat([first[0], used, calls[2](), calls[3]()], dim=1)
@@ -204,7 +202,7 @@ def used_between(model: Any, calls: Any, ids: Tensor) -> Tensor:
 
 @torch.fx.wrap
 def wrapped(ids: Tensor) -> Tensor:
-    """A function that torch.fx does not look into."""
+    """A function that torch.fx does not trace into."""
     return ids.fill_(7)
 
 
@@ -222,7 +220,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_between(name: str) -> None:
-    """No lookup goes behind what may write its ids in place."""
+    """A lookup is not moved past operations that may write to its ids."""
 
     def written(model: Any, calls: Any, ids: Tensor) -> Tensor:
         mine = ids + 0
@@ -236,19 +234,19 @@ def test_writes_between(name: str) -> None:
     assert (found.groups, found.model) == ([], model)
     refused = {
         "item": "torch.fx cannot trace the model: TypeError: 'Proxy' object does not support item assignment",
-        "operator": "for example_inputs, outputs differ",  # torch.fx takes it for one that does not write
+        "operator": "for example_inputs, outputs differ",  # torch.fx assumes that it does not write
     }
     assert found.reason == refused.get(name, "there are no two lookups that may be one")
 
 
 def test_order_is_kept() -> None:
-    """No lookup goes behind a use of a result that the group has."""
+    """A lookup is not moved past a use of an output of its group."""
     found = rk.fuse_embedding_bags(Model(used_between), *batch(0))
     assert found.groups == [["bags.0", "bags.1"], ["bags.2", "bags.3"]]
 
 
 def scattered(model: Any, calls: Any, ids: Tensor) -> Tensor:
-    """The first layer is looked up before and behind a use of its result."""
+    """The first layer is looked up before and after a use of its output."""
     first = calls[0]()
     return torch.cat([first + 1, calls[1](), calls[2](), calls[0]()], dim=1)
 
@@ -259,7 +257,7 @@ def beside(model: Any, calls: Any, ids: Tensor) -> Tensor:
 
 
 def test_layers_by_themselves() -> None:
-    """Each with its reason."""
+    """Layers that cannot be fused each have a reason."""
     found = rk.fuse_embedding_bags(Model(scattered), *batch(0))
     assert found.groups == [["bags.1", "bags.2"]]
     assert found.apart == {"bags.0": "something between its lookups keeps them apart"}
@@ -291,11 +289,10 @@ def test_layers_by_themselves() -> None:
 
 
 class Reversed(torch.autograd.Function):
-    """A gradient of its own, past which torch.fx traces."""
+    """A custom gradient, which torch.fx does not record."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """As it is."""
         return x * 1
 
     @staticmethod
@@ -305,7 +302,7 @@ class Reversed(torch.autograd.Function):
 
 
 def test_models_that_are_not_traced() -> None:
-    """The reason is torch.fx's, or that graphs, outputs or gradients differ; modes and tables stay as they were."""
+    """Reasons are torch.fx's errors, or differing graphs, outputs or gradients; modes and tables stay as they were."""
 
     def branches(model: Any, calls: Any, ids: Tensor) -> Tensor:
         return cat(model, calls, ids) if ids.sum() > 0 else ids
@@ -317,7 +314,7 @@ def test_models_that_are_not_traced() -> None:
         return cat(model, calls, ids) + torch.rand(())
 
     def silent(model: Any, calls: Any, ids: Tensor) -> Tensor:
-        with torch.no_grad():  # torch.fx does not see it
+        with torch.no_grad():  # not recorded by torch.fx
             first = calls[0]()
         return torch.cat([first, calls[1](), model.bottom(calls[2]()[:, :3])], dim=1)
 

@@ -1,4 +1,4 @@
-"""set_grad_scaler(): losses scaled by torch.amp.GradScaler train fused tables with the bits of losses that are not."""
+"""set_grad_scaler(): losses scaled by torch.amp.GradScaler train fused tables with the bits of unscaled losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = 32
 
 
 def make(optimizer=OPTIMIZERS[1], formats=FORMATS[0], *, seed: int = 0, **options) -> rk.EmbeddingBagCollection:
-    """Two tables, the first shared by f and g, the second averaged."""
+    """Two tables, the first with f and g, the second with mean pooling."""
     torch.manual_seed(seed)
     tables = [
         rk.EmbeddingBagConfig(50, 6, name="shared", feature_names=["f", "g"], format=formats[0]),
@@ -33,14 +33,14 @@ def make(optimizer=OPTIMIZERS[1], formats=FORMATS[0], *, seed: int = 0, **option
 
 
 def scaled(collection, **options) -> tuple[rk.EmbeddingBagCollection, GradScaler]:
-    """The collection, and the scaler that it has been given."""
+    """The collection with a scaler, and the scaler."""
     scaler = GradScaler("cpu", **options)
     collection.set_grad_scaler(scaler)
     return collection, scaler
 
 
 def grad_of(step: int, *, bad: float | None = None) -> Tensor:
-    """[5, 32]: the gradient of a pooled output; ``bad``: what one of its elements is."""
+    """[5, 32]: the gradient of a pooled output; ``bad``: the value of one element."""
     grad = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(step))
     if bad is not None:
         grad[3, 17] = bad
@@ -48,7 +48,7 @@ def grad_of(step: int, *, bad: float | None = None) -> Tensor:
 
 
 def loss_of(collection, step: int, **options) -> Tensor:
-    """Loss whose gradient at the pooled output is ``grad_of(step)``."""
+    """A loss with the gradient ``grad_of(step)`` at the pooled output."""
     return (collection(batch(seed=step)).values().float() * grad_of(step, **options)).sum()
 
 
@@ -56,7 +56,7 @@ def loss_of(collection, step: int, **options) -> Tensor:
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 def test_the_bits_of_a_loss_that_is_not_scaled(optimizer, formats, init_scale: float) -> None:
-    """Every step, while the scale grows; one that is no power of two comes close."""
+    """Every step has the bits of the unscaled loss, while the scale grows."""
     plain = make(optimizer, formats)
     found, scaler = scaled(make(optimizer, formats), init_scale=init_scale, growth_interval=1)
     for step in range(4):
@@ -79,7 +79,7 @@ def test_a_scale_that_is_no_power_of_two() -> None:
 
 
 def test_sequences() -> None:
-    """EmbeddingCollection, too."""
+    """EmbeddingCollection supports scalers, too."""
     torch.manual_seed(0)
     tables = [rk.EmbeddingConfig(50, 6, name="t", feature_names=KEYS)]
     plain = rk.EmbeddingCollection(tables, optimizer=rk.RowwiseAdagrad())
@@ -100,7 +100,7 @@ def test_sequences() -> None:
     ids=str,
 )
 def test_an_overflow_skips_the_update(optimizer, formats, bad: float) -> None:
-    """Tables, state and step stay, the scale is halved once, and training goes on; nobody calls zero_grad()."""
+    """Tables, state and step stay, the scale is halved once, and training goes on without zero_grad()."""
     plain, (found, scaler) = make(optimizer, formats), scaled(make(optimizer, formats))
     for step in range(4):
         before, scale = snapshot(found), scaler.get_scale()
@@ -118,7 +118,7 @@ def test_an_overflow_skips_the_update(optimizer, formats, bad: float) -> None:
 
 
 def test_finite_gradients_of_any_size_are_no_overflow() -> None:
-    """Large numbers of both signs, and none at all."""
+    """Large gradients of both signs, and none at all, are no overflow."""
     found, scaler = scaled(make())
     grad = torch.full((5, COLUMNS), 3e38)
     grad[::2] = -3e38
@@ -132,7 +132,7 @@ def test_finite_gradients_of_any_size_are_no_overflow() -> None:
 
 
 def test_who_has_overflowed() -> None:
-    """Each optimizer by itself: tables that have not are updated, whatever the dense side does, and the reverse."""
+    """Tables and dense parameters skip their updates independently."""
     found, scaler = scaled(make())
     dense = torch.nn.Parameter(torch.zeros(2))
     sgd = torch.optim.SGD([dense], lr=1.0)
@@ -154,7 +154,7 @@ def test_who_has_overflowed() -> None:
 
 
 def test_two_lookups_before_a_step() -> None:
-    """Two updates: the one that overflows is skipped, the other is made, and the scaler hears of it in either order."""
+    """Two updates: the one that overflows is skipped, the other is made, and the scaler detects it in either order."""
     for first_bad, accumulates in itertools.product((True, False), repeat=2):
         plain, (found, scaler) = make(), scaled(make())
         for step, bad in enumerate((first_bad, not first_bad)):
@@ -168,7 +168,7 @@ def test_two_lookups_before_a_step() -> None:
 
 
 def test_two_collections() -> None:
-    """One scaler: the one that overflows skips its update, and the scale is halved once."""
+    """With one scaler for two collections, the one that overflows skips its update; the scale is halved once."""
     a, b = make(seed=1), make(seed=2)
     expected, scaler = copy.deepcopy(b), GradScaler("cpu")
     for collection in (a, b):
@@ -185,10 +185,10 @@ def test_two_collections() -> None:
 
 
 def test_the_scale_is_that_of_the_lookup() -> None:
-    """A change of the scale before the backward comes too late, in place, as the scaler makes it, or inside a block."""
+    """The update uses the scale at the lookup, even if it changes before the backward, in place or inside a block."""
     for accumulates in (False, True):
         plain, (found, scaler) = make(), scaled(make())
-        scaler.scale(torch.ones(1))  # makes the tensor that it changes in place
+        scaler.scale(torch.ones(1))  # initializes the tensor that it changes in place
         with found.accumulate() if accumulates else contextlib.nullcontext():
             output = found(batch(seed=0)).values()
             scaler.update(4.0)
@@ -227,7 +227,7 @@ def test_accumulate(optimizer, formats) -> None:
 
 
 def test_an_exception_inside_accumulate() -> None:
-    """Nothing is applied, and the scaler hears of nothing."""
+    """Nothing is applied, and the scaler records nothing."""
     found, scaler = scaled(make())
     with contextlib.suppress(KeyError), found.accumulate():
         scaler.scale(loss_of(found, 0, bad=torch.inf)).backward()
@@ -240,7 +240,7 @@ def test_an_exception_inside_accumulate() -> None:
 
 
 def test_per_sample_weights() -> None:
-    """Gradients of weights are those of the scaled loss, which their own optimizer unscales, also of an overflow."""
+    """Gradients of weights are those of the scaled loss, for their own optimizer to unscale, also on overflow."""
     found, plain = (make(rk.SGD(lr=0.1)) for _ in range(2))
     scaler, given, grads = GradScaler("cpu", init_scale=8.0), batch(), []
     found.set_grad_scaler(scaler)
@@ -260,14 +260,14 @@ def test_per_sample_weights() -> None:
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_row_cache(accumulates: bool) -> None:
-    """Rows that lie in it; one that overflows leaves them, too."""
+    """Cached rows are updated, and left by an overflow, as uncached ones are."""
     cache = rk.RowCache(0.4, ways=4)
     plain, (found, scaler) = make(cache=cache), scaled(make(cache=cache))
     for step, bad in enumerate((None, torch.inf, None)):
         with found.accumulate() if accumulates else contextlib.nullcontext():
             scaler.scale(loss_of(found, step, bad=bad)).backward()
         with torch.set_grad_enabled(True):
-            loss = loss_of(plain, step)  # rows come in whether their update is made or not
+            loss = loss_of(plain, step)  # rows are inserted whether or not the update is made
         if bad is None:
             loss.backward()
         scaler.step(found.fused_optimizer)
@@ -277,7 +277,7 @@ def test_a_row_cache(accumulates: bool) -> None:
 
 
 def test_a_scaler_that_is_off() -> None:
-    """A scaler that is off divides nothing and skips nothing."""
+    """A disabled scaler divides nothing and skips nothing."""
     plain, (found, scaler) = make(), scaled(make(), enabled=False)
     for step, bad in enumerate((None, torch.inf)):
         loss_of(plain, step, bad=bad).backward()
@@ -299,7 +299,7 @@ def test_none_takes_it_back() -> None:
 
 
 def test_not_told() -> None:
-    """A scaler that steps a collection which does not know it is told so; the scale of the loss was in the update."""
+    """A scaler that steps a collection without set_grad_scaler() raises, as the update used the scaled loss."""
     scaler, found, plain = GradScaler("cpu", init_scale=2.0), make(rk.SGD(lr=0.1)), make(rk.SGD(lr=0.2))
     scaler.scale(loss_of(found, 0)).backward()
     loss_of(plain, 0).backward()
@@ -309,7 +309,7 @@ def test_not_told() -> None:
 
 
 def test_a_scaler_after_the_lookup() -> None:
-    """The backward raises: its update would have the scale of the lookup. The next step is as any."""
+    """The backward raises, because the lookup had no scale; the next step works."""
     found, scaler = make(), GradScaler("cpu", init_scale=2.0**16)
     before = {name: t.clone() for name, t in found.state_dict().items()}
     for given in (scaler, None):
@@ -318,7 +318,7 @@ def test_a_scaler_after_the_lookup() -> None:
         with pytest.raises(RuntimeError, match=r"set_grad_scaler\(\) was called between a lookup and its backward"):
             scaler.scale(loss).backward()
     assert all(torch.equal(t, before[name]) for name, t in found.state_dict().items())
-    found.set_grad_scaler(None)  # no other one
+    found.set_grad_scaler(None)  # the next scaler
     loss = found(batch()).values().sum()
     found.set_grad_scaler(None)
     loss.backward()
@@ -326,7 +326,7 @@ def test_a_scaler_after_the_lookup() -> None:
 
 
 def test_refused() -> None:
-    """A scaler is refused without a fused optimizer, and in the middle of a block."""
+    """A scaler is rejected without a fused optimizer, and inside a block."""
     scaler = GradScaler("cpu")
     with pytest.raises(ValueError, match="built with optimizer=None: its gradients are torch's"):
         make(None).set_grad_scaler(scaler)
@@ -336,7 +336,7 @@ def test_refused() -> None:
 
 
 class Model(torch.nn.Module):
-    """Tables that give float16, and a layer."""
+    """Tables with float16 outputs, and a layer."""
 
     def __init__(self, optimizer=OPTIMIZERS[1], **options) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Model(torch.nn.Module):
         return self.top(self.tables(features).values()).squeeze(1)
 
 
-TINY = 2.0**-20  # of what float16 has, but for a scale
+TINY = 2.0**-20  # gradients below float16's range without a scale
 
 
 def train_in_half(model: Model, scaler: GradScaler, steps: int) -> list[float]:

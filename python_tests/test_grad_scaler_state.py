@@ -23,7 +23,7 @@ import rec_kernels as rk
 
 @pytest.mark.parametrize("pending", [False, True], ids=["after a step", "before a step"])
 def test_nothing_of_it_is_saved(pending: bool) -> None:
-    """state_dict() of both, with and without a scaler, loads into the other; the learning rate arrives."""
+    """States with and without a scaler are interchangeable, and have the learning rate."""
     plain, (found, scaler) = make(), scaled(make())
     loss_of(plain, 0).backward()
     scaler.scale(loss_of(found, 0)).backward()
@@ -37,14 +37,14 @@ def test_nothing_of_it_is_saved(pending: bool) -> None:
         b.fused_optimizer.load_state_dict(a.fused_optimizer.state_dict())
         assert a.lr == b.lr
     assert found.lr == 0.025
-    if pending:  # what the scaler has not seen yet has not gone
+    if pending:  # an overflow that the scaler has not read yet stays
         assert len(found.fused_optimizer.param_groups[0]["params"]) == 3
         scaler.step(found.fused_optimizer)
     assert len(found.fused_optimizer.param_groups[0]["params"]) == 2
 
 
 def test_schedulers() -> None:
-    """One group, before and after: schedulers go on with it, and find that the optimizer has stepped."""
+    """Schedulers keep their parameter group, and detect that the optimizer has stepped."""
     found = make()
     schedule = torch.optim.lr_scheduler.StepLR(found.fused_optimizer, 1, gamma=0.5)
     _, scaler = scaled(found)
@@ -57,7 +57,7 @@ def test_schedulers() -> None:
 
 
 def test_zero_grad() -> None:
-    """zero_grad forgets overflows that were not reported yet; the memory of a captured graph stays where it is."""
+    """zero_grad() drops unreported overflows; the memory of a captured graph stays in place."""
     found, scaler = scaled(make())
     optimizer = found.fused_optimizer
     for set_to_none in (True, False):
@@ -77,7 +77,7 @@ def test_zero_grad() -> None:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_ask_for_theirs(way) -> None:
-    """Copies look up at once, and train when they have a scaler of their own, also in the middle of a step."""
+    """Copies can look up at once, and train once they have their own scaler, also if copied during a step."""
     found, scaler = scaled(make())
     scaler.scale(loss_of(found, 0)).backward()
     scaler.unscale_(found.fused_optimizer)  # a scaler cannot be pickled now
@@ -103,7 +103,7 @@ def test_copies_ask_for_theirs(way) -> None:
 
 
 def test_moves() -> None:
-    """Casts leave the scaler and its number alone; from the meta device it comes along."""
+    """Casts keep the scaler and its state; so does a move from the meta device."""
     plain, (found, scaler) = make(), scaled(make().half())
     found.bfloat16()
     scaler.scale(loss_of(found, 0)).backward()
@@ -121,7 +121,7 @@ def test_moves() -> None:
 
 
 def test_nobody_is_kept() -> None:
-    """A collection that is gone leaves nothing with the scaler."""
+    """A scaler keeps no reference to a deleted collection."""
     found, scaler = scaled(make())
     scaler.scale(loss_of(found, 0)).backward()
     scaler.step(found.fused_optimizer)
@@ -132,7 +132,7 @@ def test_nobody_is_kept() -> None:
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """get_state_dict and set_state_dict see tables only."""
+    """get_state_dict and set_state_dict contain tables only."""
     models = [Model(rk.RowwiseAdagrad(lr=rate)) for rate in (0.5, 9.0)]
     for model in models:
         _, scaler = scaled(model.tables)
@@ -152,7 +152,7 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled(backend: str) -> None:
-    """Whole graphs, which read the scale of each step: once for a scaler that begins, once for one that goes on."""
+    """Full graphs read each step's scale; they compile once for a new scaler, and once for a used one."""
     torch._dynamo.reset()
     plain, (found, scaler) = make(), scaled(make(), growth_interval=2)
     counter = CompileCounterWithBackend(backend)
@@ -168,13 +168,13 @@ def test_compiled(backend: str) -> None:
     assert found.step.item() == 5
     assert scaler.get_scale() == 2.0**17  # grown after two, halved, grown after two
     assert counter.frame_count == 2
-    with found.accumulate():  # breaks the graph, as ever
+    with found.accumulate():  # breaks the graph, as always
         scaler.scale(torch.compile(found, backend="eager")(batch()).values().sum()).backward()
     assert found.step.item() == 6
 
 
 def test_compiled_sequences() -> None:
-    """Rows for as many ids as a batch has, of a number that a whole graph does not know, and that may be 0."""
+    """Sequences compile with a data-dependent number of ids, including 0."""
     torch._dynamo.reset()
     tables = [rk.EmbeddingConfig(9, size, name=f"t{size}", feature_names=["a", "b"]) for size in (2, 3)]
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ def test_compiled_sequences() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
 def test_captured() -> None:
-    """Replays read the scale of each step, and tell the scaler."""
+    """Replays read each step's scale, and report overflows to the scaler."""
     found, plain = make().cuda(), make().cuda()
     scaler, given = GradScaler("cuda"), batch().to("cuda")
     found.set_grad_scaler(scaler)

@@ -1,4 +1,4 @@
-"""grouped_projection on the CPU: bits of the reference; test_products.py has its gradients and errors."""
+"""grouped_projection on the CPU has the reference's bits; test_products.py tests gradients and errors."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def test_large_dimensions() -> None:
 
 
 def test_many_samples() -> None:
-    """Chunks of chunks: more samples than 64 * 64, shared out among the threads."""
+    """Chunks of chunks: more than 64 * 64 samples, split among the threads."""
     check_bits(make_call(Dims([3, 2], [2], [0, 0]), 64 * 64 + 70), reference)
 
 
 def test_identity_only() -> None:
-    """Copies; weights of no elements."""
+    """Only identities: copies, and weights without elements."""
     x = torch.randn(50, 12)
     assert torch.equal(rk.grouped_projection(x, torch.ones(0), [4, 8], [4, 8]), x)
     assert torch.equal(rk.grouped_projection(x, torch.ones(0), [6, 6], [6], [0, 0]), x[:, :6] + x[:, 6:])
 
 
 def test_strided_inputs_are_read_right() -> None:
-    """Non-contiguous arguments mean what they say, and nothing is written to."""
+    """Non-contiguous arguments are read correctly; inputs are not written to."""
     call = make_call(DIMS[4], 40)
     x, weights, grad = (torch.randn(*(2 * n for n in t.shape)) for t in call[:3])
     strided = Call(x[::2, ::2], weights[::2], grad[1::2, 1::2], call.dims)
@@ -53,7 +53,7 @@ def test_strided_inputs_are_read_right() -> None:
 
 
 def test_every_group_has_a_block_of_its_own() -> None:
-    """Every group has its own block without outputs; lists may be any sequence of numbers."""
+    """By default, every group has a separate block of outputs; lists may be any sequence of integers."""
     call = make_call(DIMS[3], 5)
     found = rk.grouped_projection(call.x, call.weights, tuple(call.dims.in_dims), tuple(call.dims.out_dims))
     assert torch.equal(found, call.each(ops)[0])
@@ -73,7 +73,7 @@ def test_autocast() -> None:
 
 
 def test_nan_and_inf_stay_in_their_places() -> None:
-    """NaN and Inf reach only their sample and block, and the columns of the matrices that they meet."""
+    """NaN and Inf reach only their sample and block, and the columns of the matrices that they are multiplied with."""
     call = make_call(Dims([3, 2], [4, 4], [0, 1]), 10)
     call.x[4, 1], call.x[6, 3] = torch.nan, torch.inf
     out, _, grad_weights = call.each(ops)

@@ -1,6 +1,6 @@
 """grouped_projection in Triton against float64, within the bound of docs/numerics.md.
 
-test_products_triton.py has its errors; triton_device.py says how the file is run.
+test_products_triton.py tests errors; triton_device.py describes how the file is run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rec_kernels.triton import grouped_projection as module
 
 
 def check(call: Call) -> None:
-    """All three ops: apart from float64 by at most the bound of each."""
+    """All three ops differ from float64 by at most their bounds."""
     check_tiles([t.cpu() for t in on_device(call, DEVICE).each(module)], call)
     PASSED["triton"] += 3
 
 
 @pytest.mark.parametrize(("batch", "dims"), cross([module.ROWS + 3, module.ROWS, 1], DIMS, DIMS[4]), ids=str)
 def test_matches_float64(dims: Dims, batch: int) -> None:
-    """Whole tiles and partial ones."""
+    """Whole and partial tiles."""
     check(make_call(dims, batch))
 
 
@@ -36,19 +36,19 @@ def test_large_dimensions() -> None:
 
 
 def test_many_samples() -> None:
-    """The weights' gradient is summed by several programs, the last of which has few samples."""
+    """The weights' gradient is summed by several programs; the last has few samples."""
     check(make_call(Dims([3, 2], [2], [0, 0]), 2 * module.SUMMED_ROWS + 5))
 
 
 def test_strided_inputs() -> None:
-    """Non-contiguous arguments mean what they say."""
+    """Non-contiguous arguments are read correctly."""
     call = make_call(DIMS[4], 20)
     x, weights, grad = (torch.randn(*(2 * n for n in t.shape)) for t in call[:3])
     check(Call(x[::2, ::2], weights[::2], grad[1::2, 1::2], call.dims))
 
 
 def test_nothing_but_a_sample_meets_its_numbers() -> None:
-    """NaN stays in its sample and block: what lies behind a tile's end is not multiplied by zero."""
+    """NaN stays in its sample and block: elements past a tile's end are not multiplied by zero."""
     call = make_call(Dims([3, 2, 4], [4, 5, 4], [0, 1, 2]), 10)
     call.x[4, 1] = torch.nan
     out: Tensor = on_device(call, DEVICE).each(module)[0].cpu()

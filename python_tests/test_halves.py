@@ -1,7 +1,7 @@
-"""Halves, exhaustively: every code read, and every float32 rounded that is or lies next to a half or halfway.
+"""Half-precision conversions, exhaustively: every code, and every float32 at, next to and halfway between codes.
 
-Instructions convert them where there are any (F16C on the CPU, PTX's cvt on a GPU), integer arithmetic elsewhere (the
-baseline instruction set, the emulated kernels): the bits are the same.
+Hardware instructions (F16C on the CPU, PTX's cvt on a GPU) and integer arithmetic (the baseline instruction set, the
+emulated kernels) have equal bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS = 1024
 
 
 def numbers() -> Tensor:
-    """[N, COLUMNS] float32: all finite halves, the middle of two and its neighbours, what is beyond, either sign."""
+    """[N, COLUMNS] float32: finite halves, midpoints and their neighbours, overflows, of both signs."""
     half = CODES[:0x7C00].view(torch.float16).float()
     following = torch.cat([half[1:], torch.tensor([65536.0])])
     middle = (half + following) / 2
@@ -46,11 +46,11 @@ def test_every_half_is_rounded_to() -> None:
 
 
 def test_grids_are_rounded_outwards() -> None:
-    """int4 rows that are rounded by chance: the half at or below the smallest number, and that at or above a step."""
+    """int4 rows with stochastic rounding store a half at or below the minimum, and one at or above the step."""
     x = numbers()
     low = x[x.isfinite()][::17]
     low = low[low.abs() <= 65504]
-    rows = torch.stack([low, (low + low.abs() / 3).clamp(max=65504)], 1)  # steps of all sizes, also of no half
+    rows = torch.stack([low, (low + low.abs() / 3).clamp(max=65504)], 1)  # steps of all sizes, mostly not representable
     expected = reference.quantize_rows(rows, "int4", rounding="stochastic", seed=1)
     for backend in every_backend():
         found, _ = backend.ops.quantize_rows(rows, "int4", "stochastic", seed=torch.tensor(1), step=torch.tensor(0))
