@@ -353,7 +353,7 @@ def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_what_packing_asks_for() -> None:
-    """Packed versions are pinned in requirements-dev.txt, for this Python if it has headers; torch has the architectures."""
+    """Versions are pinned in requirements-dev.txt, for this Python if it has headers; torch has the architectures."""
     pinned = pack.requirements((ROOT / "requirements-dev.txt").read_text())
     assert [line.split("=")[0] for line in pinned] == ["pytest", "pytest-xdist", "hypothesis", "hypothesis", "filelock"]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -297,7 +297,6 @@ class Reversed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The other way."""
         return -grad
 
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: sizes of files and functions, one stem per op in every layer."""
+"""House rules that are checked: sizes of files and functions, complete sentences, one stem per op in every layer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SOURCES = [
 FILE, FUNCTION, KERNEL, PARAMETERS = 450, 60, 120, 12
 # A comment or docstring that begins so lacks a subject and a verb: "Of the flat tensor.", "What the host knows."
 FRAGMENT = re.compile(r"(Of|The same|Which|Whose|Whether|What)\b")
-# Files that every op's stem has; not every op has CUDA and Triton kernels.
+# Files that every op's stem has; CUDA and Triton kernels are optional.
 LAYERS = ("rec_kernels/ops/{}.py", "rec_kernels/reference/{}.py", "python_tests/test_{}.py", "bench/bench_{}.py")
 CSRC = ROOT / "csrc"
-# The folders of csrc that ops are made of: each may include what comes before it.
+# The folders of csrc with ops: each may include the folders before it.
 ROOMS = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
-# The one include that goes up, (folder, header): launches of the test-only build are the emulator's.
+# Exceptions, (folder, header): launches of the test-only build are the emulator's.
 UPWARD = {("core/cuda", "emulator/launch.h")}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the source
 
 @functools.cache
 def parsed(text: str) -> ast.Module:
-    """The syntax tree of a Python file, which several tests read."""
+    """The syntax tree of a Python file, cached for several tests."""
     return ast.parse(text)
 
 
 def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
-    """Name, lines and most lines of every function."""
+    """Name, number of lines, and line limit of every function."""
     for node in ast.walk(parsed(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, node.end_lineno - node.lineno + 1, FUNCTION
@@ -48,7 +48,7 @@ def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
 def cpp_functions(text: str) -> Iterator[tuple[str, int, int]]:
     """Functions of C++ in clang-format's layout: a function's head and last brace are equally indented."""
     lines = text.splitlines()
-    heads: dict[str, int] = {}  # by how far left they are
+    heads: dict[str, int] = {}  # by indentation
     for i, line in enumerate(lines):
         if head := re.match(r"( {0,2})\w", line):
             heads[head[1]] = i
@@ -59,7 +59,7 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def cpp_parameters(text: str) -> Iterator[tuple[str, int]]:
-    """Name and number of parameters of every function that C++ defines; those of templates' types count, too."""
+    """Name and number of parameters of every C++ function definition, including parameters with template types."""
     text = re.sub(r"//[^\n]*", "", text)
     for head in re.finditer(r"\b(\w+)\(", text):
         depth, count, end = 1, 1, head.end()
@@ -77,32 +77,32 @@ def functions(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def docstring_lines(text: str) -> int:
-    """Lines of the docstrings of a Python file."""
+    """Number of docstring lines of a Python file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     first = [node.body[0] for node in ast.walk(parsed(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
     return sum(node.end_lineno - node.lineno + 1 for node in first)
 
 
 def file_lines(path: Path) -> int:
-    """Lines of a file. Docstrings do not count: what documents a class well would cut it in pieces."""
+    """Number of lines of a file, without docstrings: limiting these would penalize documentation."""
     text = path.read_text()
     return len(text.splitlines()) - (docstring_lines(text) if path.suffix == ".py" else 0)
 
 
 def refuse(found: Collection[str], what: str) -> None:
-    """Fails with all that was found, which pytest would shorten, behind a sentence that says what is wrong with it."""
+    """Fails with a sentence and the complete findings, which pytest would shorten."""
     assert not found, f"{what}: {found}"
 
 
 def test_files_are_short() -> None:
-    """Up to 450 lines."""
+    """Files have up to 450 lines."""
     assert docstring_lines('"""One."""\ndef f():\n    """Two\n    three."""\n    return """none"""\n') == 3
     lines = {str(path.relative_to(ROOT)): file_lines(path) for path in SOURCES}
     refuse({name: n for name, n in lines.items() if n > FILE}, f"files have more than {FILE} lines beside docstrings")
 
 
 def test_functions_are_short() -> None:
-    """Up to 60 lines, docstrings among them; kernels up to 120."""
+    """Functions have up to 60 lines including docstrings; kernels up to 120."""
     found = [(path, *function) for path in SOURCES for function in functions(path)]
     assert len(found) > 3000
     long = [f"{path.relative_to(ROOT)}: {name} has {n} lines" for path, name, n, most in found if n > most]
@@ -110,7 +110,7 @@ def test_functions_are_short() -> None:
 
 
 def test_functions_have_few_parameters() -> None:
-    """Up to 12 in C++, those that ops call among them: an op passes structs on."""
+    """C++ functions have up to 12 parameters, including ops, which pass structs on."""
     assert list(cpp_parameters("int f(int a, int b) const {\n  g(1, 2, 3);\n}\nint h() {\n}\n")) == [("f", 2)]
     found = [(p, *function) for p in SOURCES if p.suffix != ".py" for function in cpp_parameters(p.read_text())]
     assert len(found) > 1000
@@ -119,7 +119,7 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_long_functions_are_found() -> None:
-    """Long functions are found in both languages, members and kernels, too."""
+    """Long functions are found in both languages, including members and kernels."""
     body = "  x;\n" * 60
     assert [n for _, n, _ in python_functions("def f():\n" + "    x\n" * 60)] == [61]
     assert [n for _, n, _ in cpp_functions(f"int f(int x) {{\n{body}}}\n")] == [62]
@@ -144,7 +144,7 @@ def fragments(text: str, is_python: bool) -> list[str]:
 
 
 def test_comments_are_sentences() -> None:
-    """None begins with a word that leaves it without a subject and a verb."""
+    """No comment or docstring begins with a word that leaves it without a subject and a verb."""
     it = "Of it."
     assert fragments(f"int x;  // {it}\n// {it}\n// {it}\nint y;  // of it\n", False) == [it, it]
     assert fragments(f'def f():\n    """{it}"""\n    x = 1  #: {it}\n', True) == [it, it]
@@ -154,7 +154,7 @@ def test_comments_are_sentences() -> None:
 
 
 def test_the_package_stands_alone() -> None:
-    """Nothing in it imports what a wheel does not have: benchmarks, studies and tests import it."""
+    """The package imports nothing that a wheel lacks, such as benchmarks, studies and tests."""
     outside = re.compile(r"^\s*(?:from|import) (?:bench|examples|first_light|python_tests|wheels)\b", re.MULTILINE)
     assert outside.search("    from bench.studies import compare\n")
     found = [p.name for p in (ROOT / "rec_kernels").rglob("*.py") if outside.search(p.read_text())]
@@ -162,20 +162,20 @@ def test_the_package_stands_alone() -> None:
 
 
 def contracts() -> list[Path]:
-    """The files that define ops: the schemas and checks of each, beside its header."""
+    """Files that define ops: schemas and checks, in the folder of the header."""
     return [p for room in ROOMS for p in sorted((CSRC / room).glob("*.cpp")) if " define(m," in p.read_text()]
 
 
 def attributes(text: str) -> set[str]:
-    """Names behind a dot in a Python file."""
+    """Attribute names in a Python file."""
     return {node.attr for node in ast.walk(parsed(text)) if isinstance(node, ast.Attribute)}
 
 
 def test_older_compilers_trace_the_package() -> None:
-    """Two functions of torch are left alone, which newer Dynamos trace rightly and those of torch 2.10 and 2.11 do not.
+    """The package avoids two functions that the Dynamo of torch 2.10 and 2.11 traces wrongly.
 
     There torch.compiler.is_exporting() is True in every torch.compile, and torch.amp.is_autocast_available() breaks
-    graphs. rec_kernels/ops/exporting.py has the answer to the first.
+    graphs. rec_kernels/ops/exporting.py replaces the first.
     """
     wrong = {"is_exporting", "is_autocast_available"}
     assert attributes("import torch\nif torch.compiler.is_exporting():\n    f()\n") == {"compiler", "is_exporting"}
@@ -185,7 +185,7 @@ def test_older_compilers_trace_the_package() -> None:
 
 
 def test_one_stem_per_op() -> None:
-    """A file of csrc that defines ops has its stem in every layer; on the CPU, its folder may have it."""
+    """A file of csrc that defines ops has its stem in every layer; its folder may have it on the CPU."""
     files = contracts()
     assert len(files) > 10
     expected = [ROOT / layer.format(p.stem) for p in files for layer in LAYERS] + [p.with_suffix(".h") for p in files]
@@ -195,9 +195,9 @@ def test_one_stem_per_op() -> None:
 
 
 def test_kernels_are_of_a_stem() -> None:
-    """Files that register kernels lie in cpu or cuda, and begin with an op's stem unless their folder is an op's."""
+    """Files that register kernels are in cpu or cuda, and begin with an op's stem unless their folder is an op's."""
     stems = tuple(p.stem for p in contracts())
-    rooms = [CSRC / room for room in ROOMS if room != "core"]  # core registers what the libraries say of themselves
+    rooms = [CSRC / room for room in ROOMS if room != "core"]  # core registers the libraries' versions and properties
     files = [p for room in rooms for p in room.rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
     assert len(files) > 20
     assert {p.parent.name for p in files} == {"cpu", "cuda"}
@@ -209,16 +209,16 @@ def test_kernels_are_of_a_stem() -> None:
 
 
 def includes() -> dict[str, list[str]]:
-    """Every file of csrc and the files of csrc that it includes, by their paths in csrc."""
+    """Every file of csrc and the files of csrc that it includes, as paths in csrc."""
     texts = {str(p.relative_to(CSRC)): p.read_text() for p in SOURCES if p.is_relative_to(CSRC)}
     named = {name: re.findall(r'^#include "([^"]+)"', text, re.MULTILINE) for name, text in texts.items()}
     return {name: [header for header in found if header in texts] for name, found in named.items()}
 
 
 def goes_down(path: str, header: str) -> bool:
-    """True if a file may include a header: of its folder's backend or none, and of an earlier folder or its own.
+    """True if a file may include a header: from its backend or none, and from an earlier folder or its own.
 
-    A backend may read the contract of any op.
+    A backend may include the contract of any op.
     """
     room, backend = path.split("/")[0], path.split("/")[1]
     other, others = header.split("/")[0], header.split("/")[1]
@@ -231,7 +231,7 @@ def goes_down(path: str, header: str) -> bool:
 
 
 def test_includes_go_down() -> None:
-    """Backend, contracts, rows, core; cpu never includes cuda, nor cuda cpu."""
+    """Includes go from backends to contracts, rows and core; cpu and cuda never include each other."""
     assert goes_down("dense/cpu/a.cpp", "jagged/cpu/b.h")
     assert goes_down("embedding_bag/cpu/a.cpp", "row_cache/b.h")
     assert not goes_down("embedding_bag/cpu/a.cpp", "row_cache/cpu/b.h")
@@ -248,7 +248,7 @@ def test_includes_go_down() -> None:
 
 
 def cycles(graph: dict[str, list[str]]) -> list[str]:
-    """Chains of includes that come back to where they began."""
+    """Chains of includes that return to their start."""
     found, done = [], set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -265,7 +265,7 @@ def cycles(graph: dict[str, list[str]]) -> list[str]:
 
 
 def test_no_include_cycles() -> None:
-    """#pragma once would hide one: what it leaves out depends on which file comes first."""
+    """#pragma once would hide a cycle, and its omissions would depend on the order of includes."""
     assert cycles({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b -> c -> b"]
     refuse(cycles(includes()), "headers include each other")
 
@@ -277,7 +277,7 @@ def undefined(header: str, own: str) -> list[str]:
 
 
 def test_headers_declare_their_own() -> None:
-    """A function that a header of a cpu folder declares is defined in the file of its stem, or in its kernels."""
+    """A function declared in a header of a cpu folder is defined in the file of its stem, or in its kernels."""
     assert undefined("int f(int x);\nvoid g();\n", "int f(int x) {\n}\nint h() { return g(); }\n") == ["g"]
     headers = sorted(CSRC.glob("*/cpu/*.h"))
     own = {

@@ -1,4 +1,4 @@
-"""Effects of ``import rec_kernels`` on a process: imports that it avoids, and the Python types of C++ exceptions."""
+"""Effects of ``import rec_kernels`` on a process: avoided imports, and Python types of C++ exceptions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tiers import full
 import rec_kernels as rk
 from rec_kernels import _library
 
-#: Each takes as long as rec_kernels itself, or much longer.
+#: Modules that take as long to import as rec_kernels itself, or much longer.
 SLOW = ("torch._dynamo", "torch._inductor", "torch.utils.flop_counter", "triton", "matplotlib", "pandas")
 
 
 def run(script: str) -> str:
-    """Output of a script in a process of its own."""
+    """Output of a script in a subprocess."""
     done = run_script(script)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
-    """A checkout warns of newer sources; a wheel's folder does not, nor do files that no library is built from."""
+    """A checkout warns of sources newer than the libraries; a wheel does not, nor do other newer files."""
     package = tmp_path / "rec_kernels"
     for name in ("csrc/rows/cpu/a.cpp", "csrc/core/b.h", "csrc/emulator/c.h", "rec_kernels/lib.so", "CMakeLists.txt"):
         path = tmp_path / name
@@ -40,7 +40,7 @@ def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
     assert _library.changed_source(package) is None
     os.utime(tmp_path / "csrc/core/b.h", (2000, 2000))
     assert _library.changed_source(package) == tmp_path / "csrc/core/b.h"
-    (package / "cuda_architectures.txt").touch()  # a build that found nothing to do
+    (package / "cuda_architectures.txt").touch()  # a build without changes
     assert _library.changed_source(package) is None
     os.utime(package / "cuda_architectures.txt", (1000, 1000))
     (tmp_path / "CMakeLists.txt").unlink()
@@ -48,14 +48,14 @@ def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
 
 
 def test_changes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warning says what to do."""
+    """The warning has the command to run."""
     monkeypatch.setattr(_library, "changed_source", lambda folder: folder / "a.cpp")
     with pytest.warns(RuntimeWarning, match=r"a\.cpp has changed .* run `make build`"):
         _library._warn_if_stale()
 
 
 def test_completion_shows_the_public_names() -> None:
-    """``dir(rk)``, which consoles complete by, has no function or class that is not public; ``help(rk)`` works."""
+    """``dir(rk)``, which consoles use for completion, has only public functions and classes; ``help(rk)`` works."""
     shown = {name for name in dir(rk) if not name.startswith("_")}
     assert {name for name in shown - set(rk.__all__) if not inspect.ismodule(getattr(rk, name))} == set()
     assert "EmbeddingBagCollection" in pydoc.render_doc(rk)
@@ -66,8 +66,7 @@ LOOKED_FOR = "rec_kernels, importlib.util; importlib.util.find_spec('torch.utils
 
 @pytest.mark.parametrize("first", [LOOKED_FOR, *full("rec_kernels", "torch.utils.flop_counter")])
 def test_slow_modules_are_left_out_and_operations_counted(first: str) -> None:
-    """The import adds no slow module to torch's; operations are counted whether torch's counter is imported before,
-    after, or was looked for first."""
+    """The import adds no slow module, and FLOPs are counted with torch's counter imported or found before or after."""
     script = f"""
 import sys, torch
 before = set(sys.modules)
@@ -87,7 +86,7 @@ print(counter.get_total_flops(), sum(type(f).__module__.startswith("rec_kernels"
 
 
 def error_of(function: Callable[..., object], *arguments: object) -> str:
-    """The type and the text of what a call raises."""
+    """The type and the text of the error that a call raises."""
     try:
         function(*arguments)
     except Exception as error:
@@ -96,7 +95,7 @@ def error_of(function: Callable[..., object], *arguments: object) -> str:
 
 
 def wrong_arguments(is_compiled: bool = True) -> list[str]:
-    """Errors of an op, of a public function, of its graph where it ``is_compiled``, and of an id out of range."""
+    """Errors of an op, of a public function, of its graph if ``is_compiled``, and of an id out of range."""
 
     def quantized(x: torch.Tensor) -> torch.Tensor:
         return rk.quantize_rows(x, "int8")
@@ -122,7 +121,7 @@ WRONG = [
 
 
 def test_types_of_errors() -> None:
-    """Errors have the same types with every torch; torch 2.15 needs _host for them."""
+    """Errors have equal types with every torch; torch 2.15 needs _host for them."""
     if _library.torch_version() >= _library.RUNTIME_ERRORS_SINCE:
         needs_host()
     assert wrong_arguments() == WRONG
@@ -130,7 +129,7 @@ def test_types_of_errors() -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, *full(True)])
 def test_types_of_errors_by_host(is_compiled: bool) -> None:
-    """_host's errors, for torch 2.15, have the same types with every torch."""
+    """_host's errors, for torch 2.15, have equal types with every torch."""
     needs_host()
     script = f"""
 import rec_kernels

@@ -1,4 +1,4 @@
-"""Imports among the package's modules: they go down the layers and never in a circle; its classes stay flat."""
+"""Imports among the package's modules follow the layers, without cycles; collections have flat class hierarchies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import rec_kernels as rk
 
 ROOT = Path(__file__).resolve().parent.parent
-#: From the lowest to the highest; a module belongs to the longest name that it begins with.
+#: Layers from lowest to highest; a module belongs to the longest name that it begins with.
 LAYERS = (
     "rec_kernels.reference",
     "rec_kernels._library",
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the source
 
 
 def module_name(path: Path) -> str:
-    """The name that ``path`` is imported by."""
+    """The import name of ``path``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(text: str, modules: set[str]) -> set[str]:
-    """Those of ``modules`` that a file imports when it is imported: not within functions or for types alone."""
+    """Those of ``modules`` that a file imports at import time: not within functions or for type checking."""
     found: set[str] = set()
     waiting: list[ast.stmt] = list(ast.parse(text).body)
     while waiting:
@@ -64,13 +64,13 @@ def graph() -> dict[str, set[str]]:
 
 
 def layer(module: str) -> int:
-    """The number of a module's layer; -1: it is below all."""
+    """The number of a module's layer; -1: below all."""
     names = [name for name in LAYERS if module == name or module.startswith(f"{name}.")]
     return LAYERS.index(max(names, key=len)) if names else -1
 
 
 def test_imports_are_seen() -> None:
-    """Where Python runs them, and nowhere else."""
+    """Only imports that run at import time are found."""
     text = "from a import b\nimport c\nif TYPE_CHECKING:\n    import d\ntry:\n    import e\nexcept OSError:\n    pass\n"
     assert imports(text + "def f():\n    import g\n", set("cdeg") | {"a", "a.b"}) == {"a.b", "c", "e"}
 
@@ -84,7 +84,7 @@ def test_no_circles() -> None:
 
 
 def test_imports_go_down() -> None:
-    """No module imports one of a higher layer; the package itself and its tests' helpers are above all."""
+    """No module imports one of a higher layer; the package itself and its test helpers are above all."""
     inside = {name: found for name, found in graph().items() if name not in ("rec_kernels", "rec_kernels.testing")}
     up = [(a, b) for a, found in inside.items() for b in found if layer(b) > layer(a) >= 0]
     assert up == []
@@ -92,12 +92,12 @@ def test_imports_go_down() -> None:
 
 @pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
 def test_collections_are_flat(kind: type) -> None:
-    """A collection, what collections have in common, and torch's module."""
+    """Collections inherit from their common base class and torch's module only."""
     assert len([c for c in inspect.getmro(kind) if c.__module__.startswith("rec_kernels")]) == 2
 
 
 def test_no_stubs() -> None:
-    """Methods that a subclass must define are abstract; NotImplementedError says what users cannot do, and why."""
+    """Abstract methods are marked as such; NotImplementedError tells users what is unsupported, and why."""
     stub = re.compile(r"raise NotImplementedError$", re.MULTILINE)
     assert stub.search("def f():\n    raise NotImplementedError\n")
     assert [str(p) for p in (ROOT / "rec_kernels").rglob("*.py") if stub.search(p.read_text())] == []

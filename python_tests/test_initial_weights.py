@@ -1,4 +1,4 @@
-"""Initial parameters and optimizers' defaults: mean, variance and bounds are as documented."""
+"""Initial parameters and optimizers' defaults have the documented mean, variance and bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import rec_kernels as rk
 
 
 def assert_uniform(x: Tensor, bound: float) -> None:
-    """Within five standard deviations of what uniform numbers in +-bound have."""
+    """Mean and variance are within five standard deviations of those of uniform values in +-bound."""
     x = x.detach().double().flatten()
     n, sd = x.numel(), bound / math.sqrt(3)
     assert x.abs().max() <= bound * (1 + 1e-6)
@@ -32,7 +32,7 @@ def _same_numbers() -> None:
 
 
 def test_rows_and_projections_of_a_collection() -> None:
-    """Rows in +-1/sqrt(E); the matrix of a mixed dimension keeps the variance on both sides."""
+    """Rows are in +-1/sqrt(E); the matrix of a mixed dimension preserves the variance in both directions."""
     plain = rk.EmbeddingBagConfig(4096, 16, name="plain", feature_names=["a"])
     mixed = rk.EmbeddingBagConfig(
         10000, 128, name="mixed", feature_names=["b"], compression=rk.MixedDimension(32), format="fp32"
@@ -46,7 +46,7 @@ def test_rows_and_projections_of_a_collection() -> None:
 
 
 def test_blocks_by_popularity() -> None:
-    """Rows of every block in the bounds of the whole table; a matrix for each narrow block."""
+    """Rows of every block have the bounds of the whole table; each narrow block has a matrix."""
     blocks = rk.MixedDimensionEmbeddingBag([100, 3996], [64, 16], 64)
     tables = blocks.blocks.embedding_bags
     for name in tables:
@@ -57,7 +57,7 @@ def test_blocks_by_popularity() -> None:
 
 @pytest.mark.parametrize("base_dim", [32, 64])
 def test_linear_functions_of_path_embeddings(base_dim: int) -> None:
-    """Orthogonal, of a gain that keeps the variance of rows, and none of them another's."""
+    """Functions are orthogonal, with a gain that preserves the variance of rows, and all different."""
     weights = rk.PathEmbeddingBag(1000, 64, 4, base_dim=base_dim).weight.detach()
     gain = 64 / base_dim
     for weight in weights:
@@ -66,7 +66,7 @@ def test_linear_functions_of_path_embeddings(base_dim: int) -> None:
 
 
 def test_functions_of_path_embeddings_with_a_hidden_layer() -> None:
-    """He's numbers before the ReLU, Glorot's after it, biases of zero."""
+    """Weights before the ReLU are He's, those after it Glorot's; biases are zero."""
     path = rk.PathEmbeddingBag(1000, 64, 4, hidden=128)
     for hidden, weight in zip(path.hidden_weight, path.weight, strict=True):
         assert_uniform(hidden, math.sqrt(6 / hidden.shape[1]))
@@ -87,7 +87,7 @@ def test_functions_of_path_embeddings_with_a_hidden_layer() -> None:
     ],
 )
 def test_defaults_of_optimizers(make: type, lr: float, eps: float) -> None:
-    """Learning rate and eps of each, and betas where there are moments."""
+    """Defaults of learning rate, eps and, with moments, betas are as documented."""
     optimizer = make()
     options = optimizer.options()
     assert (optimizer.lr, options["eps"]) == (lr, eps)

@@ -1,4 +1,4 @@
-"""InverseKeyedJaggedTensor: from batches and from parts, and back."""
+"""InverseKeyedJaggedTensor: conversion from batches and from parts, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Grouped = tuple[rk.KeyedJaggedTensor, list[list[str]]]
 @settings(max_examples=150)
 @given(grouped_batches())
 def test_round_trip(case: Grouped) -> None:
-    """The batch comes back to the bit, and nothing of it was written to."""
+    """Conversion restores the batch to the bit, without writing to it."""
     batch, groups = case
     before = [batch.values().clone(), batch.offsets().clone()]
     few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
@@ -39,7 +39,7 @@ def test_round_trip(case: Grouped) -> None:
 @settings(max_examples=60)
 @given(grouped_batches())
 def test_groups_have_distinct_samples(case: Grouped) -> None:
-    """A group has each distinct sample once, in the order of first occurrence; the rest is unchanged."""
+    """A group has each distinct sample once, in the order of first occurrence; other features are unchanged."""
     batch, groups = case
     few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
     for g, group in enumerate(groups):
@@ -70,7 +70,7 @@ def _bags(kjt: rk.KeyedJaggedTensor, key: str) -> list[tuple]:
 @settings(max_examples=60)
 @given(grouped_batches())
 def test_dedup_factor(case: Grouped) -> None:
-    """Ids of the batch for each that is kept."""
+    """The factor is the number of the batch's ids divided by the kept ones."""
     batch, groups = case
     few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
     before = after = 0
@@ -83,7 +83,7 @@ def test_dedup_factor(case: Grouped) -> None:
 
 
 def test_views_of_a_group() -> None:
-    """No ids are copied for a group, and each knows where its features' ids start."""
+    """A group's views copy no ids and know the offsets of their features."""
     few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS, weighted=True), [["c"], ["a", "d"]])
     kept = few.bags()
     for part in (few.unique("c"), few.unique("d"), few.rest()):
@@ -94,7 +94,7 @@ def test_views_of_a_group() -> None:
 
 
 def test_all_equal_and_all_distinct() -> None:
-    """One sample, or as many as before."""
+    """A group has one sample if all are equal, and all if they are distinct."""
     same = rk.InverseKeyedJaggedTensor.from_kjt(sessions(["a"], 1, 8, seed=1), [["a"]])
     assert same.unique(0).stride() == 1
     assert same.inverse(0).tolist() == [0] * 8
@@ -106,7 +106,7 @@ def test_all_equal_and_all_distinct() -> None:
 
 
 def test_weights_tell_samples_apart() -> None:
-    """Equal ids with other weights are another bag; so is -0."""
+    """Equal ids with different weights, also -0, are different bags."""
     weights = torch.tensor([1.0, 1.0, 2.0, 0.0, -0.0])
     batch = rk.KeyedJaggedTensor(["a"], torch.zeros(5).long(), lengths=torch.ones(5).long(), weights=weights)
     few = rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
@@ -123,7 +123,7 @@ def parts(**changes) -> rk.InverseKeyedJaggedTensor:
 
 
 def test_from_parts() -> None:
-    """A data set's knowledge of its sessions makes the intended batch."""
+    """A data set that knows its sessions can construct the batch from parts."""
     whole = parts().to_kjt()
     assert whole.keys() == KEYS
     assert [b.tolist() for b in whole["a"].to_dense()] == [[3], [3], [], [3]]
@@ -182,13 +182,13 @@ BAD_PARTS = [
 
 @pytest.mark.parametrize(("error", "changes", "message"), BAD_PARTS)
 def test_bad_parts(error: type[Exception], changes: dict, message: str) -> None:
-    """Each is refused by name."""
+    """Each invalid part is rejected by name."""
     with pytest.raises(error, match=message):
         parts(**changes)
 
 
 def test_bad_batches() -> None:
-    """from_kjt refuses bad batches."""
+    """from_kjt rejects bad batches."""
     make, batch = rk.InverseKeyedJaggedTensor.from_kjt, sessions(KEYS)
     with pytest.raises(KeyError, match=r"groups\[0\] names 'x', which is not among the keys \['a', 'b', 'c', 'd'\]"):
         make(batch, [["x"]])
@@ -214,7 +214,7 @@ def test_bad_batches() -> None:
 
 @pytest.mark.parametrize(("bounds", "first"), [([0, 3, 2, 4], 2), ([-1, 1, 2, 4], 0), ([0, 1, 2, 5], 3)])
 def test_bad_offsets_on_a_device(monkeypatch: pytest.MonkeyPatch, bounds: list[int], first: int) -> None:
-    """Kernels on a device cannot raise; from_kjt raises when it learns the sizes."""
+    """Kernels on a device cannot raise; from_kjt raises once it reads the sizes."""
     batch = unchecked(["a"], torch.arange(4), bounds)
     with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in"):
         rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
@@ -249,7 +249,7 @@ def test_names_of_groups() -> None:
     "move", [lambda x: x.to("cpu", non_blocking=True), lambda x: _pytree.tree_map_only(Tensor, torch.clone, x)]
 )
 def test_moves(move: Callable) -> None:
-    """Whole, and as a tree of tensors."""
+    """The container moves as a whole, and as a tree of tensors."""
     batch = sessions(KEYS, weighted=True)
     few = move(rk.InverseKeyedJaggedTensor.from_kjt(batch, [["c", "a"]]))
     assert_same_batch(few.to_kjt(), batch)
@@ -266,13 +266,12 @@ def test_meta() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
 def test_pin_memory() -> None:
-    """Every tensor."""
     few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS, weighted=True), [["c", "a"]]).pin_memory()
     assert all(t.is_pinned() for t in _pytree.tree_leaves(few) if t is not None)
 
 
 def test_duck_typed_input() -> None:
-    """Anything with TorchRec's methods is taken, and left as it is."""
+    """Any object with TorchRec's methods is accepted, and not modified."""
     batch = sessions(KEYS, weighted=True)
     other = OtherWithStride(batch)
     assert_same_batch(rk.InverseKeyedJaggedTensor.from_kjt(other, [["b", "a"]]).to_kjt(), batch)
@@ -280,7 +279,7 @@ def test_duck_typed_input() -> None:
 
 
 def test_torchrecs() -> None:
-    """The real one, where it is installed."""
+    """TorchRec's KeyedJaggedTensor is accepted."""
     sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
     batch = sessions(KEYS, weighted=True)
     tensors = [batch.values(), batch.lengths(), batch.weights_or_none()]
@@ -293,7 +292,7 @@ def test_torchrecs() -> None:
 @pytest.mark.parametrize("weighted", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_select_keys_of_any_batch(dtype: torch.dtype, weighted: torch.dtype | None) -> None:
-    """Features with batch sizes of their own, repeated, none at all; both integer widths; no copy without a change.
+    """select_keys works with batch sizes per feature, repeated keys, none, and both integer widths; it avoids copies.
 
     Weights of half precision keep their dtype.
     """

@@ -1,4 +1,4 @@
-"""Wrong arguments of the ops on jagged rows: the message names the argument and what is allowed."""
+"""Invalid arguments of the ops on jagged rows: the message names the argument and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 ops = torch.ops.rec_kernels
 IDS, OFFSETS = torch.arange(7), torch.tensor([0, 2, 3, 3, 4, 6, 7])
 WEIGHTS, STRIDES = torch.linspace(1, 2, 7), [3, 3]
-#: A good call of each op: six bags, of two features of three samples where an op knows features.
+#: A valid call of each op: six bags, of two features with three samples if the op has features.
 GOOD = {
     "jagged_bucketize": {"block_sizes": torch.tensor([5, 4]), "num_buckets": 2, "strides": STRIDES, "weights": WEIGHTS},
     "jagged_dedup": {"groups": [0, 1], "weights": WEIGHTS},
@@ -33,7 +33,7 @@ OF_IDS, OF_ROWS = ["jagged_bucketize", "jagged_dedup", "jagged_overlaps"], ["jag
 WITH_TOTAL = [*OF_ROWS, "jagged_permute"]
 TOO_MANY = "the result has 2147483648 values, more than int32 offsets can name"
 BIG = torch.empty(2**62, 0)
-#: Ops, what is changed about the good call, and the message.
+#: Ops, changes of the valid call, and the message.
 WRONG = [
     (OF_IDS, {"values": IDS.float()}, "values must be int32 or int64, got float32"),
     ([*OF_IDS, "jagged_permute"], {"values": IDS[None]}, "values must have 1 dimension(s), got shape [1, 7]"),
@@ -94,7 +94,7 @@ WRONG = [
         "could have more than 2^63",
     ),
 ]
-#: Every tensor behind the first one may be on another device.
+#: Every tensor after the first may be on another device.
 WRONG += [
     ([op], {name: given[name].to("meta")}, "must be on the same device")
     for op, given in GOOD.items()
@@ -105,7 +105,7 @@ WRONG += [
 
 @pytest.mark.parametrize(("op", "changes", "message"), [(op, *row) for taken_by, *row in WRONG for op in taken_by])
 def test_bad_input(op: str, changes: dict[str, object], message: str) -> None:
-    """ValueError from the op, and from what takes its place on GPUs without the compiled library."""
+    """The op, and its replacement on GPUs without the compiled library, raise ValueError."""
     for namespace in (ops, *(backend.ops for backend in in_torch() if op == "jagged_permute")):
         with pytest.raises(ValueError, match=re.escape(message)):
             getattr(namespace, op)(**GOOD[op] | changes)
@@ -113,5 +113,5 @@ def test_bad_input(op: str, changes: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("op", GOOD)
 def test_the_calls_to_be_spoilt_are_good(op: str) -> None:
-    """The ops accept the arguments that are changed above."""
+    """Every op accepts the arguments that are changed above."""
     getattr(ops, op)(**GOOD[op])

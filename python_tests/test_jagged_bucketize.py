@@ -29,7 +29,7 @@ def check_bucketize(batch: Batch, blocks: list[int], buckets: int) -> None:
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("buckets", [1, 2, 7, 64])
 def test_odd_batches(name: str, buckets: int) -> None:
-    """Blocks of one row, of all, and of what is left of a table."""
+    """Block sizes of one row, of all rows, and with a remainder of the table."""
     batch = ODD[name]()
     most = int(batch.values.max()) + 1 if len(batch.values) else 1
     for extra in (0, 1, 2**20):
@@ -39,19 +39,19 @@ def test_odd_batches(name: str, buckets: int) -> None:
 
 @given(batches(strides=True), st.integers(1, 70), st.data())
 def test_any_batch(batch: Batch, buckets: int, data: st.DataObject) -> None:
-    """Batch sizes of the features' own."""
+    """Features may have different batch sizes."""
     least = -(-100 // buckets)
     sizes = st.integers(least, 2 * least)
     check_bucketize(batch, [data.draw(sizes) for _ in batch.strides], buckets)
 
 
 def test_many_buckets() -> None:
-    """Far more than lanes, and more than a bag has ids; most of them are empty."""
+    """More buckets than lanes and than a bag has ids; most of them are empty."""
     check_bucketize(make_batch(2, 6, rows=5000, mean_length=90, seed=2), [1, 5], 5000)
 
 
 def test_wide_ids() -> None:
-    """Up to the last id that there can be."""
+    """Ids up to the largest integer."""
     batch = make_batch(2, 3, mean_length=6, empty=0.0)
     batch.values = torch.randint(2**62, (len(batch.values),))
     batch.values[:3] = torch.tensor([0, 2**62 - 1, 2**40])
@@ -97,7 +97,7 @@ STRIDES, BLOCKS = [3, 3], torch.tensor([5, 4])
 
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
 def test_ids_out_of_range(integer: torch.dtype) -> None:
-    """An error on the CPU; on a device they go where a lookup reports them again."""
+    """Ids out of range raise on the CPU; on a device they go to a bucket whose lookup reports them again."""
     values = torch.tensor([3, 10, 0, 8, 2**31 - 1, -4, 4], dtype=integer)
     message = (
         r"values\[1\] = 10 \(feature 0, bag 0\) must be in \[0, 10\): block_sizes\[0\] = 5 for each of the 2 buckets"
@@ -119,7 +119,7 @@ def test_ids_out_of_range(integer: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(1, 7), (0, 6), (2, 3), (4, 4)])
 def test_ids_that_no_bag_names(first: int, last: int) -> None:
-    """A ValueError on the CPU; on a device zeros behind the others, at no position."""
+    """Ids outside of all bags raise on the CPU; on a device the output ends with zeros."""
     offsets = OFFSETS.clamp(first, last)
     got = f"offsets must start at 0 and end at 7, the number of values, got {first} and {last}"
     with pytest.raises(ValueError, match=got):
@@ -139,7 +139,7 @@ def test_ids_that_no_bag_names(first: int, last: int) -> None:
 
 @pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
 def test_bad_offsets(bounds: list[int], first: int) -> None:
-    """An error on the CPU. On a device bags may have ids in common then, so that none has any."""
+    """Bad offsets raise on the CPU; on a device, where bags might overlap, all bags become empty."""
     offsets = torch.tensor(bounds)
     with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
         ops.jagged_bucketize(IDS, offsets, BLOCKS, 3, STRIDES)
@@ -154,7 +154,7 @@ def test_bad_offsets(bounds: list[int], first: int) -> None:
 
 @pytest.mark.parametrize("size", [0, -3, 2**62, 2**63 - 1])
 def test_bad_block_sizes(size: int) -> None:
-    """An error on the CPU; on a device a bad layout, and no bag has any ids."""
+    """Bad block sizes raise on the CPU; a device reports a bad layout, and all bags are empty."""
     blocks = torch.tensor([5, size])
     with pytest.raises(ValueError, match=rf"block_sizes\[1\] = {size} must be in \[1, {(2**63 - 1) // 3}\]"):
         ops.jagged_bucketize(IDS, OFFSETS, blocks, 3, STRIDES)

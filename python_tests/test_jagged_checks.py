@@ -1,4 +1,4 @@
-"""Errors of jagged containers at construction, whose words they have, and where no check happens."""
+"""Errors of jagged containers at construction, their wording, and where no check happens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _refused(make: Callable[[], object], message: str, error: type[Exception] = 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_offsets_rise(dtype: torch.dtype) -> None:
-    """The op tells good offsets from bad ones, also of a view; a tracer's pass."""
+    """The op distinguishes good offsets from bad ones, also of a view; a tracer's pass."""
     offsets_rise = torch.ops.rec_kernels._offsets_rise
     good, lowest = torch.tensor([0, 2, 2, 5], dtype=dtype), torch.iinfo(dtype).min
     assert offsets_rise(good, 5)
@@ -63,7 +63,7 @@ def test_offsets_rise(dtype: torch.dtype) -> None:
     ],
 )
 def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -> None:
-    """Offsets that do not rise within the values are refused."""
+    """Offsets that decrease or exceed the values are rejected."""
     _refused(lambda: rk.JaggedTensor(IDS, offsets=torch.tensor(offsets, dtype=dtype)), message)
 
 
@@ -91,7 +91,7 @@ def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -
     ],
 )
 def test_parts_of_rows(parts: tuple, message: str, error: int) -> None:
-    """Shapes, dtypes and devices that do not fit together are refused, and what is no tensor."""
+    """Incompatible shapes, dtypes and devices, and other types than tensors, are rejected."""
     _refused(
         lambda: rk.JaggedTensor(parts[0], parts[2] if parts[2:] else None, offsets=parts[1]),
         message,
@@ -120,14 +120,14 @@ def test_parts_of_rows(parts: tuple, message: str, error: int) -> None:
     ],
 )
 def test_bags(given: dict, message: str, dtype: torch.dtype) -> None:
-    """Lengths and offsets, in the name that they were given by, with the feature and the sample."""
+    """Errors of lengths and offsets use the argument's name, with the feature and the sample."""
     given = {k: torch.tensor(v, dtype=dtype) if k != "stride_per_key" else v for k, v in given.items()}
     _refused(lambda: rk.KeyedJaggedTensor(KEYS, IDS, **given), message)
 
 
 def test_lengths_that_int32_cannot_add_up() -> None:
-    """Are refused, and not added up to something else."""
-    many = torch.zeros(1, dtype=torch.int32).expand(2**31 + 2)  # one number in memory
+    """A sum of lengths beyond int32 is rejected instead of wrapping."""
+    many = torch.zeros(1, dtype=torch.int32).expand(2**31 + 2)  # one element in memory
     lengths = torch.tensor([2**30, 2**30, 1], dtype=torch.int32)
     message = f"lengths add up to {2**31 + 1}, more than torch.int32 can hold: they must be int64"
     _refused(lambda: rk.KeyedJaggedTensor(["a"], many, lengths=lengths), message)
@@ -136,7 +136,7 @@ def test_lengths_that_int32_cannot_add_up() -> None:
 
 @pytest.mark.parametrize("keys", ["ab", None, 2])
 def test_names_of_keys(keys: Any) -> None:
-    """A name alone is no list of names, nor is anything that has none."""
+    """A single string is no list of names, nor is an object without names."""
     message = f"keys must be a list of feature names, got {keys!r}"
     lengths = torch.ones(2, dtype=torch.int64)
     _refused(lambda: rk.KeyedJaggedTensor(keys, IDS[:2], lengths=lengths), message)
@@ -147,7 +147,7 @@ def test_names_of_keys(keys: Any) -> None:
 
 
 def test_inverse_indices() -> None:
-    """They name bags that are there, of the batch's keys, in any order of the names."""
+    """Inverse indices must be in range and of the batch's keys, in any order."""
     places = torch.tensor([[0, 1, 9], [1, 2, 0], [0, 0, 1]])
     given = {"lengths": torch.tensor([2, 1, 1, 1, 1]), "stride_per_key": [2, 3]}
     kept = rk.KeyedJaggedTensor(KEYS, IDS, **given, inverse_indices=(["other", "item", "user"], places))
@@ -181,13 +181,13 @@ def test_inverse_indices() -> None:
     ],
 )
 def test_columns(parts: tuple, message: str) -> None:
-    """Keys and widths that are not those of the values."""
+    """Keys and widths must match the values."""
     _refused(lambda: rk.KeyedTensor(*parts), message)
     _refused(lambda: rk.KeyedTensor(["a"], [1], [1.0]), "values must be a tensor, got list", TypeError)
 
 
 def test_what_is_allowed() -> None:
-    """Values in no row, rows of nothing, a batch of nothing."""
+    """Values outside of all rows, empty rows and empty batches are allowed."""
     for offsets in ([1, 2, 5], [6, 6], [0], [3]):
         rows = rk.JaggedTensor(IDS, offsets=torch.tensor(offsets))
         assert [row.tolist() for row in rows.to_dense()] == [list(range(*b)) for b in itertools.pairwise(offsets)]
@@ -206,7 +206,7 @@ def test_what_is_allowed() -> None:
     ],
 )
 def test_rows_are_read_late(offsets: list[int], message: str) -> None:
-    """Unchecked offsets, as on a GPU, raise where rows are read: none is padded, cut or left out."""
+    """Unchecked offsets, as on a GPU, raise when rows are read instead of being padded or cut."""
     rows = rk.JaggedTensor._from_parts(IDS, torch.tensor(offsets))
     for read in (rows.to_dense, rows.to_padded_dense, lambda: rows.to_padded_dense(2)):
         _refused(read, message)
@@ -224,7 +224,7 @@ def test_rows_are_read_late(offsets: list[int], message: str) -> None:
     ],
 )
 def test_features_are_read_late(offsets: list[int], message: str) -> None:
-    """A feature of a batch, of which nobody looked at where it begins."""
+    """A feature with unchecked offsets raises when it is read."""
     behind = ", from where the one before begins to the number of values"
     _refused(lambda: unchecked(KEYS, IDS, offsets)["user"], message + behind)
 
@@ -243,7 +243,7 @@ def test_late_in_the_words_of_lengths() -> None:
 
 
 def test_joined_without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids in no bag enter no bag of a joined batch, without a wait for the GPU; the lookup raises."""
+    """Joining batches leaves out ids outside of bags without waiting for the GPU; the lookup raises."""
     good, gap = (
         rk.KeyedJaggedTensor([key], IDS, offsets=torch.tensor([0, 2, end])) for key, end in (("a", 6), ("b", 5))
     )
@@ -261,7 +261,7 @@ BAD = torch.tensor(FALLING)
 
 
 def _make_all(values: Tensor, bad: Tensor) -> list:
-    """Every container that has offsets, lengths or starts, of bad numbers."""
+    """Every container with offsets, lengths or starts, with bad values."""
     lengths = bad.diff()
     return [
         rk.JaggedTensor(values, offsets=bad),
@@ -272,7 +272,7 @@ def _make_all(values: Tensor, bad: Tensor) -> list:
 
 
 def test_tensors_without_numbers() -> None:
-    """Containers take meta tensors, fake tensors and those of torch.func."""
+    """Containers accept meta tensors, fake tensors and those of torch.func."""
     _make_all(IDS.to("meta"), BAD.to("meta"))
     with FakeTensorMode() as mode:
         _make_all(mode.from_tensor(IDS), mode.from_tensor(BAD))
@@ -283,7 +283,7 @@ def test_tensors_without_numbers() -> None:
 
 
 def test_traced() -> None:
-    """A trace has no warning that numbers were looked at."""
+    """Tracing gives no warning about reading tensor data."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -291,7 +291,7 @@ def test_traced() -> None:
 
 
 def test_compiled() -> None:
-    """One graph, compiled once, looks at no numbers."""
+    """One graph, compiled once, reads no tensor data."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -308,7 +308,7 @@ def test_compiled() -> None:
 
 
 def test_exported() -> None:
-    """Containers that a program makes look at no numbers."""
+    """Containers made in an exported program read no tensor data."""
 
     class Lengths(torch.nn.Module):
         def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def test_exported() -> None:
 
 
 def test_copies_are_not_looked_at() -> None:
-    """Trees, copies and pickles of bad containers are what they were."""
+    """Trees, copies and pickles of bad containers are not checked."""
     for bad in (rk.JaggedTensor._from_parts(IDS, BAD), unchecked(KEYS, IDS, FALLING)):
         for make in (
             copy.deepcopy,
@@ -334,7 +334,7 @@ def test_copies_are_not_looked_at() -> None:
 
 
 def test_what_comes_from_containers_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a batch that was looked at, moved, chosen or joined: nobody pays for it twice."""
+    """Selected, moved and joined parts of a checked batch are not checked again."""
     batch = rk.KeyedJaggedTensor(KEYS, IDS, lengths=torch.tensor([1, 2, 1, 2]), weights=torch.ones(6))
     rows = rk.JaggedTensor(IDS, offsets=batch.offsets())
     few = rk.InverseKeyedJaggedTensor(unchecked(KEYS, IDS, [0, 1, 3, 4, 6]), [["user"]], torch.tensor([[0, 1]]))

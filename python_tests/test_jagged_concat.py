@@ -1,4 +1,4 @@
-"""Features of several batches in one: KeyedJaggedTensor.concat and InverseKeyedJaggedTensor.with_rest."""
+"""KeyedJaggedTensor.concat and InverseKeyedJaggedTensor.with_rest join features of several batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import rec_kernels as rk
 
 
 def kjt(keys: str, lengths: list[int], **options) -> rk.KeyedJaggedTensor:
-    """One letter a key."""
+    """A batch with one key per letter."""
     dtype = options.pop("dtype", torch.int64)
     ids = torch.arange(sum(lengths), dtype=dtype) + 10 * len(keys)
     return rk.KeyedJaggedTensor(list(keys), ids, lengths=torch.tensor(lengths, dtype=dtype), **options)
@@ -46,7 +46,7 @@ def test_concat_of_other_batch_sizes() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_concat_of_a_view(place: int) -> None:
-    """A view of a larger batch leaves out ids before and behind its bags."""
+    """A view of a larger batch leaves out ids before and after its bags."""
     ids = torch.arange(7)
     view = rk.KeyedJaggedTensor(["v"], ids, offsets=torch.tensor([2, 3, 5]), weights=ids / 2)
     other = kjt("a", [1, 2], weights=torch.ones(3))
@@ -87,7 +87,7 @@ def test_concat_refuses() -> None:
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_with_rest(windows: bool) -> None:
-    """The batch is that of all features, and a lookup of it has the bits of two."""
+    """The batch has all features, and its lookup has the bits of two."""
     shared, features = kjt("ab", [2, 2, 1, 0, 0, 3]), kjt("cd", [1] * 6)
     shared = rk.KeyedJaggedTensor(["a", "b"], shared.values() * 0 + 7, offsets=shared.offsets())
     few = rk.InverseKeyedJaggedTensor.from_kjt(shared, [["a", "b"]])

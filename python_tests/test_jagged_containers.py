@@ -1,4 +1,4 @@
-"""Jagged containers: copies after their tensors were written to, names of features, sizes that are symbols."""
+"""Jagged containers: copies whose tensors are written to, feature names, symbolic sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _saved(x: object) -> object:
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
-    return torch.load(file)  # weights_only, as torch has it by default
+    return torch.load(file)  # weights_only is torch's default
 
 
 COPIES = {
@@ -58,13 +58,13 @@ def _write(container: rk.KeyedJaggedTensor | rk.KeyedJaggedWindows, offsets: lis
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("make", [_kjt, _windows], ids=["bags", "windows"])
 def test_copies_learn_anew(make: Callable, way: str, writes: int) -> None:
-    """A copy forgets the original's cached facts once its tensors are written to."""
+    """A copy drops the original's cached values once its tensors are written to."""
     original = make()
     for _ in range(writes):
         _write(original, BEFORE)
     assert original.offset_per_key() == [0, 2, 6]
     other = COPIES[way](original)
-    assert other.known_offset_per_key() == [0, 2, 6]  # nobody has to wait for a GPU
+    assert other.known_offset_per_key() == [0, 2, 6]  # without waiting for a GPU
     _write(other, AFTER)
     assert other.known_offset_per_key() is None
     assert other.offset_per_key() == [0, 5, 6]
@@ -88,7 +88,7 @@ def test_copies_of_windows_make_bags_anew(way: str, writes: int) -> None:
 
 @pytest.mark.parametrize("make", [_kjt, _windows], ids=["bags", "windows"])
 def test_copies_of_what_is_no_longer_true(make: Callable) -> None:
-    """Are not told of it."""
+    """Copies do not inherit cached values that are no longer true."""
     original = make()
     original.offset_per_key()
     _write(original, AFTER)
@@ -96,7 +96,7 @@ def test_copies_of_what_is_no_longer_true(make: Callable) -> None:
 
 
 def test_copies_of_inference_tensors() -> None:
-    """Nobody counts their changes: bags learn nothing, copies neither."""
+    """Inference tensors have no version counters: bags and copies cache nothing."""
     with torch.inference_mode():
         for make in (_kjt, _windows):
             container = make()
@@ -110,7 +110,7 @@ def test_copies_of_inference_tensors() -> None:
     ids=["windows", "deduplicated", "deduplicated windows"],
 )
 def test_stored_of_features(make: Callable) -> None:
-    """Names are a list, and of features that are there."""
+    """Names must be a list of existing features."""
     container = make()
     assert container.num_stored(["name"]) == 2
     assert container.num_stored(("a", "name")) == 6
@@ -140,8 +140,9 @@ MOVING = {
 
 @pytest.mark.parametrize("name", MOVING)
 def test_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor to a device and to pinned memory, and every one there is said to be a stream's, bags that were made,
-    too; what the host knows goes along."""
+    """Every tensor, also of bags made from windows, moves to a device and to pinned memory and is recorded on a stream;
+    cached values stay known.
+    """
     make, count = MOVING[name]
     here, streams, pinned = make(), [], []
     monkeypatch.setattr(Tensor, "record_stream", lambda t, stream: streams.append((t.device.type, stream)))
@@ -163,7 +164,7 @@ def test_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", MOVING)
 def test_trees_that_are_saved(name: str) -> None:
-    """Leaves are tensors or None; torch.save and a safe load bring them back, also after bags were made of windows."""
+    """Leaves are tensors or None; torch.save and a safe load restore them, also after bags were made of windows."""
     made = MOVING[name][0]()
     for make_bags in (lambda: None, getattr(made, "bags", None) or getattr(made, "to_kjt", lambda: None)):
         make_bags()
@@ -197,13 +198,13 @@ META = WEIGHTS.to("meta")
     ],
 )
 def test_tensors_that_do_not_fit(given: dict, error: type[Exception], message: str) -> None:
-    """Are refused under their own names, when the batch is made."""
+    """Invalid tensors are rejected at construction, by their argument names."""
     with pytest.raises(error, match=message):
         rk.KeyedJaggedTensor(**{"keys": ["name", "a"], "values": IDS} | given)
 
 
 class _Bags(torch.nn.Module):
-    """``module`` of a jagged tensor of values and offsets."""
+    """Applies ``module`` to a jagged tensor of values and offsets."""
 
     def __init__(self, module: Callable) -> None:
         super().__init__()

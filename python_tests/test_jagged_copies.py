@@ -1,6 +1,6 @@
-"""jagged_index_select and jagged_windows: rows of values of any kind, gradients, compilation, totals that are wrong.
+"""jagged_index_select and jagged_windows: any kind of values, gradients, compilation, wrong totals.
 
-test_<op>.py have the rows of each, and its errors.
+test_<op>.py test each op's rows and errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rec_kernels.reference.jagged_windows import jagged_windows
 from rec_kernels.testing import assert_same_sum, same_bits
 
 ops = torch.ops.rec_kernels
-#: Where values 2 to 6 of seven lie, and then values 0 and 1; what the CPU says whose total is wrong.
+#: Rows with values 2 to 6 of seven, then values 0 and 1; the CPU's message for a wrong total.
 TWO_ROWS = {
     "jagged_index_select": (torch.tensor([0, 2, 2, 7]), torch.tensor([2, 0]), "rows that index names"),
     "jagged_windows": (torch.tensor([2, 0]), torch.tensor([5, 2]), "windows"),
@@ -32,14 +32,14 @@ every_shape = pytest.mark.parametrize("shape", [(), (9,)], ids=["[N]", "[N, 9]"]
 
 
 def rows_of(op: str, rows: int) -> tuple[int, tuple[Tensor, Tensor]]:
-    """Number of values, and where rows lie in them, of 0 to 19 values, which share values with others."""
+    """Number of values, and rows of 0 to 19 of them, which overlap."""
     if op == "jagged_windows":
         return 49, (torch.randint(30, (rows,), dtype=torch.int32), torch.arange(rows) % 20)
     offsets = make_batch(1, 12, seed=1).offsets
     return int(offsets[-1]), (offsets, torch.randint(12, (rows,), dtype=torch.int32))
 
 
-#: Rows of each size; a second dtype of one size has one of them, since the kernels know only the size.
+#: Dtypes of each size; only one size has two, since the kernels depend on the size only.
 KINDS = [
     *itertools.product(
         (torch.bool, torch.int16, torch.int32, torch.float64, torch.complex128),
@@ -53,7 +53,7 @@ KINDS = [
 @every_op
 @pytest.mark.parametrize(("dtype", "shape"), KINDS, ids=str)
 def test_values_of_any_kind(op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Elements of 1 to 16 bytes, rows of values that are aligned to any word."""
+    """Elements of 1 to 16 bytes, with rows aligned to any word."""
     count, where = rows_of(op, 5)
     values = torch.randint(-100, 100, (count, *shape)).to(dtype)
     for backend in every_backend():
@@ -64,7 +64,7 @@ def test_values_of_any_kind(op: str, dtype: torch.dtype, shape: tuple[int, ...])
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_gradients(op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Against torch's own; copies of a value are summed in float32."""
+    """Gradients equal torch's; copies of a value are summed in float32."""
     count, where = rows_of(op, 200)
     mine = torch.randn(count, *shape).to(dtype).requires_grad_()
     out, _ = getattr(rk, op)(mine, *where)
@@ -84,7 +84,7 @@ def test_gradients(op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @every_op
 @pytest.mark.parametrize("known", [False, True])
 def test_compiled(op: str, known: bool) -> None:
-    """One graph, whether the total is told or depends on data."""
+    """One graph for known and for data-dependent totals."""
 
     def step(values, first, second, total):
         out, bounds = getattr(rk, op)(values * 2, first, second, total=total)
@@ -124,7 +124,7 @@ def test_a_wrong_total(op: str, total: int, shape: tuple[int, ...]) -> None:
 @every_op
 @pytest.mark.parametrize("total", [5, 9])
 def test_the_gradient_with_a_wrong_total(op: str, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids left out get no gradient; the zeros behind the last row give none."""
+    """Ids left out get no gradient; the zeros after the last row give none."""
     ctx = SimpleNamespace(saved_tensors=TWO_ROWS[op][:2], shape=torch.Size([7]), dtype=torch.float32, total=total)
     for backend in device_backends():
         monkeypatch.setattr(jagged_copies, "_ops", backend.ops)
@@ -135,7 +135,7 @@ def test_the_gradient_with_a_wrong_total(op: str, total: int, monkeypatch: pytes
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_gradients_of_other_dtypes(op: str, dtype: torch.dtype) -> None:
-    """Refused: they would be those of float32."""
+    """Other dtypes are rejected: their gradients would be float32."""
     values, where = torch.ones(7, dtype=dtype), TWO_ROWS[op][:2]
     assert getattr(ops, op)(values, *where)[0].dtype == dtype
     with pytest.raises(ValueError, match="require a gradient, which is of float32, float16 and bfloat16 only"):

@@ -1,4 +1,4 @@
-"""jagged_dedup: reference, collisions of hashes, weights, groups."""
+"""jagged_dedup: reference, hash collisions, weights, groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_dedup(batch: Batch, groups: list[int]) -> None:
 
 
 def groupings(features: int) -> list[list[int]]:
-    """One group, one each, some of both with features left out, and none at all."""
+    """One group, one per feature, some of both with features left out, and none."""
     mixed = [[-1, 1, 0, 1][f % 4] if features > 2 else -1 for f in range(features)]
     return [[0] * features, list(range(features)), mixed, [-1] * features]
 
@@ -51,14 +51,13 @@ def test_odd_batches(name: str) -> None:
 
 @given(batches(), st.data())
 def test_any_batch(batch: Batch, data: st.DataObject) -> None:
-    """Features in any groups."""
     groups = data.draw(st.lists(st.integers(-1, 2), min_size=len(batch.strides), max_size=len(batch.strides)))
     used = sorted({g for g in groups if g >= 0})
     check_dedup(batch, [used.index(g) if g >= 0 else -1 for g in groups])
 
 
 def test_looks() -> None:
-    """Samples differ by order, lengths, the feature of an id, and ids of more than 32 bits; 0 differs from no id."""
+    """Order, lengths, features of ids, and ids above 32 bits distinguish samples; id 0 differs from none."""
     rows = [
         ([1, 2], [3]),
         ([2, 1], [3]),
@@ -82,7 +81,7 @@ def test_looks() -> None:
 
 
 def test_more_features_than_lanes() -> None:
-    """Samples differ in the length or an id of a feature far behind those that a group of lanes takes at once."""
+    """Samples may differ in a feature far beyond the number of lanes."""
     rows = [[[f] for f in range(9)] for _ in range(5)]
     rows[1][8], rows[2][8], rows[3][5] = [], [9], [5, 5]
     batch = batch_of([[row[f] for row in rows] for f in range(9)])
@@ -93,7 +92,7 @@ def test_more_features_than_lanes() -> None:
 
 
 def test_bits_of_weights() -> None:
-    """0 and -0 differ, and a NaN is like itself."""
+    """0 and -0 differ; equal NaN bits are equal."""
     nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     batch = batch_of([[[4]] * 7])
     batch.weights = torch.cat([torch.tensor([0.0, -0.0, 1.0, 0.0]), nan[[0, 1, 0]]])
@@ -103,7 +102,7 @@ def test_bits_of_weights() -> None:
 
 
 def test_sessions_are_found() -> None:
-    """The distinct samples are the sessions, unless two sessions happen to be alike."""
+    """The distinct samples are the sessions, unless two sessions happen to be equal."""
     batch = make_batch(3, 64, session=8, rows=1000, mean_length=10, empty=0.0)
     rows, inverse, counts = rk.jagged_dedup(batch.values, batch.offsets, [0, 0, 0])
     assert counts.tolist() == [8]
@@ -112,7 +111,7 @@ def test_sessions_are_found() -> None:
 
 
 def test_many_groups() -> None:
-    """More numbers than one launch takes to a GPU."""
+    """More groups than one launch has arguments for."""
     check_dedup(make_batch(150, 3, session=2, seed=8), [(7 * f) % 75 for f in range(150)])
 
 
@@ -135,7 +134,7 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize(("offsets", "first"), BAD_OFFSETS)
 def test_bad_offsets(offsets: list[int], first: int) -> None:
-    """An error on the CPU; on a device such a bag is empty, and the status has the first bad offset."""
+    """Bad offsets raise on the CPU; on a device such a bag is empty, and the status has the first bad offset."""
     values, bounds = torch.tensor([1, 2, 2, 1, 1, 2, 3]), torch.tensor(offsets)
     for groups in ([0, 0], [-1, 0], [-1, -1]):
         with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {offsets[first]} must be in "):

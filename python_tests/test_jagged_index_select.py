@@ -1,4 +1,4 @@
-"""jagged_index_select: reference, wrong numbers and offsets; test_jagged_copies.py has gradients and totals."""
+"""jagged_index_select: reference, invalid indices and offsets; test_jagged_copies.py tests gradients and totals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_any_batch(batch: Batch, data: st.DataObject, integer: torch.dtype, colu
 
 
 def test_many_rows() -> None:
-    """Enough for every thread to get some, a very long one among them."""
+    """Enough rows for every thread, with a very long one."""
     lengths = [(7 * i) % 5 for i in range(3000)]
     lengths[1234] = 5000
     offsets = offsets_of(lengths, torch.int32)
@@ -67,7 +67,7 @@ IDS, OFFSETS = torch.arange(7), torch.tensor([0, 2, 2, 7])
 
 
 def test_numbers_out_of_range() -> None:
-    """An error on the CPU; on a device an empty row, and the status has the first and how many."""
+    """Indices out of range raise on the CPU; a device returns empty rows, and their first and number in status."""
     index = torch.tensor([0, 3, 2, -1, 2**40])
     with pytest.raises(IndexError, match=r"index\[1\] = 3 must be in \[0, 3\), the rows that offsets describe"):
         ops.jagged_index_select(IDS, OFFSETS, index)
@@ -83,7 +83,7 @@ def test_numbers_out_of_range() -> None:
 
 @pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
 def test_bad_offsets(bounds: list[int], first: int) -> None:
-    """Noted whether such a row is chosen or not; it is empty."""
+    """Bad offsets are reported whether the row is selected or not; it is empty."""
     offsets, index = torch.tensor(bounds), torch.tensor([5, 0, 1, 2, 3, 4, 3])
     with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
         ops.jagged_index_select(IDS, offsets, index)
@@ -98,7 +98,7 @@ def test_bad_offsets(bounds: list[int], first: int) -> None:
 
 
 def test_too_many_for_the_offsets() -> None:
-    """int32 offsets name 2^31 - 1 values at most."""
+    """int32 offsets can address at most 2^31 - 1 values."""
     offsets = torch.tensor([0, 2**15], dtype=torch.int32)
     for backend in every_backend():
         with pytest.raises((ValueError, RuntimeError), match=r"2147483648 values, more than int32 offsets can name"):

@@ -1,4 +1,4 @@
-"""jagged_overlaps: reference; windows of it make the rows again; what is found of sequences, and what is not."""
+"""jagged_overlaps: reference; windows of its output restore the rows; which sequences are found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def jagged(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_overlaps(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The reference's buffer and starts, and windows of them are the rows. Returns the buffer."""
+    """Checks buffer and starts against the reference, restores the rows from windows, and returns the buffer."""
     expected = reference(values, offsets)
     for backend in cpu_backends():
         found = backend.ops.jagged_overlaps(values, offsets)
@@ -40,7 +40,7 @@ def check_overlaps(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def sizes(*rows: list[int]) -> int:
-    """Ids that are stored of these rows."""
+    """Number of ids stored for these rows."""
     return len(check_overlaps(*jagged(list(rows))))
 
 
@@ -56,7 +56,7 @@ def test_odd_batches(name: str) -> None:
 
 @st.composite
 def users(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Histories of a few users, one after the other or mixed, of ids that repeat often or hardly ever."""
+    """Interleaved histories of a few users, with rare or frequent repetitions of ids."""
     rows, most = draw(st.sampled_from([1, 2, 9, 1000])), draw(st.sampled_from([0, 3, 4, 5, 20]))
     sequences = draw(st.lists(st.lists(st.integers(0, rows), max_size=60), min_size=1, max_size=3))
     steps = draw(st.lists(st.tuples(st.integers(0, len(sequences) - 1), st.integers(0, 9)), max_size=25))
@@ -74,12 +74,12 @@ def test_any_histories(case: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 def test_each_id_of_a_sequence_is_stored_once() -> None:
-    """Histories grow, then slide; those of two users in turns; two samples with the same one."""
+    """Growing and sliding histories, of two users in turn and repeated, are stored once."""
     one, other = list(range(100, 200)), list(range(500, 600))
     assert sizes(*histories(one, [4, 9, 20, 20, 33, 40, 76], 40)) == 76
     mixed = zip(histories(one, [10, 25, 40], 20), histories(other, [50, 55, 64], 20), strict=True)
     assert sizes(*itertools.chain.from_iterable(mixed)) == 40 + (64 - 30)
-    values, offsets = jagged(histories(one, [10, 12, 11, 12], 10))  # one that is behind: it is stored
+    values, offsets = jagged(histories(one, [10, 12, 11, 12], 10))  # an older window: it is stored
     assert len(check_overlaps(values, offsets)) == 12 + 10
     assert sizes(one[:10], one[3:10], one[5:13]) == 13  # a shorter one, within the other
     # Offsets need not start at 0 or end with the values.
@@ -87,7 +87,7 @@ def test_each_id_of_a_sequence_is_stored_once() -> None:
 
 
 def test_what_is_not_found_is_stored() -> None:
-    """Too few ids in common; a row from which another goes on already; one that begins before the end of another."""
+    """Rows are stored if they share too few ids, if another row continues them, or if they begin too early."""
     ids = list(range(50))
     assert sizes(ids[:10], ids[10 - ANCHOR + 1 : 20]) == 10 + 10 + ANCHOR - 1
     assert sizes(ids[:10], ids[10 - ANCHOR : 20]) == 20
@@ -96,7 +96,7 @@ def test_what_is_not_found_is_stored() -> None:
 
 
 def test_ids_that_are_all_alike_take_no_longer() -> None:
-    """Comparisons that fail are counted: a row that would fit is not reached after too many."""
+    """Failing comparisons are limited: after too many, even a matching row is not found."""
     same, other = [7] * 30, [9] * (ANCHOR + TRIES)
     first = [*same, *other[:ANCHOR]]
     assert sizes(first, [*same[:20], *other[1:]]) == len(first) + TRIES - 1
@@ -105,14 +105,14 @@ def test_ids_that_are_all_alike_take_no_longer() -> None:
 
 
 def test_many_rows() -> None:
-    """Collisions of places in the table, and rows of users far apart."""
+    """Hash collisions in the table, and rows of users far apart."""
     sequence = torch.randint(1 << 40, (50, 300), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [sequence[i % 50][i // 50 : i // 50 + 40] for i in range(50 * 60)]
     assert sizes(*rows) == 50 * (40 + 59)
 
 
 def test_rows_that_differ_in_one_id_spread_over_the_table(tmp_path: Path) -> None:
-    """The search for a row looks at a constant number of slots, whichever of the last ids tells rows apart."""
+    """The search for a row probes a constant number of slots, whichever of the last ids distinguishes rows."""
     library = tmp_path / "probes.so"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
     subprocess.run([*command, ROOT / "python_tests" / "suffix_table_probes.cpp", "-o", library], check=True)

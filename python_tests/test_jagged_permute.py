@@ -1,4 +1,4 @@
-"""jagged_permute: reference, gradients of weights, totals that are known or wrong."""
+"""jagged_permute: reference, gradients of weights, known and wrong totals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ops = torch.ops.rec_kernels
 
 
 def in_torch() -> Iterator[Backend]:
-    """The op of GPUs without the compiled library, which needs no GPU; it is imported with Triton's."""
+    """The op for GPUs without the compiled library, which runs without a GPU; Triton's module imports it."""
     if importlib.util.find_spec("triton") is not None:
         module = importlib.import_module("rec_kernels.triton.jagged_permute")
         yield Backend("torch", SimpleNamespace(jagged_permute=module.jagged_permute))
@@ -61,7 +61,7 @@ def test_odd_batches(name: str) -> None:
 
 @given(batches(strides=True), st.data())
 def test_any_batch(batch: Batch, data: st.DataObject) -> None:
-    """Batch sizes of the features' own; permutations, and any lists of features."""
+    """Features may have different batch sizes; lists of features may be permutations or not."""
     features = list(range(len(batch.strides)))
     any_list = st.lists(st.sampled_from(features), max_size=7) if features else st.just([])
     check_permute(batch, data.draw(st.permutations(features)))
@@ -69,7 +69,7 @@ def test_any_batch(batch: Batch, data: st.DataObject) -> None:
 
 
 def test_many_features() -> None:
-    """More than one launch takes to a GPU, some without a sample."""
+    """More features than one launch has arguments for, some without a sample."""
     batch = make_batch(600, 3, mean_length=1, seed=5)
     batch.strides = [3, 0, 6, 3] * 150
     permute = list(range(600))
@@ -79,14 +79,14 @@ def test_many_features() -> None:
 
 
 def test_features_that_several_threads_copy() -> None:
-    """A piece of the CPU's work begins within a feature: values and weights go behind those of the piece before."""
+    """A thread's part may begin within a feature: its values and weights follow those of the previous part."""
     batch = make_batch(2, 4000, mean_length=8, seed=6)
     check_permute(batch, [1, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float64, torch.complex128], ids=str)
 def test_values_of_any_kind(dtype: torch.dtype) -> None:
-    """Their bits are copied: also those of infinities, of which a multiplication would make NaN, and of zeros."""
+    """Bits are copied, also of infinities and zeros, which a multiplication would change."""
     batch = make_batch(3, 5)
     batch.values = torch.randint(-9, 9, batch.values.shape).to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
@@ -98,7 +98,7 @@ def test_values_of_any_kind(dtype: torch.dtype) -> None:
 
 
 def test_gradients() -> None:
-    """Gradients of weights are summed where a feature is named more than once."""
+    """Gradients of weights are summed over repeated features."""
     batch = make_batch(4, 6, seed=2)
     weights, permute = batch.weights.clone().requires_grad_(), [3, 0, 3, 1, 3]
     _, _, out = rk.jagged_permute(batch.values, batch.offsets, permute, batch.strides, weights)
@@ -114,7 +114,7 @@ def test_gradients() -> None:
 
 
 def test_the_gradient_of_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every bit of it goes back where its weight came from, in features of several batch sizes."""
+    """Each weight's gradient returns to its position to the bit, in features of several batch sizes."""
     batch = make_batch(6, 3, seed=4)
     batch.strides, permute = [2, 0, 5, 1, 3, 7], [3, 5, 0, 2, 1, 4]
     places, offsets = reference(torch.arange(len(batch.values)), batch.offsets, permute, batch.strides)[:2]
@@ -129,7 +129,7 @@ def test_the_gradient_of_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ids_in_no_bag() -> None:
-    """Their weights have a gradient of 0: of the op, and of lookups of features in another order."""
+    """Weights of ids outside of all bags have zero gradients, in the op and in lookups of reordered features."""
     offsets, factors = torch.tensor([1, 2, 4]), torch.tensor([5.0, 6.0, 7.0])
     for backend in every_backend():
         out = backend.ops.jagged_permute(torch.arange(5), offsets, [1, 0], [1, 1], torch.arange(5.0), 3)
@@ -148,7 +148,7 @@ def test_ids_in_no_bag() -> None:
 
 @pytest.mark.parametrize("permute", [[2, 0, 1], [1, 1]], ids=str)
 def test_compiled(permute: list[int]) -> None:
-    """One graph, whether the total is known from the sizes or depends on data."""
+    """One graph for totals known from sizes and for data-dependent ones."""
 
     def step(values, offsets, weights, size):
         out = rk.jagged_permute(values, offsets, permute, [size] * 3, weights * 2)
@@ -158,7 +158,7 @@ def test_compiled(permute: list[int]) -> None:
 
 
 def test_compiled_with_a_total_that_depends_on_data() -> None:
-    """Ids behind the last bag may be left out, or there are none."""
+    """Ids may exist after the last bag, or not."""
 
     def step(values, offsets, weights, size):
         total = int(offsets[-1])
@@ -188,7 +188,7 @@ def test_a_wrong_total(total: int) -> None:
 
 
 def test_the_gradient_with_a_wrong_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The zeros behind the last bag give none."""
+    """The zeros after the last bag give no gradient."""
     module = importlib.import_module("rec_kernels.ops.jagged_permute")
     ctx = SimpleNamespace(saved_tensors=(OFFSETS, None), size=7, total=9, covers=False, permute=[2, 1], strides=[2] * 3)
     for backend in device_backends():
@@ -199,7 +199,7 @@ def test_the_gradient_with_a_wrong_total(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
 def test_bad_offsets(bounds: list[int], first: int) -> None:
-    """An error on the CPU; on a device such a bag is empty, and the result has the values' size all the same."""
+    """Bad offsets raise on the CPU; on a device such a bag is empty, and the output keeps the values' size."""
     offsets = torch.tensor(bounds)
     with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
         ops.jagged_permute(IDS, offsets, [1, 0], [3, 3])

@@ -1,4 +1,4 @@
-"""jagged_windows: reference, windows that are not within the values; test_jagged_copies.py has gradients and totals."""
+"""jagged_windows: reference, windows outside of the values; test_jagged_copies.py tests gradients and totals."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_any_windows(data: st.DataObject, wide: torch.dtype, other: torch.dtype,
 
 
 def test_many_windows() -> None:
-    """Enough for every thread to get some; strided inputs."""
+    """Enough windows for every thread; strided inputs."""
     starts = torch.randint(9000, (2 * 20000,))[::2]
     lengths = torch.randint(30, (2 * 20000,))[::2]
     check_windows(torch.randn(2 * 9030)[::2], starts, lengths)
 
 
 def test_the_order_of_a_sum() -> None:
-    """Windows in turn: large terms that cancel come first here, and a small one is then not lost."""
+    """Windows are summed in order: large terms cancel first, so that a small one is not lost."""
     values = torch.zeros(3, requires_grad=True)
     out, _ = rk.jagged_windows(values, torch.tensor([0, 1, 1]), torch.tensor([2, 1, 2]))
     out.backward(torch.tensor([1.0, 2.0**30, -(2.0**30), 0.25, 5.0]))
@@ -75,7 +75,7 @@ IDS = torch.arange(7)
 
 
 BIG = 2**63 - 1
-#: starts, lengths, which are bad, and what the CPU says of the first.
+#: starts, lengths, indices of bad ones, and the CPU's message for the first.
 BAD = [
     ([0, 8, 2], [7, 0, 1], [1], r"starts\[1\] = 8 must be in \[0, 7\], the number of values"),
     ([0, -1, 2], [7, 1, 1], [1], r"starts\[1\] = -1 must be in \[0, 7\]"),
@@ -88,7 +88,7 @@ BAD = [
 
 @pytest.mark.parametrize(("starts", "lengths", "bad", "message"), BAD)
 def test_windows_that_are_not_within_the_values(starts: list, lengths: list, bad: list, message: str) -> None:
-    """An error on the CPU, whatever overflows; on a device they are empty, and the status tells of them."""
+    """Windows outside of the values, also by overflow, raise on the CPU; a device makes them empty and sets status."""
     given_starts, given_lengths = torch.tensor(starts), torch.tensor(lengths)
     with pytest.raises(IndexError, match=message):
         ops.jagged_windows(IDS, given_starts, given_lengths)
@@ -102,7 +102,7 @@ def test_windows_that_are_not_within_the_values(starts: list, lengths: list, bad
 
 
 def test_the_first_bad_one_of_many() -> None:
-    """Whichever thread finds it."""
+    """The first bad window is reported, whichever thread finds it."""
     starts, lengths = torch.zeros(100_000, dtype=torch.int64), torch.ones(100_000, dtype=torch.int32)
     starts[[70_001, 70_002, 99_999]] = 9
     for backend in every_backend():
@@ -114,7 +114,7 @@ def test_the_first_bad_one_of_many() -> None:
 
 
 def test_too_many_for_the_lengths() -> None:
-    """int32 offsets name 2^31 - 1 values at most."""
+    """int32 offsets can address at most 2^31 - 1 values."""
     values, starts = torch.zeros(2**15, dtype=torch.bool), torch.zeros(2**16, dtype=torch.int64)
     for backend in every_backend():
         with pytest.raises((ValueError, RuntimeError), match="int32 offsets can name: give int64 lengths"):

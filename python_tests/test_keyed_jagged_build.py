@@ -1,4 +1,4 @@
-"""Jagged batches from dicts, lists, padded tensors and offsets of each feature; pieces of batches, as in TorchRec."""
+"""Jagged batches from dicts, lists, padded tensors and offsets per feature; parts of batches, as in TorchRec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch(*, weights: bool = False) -> rk.KeyedJaggedTensor:
 
 
 def assert_same(found: rk.KeyedJaggedTensor, expected: rk.KeyedJaggedTensor) -> None:
-    """Asserts that two batches have the same keys, ids, bags and weights."""
+    """Asserts equal keys, ids, bags and weights."""
     assert found.keys() == expected.keys()
     assert found.stride_per_key() == expected.stride_per_key()
     for one, other in ((found.values(), expected.values()), (found.lengths(), expected.lengths())):
@@ -32,14 +32,14 @@ def assert_same(found: rk.KeyedJaggedTensor, expected: rk.KeyedJaggedTensor) -> 
 
 
 def _strides(strides: list[int] | None, keys: str = "", inverse: Tensor | None = None) -> rk.KeyedJaggedTensor:
-    """Nine bags of an id each, of features with batch sizes of their own."""
+    """Nine bags of one id each, of features with different batch sizes."""
     indices = None if inverse is None else (list(keys), inverse)
     lengths = torch.ones(9).long()
     return KJT(list("abc"), torch.arange(9), lengths=lengths, stride_per_key=strides, inverse_indices=indices)
 
 
 def test_from_lists() -> None:
-    """A list of ids for each sample, with weights or without."""
+    """Each sample is a list of ids, with weights or without."""
     given = {"a": [[10, 11], []], "b": [[12], [13]], "c": [(14, 15, 16), ()]}
     assert_same(KJT.from_lists(given), batch())
     weights = {name: [[0.5 * x for x in bag] for bag in bags] for name, bags in given.items()}
@@ -49,7 +49,7 @@ def test_from_lists() -> None:
 
 
 def test_from_dict() -> None:
-    """Tensors of one id or several, padded ones, jagged ones and lists beside each other."""
+    """Tensors of one or several ids, padded and jagged tensors and lists may be combined."""
     given = {
         "one": torch.tensor([3, 4]),
         "two": torch.tensor([[5, 6], [7, 8]], dtype=torch.int32),
@@ -69,20 +69,20 @@ def test_from_dict() -> None:
     assert KJT.from_dict({"a": torch.arange(3), "b": torch.arange(2)}).stride_per_key() == [3, 2]
     gaps = rk.JaggedTensor(torch.tensor([7, 1, 2, 8, 8]), offsets=torch.tensor([1, 3, 3]), weights=torch.arange(5.0))
     other = rk.JaggedTensor(torch.tensor([5]), offsets=torch.tensor([0, 1, 1]), weights=torch.ones(1))
-    joined = KJT.from_dict({"a": gaps, "b": other})  # ids in no bag are left out
+    joined = KJT.from_dict({"a": gaps, "b": other})  # ids outside of bags are left out
     assert joined.values().tolist() == [1, 2, 5]
     assert joined.weights().tolist() == [1.0, 2.0, 1.0]
     assert KJT.from_dict({}).keys() == []
 
 
 def test_from_padded() -> None:
-    """The padding is in no bag."""
+    """Padding is left out of bags."""
     padded = torch.tensor([[[10, 11, -1], [-1, -1, -1]], [[12, -1, -1], [13, -1, -1]], [[14, 15, 16], [-1, -1, -1]]])
     assert_same(KJT.from_padded(["a", "b", "c"], padded, -1), batch())
 
 
 def test_from_offsets_list() -> None:
-    """Inputs and offsets as torch.nn.EmbeddingBag takes them give its sums."""
+    """Inputs and offsets of torch.nn.EmbeddingBag give its sums."""
     values = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     offsets = [torch.tensor([0, 2]), torch.tensor([0, 0])]
     weights = [torch.rand(3), torch.rand(2)]
@@ -245,14 +245,14 @@ def test_from_offsets_list() -> None:
     ],
 )
 def test_errors(make, error: type[Exception], text: str) -> None:
-    """They name the argument, the value and what is allowed."""
+    """Errors name the argument, the value and what is allowed."""
     with pytest.raises(error, match=text):
         make()
 
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_pieces(weights: bool) -> None:
-    """split, permute, to_dict and length_per_key cut a batch in pieces, which concat joins."""
+    """split, permute, to_dict and length_per_key select parts of a batch, which concat joins."""
     whole = batch(weights=weights)
     first, none, rest = whole.split([1, 0, 2])
     assert (first.keys(), none.keys(), rest.keys()) == (["a"], [], ["b", "c"])
@@ -271,7 +271,7 @@ def test_pieces(weights: bool) -> None:
 
 
 def test_arguments_by_place() -> None:
-    """TorchRec's order, and what it passes beside lengths and offsets."""
+    """Positional arguments have TorchRec's order, including those that TorchRec passes beside lengths and offsets."""
     whole = batch(weights=True)
     lengths, offsets, starts = whole.lengths(), whole.offsets(), whole.offset_per_key()
     made = KJT(whole.keys(), whole.values(), whole.weights(), lengths, offsets, whole.stride(), offset_per_key=starts)
@@ -295,7 +295,7 @@ def test_arguments_by_place() -> None:
 
 
 def test_features_that_come_twice() -> None:
-    """Lookups take a permuted batch that has a feature twice, and what needs names refuses it."""
+    """Lookups accept a permuted batch with a repeated feature; methods that need names reject it."""
     twice = batch().permute([1, 0, 1])
     assert twice.keys() == ["b", "a", "b"]
     assert twice["b"].values().tolist() == [12, 13]
@@ -307,7 +307,7 @@ def test_features_that_come_twice() -> None:
 
 
 def test_numbers_that_are_no_ids() -> None:
-    """Batches of any numbers can be cut and moved; lookups say what they take."""
+    """Batches of any dtype can be split and moved; lookups reject it and name the allowed ones."""
     numbers = KJT(["a", "b"], torch.rand(4), lengths=torch.tensor([1, 3]))
     assert torch.equal(numbers.permute([1, 0]).values(), numbers.values()[[1, 2, 3, 0]])
     rows = KJT(["a", "b"], torch.arange(8).view(4, 2), lengths=torch.tensor([1, 3]))
@@ -322,7 +322,7 @@ def test_numbers_that_are_no_ids() -> None:
 
 
 def test_printed() -> None:
-    """Keys and rows; a few of many; shapes of what has no numbers."""
+    """The repr has keys and rows, few of many, and only shapes of tensors without data."""
     assert (
         repr(batch())
         == 'KeyedJaggedTensor({\n    "a": [[10, 11], []],\n    "b": [[12], [13]],\n    "c": [[14, 15, 16], []]\n})'
@@ -351,7 +351,7 @@ def test_printed() -> None:
 
 
 def test_regrouped_columns() -> None:
-    """Blocks of columns of several pooled results, beside TorchRec's where it is installed."""
+    """Column blocks of several pooled results are regrouped as by TorchRec."""
     tensors = [torch.randn(3, d) for d in (2, 4, 1)]
     one, two = rk.KeyedTensor.from_tensor_list(["a", "b"], tensors[:2]), rk.KeyedTensor(["c"], [1], tensors[2])
     assert one.offset_per_key() == [0, 2, 6]
@@ -373,7 +373,7 @@ def test_regrouped_columns() -> None:
 
 
 def test_collections_take_dicts() -> None:
-    """A dict of tensors is a batch of the features that the collection has."""
+    """A dict of tensors is accepted as a batch of the collection's features."""
     bags = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b"])])
     rows = rk.EmbeddingCollection([rk.EmbeddingConfig(20, 4, name="t", feature_names=["a"])])
     given: dict[str, Tensor] = {"b": torch.arange(3), "a": torch.arange(6).view(3, 2), "label": torch.rand(3)}
@@ -392,7 +392,7 @@ def test_collections_take_dicts() -> None:
 
 
 def test_negative_ids() -> None:
-    """The message of a lookup says what to give instead, which works; that of a large id does not."""
+    """The error of a negative id suggests a working alternative; that of a large id does not."""
     table = rk.EmbeddingBagConfig(2**63 - 1, 4, name="t", feature_names=["a"], compression=rk.Hash(buckets=7))
     padded = {"a": torch.tensor([[3, -1], [-1, -1]])}
     for collection in (rk.EmbeddingBagCollection([table]), rk.EmbeddingCollection([table])):
@@ -412,7 +412,7 @@ def test_negative_ids() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)], ids=["torch", "fused"])
 def test_weights_of_other_dtypes(dtype: torch.dtype, optimizer: object) -> None:
-    """Lookups are computed with their float32; their gradients have the dtype that they have."""
+    """Weights of other dtypes are computed as float32; their gradients have the original dtype."""
     bags = rk.EmbeddingBagCollection(
         [rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b", "c"])], optimizer=optimizer
     )

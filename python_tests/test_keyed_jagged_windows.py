@@ -1,4 +1,4 @@
-"""KeyedJaggedWindows: windows found and given, bags of them, and collections that look them up as whole bags."""
+"""KeyedJaggedWindows: found and given windows, their bags, and lookups equal to those of whole bags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HISTORY, STEP, FIRST = 8, 3, 5
 def histories(
     keys: list[str] = KEYS, samples: int = 12, *, rows: int = 40, seed: int = 0, integer: torch.dtype = torch.int64
 ) -> rk.KeyedJaggedTensor:
-    """Samples of three users in turns, two each time with the same bags: their last ids, which are ever later ones."""
+    """Samples of three users in turn, each twice, with the user's last ids, which advance."""
     generator = torch.Generator().manual_seed(seed)
     bags = []
     for _ in keys:
@@ -44,7 +44,7 @@ def windowed(batch: rk.KeyedJaggedTensor, groups: list[list[str]]) -> rk.Inverse
 
 
 def covered(windows: rk.KeyedJaggedWindows, keys: list[str]) -> int:
-    """Ids of the buffer that a bag of these features has."""
+    """Number of buffer ids in a bag of these features."""
     ends = list(itertools.accumulate(windows.stride_per_key(), initial=0))
     bags = [i for f, key in enumerate(windows.keys()) if key in keys for i in range(ends[f], ends[f + 1])]
     starts, lengths = windows.starts().tolist(), windows.lengths().tolist()
@@ -53,7 +53,7 @@ def covered(windows: rk.KeyedJaggedWindows, keys: list[str]) -> int:
 
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_found_in_a_batch(integer: torch.dtype) -> None:
-    """Every id of a user is kept once, in the order that it came; the batch comes back to the bit."""
+    """Every id of a user is stored once in order, and the batch is restored to the bit."""
     batch = histories(samples=36, rows=1 << 30, integer=integer)
     found = rk.KeyedJaggedWindows.from_kjt(batch)
     assert_same_batch(found.to_kjt(), batch)
@@ -70,7 +70,7 @@ def test_found_in_a_batch(integer: torch.dtype) -> None:
 @settings(max_examples=80)
 @given(grouped_batches(), st.booleans())
 def test_any_batch(case: tuple, by_hand: bool) -> None:
-    """Sizes down to nothing, any groups: with windows and without, the same of everything."""
+    """Any sizes and groups have equal results with and without windows."""
     batch, groups = case
     if batch.weights_or_none() is not None:
         batch = rk.KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
@@ -98,7 +98,7 @@ def test_any_batch(case: tuple, by_hand: bool) -> None:
 
 
 def test_dedup_factor_is_of_the_buffer() -> None:
-    """Ids of the batch over ids that are kept; less than those of the distinct bags."""
+    """The factor is the batch's ids divided by the stored ones, which are fewer than those of distinct bags."""
     batch = histories(["a"], 60)
     plain, found = rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]]), windowed(batch, [["a"]])
     assert plain.dedup_factor() == 2
@@ -106,14 +106,14 @@ def test_dedup_factor_is_of_the_buffer() -> None:
 
 
 def given_parts(**changes) -> rk.KeyedJaggedWindows:
-    """Two features, of two bags and one."""
+    """Two features, with two bags and one."""
     parts = {"keys": ["x", "y"], "values": torch.arange(10), "starts": torch.tensor([4, 6, 10], dtype=torch.int32)}
     parts |= {"lengths": torch.tensor([5, 3, 0]), "stride_per_key": [2, 1]}
     return rk.KeyedJaggedWindows(**(parts | changes))
 
 
 def test_given() -> None:
-    """A data set's knowledge of its sequences makes the intended bags."""
+    """A data set that knows its sequences can construct the bags from parts."""
     bags = given_parts().to_kjt()
     assert [b.tolist() for b in bags["x"].to_dense()] == [[4, 5, 6, 7, 8], [6, 7, 8]]
     assert [b.tolist() for b in bags["y"].to_dense()] == [[]]
@@ -165,7 +165,7 @@ def test_bad_parts(error: type[Exception], changes: dict, message: str) -> None:
 
 
 def test_bad_windows_that_only_a_device_has_seen() -> None:
-    """The constructor does not look at them there: what makes bags of them, or counts them, does."""
+    """The constructor does not check tensors on a device; making or counting bags does."""
     grouped = rk.InverseKeyedJaggedTensor(given_parts(), [["x"], ["y"]], torch.zeros(2, 2).long())
     grouped = _pytree.tree_map(lambda t: t + 6 * (t.dtype == torch.int32), grouped)
     spoiled = grouped.stored()
@@ -176,7 +176,7 @@ def test_bad_windows_that_only_a_device_has_seen() -> None:
 
 
 def test_lists_are_copies() -> None:
-    """Who changes a list that was handed out changes no bag."""
+    """Changing a returned list changes no bag."""
     windows = rk.KeyedJaggedWindows(["a", "b"], torch.arange(5), torch.tensor([0, 2]), torch.tensor([2, 3]))
     for _ in range(2):
         windows.offset_per_key()[1] = 99
@@ -185,7 +185,7 @@ def test_lists_are_copies() -> None:
 
 
 def test_bags_of_windows_that_were_written_to() -> None:
-    """They are made anew, and checked."""
+    """After a write to windows, bags are made and checked again."""
     windows = given_parts()
     before = windows.to_kjt()
     windows.values().fill_(3)
@@ -203,7 +203,7 @@ def test_bags_of_windows_that_were_written_to() -> None:
 
 
 def test_a_capture_makes_bags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that took those of an earlier call would replay no jagged_windows."""
+    """A captured graph makes its own bags; cached ones would leave jagged_windows out of replays."""
     windows = given_parts()
     kept = windows.to_kjt()
     with monkeypatch.context() as patch:
@@ -215,7 +215,7 @@ def test_a_capture_makes_bags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bad_batches() -> None:
-    """from_kjt refuses bad batches."""
+    """from_kjt rejects bad batches."""
     batch, make = histories(), rk.KeyedJaggedWindows.from_kjt
     weights = torch.ones(len(batch.values()))
     with pytest.raises(ValueError, match="kjt has weights, which windows do not"):
@@ -239,7 +239,7 @@ def test_bad_batches() -> None:
 )
 @pytest.mark.parametrize("asked", [False, True])
 def test_moves(move: Callable, asked: bool) -> None:
-    """Windows stay windows when they move, also after bags were asked for; known sizes stay known."""
+    """Windows stay windows when moved, also after bags were made; known sizes stay known."""
     batch = histories()
     few = windowed(batch, [["b"]])
     if asked:
@@ -254,7 +254,7 @@ def test_moves(move: Callable, asked: bool) -> None:
 
 
 def test_meta() -> None:
-    """Sizes are known where there is no data."""
+    """Sizes are known on the meta device."""
     few = windowed(histories(), [["b", "a"]]).to("meta")
     assert few.unique(0).values().is_meta
     assert len(few.unique(0).values()) == few.known_offset_per_key()[-1]
@@ -263,7 +263,7 @@ def test_meta() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
 def test_pin_memory_and_a_gpu() -> None:
-    """Every tensor; bags are made on the GPU."""
+    """Every tensor is pinned; bags are made on the GPU."""
     batch = histories()
     pinned = windowed(batch, [["b"]]).pin_memory()
     assert all(t.is_pinned() for t in _pytree.tree_leaves(pinned))
@@ -286,7 +286,7 @@ def collection(optimizer=None) -> rk.EmbeddingBagCollection:
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_collections(groups: str, optimizer) -> None:
-    """Outputs, gradients and updates with the bits that they have of whole bags: also of sums that round."""
+    """Outputs, gradients and updates have the bits of whole bags, also if sums round."""
     with_windows, with_bags = collection(optimizer), collection(optimizer)
     for seed in range(3):
         batch = histories(samples=40, seed=seed)
@@ -309,7 +309,7 @@ def test_collections(groups: str, optimizer) -> None:
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
 def test_training_after_inference(optimizer) -> None:
-    """Bags that are kept are no inference tensors; windows that were made as such have bags all the same."""
+    """Cached bags are no inference tensors; windows that are have bags, too."""
     module, few = collection(optimizer), windowed(histories(), GROUPS["one group"])
     with torch.inference_mode():
         expected = module(few).values().clone()
@@ -321,7 +321,7 @@ def test_training_after_inference(optimizer) -> None:
 
 
 def test_windows_without_groups_are_refused() -> None:
-    """A collection takes batches; the message says what to make of windows."""
+    """Collections reject windows without groups; the error suggests the conversion."""
     windows = rk.KeyedJaggedWindows.from_kjt(histories())
     single = rk.EmbeddingCollection([rk.EmbeddingConfig(40, 8, name="t", feature_names=KEYS)])
     for call in (collection(), collection().by_feature, rk.deduplicated(collection()), single):
@@ -338,7 +338,7 @@ def test_deduplicated_modules() -> None:
 
 
 def test_prefetched() -> None:
-    """The batch that was named is looked up: its bags were made once."""
+    """The prefetched batch is looked up with the bags made then."""
     module = cached.make(cache=rk.RowCache(0.4, ways=4, backing="host"))
     keys = module.feature_names
     few = [windowed(histories(keys, rows=12, seed=s), [keys]) for s in range(2)]

@@ -1,7 +1,7 @@
-"""Models as recommender libraries write them, with torch's layers and with ours in their place: the same losses.
+"""Models in the style of recommender libraries have equal losses with torch's layers and with ours.
 
-In the style of SASRec (an output layer that is the item table), DCN (a table for each field, cross layers), a two-tower
-retriever (a table that both towers read) and the public DLRM (a list of bags, dot interactions).
+Models resemble SASRec (an output layer that is the item table), DCN (a table per field, cross layers), a two-tower
+retriever (a table shared by both towers) and the public DLRM (a list of bags, dot interactions).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ITEMS, DIM, BATCH, LENGTH, STEPS = 60, 8, 12, 6, 8
 
 
 class Layers(NamedTuple):
-    """The layers that a model is made of."""
+    """The layers of a model."""
 
     embedding: Callable[..., nn.Module]
     bag: Callable[..., nn.Module]
 
 
 class SelfAttentive(nn.Module):
-    """Next items of sequences padded with item 0; scores are products with the item table."""
+    """Predicts next items of sequences padded with item 0; scores are products with the item table."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SelfAttentive(nn.Module):
 
 
 class DeepAndCross(nn.Module):
-    """Click-through rates of samples with an id in each field."""
+    """Predicts click-through rates of samples with an id in each field."""
 
     FIELDS = (7, 19, 40)
 
@@ -76,7 +76,7 @@ class DeepAndCross(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Users by the mean of what they bought, items by their table; the batch's other items are negatives.
+    """Users are means of their purchases, items table rows; the batch's other items are negatives.
 
     Both towers read one table, as ``item.weight``, with the bags of padded histories.
     """
@@ -136,7 +136,7 @@ OPTIMIZERS = {
 
 
 def fused(optimizer: object) -> Layers:
-    """Layers that update themselves."""
+    """Layers with fused optimizers."""
 
     def with_options(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         return lambda *args, **options: make(*args, optimizer=optimizer, **options)
@@ -145,7 +145,7 @@ def fused(optimizer: object) -> Layers:
 
 
 def losses(model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[float]:
-    """The losses of some steps; every model sees the same batches."""
+    """The losses of some steps; every model gets the same batches."""
     g, found = torch.Generator().manual_seed(5), []
     optimizer = make_optimizer(rk.dense_parameters(model))
     for _ in range(STEPS):
@@ -160,7 +160,7 @@ def losses(model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torc
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_the_losses_are_torchs(model: type[nn.Module], name: str) -> None:
-    """Layers with torch's gradients, and with fused updates, from one seed; the loss falls or turns in all alike."""
+    """From equal seeds, layers with torch's gradients and with fused updates have torch's losses."""
     theirs, ours, options = OPTIMIZERS[name]
     found = []
     for layers in (TORCH, OURS, fused(ours(**options))):
@@ -174,7 +174,7 @@ def test_the_losses_are_torchs(model: type[nn.Module], name: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_states_go_both_ways(model: type[nn.Module]) -> None:
-    """A model's state with torch's layers loads into one with ours, strictly, and back."""
+    """A model's state with torch's layers loads strictly into one with ours, and back."""
     theirs, ours = model(TORCH), model(fused(rk.SGD(lr=0.1)))
     ours.load_state_dict(theirs.state_dict())
     batch = model.batch(torch.Generator().manual_seed(1))

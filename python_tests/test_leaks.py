@@ -1,4 +1,4 @@
-"""Calls of ops leave no memory behind: whether they return or raise, and over a long training."""
+"""Calls of ops leak no memory, whether they return or raise, nor does long training."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ needs_glibc = pytest.mark.skipif(mallinfo2 is None, reason="counts bytes in use 
 
 
 def bytes_in_use() -> int:
-    """Bytes that malloc has handed out and not got back."""
+    """Bytes allocated by malloc and not freed."""
     found = mallinfo2()
     return found.uordblks + found.hblkhd
 
 
 def bytes_kept(call: Callable[[], object]) -> float:
-    """Bytes that one call leaves behind: the least of some rounds, because other threads and caches may add to one."""
+    """Bytes that one call leaves allocated: the minimum of some rounds, as other threads and caches may allocate."""
     least = float("inf")
     for _ in range(ROUNDS):
         before = bytes_in_use()
@@ -53,7 +53,7 @@ def bytes_kept(call: Callable[[], object]) -> float:
 
 
 def raising(call: Callable[[], object]) -> Callable[[], None]:
-    """``call``, which must raise."""
+    """Returns a function that asserts that ``call`` raises."""
 
     def attempt() -> None:
         try:
@@ -68,14 +68,14 @@ def raising(call: Callable[[], object]) -> Callable[[], None]:
 @needs_glibc
 @pytest.mark.parametrize("op", registered())
 def test_calls_keep_nothing(op: str) -> None:
-    """Every sample of the op."""
+    """Every sample of the op leaks nothing."""
     for args, kwargs in samples(op):
         with torch.no_grad():
             assert bytes_kept(lambda args=args, kwargs=kwargs: overload_of(op)(*args, **kwargs)) < 1
 
 
 def wrong_calls(op: str) -> Iterator[tuple[str, dict]]:
-    """A sample with one argument at a time that the op refuses: of every kind that needs to be freed."""
+    """A sample with one invalid argument at a time, covering every kind that must be freed."""
     args, kwargs = samples(op)[0]
     arguments = overload_of(op)._schema.arguments
     given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
@@ -93,7 +93,7 @@ def wrong_calls(op: str) -> Iterator[tuple[str, dict]]:
 @needs_glibc
 @pytest.mark.parametrize("op", registered())
 def test_calls_that_raise_keep_nothing(op: str) -> None:
-    """One wrong argument, beside all the others of the call."""
+    """Calls with one invalid argument free all the others."""
     found = 0
     for name, given in wrong_calls(op):
         with torch.no_grad():
@@ -107,7 +107,7 @@ def test_calls_that_raise_keep_nothing(op: str) -> None:
     assert found
 
 
-#: Dtypes that the kernels do not know: some torch hands over, some it refuses itself on the way.
+#: Dtypes that the kernels do not support: torch passes some, and rejects others in the conversion.
 ODD_DTYPES = [torch.float64, torch.float8_e8m0fnu, torch.complex64, torch.quint8, torch.uint1]
 
 
@@ -117,7 +117,7 @@ ODD_DTYPES = [torch.float64, torch.float8_e8m0fnu, torch.complex64, torch.quint8
     "op", [*(f"embedding_bag{name}.layout" for name in ("", "_fused", "_tables")), "dequantize_rows"]
 )
 def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
-    """A refused dtype leaks nothing either; torch would not free arguments that it has converted before."""
+    """Rejected dtypes leak nothing; torch would not free arguments that it converted before."""
     args, kwargs = samples(op)[0]
     if op == "dequantize_rows":
         call = raising(lambda: overload_of(op)(*args[:-1], dtype))
@@ -131,7 +131,7 @@ def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
 
 
 def test_dtypes_are_last() -> None:
-    """torch converts the last argument first; a dtype that it cannot convert has it forget those converted before."""
+    """Dtypes are last: torch converts arguments from the last, and leaks converted ones if a dtype fails."""
     for op in registered():
         kinds = ["ScalarType" in str(a.real_type) for a in overload_of(op)._schema.arguments]
         assert not any(kinds[:-1]), op
@@ -142,7 +142,7 @@ OF_A_DTYPE = "torch::stable::detail::to<int32_t>(torch::stable::detail::from(dty
 
 
 def test_torch_converts_no_handles() -> None:
-    """torch's conversion of strings leaks, and freeing after it would free twice: core/received.h is the only door."""
+    """Only core/received.h receives strings: torch's conversion leaks them, and freeing afterwards frees twice."""
     for path in sorted(CSRC.rglob("*")):
         if path.suffix in (".h", ".cuh", ".cpp", ".cu") and path.name not in ("received.h", "boxing.h"):
             text = path.read_text().replace(OF_A_DTYPE, "")
@@ -188,7 +188,7 @@ print(bytes_in_use() - before)
 
 @needs_glibc
 def test_training_does_not_grow() -> None:
-    """2,000 steps of a collection and an MLP in a process of their own: less than 10 MB."""
+    """2,000 steps of a collection and an MLP in a subprocess grow memory by less than 10 MB."""
     done = run_script(TRAINING)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 10e6

@@ -1,4 +1,4 @@
-"""Learning rates of single tables: the op's ``lr`` of a number for each, ``lr`` of configs, and parameter groups."""
+"""Learning rates per table: the op's ``lr`` with an element per table, ``lr`` of configs, and parameter groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _state(optimizer: str) -> dict[str, Tensor]:
 
 
 def _updated(ops, lr: Tensor, optimizer: str, format: str, **options: object) -> Tensor:
-    """The rows of two tables, numbers 4 and 2 of the noise, after an update of rows that both have."""
+    """Rows of two tables, numbers 4 and 2 of the noise, after an update of rows of both."""
     floats = torch.randn(2 * ROWS, DIM, generator=torch.Generator().manual_seed(0))
     encoded = floats.view(torch.uint8) if format == "fp32" else rk.quantize_rows(floats, format)
     weights = encoded.flatten().contiguous()
@@ -60,7 +60,7 @@ def _updated(ops, lr: Tensor, optimizer: str, format: str, **options: object) ->
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_rate_for_each_table(optimizer: str, format: str) -> None:
-    """A table's rows are those of an update of all with its rate; weights that shrink by themselves do so at it."""
+    """A table's rows equal those of a call with its rate for all tables, including weight decay."""
     rates = torch.tensor([9.0, 9.0, 0.25, 9.0, 0.5])
     for decay in ({}, {"weight_decay": 0.1, "weight_decay_mode": "decoupled"}):
         expected = None
@@ -74,7 +74,7 @@ def test_a_rate_for_each_table(optimizer: str, format: str) -> None:
 
 
 def test_rates_of_fewer_tables() -> None:
-    """The CPU raises; CUDA kernels, which cannot, change nothing."""
+    """Too few rates raise on the CPU; CUDA kernels, which cannot raise, change nothing."""
     few = torch.tensor([0.1, 0.1, 0.1, 0.1])
     text = "layout[0]: table_id must be in [0, 65536), and below the number of learning rates"
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -99,7 +99,7 @@ def test_wrong_rates(lr: Tensor, text: str) -> None:
 
 
 def test_a_rate_that_is_not_finite() -> None:
-    """The CPU refuses it; a device does not read it, and rows of tables with other rates are those of another call."""
+    """A non-finite rate raises on the CPU; a device updates tables with other rates as usual."""
     rates = torch.tensor([0.1, 0.1, 0.1, torch.inf, 0.1])
     with pytest.raises(ValueError, match=re.escape("lr[3] = inf must be finite")):
         _updated(OPS, rates, "sgd", "fp32")
@@ -129,7 +129,7 @@ def _rows(collection) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=2)])
 def test_training_is_that_of_torch(cache: rk.RowCache | None) -> None:
-    """Adagrad of torch with a parameter group for each table that has a rate of its own."""
+    """Training equals torch's Adagrad with a parameter group for each table with its own rate."""
     ours = _make(rk.Adagrad(lr=0.1, eps=1e-10), cache=cache)
     theirs = {n: torch.nn.Parameter(w.clone()) for n, w in _rows(ours).items()}
     groups = [{"params": [p], "lr": 0.1 if RATES[n] is None else RATES[n]} for n, p in theirs.items()]
@@ -144,7 +144,7 @@ def test_training_is_that_of_torch(cache: rk.RowCache | None) -> None:
 
 
 def test_groups() -> None:
-    """The optimizer's rate is that of the first group, of all tables without their own; each other one is a group."""
+    """The first group has the optimizer's rate and all tables without their own; each other table is a group."""
     collection = _make()
     groups, tables = collection.fused_optimizer.param_groups, collection.embedding_bags
     assert [g["lr"] for g in groups] == [0.1, 0.3, 0.0]
@@ -161,7 +161,7 @@ def test_groups() -> None:
 
 
 def test_schedulers_and_states() -> None:
-    """A scheduler of several functions; its rates are in the optimizer's state, and go into another collection."""
+    """Rates of a scheduler with several functions are in the optimizer's state, and load into another collection."""
     collection, other = _make(), _make()
     halved = torch.optim.lr_scheduler.LambdaLR(
         collection.fused_optimizer, [lambda _: 1.0, lambda s: 0.5**s, lambda _: 1.0]
@@ -185,7 +185,7 @@ def test_schedulers_and_states() -> None:
 
 
 def test_refused_rates() -> None:
-    """A state with a rate that kernels cannot have changes none, and the groups go on setting those of the kernels."""
+    """A state with an invalid rate changes none, and the groups stay connected to the kernels' rates."""
     optimizer = _make().fused_optimizer
     before, state = [group["lr"] for group in optimizer.param_groups], optimizer.state_dict()
     state["param_groups"][0]["lr"], state["param_groups"][1]["lr"] = 0.5, float("inf")
@@ -199,13 +199,13 @@ def test_refused_rates() -> None:
 @pytest.mark.parametrize("value", [3, torch.tensor(3)])
 @pytest.mark.parametrize(("name", "way"), [("lr", r"set param_groups\[0\]"), ("step", r"write .* step\.fill_")])
 def test_numbers_are_not_assigned(name: str, way: str, value: object) -> None:
-    """Schedulers would go on to write another tensor; the error says where the number is written."""
+    """Assigning ``lr`` or ``step``, which would disconnect schedulers, raises; the error names the right way."""
     with pytest.raises(AttributeError, match=rf"^{name} cannot be set to .*: {way}"):
         setattr(_make(), name, value)
 
 
 def test_a_step_that_counts_in_place() -> None:
-    """Python assigns the tensor that it has written to where it was."""
+    """``step += 2`` is accepted: it writes to the tensor, and assigns it to itself."""
     collection = _make()
     held = collection.step
     collection.step += 2
@@ -214,7 +214,7 @@ def test_a_step_that_counts_in_place() -> None:
 
 
 def test_no_further_groups() -> None:
-    """Parameters that no kernel updates are refused, in a copy, too; the groups stay as they are."""
+    """Groups of parameters that no kernel updates are rejected, also in a copy; the groups stay unchanged."""
     collection = _make()
     for optimizer in (collection.fused_optimizer, copy.deepcopy(collection).fused_optimizer):
         count = len(optimizer.param_groups)
@@ -225,7 +225,7 @@ def test_no_further_groups() -> None:
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "double"])
 def test_copies_keep_their_rates(way: str) -> None:
-    """Copied and moved: the groups write into the tensor of their own collection."""
+    """The groups of a copied or moved collection write to its own tensor."""
     collection = _make()
     collection.fused_optimizer.param_groups[1]["lr"] = 0.5
     if way == "deepcopy":
@@ -245,7 +245,7 @@ def test_copies_keep_their_rates(way: str) -> None:
 
 
 def test_parts_and_sequences() -> None:
-    """A compressed table's parts have its rate, also where lookups are not pooled and where the weight is used."""
+    """A compressed table's parts have its rate, also for sequences and for direct uses of the weight."""
     table = {"name": "a", "feature_names": ["a"], "compression": rk.QuotientRemainder(5), "lr": 0.0}
     parts = rk.EmbeddingConfig(40, DIM, **table)
     plain = rk.EmbeddingConfig(40, DIM, name="b", feature_names=["b"])
@@ -259,7 +259,7 @@ def test_parts_and_sequences() -> None:
 
 
 def test_compiled() -> None:
-    """A rate that is changed is that of the next step of a compiled module."""
+    """A changed rate is used by the next step of a compiled module."""
     plain, compiled = _make(), _make()
     run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
     batch = rk.KeyedJaggedTensor.from_dict(dict.fromkeys(RATES, IDS))

@@ -1,4 +1,4 @@
-"""bench.gpu.machine_code on a listing of its own: no compiled library is needed."""
+"""bench.gpu.machine_code on a synthetic listing; no compiled library is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_loop_of_rows_is_the_innermost_one_that_asks_for_most() -> None:
             ("LDG.E.64 R2, desc[UR10][R2.64]", 0, 0),  # 0x00: the outer loop's
             ("LDG.E.128 R4, desc[UR10][R8.64]", 0, 1),  # 0x10: the inner loop's two rows
             ("@!P0 LDG.E.U16 R12, desc[UR10][R8.64+0x10]", 1, 0),
-            ("FADD R0, R0, R1", 7, 2),  # waits for the second row, the first may still come
+            ("FADD R0, R0, R1", 7, 2),  # waits for the second row, the first may still be in flight
             ("LDG.E R13, desc[UR10][R8.64+0x20]", 2, 0),
             ("@P0 BRA 0x10", 7, 0),
             ("@P1 BRA !P2, 0x0", 7, 0),
@@ -53,7 +53,7 @@ def test_of_two_ways_to_load_a_row_one_is_taken() -> None:
             ("LDG.E.128 R4, desc[UR10][R8.64]", 0, 0),
             ("BRA 0x60", 7, 0),
             ("LDG.E.64 R4, desc[UR10][R8.64]", 0, 0),
-            ("BRA.DIV UR4, 0x100", 7, 0),  # out of line where lanes have diverged
+            ("BRA.DIV UR4, 0x100", 7, 0),  # the slow path of diverged lanes
             ("LDG.E.64 R6, desc[UR10][R8.64+0x8]", 0, 0),
             ("FADD R0, R0, R4", 7, 1),
             ("LDG.E R9, desc[UR10][R8.64]", 1, 0),

@@ -1,4 +1,4 @@
-"""Collections with tables of mixed dimensions: rows are pooled as they are, then projected."""
+"""Collections with tables of mixed dimensions: narrow rows are pooled, then projected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIMS = {"a": 8, "b": 3, "c": 1}
 
 
 def _collection(optimizer=None, **options) -> rk.EmbeddingBagCollection:
-    """Three tables, one of two features; table a is as wide as the model wants."""
+    """Three tables, one with two features; table a has the model's width."""
     torch.manual_seed(0)
     names = {"a": ["p"], "b": ["q", "r"], "c": ["s"]}
     tables = [
@@ -48,7 +48,7 @@ def _by_hand(collection: rk.EmbeddingBagCollection, batch: rk.KeyedJaggedTensor)
 
 
 def test_as_by_hand() -> None:
-    """Outputs, widths, names; the gradients of tables and matrices."""
+    """Outputs, widths, names, and gradients of tables and matrices equal a computation by hand."""
     collection = _collection()
     output = collection(_batch())
     assert output.length_per_key() == [8, 8, 8, 8, 4]
@@ -75,7 +75,7 @@ def test_as_by_hand() -> None:
 
 
 def test_training() -> None:
-    """Tables by their fused optimizer, matrices by the dense one; both learn."""
+    """Fused optimizers train tables, the dense optimizer matrices."""
     collection = _collection(rk.RowwiseAdagrad(lr=0.1))
     dense = rk.dense_parameters(collection)
     assert [tuple(p.shape) for p in dense] == [(8, 3), (8, 1)]
@@ -96,14 +96,14 @@ def test_training() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_outputs(dtype: torch.dtype) -> None:
-    """Projected in float32, then rounded once."""
+    """Outputs are projected in float32, then rounded once."""
     half, whole = _collection(output_dtype=dtype), _collection()
     assert same_bits(half(_batch()).values(), whole(_batch()).values().to(dtype))
     assert {t.dtype for t in half.by_feature(_batch()).values()} == {dtype}
 
 
 def test_moves_and_copies() -> None:
-    """State, copies, casts, meta tensors, serving."""
+    """State, copies, casts, meta tensors and serving copies work."""
     collection = _collection(rk.SGD(lr=0.1))
     expected = collection(_batch()).values()
     for other in (copy.deepcopy(collection), pickle.loads(pickle.dumps(collection)), collection.for_serving()):
@@ -121,7 +121,7 @@ def test_moves_and_copies() -> None:
 
 
 def test_gradients_move_along() -> None:
-    """Gradients move with the parameters, as those of any module."""
+    """Gradients move with the parameters, as in any module."""
     collection = _collection(rk.SGD(lr=0.1))
     collection(_batch()).values().sum().backward()
     grad = collection.embedding_bags["b"].projection.grad.clone()
@@ -131,7 +131,7 @@ def test_gradients_move_along() -> None:
 
 
 def test_accumulated() -> None:
-    """The tables' update waits for the end of the block, the gradients of the matrices add up."""
+    """In a block, the tables' update is at the end, and the matrices' gradients accumulate."""
     together, apart = _collection(rk.SGD(lr=0.1)), _collection(rk.SGD(lr=0.1))
     (2 * together(_batch()).values()).sum().backward()
     with apart.accumulate():
@@ -159,7 +159,7 @@ def test_batch_sizes_of_their_own() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled(backend: str) -> None:
-    """One graph, any batch size."""
+    """One graph serves any batch size."""
     collection = _collection(rk.SGD(lr=0.1))
     compiled = torch.compile(lambda batch: collection(batch).values(), backend=backend, fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(_batch()), collection(_batch()).values())

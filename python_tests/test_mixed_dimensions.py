@@ -1,4 +1,4 @@
-"""rk.mixed_dimensions: the figures of a known data set, its options, its errors."""
+"""rk.mixed_dimensions: the figures of a known data set, options and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import rec_kernels as rk
 # Rows of the categorical features of Criteo's Kaggle data set.
 CRITEO = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194]
 CRITEO += [27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
-# Widths by the power law alone, which is threshold=0.
+# Widths by the power law alone (threshold=0).
 WIDTHS = [3, 3, 1, 1, 4, 9, 1, 3, 16, 1, 2, 1, 2, 8, 1, 1, 11, 2, 2, 15, 1, 9, 10, 1, 6, 1]
 
 
@@ -20,7 +20,7 @@ def parameters(dims: list[int], rows: list[int] = CRITEO) -> int:
 
 
 def test_criteo() -> None:
-    """33.8 million parameters in the place of 540.2: 16.0 times fewer."""
+    """Criteo has 33.8 million parameters instead of 540.2: 16.0 times fewer."""
     dims = rk.mixed_dimensions(CRITEO, 16, 0.3, threshold=0)
     assert dims == WIDTHS
     assert all(type(d) is int for d in dims)
@@ -29,7 +29,7 @@ def test_criteo() -> None:
 
 
 def test_threshold() -> None:
-    """Tables of at most so many rows keep the base; 200 by default, which costs little."""
+    """Tables with at most ``threshold`` rows keep the base; the default, 200, costs little."""
     kept = [16 if n <= 200 else d for n, d in zip(CRITEO, WIDTHS, strict=True)]
     assert rk.mixed_dimensions(CRITEO, 16, 0.3) == kept
     assert kept.count(16) == sum(n <= 200 for n in CRITEO) == 8
@@ -40,7 +40,7 @@ def test_threshold() -> None:
 
 
 def test_power_of_two() -> None:
-    """The nearest on a logarithmic scale; a base that is none is kept."""
+    """The nearest power of two on a logarithmic scale; a base that is none is kept."""
     dims = rk.mixed_dimensions([1, 2, 3, 5, 6, 100], 16, 1.0, threshold=0, power_of_two=True)
     assert dims == [16, 8, 4, 4, 2, 1]
     assert rk.mixed_dimensions([1, 2, 3], 12, 1.0, threshold=1, power_of_two=True) == [12, 8, 4]
@@ -48,7 +48,7 @@ def test_power_of_two() -> None:
 
 
 def test_budget() -> None:
-    """Spent but for rounding, where no table would be wider than the base or narrower than a column."""
+    """The budget is used up to rounding, unless all tables have the base or one column."""
     rows = [1000, 5000, 20_000, 100_000]
     dims = rk.mixed_dimensions(rows, 512, 0.3, budget=16_000_000)
     assert parameters(dims, rows) == pytest.approx(16_000_000, rel=0.01)
@@ -58,7 +58,7 @@ def test_budget() -> None:
 
 
 def test_temperature() -> None:
-    """0 gives every table the base; the order of the tables is that of the argument."""
+    """Temperature 0 gives every table the base; results are in the tables' order."""
     assert rk.mixed_dimensions(CRITEO, 16, 0) == [16] * 26
     assert rk.mixed_dimensions(CRITEO[::-1], 16, 0.3, threshold=0) == WIDTHS[::-1]
     assert rk.mixed_dimensions([7], 5, 3.0, threshold=0) == [5]

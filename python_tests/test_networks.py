@@ -1,4 +1,4 @@
-"""LowRankCrossNet, WukongLayer and Wukong beside their formulas in float64: gradients, compilation, copies, errors."""
+"""LowRankCrossNet, WukongLayer and Wukong: formulas in float64, gradients, compilation, copies, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import rec_kernels as rk
 # in_features, num_layers, low_rank, batch
 CROSSES = [(1, 1, 1, 1), (5, 1, 3, 7), (13, 3, 2, 4), (6, 2, 9, 1), (8, 4, 4, 0)]
 SIZES = {"in_features": 6, "embedding_dim": 8, "fm_features": 2, "linear_features": 3, "factors": 4}
-# Stacks with and without a residual of their own, deep and shallow; one of everything.
+# Stacks with and without a residual matrix, deep and shallow; one with all sizes 1.
 LAYERS = [
     SIZES,
     SIZES | {"linear_features": 4, "hidden": (5,)},
@@ -33,7 +33,7 @@ every_network = pytest.mark.parametrize(("make", "sample"), NETWORKS.values(), i
 
 
 def make_cross(size: tuple[int, int, int]) -> rk.LowRankCrossNet:
-    """Makes a layer with biases that are not zeros."""
+    """A layer with nonzero biases."""
     torch.manual_seed(sum(size))
     net = rk.LowRankCrossNet(*size)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def equations(layer: rk.WukongLayer, x: Tensor) -> Tensor:
 
 
 def make_layer(sizes: dict) -> rk.WukongLayer:
-    """Makes a stack whose norms scale and shift."""
+    """A stack with nontrivial norms."""
     torch.manual_seed(sum(sizes["hidden"]) if "hidden" in sizes else 0)
     layer = rk.WukongLayer(**sizes)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def make_layer(sizes: dict) -> rk.WukongLayer:
 
 
 def check_gradients(net: nn.Module, right: Callable[[nn.Module, Tensor], Tensor], x: Tensor, tolerance: float) -> None:
-    """Result and all gradients of ``net`` are those of ``right`` in float64; ``x`` stays as it is."""
+    """The result and all gradients of ``net`` are those of ``right`` in float64; ``x`` is unchanged."""
     exact, given = copy.deepcopy(net).double(), x.clone()
     grad = torch.randn(net(x).shape)
 
@@ -112,7 +112,7 @@ def test_wukong_matches_the_equations(sizes: dict, batch: int) -> None:
 
 @every_network
 def test_compiles_once(make: Callable[..., nn.Module], sample: tuple[int, ...]) -> None:
-    """One graph for the batch size that comes first, one for all others."""
+    """One graph for the first batch size, one for all others."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     counter, net = CompileCounterWithBackend("aot_eager"), make()
@@ -139,7 +139,7 @@ def test_without_numbers(make: Callable[..., nn.Module], sample: tuple[int, ...]
 
 @every_network
 def test_states_and_copies(make: Callable[..., nn.Module], sample: tuple[int, ...]) -> None:
-    """A state, a deep copy and a pickle give the same results."""
+    """A state, a deep copy and a pickle give equal results."""
     net, loaded, x = make(), make(), torch.randn(4, *sample)
     loaded.load_state_dict(net.state_dict())
     file = io.BytesIO()
@@ -176,7 +176,7 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "sizes", "message"), BAD)
 def test_bad_sizes(make: Callable[..., nn.Module], sizes: dict, message: str) -> None:
-    """The argument, its value and what is allowed."""
+    """Errors have the argument, its value and what is allowed."""
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make(**sizes)
 
@@ -189,14 +189,14 @@ def test_bad_sizes(make: Callable[..., nn.Module], sizes: dict, message: str) ->
     ],
 )
 def test_bad_input(net: nn.Module, shapes: tuple[list[int], ...], allowed: str) -> None:
-    """The shape that came, and the one that is allowed."""
+    """Errors have the shape and the allowed one."""
     for shape in shapes:
         with pytest.raises(ValueError, match=re.escape(f"{allowed}, got shape {shape}")):
             net(torch.ones(shape))
 
 
 def test_cross_has_gradients_of_gradients() -> None:
-    """Plain differentiable operations, of any order."""
+    """The network is differentiable any number of times."""
     net = make_cross((4, 2, 3)).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(net, x)
@@ -204,7 +204,7 @@ def test_cross_has_gradients_of_gradients() -> None:
 
 
 def test_cross_starts_as_it_says() -> None:
-    """Biases of zero, and matrices of the variance in the docstring."""
+    """Biases are zero, and matrices have the variance of the docstring."""
     torch.manual_seed(0)
     net = rk.LowRankCrossNet(300, 2, 100)
     assert all(not bias.any() for bias in net.bias)
@@ -225,7 +225,7 @@ def test_cross_names_and_shapes_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cross_under_autocast(dtype: torch.dtype) -> None:
-    """Products in bfloat16; what they are added to keeps its dtype, and gradients theirs."""
+    """Products are in bfloat16; sums keep their dtype, and gradients theirs."""
     net, x = make_cross((16, 3, 8)), torch.randn(32, 16)
     given = x.to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -240,13 +240,13 @@ def test_cross_under_autocast(dtype: torch.dtype) -> None:
 
 
 def test_a_residual_where_the_number_changes() -> None:
-    """A matrix, or the input itself."""
+    """The residual is a matrix if the number of vectors changes, otherwise the input."""
     assert rk.WukongLayer(**SIZES).residual.shape == (5, 6)
     assert rk.WukongLayer(**SIZES | {"linear_features": 4}).residual is None
 
 
 def test_stack() -> None:
-    """Layers one after the other; the first changes the number of vectors."""
+    """Layers are applied in order; the first changes the number of vectors."""
     torch.manual_seed(0)
     stack = rk.Wukong(**SIZES, num_layers=3, hidden=(5,))
     exact, x = copy.deepcopy(stack).double(), torch.randn(4, 6, 8)
@@ -259,7 +259,7 @@ def test_stack() -> None:
 
 
 def test_wukong_starts_as_it_says() -> None:
-    """Matrices of variance 1 / n."""
+    """Matrices have variance 1 / n."""
     torch.manual_seed(0)
     layer = rk.WukongLayer(400, 2, fm_features=30, linear_features=30, factors=30)
     for matrix in (layer.factors, layer.compression, layer.residual):
@@ -267,7 +267,7 @@ def test_wukong_starts_as_it_says() -> None:
 
 
 def test_wukong_under_autocast() -> None:
-    """Close to float32 in either input's dtype; the parameters' gradients are float32."""
+    """Results are close to float32 in either input's dtype; the parameters' gradients are float32."""
     torch.manual_seed(0)
     stack, x = rk.Wukong(**SIZES, num_layers=2), torch.randn(9, 6, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -291,13 +291,12 @@ def test_dtype_under_autocast(has_residual: bool, given: torch.dtype, autocast: 
 
 
 def test_half_precision() -> None:
-    """A whole module in bfloat16."""
+    """A module may be bfloat16 as a whole."""
     stack = rk.Wukong(**SIZES, num_layers=2).bfloat16()
     assert stack(torch.randn(3, 6, 8).bfloat16()).dtype == torch.bfloat16
 
 
 def test_second_derivative() -> None:
-    """A second derivative is refused in words."""
     x = torch.randn(2, 6, 8, requires_grad=True)
     (first,) = torch.autograd.grad(rk.WukongLayer(**SIZES)(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
@@ -305,13 +304,13 @@ def test_second_derivative() -> None:
 
 
 def test_hidden_is_read_once() -> None:
-    """An iterator serves all layers."""
+    """``hidden`` may be an iterator, which is read once for all layers."""
     stack = rk.Wukong(**SIZES, num_layers=2, hidden=iter((5, 4)))
     assert [len(layer.mlp) for layer in stack] == [5, 5]
 
 
 def test_slices_and_changes() -> None:
-    """A slice has the stack's own layers; what is appended or removed shows in ``out_features``."""
+    """A slice shares the stack's layers; appending and removing layers changes ``out_features``."""
     stack, x = rk.Wukong(**SIZES, num_layers=3), torch.randn(4, 6, 8)
     for part in (slice(1), slice(2, None), slice(None, None, 2), slice(0)):
         assert list(stack[part]) == list(stack)[part]

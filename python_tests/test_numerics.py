@@ -1,4 +1,4 @@
-"""The reference itself: its arithmetic against exact fractions, its orders of summation against the rule, by hand."""
+"""The reference: its arithmetic against exact fractions, its orders of summation against independent loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rec_kernels.reference import numerics
 from rec_kernels.testing import assert_same_sum, jagged_batch, rounding_bound, same_bits
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-# Close to halfway between two neighbours: where rounding twice goes wrong.
+# Close to ties, where double rounding fails.
 HARD = st.builds(
     lambda mantissa, exponent, sign: sign * math.ldexp(mantissa, exponent),
     st.integers(2**23, 2**24 - 1),
@@ -27,7 +27,7 @@ HARD = st.builds(
 
 
 def rounded(exact: Fraction) -> float:
-    """The float32 nearest to a number, ties to even, found without any floating-point arithmetic."""
+    """The float32 nearest to a number, ties to even, computed without floating-point arithmetic."""
     if exact == 0:
         return 0.0
     size = abs(exact)
@@ -50,7 +50,7 @@ def fma(a: float, b: float, c: float) -> float:
 @settings(max_examples=400)
 @given(FLOATS | HARD, FLOATS | HARD, FLOATS | HARD)
 def test_fused_multiply_add(a: float, b: float, c: float) -> None:
-    """a * b + c rounded once; an exact zero has the sign of IEEE 754."""
+    """a * b + c is rounded once; an exact zero has the sign of IEEE 754."""
     found, exact = fma(a, b, c), Fraction(a) * Fraction(b) + Fraction(c)
     assert found == rounded(exact)
     if exact == 0:
@@ -62,12 +62,12 @@ def test_fused_multiply_add(a: float, b: float, c: float) -> None:
 @settings(max_examples=200)
 @given(HARD, HARD, st.sampled_from([1, -1]), st.integers(-149, 127))
 def test_fused_multiply_add_near_ties(a: float, b: float, sign: int, exponent: int) -> None:
-    """A product next to a tiny addend, which decides a tie that float64 cannot see."""
+    """A tiny addend decides a product's tie beyond float64's precision."""
     assert fma(a, b, sign * 2.0**exponent) == rounded(Fraction(a) * Fraction(b) + sign * Fraction(2) ** exponent)
 
 
 def test_fused_multiply_add_rounds_once() -> None:
-    """Known cases: one that rounding the product breaks, one that rounding to float64 first breaks, specials."""
+    """Known cases: double rounding of the product, double rounding by float64, special values."""
     x = 1 + 2.0**-12
     assert fma(x, x, -1 - 2.0**-11) == 2.0**-24
     assert fma(1 + 2.0**-23, 1 + 2.0**-23, 2.0**-100) == rounded(Fraction(1 + 2.0**-23) ** 2 + Fraction(2) ** -100)
@@ -92,7 +92,7 @@ def test_square_root(x: float) -> None:
 
 
 def _lane_sum(partials: list[np.float32]) -> np.float32:
-    """The 128 partials added up as the rule says it, number by number."""
+    """Sums the 128 partials in the documented order, element by element."""
     t = [
         (partials[4 * lane] + partials[4 * lane + 1]) + (partials[4 * lane + 2] + partials[4 * lane + 3])
         for lane in range(32)
@@ -104,7 +104,7 @@ def _lane_sum(partials: list[np.float32]) -> np.float32:
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 15, 16, 17, 100, 127, 128, 129, 200, 256, 300])
 def test_row_dot(columns: int) -> None:
-    """128 partial sums, each a chain of fused multiply-adds, then fours, then the butterfly."""
+    """128 partial sums, each a chain of fused multiply-adds, are summed in fours, then by the butterfly."""
     a, b = torch.randn(2, 3, columns) * torch.exp2(torch.randint(-20, 20, (2, 3, columns)))
     found = numerics.row_dot(a, b)
     for row in range(3):
@@ -119,7 +119,7 @@ def test_row_dot(columns: int) -> None:
 
 
 def test_row_dot_depends_on_the_order() -> None:
-    """The data of the tests tell this order from plain summation: otherwise they would prove nothing."""
+    """The tests' data distinguish this order from plain summation."""
     a, b = torch.randn(2, 200, 128)
     assert not same_bits(numerics.row_dot(a, b), (a * b).sum(1))
 
@@ -132,7 +132,7 @@ def test_row_dot_of_underflows(columns: int) -> None:
 
 
 def _chunks(terms: list[Tensor]) -> Tensor:
-    """Sums of 64 in order, and of these again, written with a loop of its own."""
+    """Sums of 64 in order, and of these again, by an independent loop."""
     while len(terms) > 1:
         sums = []
         for start in range(0, len(terms), 64):
@@ -146,7 +146,7 @@ def _chunks(terms: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 128, 129, 4096, 4097, 4161])
 def test_chunked_sum(count: int) -> None:
-    """Chunks of 64, chunks of chunk sums, and no other order."""
+    """Terms are summed in chunks of 64, and in chunks of chunk sums."""
     terms = torch.randn(count, 2) * torch.exp2(torch.randint(-12, 12, (count, 2)))
     found = numerics.chunked_sum(terms)
     assert same_bits(found, _chunks(list(terms)))
@@ -155,7 +155,7 @@ def test_chunked_sum(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 65, 200])
 def test_chunked_sum_with_coefficients(count: int) -> None:
-    """The first term of a chunk is multiplied, the others are fused; chunk sums are added plainly."""
+    """The first term of a chunk is multiplied, the others are fused; chunk sums are added without multiplication."""
     terms, factors = torch.randn(2, count)
     sums = []
     for start in range(0, count, 64):
@@ -167,7 +167,7 @@ def test_chunked_sum_with_coefficients(count: int) -> None:
 
 
 def test_long_runs_need_chunks() -> None:
-    """The data of the hot-row tests tell chunks from one long chain."""
+    """The data of the hot-row tests distinguish chunks from one long chain."""
     terms = torch.randn(4097, 8)
     chain = terms[0]
     for t in terms[1:]:
@@ -189,7 +189,7 @@ def test_rowwise_adagrad_vector() -> None:
 
 
 def test_rounding_bound() -> None:
-    """u for one operation, nearly n u for n; never less than the true error of a sum that loses every term."""
+    """u for one operation, nearly n u for n; at least the error of a sum that loses every term."""
     assert rounding_bound(1) == pytest.approx(2.0**-24, rel=1e-6)
     assert rounding_bound(1000) == pytest.approx(1000 * 2.0**-24, rel=1e-3)
     assert rounding_bound(1, torch.bfloat16) == pytest.approx(2.0**-8, rel=1e-2)
@@ -209,7 +209,7 @@ def test_rounding_bound() -> None:
 
 
 def test_arguments_of_batches() -> None:
-    """Names and numbers that cannot be are named."""
+    """Invalid names and numbers are named in the error."""
     with pytest.raises(ValueError, match='ids must be "uniform" or "zipf", got \'zip\''):
         jagged_batch([10], 4, ids="zip")
     with pytest.raises(ValueError, match="num_embeddings must be at least 1 each, got 0"):
@@ -217,7 +217,7 @@ def test_arguments_of_batches() -> None:
 
 
 def test_same_bits() -> None:
-    """Stricter than torch.equal about zeros, looser about NaN."""
+    """Zeros are compared more strictly than by torch.equal, NaN less."""
     zero, nan = torch.tensor([0.0]), torch.tensor([torch.nan])
     assert same_bits(nan, -nan)
     assert not same_bits(zero, -zero)

@@ -1,4 +1,4 @@
-"""Modules of one table: rows in blocks by popularity, and rows with a function each."""
+"""Modules of one table: rows in blocks by popularity, and rows transformed by functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _batch(weighted: bool = False, dtype: torch.dtype = torch.int64) -> rk.Jagge
 
 
 def _pooled(rows: torch.Tensor, batch: rk.JaggedTensor, pooling: str) -> torch.Tensor:
-    """Rows of each id, in the precision of ``rows``."""
+    """Pooled rows, in the precision of ``rows``."""
     rows = rows[batch.values().long()]
     if batch.weights_or_none() is not None:
         rows = rows * batch.weights_or_none()[:, None]
@@ -46,7 +46,7 @@ def _blocks(**options) -> rk.MixedDimensionEmbeddingBag:
 
 
 def _rows_of_blocks(tables: list[torch.Tensor], projection: torch.Tensor) -> torch.Tensor:
-    """[E, D]: what the blocks stand for."""
+    """[E, D]: the rows that the blocks represent."""
     matrices = iter(projection.split([d for d in DIMS if d < D], dim=1))
     rows = [t if t.shape[1] == D else t @ next(matrices).t() for t in tables]
     return torch.cat(rows)[_ranks()]
@@ -58,7 +58,7 @@ def _path(**options) -> rk.PathEmbeddingBag:
 
 
 def _rows_of_path(rows: torch.Tensor, functions: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[E, D]: what the path stands for."""
+    """[E, D]: the rows that the path represents."""
     out = []
     for i in range(E):
         x, k = rows[i % 7], i // 7
@@ -77,7 +77,7 @@ def _by_hand(module: torch.nn.Module, batch: rk.JaggedTensor, inputs: list[torch
 
 
 def _parameters(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Tables, then the rest."""
+    """Tables first, then the other parameters."""
     own = [p for _, p in module.named_parameters(recurse=False)]
     return [*(p for p in module.parameters() if all(p is not q for q in own)), *own]
 
@@ -93,10 +93,10 @@ MODULES = {
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_as_by_hand(kind: str, pooling: str, weighted: bool) -> None:
-    """Outputs and all gradients are those of the definition in double precision, whose own are finite differences'."""
+    """Outputs and all gradients equal the definition in double precision, whose gradients are finite differences."""
     module, batch = MODULES[kind](pooling=pooling), _batch(weighted)
     with torch.no_grad():
-        for p in _parameters(module):  # of one size: no term may hide behind another
+        for p in _parameters(module):  # of similar size, so that every term matters
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))))
     inputs = [p.detach().double().requires_grad_(True) for p in _parameters(module)]
     output, exact = module(batch), _by_hand(module, batch, inputs)
@@ -111,7 +111,7 @@ def test_as_by_hand(kind: str, pooling: str, weighted: bool) -> None:
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_training(kind: str, format: str) -> None:
-    """Tables by their fused optimizer, what is dense by torch's; both learn; the state brings all of it back."""
+    """Fused optimizers train tables, torch's the dense parameters; a state restores both."""
     module = MODULES[kind](optimizer=rk.RowwiseAdagrad(lr=0.1), format=format)
     dense = rk.dense_parameters(module)
     assert len(dense) == len(list(module.named_parameters(recurse=False)))
@@ -135,7 +135,7 @@ def test_training(kind: str, format: str) -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_ids_of_either_width(kind: str) -> None:
-    """int32 ids and offsets give the same bits."""
+    """int32 ids and offsets give equal bits."""
     module = MODULES[kind]()
     assert same_bits(module(_batch()), module(_batch(dtype=torch.int32)))
     nothing = rk.JaggedTensor(torch.tensor([], dtype=torch.int64), offsets=torch.tensor([0, 0, 0]))
@@ -145,7 +145,7 @@ def test_ids_of_either_width(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_bad_input(kind: str) -> None:
-    """Bad ids and offsets are named, or ids left out: then as if they were not there, in means too."""
+    """Bad ids and offsets raise; ignored ids are left out, also of means."""
     module = MODULES[kind]()
     for bad, place in ((E, 1), (-1, 1)):
         with pytest.raises(IndexError, match=rf"values\[{place}\] = {bad} is out of range.*\[0, {E}\)"):
@@ -177,7 +177,7 @@ def test_bad_input(kind: str) -> None:
 
 
 def test_blocks_compile() -> None:
-    """One graph, whatever the batch: outputs and updates are the eager ones; bad ids are left out."""
+    """One graph for any batch has eager's outputs and updates; bad ids are ignored."""
     modules = [_blocks(pooling="mean", optimizer=rk.SGD(lr=0.5)) for _ in range(2)]
     compiled = torch.compile(modules[0], fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (9, 4, 7):
@@ -195,7 +195,7 @@ def test_blocks_compile() -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_copies(kind: str) -> None:
-    """Pickled, made without memory first, cast, and under autocast: the same numbers."""
+    """Pickled, made on the meta device, cast, and under autocast, modules have equal values."""
     module, batch = MODULES[kind](format="int8", optimizer=rk.Adam(lr=0.1)), _batch(weighted=True)
     expected = module(batch).detach()
     assert same_bits(pickle.loads(pickle.dumps(module))(batch), expected)
@@ -213,7 +213,7 @@ def test_copies(kind: str) -> None:
 
 
 def test_ranks_of_a_state() -> None:
-    """Ranks that are no permutation are refused, and nothing is changed."""
+    """Ranks that are no permutation are rejected, and nothing changes."""
     module = _blocks()
     state = copy.deepcopy(module.state_dict())
     with pytest.raises(RuntimeError, match=r"ranks\[0\] = 99 must be in \[0, 20\); nothing was loaded"):
@@ -223,7 +223,7 @@ def test_ranks_of_a_state() -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_nothing_to_learn_from(kind: str) -> None:
-    """A batch without a good id has gradients, of zeros."""
+    """A batch without a valid id has zero gradients."""
     module = MODULES[kind](bounds_check="ignore")
     module(rk.JaggedTensor(torch.tensor([E, -1]), offsets=torch.tensor([0, 1, 2]))).sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in module.parameters())
@@ -231,14 +231,14 @@ def test_nothing_to_learn_from(kind: str) -> None:
 
 
 def test_fake_tensors() -> None:
-    """Blocks have a shape under FakeTensorMode, where ids have no numbers to sort by."""
+    """Blocks have a shape under FakeTensorMode, where ids cannot be sorted."""
     with FakeTensorMode():
         module = rk.MixedDimensionEmbeddingBag(SIZES, DIMS, D)
         assert module(rk.JaggedTensor(torch.zeros(5, dtype=torch.int64), offsets=torch.arange(6))).shape == (5, D)
 
 
 def test_many_functions() -> None:
-    """Memory and time of a step go with the functions, not with their square."""
+    """Memory and time of a step are linear in the number of functions."""
     module = rk.PathEmbeddingBag(100_000, 8, 300, hidden=16)
     ids = torch.randint(0, 100_000, (2000,), generator=torch.Generator().manual_seed(0))
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -249,7 +249,7 @@ def test_many_functions() -> None:
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_sorted_or_repeated(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids sorted by block, as on the CPU, and bags repeated for every block, as elsewhere: the same bits."""
+    """Sorting ids by block, as on the CPU, and repeating bags per block, as elsewhere, have equal bits."""
     modules = [_blocks(pooling=pooling, bounds_check="ignore", optimizer=rk.Adam(lr=0.1)) for _ in range(2)]
     monkeypatch.setattr(modules[1], "_sort_by_block", modules[1]._repeat_per_block)
     given = _batch(weighted=True)
@@ -276,7 +276,7 @@ def _with(module: rk.MixedDimensionEmbeddingBag, ids: rk.JaggedTensor, monkeypat
 
 
 def test_popularity_blocks() -> None:
-    """Blocks of equal shares, the most popular ids first; with few ids, fewer blocks."""
+    """Blocks have equal shares, the most popular ids first; with few ids, there are fewer blocks."""
     ranks, sizes = rk.popularity_blocks(torch.tensor([1, 5, 3, 0, 2, 1]), 3)
     assert ranks.tolist() == [3, 0, 1, 5, 2, 4]
     assert sizes == [1, 1, 4]
@@ -296,7 +296,7 @@ def test_popularity_blocks() -> None:
     assert rk.popularity_blocks(torch.zeros(4), 3)[1] == [4]
     assert rk.popularity_blocks(torch.ones(10), 4)[1] == [3, 3, 4]
     assert rk.popularity_blocks(torch.tensor([5, 5, 5, 1, 1]), 3)[1] == [2, 3]
-    for seed in range(100):  # never fewer ids in a block than in the one before it
+    for seed in range(100):  # blocks never shrink
         counts = torch.randint(0, 9, (30,), generator=torch.Generator().manual_seed(seed))
         sizes = rk.popularity_blocks(counts, 5)[1]
         assert sizes == sorted(sizes)
@@ -305,7 +305,7 @@ def test_popularity_blocks() -> None:
 
 
 def test_all_blocks_wide_or_narrow() -> None:
-    """The module needs no matrix, and no block as wide as the model."""
+    """Without wide or narrow blocks, the module has no matrix, or no block of the model's width."""
     for dims in ([D, D], [2, 1]):
         module = rk.MixedDimensionEmbeddingBag([3, 17], dims, D)
         assert (module.projection is None) == (dims[0] == D)
@@ -356,13 +356,13 @@ def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
     ],
 )
 def test_bad_arguments(make, message: str) -> None:
-    """Named, with their value and what is allowed."""
+    """Errors name the argument, its value and what is allowed."""
     with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_functions_that_no_id_has() -> None:
-    """With 10 ids in 4s there are 4 rows of 3, and no fourth function for ids 9 to 11."""
+    """Functions without ids are left out: 10 ids have 3 rows with 4 functions; 6 become 5 functions with 2 rows."""
     module = rk.PathEmbeddingBag(10, 4, 4)
     assert (module.buckets, module.collisions) == (3, 4)
     assert rk.PathEmbeddingBag(10, 4, 6).collisions == 5
@@ -374,7 +374,7 @@ def test_functions_that_no_id_has() -> None:
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("make", [_blocks, _path, functools.partial(_path, hidden=5)], ids=["blocks", "path", "hidden"])
 def test_default_dtype(make, format, dtype) -> None:
-    """Parameters are float32, whatever torch's default is, and start with the same bits."""
+    """Parameters are float32, whatever torch's default is, with equal initial bits."""
     expected = make(format=format).state_dict()
     torch.set_default_dtype(dtype)
     try:
@@ -386,7 +386,7 @@ def test_default_dtype(make, format, dtype) -> None:
 
 
 def test_casts_leave_ranks_alone() -> None:
-    """type() casts integers, too; a forward needs the ranks as they are."""
+    """Module.type(), which casts integers, too, leaves the ranks unchanged."""
     module = _blocks()
     expected = module(_batch())
     for dtype in (torch.float16, torch.int32):

@@ -1,4 +1,4 @@
-"""A slice of fuzz_ops.py, and that it finds what it is for."""
+"""A part of fuzz_ops.py, and its detection of planted faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND = [sys.executable, fuzz_ops.__file__]
 
 @pytest.mark.parametrize("number", [450, *full(900)])
 def test_a_slice_of_the_fuzz(number: int) -> None:
-    """Calls of seed 0, in a process of their own as all of them: every op, some of them right and some refused."""
+    """Calls of seed 0 in a subprocess cover every op with valid and rejected calls."""
     done = subprocess.run([*COMMAND, "--calls", str(number), "--minutes", "10"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
@@ -38,7 +38,7 @@ def valid() -> op_fuzz.Samples:
 
 
 def test_calls_are_those_of_their_seed(valid: op_fuzz.Samples) -> None:
-    """A call is told by its number; a finding can be looked at again."""
+    """A call is determined by its number."""
     for seed in ("0:1", "0:2", "5:77"):
         first, again = (op_fuzz.bad_call(valid, seed)[0] for _ in range(2))
         assert str(first) == str(again)
@@ -46,12 +46,12 @@ def test_calls_are_those_of_their_seed(valid: op_fuzz.Samples) -> None:
 
 
 def no(what: str) -> None:
-    """An error without a word about arguments."""
+    """Raises an error that names no argument."""
     raise ValueError(what)
 
 
 class Harmed:
-    """An op that is another one once it has raised."""
+    """An op that misbehaves once it has raised."""
 
     def __init__(self, op: torch._ops.OpOverload) -> None:
         self._op, self._has_raised = op, False
@@ -75,7 +75,7 @@ WRONG = {
 
 
 class Broken:
-    """An op with its schema, and another function."""
+    """An op with another implementation under its schema."""
 
     def __init__(self, op: torch._ops.OpOverload, function) -> None:
         self._schema, self._call = op._schema, function
@@ -87,7 +87,7 @@ class Broken:
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults are found, also an op that changes something before its first error."""
-    valid = op_fuzz.Samples(["scale_rows"])  # that know nothing of the other faults
+    valid = op_fuzz.Samples(["scale_rows"])  # unaffected by the other faults
     op = torch.ops.rec_kernels.scale_rows.default
     broken = Broken(op, WRONG[fault](op))
     monkeypatch.setattr(op_fuzz, "overload_of", lambda name: broken)
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_processes_that_die_or_hang_are_findings(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """A process that dies or hangs is a finding, and another one goes on behind the call."""
+    """A process that dies or hangs is a finding, and another one continues after the call."""
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import json, os, sys, time\n"

@@ -1,4 +1,4 @@
-"""Every registered op: torch.library.opcheck without a failure list, and its recorded schema."""
+"""Every registered op passes torch.library.opcheck, and has its recorded schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def registered() -> dict[str, str]:
     return {n: str(overload_of(n)._schema) for n in sorted(names) if not n.startswith("_")}
 
 
-#: The most arguments of ops that look up, train or cache; all others have at most 12.
+#: Argument limits of ops that look up, train or cache; the limit of others is 12.
 MOST_ARGUMENTS = {
     "embedding_bag.layout": 17,
     "embedding_bag_tables.layout": 17,
@@ -40,14 +40,14 @@ MOST_ARGUMENTS = {
 
 
 def test_ops_are_short() -> None:
-    """The layout holds all numbers per table, so that no op needs many arguments."""
+    """Ops have few arguments: the layout holds all values per table."""
     counts = {name: len(overload_of(name)._schema.arguments) for name in registered()}
     assert len(counts) > 30
     assert {name: n for name, n in counts.items() if n > MOST_ARGUMENTS.get(name, 12)} == {}
 
 
 def layout(**options) -> dict[str, object]:
-    """Two tables, the second shared by two features, one of them mean."""
+    """Two tables, the second with two features, one of them with mean pooling."""
     starts, rows = options.pop("starts", [0, 48]), [0, 11]
     return rk.table_layout(
         [TABLES[t][0] for t in FEATURE_TABLES],
@@ -72,12 +72,12 @@ PROJECTION = ([2, 5, 3], [5, 4], [0, 0, 1])
 
 
 def strides() -> dict[str, object]:
-    """The layout with batch sizes of the features' own, one of which is frozen."""
+    """The layout with different batch sizes of features, one of which is frozen."""
     return layout(frozen=[False, True, False]) | {"bag_starts": torch.tensor([0, 2, 5, 9])}
 
 
 def shared() -> dict[str, object]:
-    """The layout with a group of two features, whose two bags five samples share, and a feature in no group."""
+    """The layout with a group of two features, with two bags shared by five samples, and an ungrouped feature."""
     return layout() | {
         "bag_starts": torch.tensor([0, 2, 4, 9]),
         "inverse": torch.tensor([[1, 0, 1, 1, 0]]),
@@ -86,7 +86,7 @@ def shared() -> dict[str, object]:
 
 
 def partitions() -> dict[str, object]:
-    """Three features over both tables: plain, a product of both, hashed, of which every integer is an id."""
+    """Three features over both tables: plain, a product of both, and hashed with unlimited ids."""
     return rk.table_layout(
         [7, 11, 7, 11],
         [4] * 4,
@@ -103,7 +103,7 @@ def partitions() -> dict[str, object]:
 
 
 def _parts() -> list[torch.Tensor]:
-    """The tables of partitions(), at the places that embedding_bag_tables has for them."""
+    """The tables of partitions(), with the offsets of embedding_bag_tables."""
     return [torch.randn(shape, requires_grad=True) for shape in ((11, 4), (7, 4))]
 
 
@@ -126,7 +126,7 @@ def _fused(values, offsets, factors, **given) -> tuple[tuple, dict]:
 
 
 def _moments(optimizer: str) -> dict:
-    """The arguments of an optimizer with state for every element; its places are those of the weights."""
+    """The arguments of an elementwise optimizer; state has the weights' offsets."""
     arguments = layout(state_offsets=[0, 48, 48]) | {"optimizer": optimizer}
     if optimizer == "adagrad":
         return arguments
@@ -134,7 +134,7 @@ def _moments(optimizer: str) -> dict:
 
 
 def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Samples of the ops on rows of numbers."""
+    """Samples of the ops on dense rows."""
     x, scale = torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
     projected, matrices = torch.randn(5, 10), torch.randn(22)
     return {
@@ -178,8 +178,8 @@ def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
 def _jagged_samples() -> dict[str, list[tuple[tuple, dict]]]:
     """Samples of the ops on jagged rows, with offsets of both widths and totals known or not.
 
-    opcheck adds up what an op returns in the first output's dtype, and cannot where that is integer and another one has
-    a gradient: test_jagged_permute.py and test_jagged_bucketize.py look at the gradients of weights beside ids.
+    opcheck adds up an op's outputs in the first output's dtype, and cannot if that is integer and another one has a
+    gradient: test_jagged_permute.py and test_jagged_bucketize.py test the gradients of weights.
     """
     values, offsets, factors = jagged()
     index, blocks, x = torch.tensor([8, 0, 2, 2, 5]), torch.tensor([2, 3, 7]), torch.randn(4, 5, requires_grad=True)
@@ -295,14 +295,14 @@ def _all_samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 
 def samples(op: str) -> list[tuple[tuple, dict]]:
-    """Arguments to check an op with. A new op without an entry here fails its test."""
+    """Arguments for opcheck. A new op without an entry here fails its test."""
     calls = _all_samples().get(op, []) + cached_calls().get(op, [])
     assert calls, f"no sample of {op}"
     return calls
 
 
 def kinds(arguments: object) -> object:
-    """Kinds of arguments, by which AOT dispatch goes: tensors by dtype and gradient, whatever else by type."""
+    """Classifies arguments as AOT dispatch does: tensors by dtype and gradient, others by type."""
     if isinstance(arguments, torch.Tensor):
         return arguments.dtype, arguments.requires_grad
     if isinstance(arguments, dict):
@@ -314,7 +314,7 @@ def kinds(arguments: object) -> object:
 
 @pytest.mark.parametrize("op", registered())
 def test_opcheck(op: str) -> None:
-    """Schema, fake kernel, autograd registration; AOT dispatch with dynamic shapes, once for each kind."""
+    """Schema, fake kernel and autograd registration are valid, as is AOT dispatch with dynamic shapes, per kind."""
     dispatched = set()
     for args, kwargs in samples(op):
         checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -332,7 +332,7 @@ def with_autograd() -> list[str]:
 
 @pytest.mark.parametrize("op", with_autograd())
 def test_no_forward_mode_derivative(op: str) -> None:
-    """Refused for every tensor that may have a tangent, whatever requires a gradient: never taken for zero."""
+    """Forward-mode tangents of every float tensor raise instead of being ignored."""
 
     def refused(t: torch.Tensor, args: list, place: int, kwargs: dict) -> None:
         def call(t: torch.Tensor) -> object:
@@ -358,7 +358,7 @@ def test_every_op_is_recorded() -> None:
 
 @pytest.mark.parametrize(("op", "schema"), json.loads(RECORDED.read_text()).items())
 def test_schema_stays_compatible(op: str, schema: str) -> None:
-    """Calls by the recorded schema fit today's."""
+    """Calls by the recorded schema fit the current one."""
     now = torch._C.parse_schema(registered()[op])
     assert now.is_backward_compatible_with(torch._C.parse_schema(schema)), (str(now), schema)
 
@@ -390,7 +390,7 @@ def _loss(collection, values, offsets, factors) -> torch.Tensor:
 
 @pytest.mark.parametrize(("backend", "optimizer"), cross(["aot_eager", "inductor"], OPTIMIZERS, OPTIMIZERS[2]), ids=str)
 def test_compiled_training(optimizer, backend: str) -> None:
-    """Compiled equals eager, bit for bit, over steps with new ids and a schedule; compiled once."""
+    """Compiled training has eager's bits over steps with new ids and a schedule, and compiles once."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -420,7 +420,7 @@ def test_compiled_training(optimizer, backend: str) -> None:
 
 @pytest.mark.parametrize(("backend", "policy"), cross(["aot_eager", "inductor"], ["lru", "lfu"], "lfu"))
 def test_compiled_training_with_a_row_cache(backend: str, policy: str) -> None:
-    """One graph takes rows in, reads them and updates them: the bits of eager training, compiled once."""
+    """One graph inserts, reads and updates rows with the bits of eager training, compiled once."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -445,7 +445,7 @@ def test_compiled_training_with_a_row_cache(backend: str, policy: str) -> None:
 
 
 def test_an_op_of_one_argument_may_return_its_gradient() -> None:
-    """A backward returns a tensor or a tuple of one, as for torch.library.register_autograd."""
+    """A backward may return a tensor or a tuple of one, as for torch.library.register_autograd."""
     with torch.library._scoped_library("rec_kernels", "FRAGMENT") as library:
         library.define("_of_one(Tensor x) -> Tensor")
         library.impl("_of_one", lambda x: 3 * x, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""A step of training for which memory does not last: an error, nothing half done; it works when there is more."""
+"""A training step that runs out of memory raises without partial changes, and succeeds with more memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import rec_kernels as rk
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the address space is measured by /proc")
 
-#: The step is tried with more and more address space, so that its allocations fail, from the first to the last.
+#: Repeats the step with growing limits of the address space, so that each of its allocations fails once.
 SWEEP = """
 import resource, sys
 import torch
@@ -73,8 +73,8 @@ else:
 print(failed, *sorted(messages), sep="\\n")
 """
 
-#: The update of long bags, alone, from no memory on: its own scratch memory is what fails. Products of rows are updated
-#: in turns, of which a later one needs more memory than those before.
+#: Repeats the update of long bags, from no free memory on, so that its scratch allocation fails. Products of rows are
+#: updated in turns, of which a later one may need more memory.
 UPDATE = """
 import sys
 import torch
@@ -154,7 +154,7 @@ def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> No
     [("Adam", 2, False), ("SGD", 1, True), *full(("SGD", 1, False), ("LAMB", 1, False), ("Adam", 2, True))],
 )
 def test_an_update_is_done_or_not(optimizer: str, threads: int, products: bool) -> None:
-    """It fails for want of its own scratch memory, which the error tells, and has changed nothing then."""
+    """An update without enough scratch memory raises an error that says so, and changes nothing."""
     done = run_script(UPDATE, optimizer, threads, products)
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     failed, *messages = done.stdout.splitlines()
@@ -163,7 +163,7 @@ def test_an_update_is_done_or_not(optimizer: str, threads: int, products: bool) 
 
 
 def test_tables_without_room() -> None:
-    """The message has all tables' bytes and the largest, which torch's does not."""
+    """The error has the bytes of all tables and of the largest, unlike torch's."""
     tables = [rk.EmbeddingBagConfig(rows, 64, name=f"t{rows}", feature_names=[f"f{rows}"]) for rows in (10, 10**12)]
     with pytest.raises(RuntimeError, match=r"2 tables of 256,000,000,002,560 bytes, of which 't1000000000000' has 256"):
         rk.EmbeddingBagCollection(tables)

@@ -1,4 +1,4 @@
-"""``padding_idx`` of tables: the id is left out of sums, counts and gradients of its own feature, and of no other."""
+"""``padding_idx`` of tables: the id is left out of sums, counts and gradients of its own feature only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _torch_bags(weights: dict[str, Tensor]) -> dict[str, nn.EmbeddingBag]:
 
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5)])
 def test_training_is_that_of_torch(cache: rk.RowCache | None) -> None:
-    """Lookups and three steps of SGD of tables with a padding each, or none; the padding's row never changes."""
+    """Lookups and three steps of SGD equal torch's, with one padding id per table or none; its row never changes."""
     torch.manual_seed(0)
     ours = rk.EmbeddingBagCollection(_tables(), optimizer=rk.SGD(lr=0.1), cache=cache)
     bags = _torch_bags({name: ours.embedding_bags[name].weight for name in PADDING})
@@ -61,7 +61,7 @@ def test_training_is_that_of_torch(cache: rk.RowCache | None) -> None:
 
 
 def test_dense_gradients_are_those_of_torch() -> None:
-    """Without a fused optimizer the padding's row has a gradient of zero."""
+    """Without a fused optimizer, the padding row has a zero gradient."""
     ours = rk.EmbeddingBagCollection(_tables())
     bags = _torch_bags({name: ours.embedding_bags[name].weight for name in PADDING})
     ours(_batch()).values().square().sum().backward()
@@ -72,7 +72,7 @@ def test_dense_gradients_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("format", rk.BAG_FORMATS)
 def test_rows_begin_as_zeros(format: str) -> None:
-    """The padding's row of every format; without padding, and with an ``init``, a row is as any."""
+    """The padding row is zeros in every format; without padding, or with an ``init``, all rows are initialized."""
     collection = rk.EmbeddingBagCollection(_tables(format=format), optimizer=rk.SGD(lr=0.1))
     for name, padding in PADDING.items():
         rows = collection.embedding_bags[name].weight.detach()
@@ -84,7 +84,7 @@ def test_rows_begin_as_zeros(format: str) -> None:
 
 
 def test_rows_of_ids() -> None:
-    """A lookup that is not pooled has zeros in the place of padding, and trains the others."""
+    """Sequence lookups return zeros for padding, and train other rows."""
     table = rk.EmbeddingConfig(ROWS, DIM, name="a", feature_names=["a"], padding_idx=-1, init=nn.init.ones_)
     assert table.padding_idx == ROWS - 1
     collection = rk.EmbeddingCollection([table], optimizer=rk.SGD(lr=1.0))
@@ -97,7 +97,7 @@ def test_rows_of_ids() -> None:
 
 
 def test_compressed_tables() -> None:
-    """The padding of a hashed table is an id, not a row: another id of its row is looked up and trained."""
+    """Padding of a hashed table is an id, not a row: other ids of its row are looked up and trained."""
     hashed = rk.EmbeddingBagConfig(
         100, DIM, name="a", feature_names=["a"], compression=rk.Hash(10), padding_idx=3, init=nn.init.ones_
     )
@@ -111,7 +111,7 @@ def test_compressed_tables() -> None:
 
 
 def test_dense_use_of_the_weight_reaches_the_row() -> None:
-    """A penalty trains the padding's row, too, as torch's does: only lookups leave the id out."""
+    """A penalty on the weight also trains the padding row, as in torch: only lookups leave the id out."""
     table = rk.EmbeddingBagConfig(ROWS, DIM, name="a", feature_names=["a"], padding_idx=0, init=nn.init.ones_)
     collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.5))
     pooled = collection({"a": torch.tensor([[0, 1]])}).values()
@@ -120,7 +120,7 @@ def test_dense_use_of_the_weight_reaches_the_row() -> None:
 
 
 def test_deduplicated_batches_and_serving() -> None:
-    """Shared bags, and the module that serves, leave out the same ids."""
+    """Shared bags and serving copies leave out the same ids."""
     collection = rk.EmbeddingBagCollection(_tables(), optimizer=rk.SGD(lr=0.1))
     expected = collection(_batch()).values()
     assert torch.equal(collection.for_serving()(_batch()).values(), expected)
@@ -129,7 +129,7 @@ def test_deduplicated_batches_and_serving() -> None:
 
 
 def test_devices_agree() -> None:
-    """Each feature's padding, of two that read one table, on every backend."""
+    """Two features of one table each have their padding id on every backend."""
     one = {"num_embeddings": [5, 5], "embedding_dims": [4, 4], "weight_offsets": [0, 0], "row_offsets": [0, 0]}
     values, offsets = torch.tensor([1, 2, 1, 2, 4, 1]), torch.tensor([0, 3, 6])
     weights = torch.arange(20.0)
@@ -139,7 +139,7 @@ def test_devices_agree() -> None:
 
 
 def test_errors_of_the_ops_for_one_table() -> None:
-    """Below -1 there is no id, and nothing is counted from the end, as ``rk.embedding_bag`` does."""
+    """The ops of one table reject padding ids below -1: these are not counted from the end."""
     table, values, offsets = torch.ones(ROWS, DIM), torch.tensor([1, ROWS - 2]), torch.tensor([0, 2])
     grad = torch.ones(1, DIM)
     message = re.escape("padding_idx = -2 must be an id of the table, or -1: none")

@@ -1,4 +1,4 @@
-"""place_tables: slots for the rows that earn them, tiers for the tables, within the budgets."""
+"""place_tables assigns slots to the most useful rows, and tiers to tables, within the budgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def table(name: str, rows: int, dim: int, **options) -> rk.EmbeddingBagConfig:
 
 
 def greedy(tables: list, counts: dict, budget: int) -> list[int]:
-    """One row after the other, the most uses for a byte first; "lru", which has no cost but that of slots."""
+    """Assigns rows one by one, most uses per byte first; with "lru", a row costs its slot only."""
     wanted = [
         (-c / (4 * t.embedding_dim + 18), i) for i, t in enumerate(tables) for c in counts[t.name].tolist() if c > 0
     ]
@@ -30,8 +30,7 @@ def greedy(tables: list, counts: dict, budget: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
-    """Slots go to rows with more uses per byte than the first row without room; the budget is used up but for a
-    slot."""
+    """Rows with slots have more uses per byte than the first without; the unused budget is less than a slot."""
     draw = random.Random(seed)
     tables = [table(f"t{i}", draw.randint(1, 200), draw.choice([4, 16, 64])) for i in range(4)]
     generator = torch.Generator().manual_seed(seed)
@@ -55,14 +54,14 @@ def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
 
 
 def test_everything_fits() -> None:
-    """Rows that nobody uses need no slot."""
+    """Unused rows need no slot."""
     counts = torch.tensor([5, 0, 1, 0])
     placed = rk.place_tables([table("a", 4, 8)], {"a": counts}, cache_bytes=10**6, ways=1)
     assert placed["a"] == type(placed["a"])(0.5, "device", 1.0, 4 * 16, 2 * (32 + 19) + 4)
 
 
 def test_counts_of_any_size() -> None:
-    """Shares of uses place as uses do, and sums beyond int64 are sums."""
+    """Shares of uses place as counts do, and sums may exceed int64."""
     tables = [table("a", 1000, 16), table("b", 500, 8)]
     counts = {t.name: 1e6 // torch.arange(1, t.num_embeddings + 1) for t in tables}
     shares = {name: c.double() / 2.0**30 for name, c in counts.items()}
@@ -76,7 +75,7 @@ def test_counts_of_any_size() -> None:
 
 
 def test_tiers() -> None:
-    """Tables whose misses are dense go near; every tier keeps to its budget; the rest goes to disk."""
+    """Tables with many misses per byte are placed near, within each tier's budget; the rest on disk."""
     tables = [table("cold", 1000, 56), table("hot", 1000, 56), table("warm", 1000, 56)]
     counts = {name: torch.full((1000,), n) for name, n in (("cold", 1), ("hot", 100), ("warm", 10))}
     size = 1000 * 64
@@ -88,7 +87,7 @@ def test_tiers() -> None:
 
 
 def test_parts() -> None:
-    """Hashed ids add up in their rows; tables of several parts get no slots, and count with all their parts."""
+    """Uses of hashed ids add up per row; tables of several parts get no slots, and count with all parts."""
     tables = [table("h", 10, 8, compression=rk.Hash(4)), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
     counts = {"h": torch.arange(10), "q": torch.ones(100, dtype=torch.int64)}
     placed = rk.place_tables(tables, counts, cache_bytes=10**6, ways=4)
@@ -105,7 +104,7 @@ def test_parts() -> None:
 
 
 def test_narrow_rows() -> None:
-    """Slots of rows that are projected are as wide as the rows that are kept, and not as the table."""
+    """Slots of projected rows have the narrow width, not the table's."""
     tables = [table("m", 100, 64, compression=rk.MixedDimension(8)), table("w", 100, 8)]
     counts = dict.fromkeys("mw", torch.arange(1, 101))
     placed = rk.place_tables(tables, counts, cache_bytes=10**6, ways=4)
@@ -116,7 +115,7 @@ def test_narrow_rows() -> None:
 
 
 def test_a_collection_takes_tables_of_parts() -> None:
-    """Tables of parts are taken with fraction 0 only."""
+    """Tables of several parts are accepted with fraction 0 only."""
     tables = [table("a", 100, 8), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
     placed = rk.place_tables(tables, dict.fromkeys("aq", torch.ones(100)), cache_bytes=2000)
     fractions = {name: p.fraction for name, p in placed.items()}
@@ -128,7 +127,7 @@ def test_a_collection_takes_tables_of_parts() -> None:
 
 
 def test_a_collection_takes_it() -> None:
-    """Fractions are those of rk.RowCache, and tiers its backings."""
+    """Fractions and tiers are accepted by rk.RowCache."""
     tables = [table("a", 400, 16), table("b", 300, 16)]
     counts = {"a": torch.arange(400), "b": torch.zeros(300, dtype=torch.int64)}
     placed = rk.place_tables(tables, counts, cache_bytes=10_000, device_bytes=0, ways=4)
@@ -137,12 +136,12 @@ def test_a_collection_takes_it() -> None:
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache)
     assert 0 < placed["a"].fraction < 1
     assert placed["b"].fraction == 0
-    assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 19)  # sets are whole
+    assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 19)  # whole sets
     assert module.tier_report()["host_bytes"] >= sum(p.encoded_bytes for p in placed.values())
 
 
 def taken(tables: list, placed: dict, ways: int, policy: str) -> int:
-    """Bytes of the cache that a collection of the tables makes of it."""
+    """Bytes of the cache that a collection of the tables makes from the placement."""
     cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=ways, policy=policy)
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache, device="meta")
     return module.tier_report()["cache_bytes"]
@@ -150,7 +149,7 @@ def taken(tables: list, placed: dict, ways: int, policy: str) -> int:
 
 @pytest.mark.parametrize(("rows", "budget", "cached"), [(3, 40_000, 2), (33, 400_000, 11), (33, 679_680 + 660, 20)])
 def test_sets_of_their_own_are_whole(rows: int, budget: int, cached: int) -> None:
-    """Small tables, and those with all rows in slots, take more slots than they have rows: that is in the budget."""
+    """Small tables, and those with all rows in slots, need whole sets, which the budget includes."""
     tables = [table(f"t{i}", rows, 128) for i in range(20)]
     counts = {t.name: torch.full((rows,), 5) for t in tables}
     placed = rk.place_tables(tables, counts, cache_bytes=budget)
@@ -166,7 +165,7 @@ def test_sets_of_their_own_are_whole(rows: int, budget: int, cached: int) -> Non
 @pytest.mark.parametrize("ways", [1, 5, 32])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_cache_keeps_to_the_budget(seed: int, ways: int, policy: str) -> None:
-    """A cache of any size keeps to its budget but for rounding up slots that tables of one width share."""
+    """A cache stays within its budget, except for rounding up slots shared by tables of one width."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     sizes = [draw.choice([1, 3, ways, ways + 1, 2 * ways - 1, draw.randint(1, 300)]) for _ in range(12)]
     tables = [table(f"t{i}", rows, draw.choice([4, 16, 64])) for i, rows in enumerate(sizes)]

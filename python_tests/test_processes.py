@@ -1,4 +1,4 @@
-"""The package in processes that fork, import in threads, see no GPU, or end: no word, no hang, the same bits."""
+"""The package in processes that fork, import in threads, see no GPU, or exit: no output, no hang, equal bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 
 
 def said(code: str, *arguments: object, **environment: str) -> str:
-    """Output of a script that must succeed and write nothing to its standard error."""
+    """Output of a script that must succeed and write nothing to stderr."""
     done = run_script(code, *arguments, **environment)
     assert (done.returncode, done.stderr) == (0, ""), (done.returncode, done.stdout, done.stderr[-3000:])
     return done.stdout
@@ -42,16 +42,16 @@ for threads in (2, 1):
 
 
 def test_fork() -> None:
-    """A child computes what its parent does: with threads where none had run before, and with one where they had.
+    """A child has its parent's results, with threads if the parent ran none, and otherwise with one.
 
-    OpenMP's threads do not follow into a child: a parallel region that wants them would wait for ever, in torch's own
-    ops as well. docs/robustness.md says so.
+    OpenMP's threads do not exist in a child: a parallel region would wait for them forever, also in torch's own ops.
+    (docs/robustness.md)
     """
     assert said(FORK).split() == [trained()] * 4
 
 
 class Bags(Dataset):
-    """Batches whose bags are deduplicated and looked up by whoever loads them."""
+    """Batches that the loading process deduplicates and looks up."""
 
     def __init__(self) -> None:
         self.tables = collection(rk.SGD(lr=0.1)).for_serving()
@@ -67,7 +67,7 @@ class Bags(Dataset):
 
 
 def test_data_loader_workers() -> None:
-    """Two forked workers, of a process whose own threads have run."""
+    """Two forked workers work in a process that has run its threads."""
     bags = Bags()
     with use_threads(2):
         expected = [bags[place] for place in range(len(bags))]
@@ -101,7 +101,7 @@ print(*set(found), rk.build_info()["triton_in_use"])
 
 @pytest.mark.parametrize("environment", [{"CUDA_VISIBLE_DEVICES": "-1"}, *full({})], ids=str)
 def test_import_in_threads(environment: dict[str, str]) -> None:
-    """Four threads import the package at once and use it; with no visible GPU, the CPU's kernels have the same bits."""
+    """Four threads import and use the package at once; without a visible GPU, the CPU's kernels have equal bits."""
     bits, in_use = said(IMPORT_IN_THREADS, **environment).split()
     assert bits == trained()
     if environment:
