@@ -135,13 +135,13 @@ if sys.argv[1] == "atexit":
 
 @pytest.mark.parametrize("how", ["disk and thread", *full("disk", "thread", "memory", "exit", "atexit")])
 def test_the_end_of_a_process(how: str, tmp_path) -> None:
-    """A process with live collections, caches, graphs and threads ends silently with status 0."""
+    """A process with live collections, caches, graphs and threads exits silently with status 0."""
     if "disk" in how and rk.build_info()["host_library"] is None:
         pytest.skip("row files were not built")
     assert said(LIVE_OBJECTS, how, tmp_path / "tables") == ""
 
 
-#: Three daemon threads that are inside of ``call`` nearly always, and go on while the interpreter ends.
+#: Three daemon threads that are almost always inside of ``call``, also while the interpreter exits.
 DAEMONS = """
 import threading
 started = [threading.Event() for _ in range(3)]
@@ -157,7 +157,7 @@ for event in started:
 
 
 def test_the_end_with_daemons_in_a_row_file(tmp_path) -> None:
-    """They wait for the end of the process: status 0."""
+    """Daemon threads in a row file wait for the end of the process: status 0."""
     row_file_cases.host_or_skip()
     size = 8 << 20
     code = f"""
@@ -170,7 +170,7 @@ def call(i):
 
 
 def test_the_end_with_daemons_in_ops() -> None:
-    """Daemon threads in our ops abort as in torch's, before Python 3.14: docs/robustness.md says so."""
+    """Daemon threads in our ops abort as in torch's, before Python 3.14 (docs/robustness.md)."""
     code = "import torch, rec_kernels as rk\ntorch.set_num_threads(1)\nx = torch.ones(500, 500)\n"
     of_ours = run_script(code + "call = lambda i: torch.ops.rec_kernels.scale_rows(x, x[0])\n" + DAEMONS)
     if of_ours.returncode:
@@ -180,13 +180,13 @@ def test_the_end_with_daemons_in_ops() -> None:
 
 
 def test_a_child_that_ends_with_the_parents_objects() -> None:
-    """sys.exit in a forked process frees what it has inherited."""
+    """sys.exit in a forked process frees inherited objects."""
     code = LIVE_OBJECTS + "\nimport os\nchild = os.fork()\nassert child == 0 or os.waitpid(child, 0)[1] == 0\n"
     assert said(code, "memory") == ""
 
 
 def test_ids_are_in_the_tables() -> None:
-    """The ids above name rows, so that no test passes for want of work."""
+    """The ids above are in their tables, so that no test passes without work."""
     given = batch(300)
     assert 0 < int(given.values().max()) < ROWS
     assert len(given.values()) > 1000

@@ -1,6 +1,6 @@
 """dot_interaction, factorization_machine and grouped_projection on the CPU: threads, gradients, compilation, errors.
 
-test_<op>.py have the bits of each.
+test_<op>.py test each op's bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ each_call = {
 
 @pytest.mark.parametrize(("name", "made"), each_call["SHARED_OUT"], ids=str)
 def test_threads_share_the_work(name: str, made: tuple) -> None:
-    """Enough work for each of them to get some; nothing depends on who does it."""
+    """With enough work for all threads, results do not depend on their number."""
     call, expected = CASES[name].make_call(*made), None
     for isa in testing.cpu_isas()[1:]:
         for threads in (1, 2, 5):
@@ -46,7 +46,7 @@ def test_threads_share_the_work(name: str, made: tuple) -> None:
 
 @pytest.mark.parametrize(("name", "made"), each_call["COMPARED"], ids=str)
 def test_matches_torch(name: str, made: tuple) -> None:
-    """torch's products in float64, and torch's gradients of them: apart by no more than rounding."""
+    """Results and gradients differ from torch's products in float64 by at most rounding."""
     call = CASES[name].make_call(*made)
     given = [t.clone().requires_grad_() for t in call[:2]]
     out = getattr(rk, name)(*given, *call.options)
@@ -55,13 +55,13 @@ def test_matches_torch(name: str, made: tuple) -> None:
 
 @pytest.mark.parametrize(("name", "made"), each_call["EMPTY"], ids=str)
 def test_empty(name: str, made: tuple) -> None:
-    """Empty results; what nothing has used has gradients of zeros."""
+    """Results are empty, and gradients of unused arguments are zeros."""
     check_empty(CASES[name].make_call(*made), ops)
 
 
 @every_op
 def test_gradients_of_what_is_wanted(name: str) -> None:
-    """One of them alone, or none; a second derivative says that there is none."""
+    """One gradient alone or none may be required; second derivatives raise."""
     op, call = getattr(rk, name), CASES[name].typical(12)
     both = call.each(ops)[1:]
     for number in range(2):
@@ -81,7 +81,7 @@ def test_gradients_of_what_is_wanted(name: str) -> None:
 @every_op
 @pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiles_once(name: str, backend: str) -> None:
-    """One graph, trained; another batch size is compiled for once, and none after it."""
+    """The op and its gradients compile to one graph; a second batch size compiles once more, further ones not."""
     torch._dynamo.reset()
     counter, op, options = CompileCounterWithBackend(backend), getattr(rk, name), CASES[name].typical(1).options
 
@@ -101,7 +101,7 @@ def test_compiles_once(name: str, backend: str) -> None:
 @every_op
 @pytest.mark.parametrize("isa", testing.cpu_isas())
 def test_denormals(name: str, isa: str) -> None:
-    """torch.set_flush_denormal changes nothing; with several chunks of samples, too."""
+    """torch.set_flush_denormal changes nothing, also with several chunks of samples."""
     for batch in (20, 70, 200):
         tiny = CASES[name].tiny(batch)
         expected = tiny.each(REFERENCES[name])
@@ -113,7 +113,7 @@ def test_denormals(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize(("name", "bad"), each_call["BAD_CALLS"])
 def test_bad_arguments(name: str, bad: tuple[str, str]) -> None:
-    """The argument, its place and value, and what is allowed."""
+    """Errors have the argument, its index and value, and what is allowed."""
     op, message = bad
     good, wrong = CASES[name].bad_arguments(op, message)
     getattr(ops, op)(*good)
@@ -122,7 +122,7 @@ def test_bad_arguments(name: str, bad: tuple[str, str]) -> None:
 
 @every_op
 def test_another_device(name: str) -> None:
-    """Tensors in different places are refused."""
+    """Tensors on different devices are rejected."""
     call = CASES[name].typical(3)
     with pytest.raises(ValueError, match="same device"):
         getattr(rk, name)(call[0], call[1].to("meta"), *call.options)
@@ -151,6 +151,6 @@ def test_another_device(name: str) -> None:
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_shapes_without_numbers(name: str, shapes: tuple, options: tuple, message: str, device: str) -> None:
-    """Plans and traces of a model find what a batch would."""
+    """Meta and fake tensors raise the errors of real ones."""
     with pytest.raises(ValueError, match=message):
         getattr(rk, name)(*(torch.zeros(shape, device=device) for shape in shapes), *options)

@@ -1,6 +1,6 @@
 """The Triton kernels of dot_interaction, factorization_machine and grouped_projection: repeats, errors, registration.
 
-test_<op>_triton.py have the numbers of each; triton_device.py says how the file is run.
+test_<op>_triton.py test each op's results; triton_device.py describes how the file is run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MODULES = {name: importlib.import_module(f"rec_kernels.triton.{name}") for name 
 
 @every_op
 def test_again(name: str) -> None:
-    """A second call has equal bits; nothing is written to the arguments."""
+    """A second call has equal bits, and arguments are unchanged."""
     cases = CASES[name]
     check_repeats(on_device(cases.make_call(*cases.REPEATED), DEVICE), MODULES[name])
 
 
 @pytest.mark.parametrize(("name", "made"), each_call["EMPTY"], ids=str)
 def test_empty(name: str, made: tuple) -> None:
-    """Empty results, and gradients of zeros."""
+    """Empty results, and zero gradients."""
     check_empty(on_device(CASES[name].make_call(*made), DEVICE), MODULES[name])
     PASSED["triton"] += 3
 
 
 @pytest.mark.parametrize(("name", "bad"), each_call["BAD_CALLS"])
 def test_bad_arguments(name: str, bad: tuple[str, str]) -> None:
-    """Errors have the words of the CPU's op."""
+    """Errors are those of the CPU's op."""
     op, message = bad
     check_refused(getattr(MODULES[name], op), CASES[name].bad_arguments(op, message)[1], message, DEVICE)
 
@@ -52,14 +52,14 @@ def test_registered(name: str) -> None:
 
 
 def test_three_passes() -> None:
-    """A product of split factors is off by at most 2^-21: tile_precision's arithmetic, in the integers of float32."""
+    """A product of split factors is off by at most 2^-21: tile_precision's arithmetic, on float32's integer bits."""
 
     def cut(t: torch.Tensor, add: int) -> torch.Tensor:
         return ((t.view(torch.int32) + add) & ~0x1FFF).view(torch.float32)
 
     generator = torch.Generator().manual_seed(1)
     a, b = (1 + torch.rand(2, 1_000_000, generator=generator)).unbind()
-    # The hardest factors: their rests have all bits that TF32 does not keep.
+    # The hardest factors: all bits below TF32's are set.
     a[0] = b[0] = 1 + 0xFFF * 2.0**-23
     big_a, big_b = cut(a, 0x1000), cut(b, 0x1000)
     rest_a, rest_b = cut(a - big_a, 0).double(), cut(b - big_b, 0).double()

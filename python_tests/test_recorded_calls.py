@@ -1,4 +1,4 @@
-"""The calls of recorded_calls.zip: every op gives the bits, and the errors, that it gave when they were recorded."""
+"""Calls of recorded_calls.zip: every op has the recorded bits and errors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CPU_ONLY = {
 
 
 def _of(kind: str, op: str) -> list[tuple[int, dict]]:
-    """The calls, or errors, of an op and their numbers."""
+    """The calls or errors of an op, with their numbers."""
     return [(number, entry) for number, entry in enumerate(RECORDING.index[kind]) if entry["op"] == op]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_calls(op: str) -> None:
-    """Outputs, gradients and changed arguments, bit for bit, whatever the number of threads."""
+    """Outputs, gradients and changed arguments have equal bits, with any number of threads."""
     found, calls = {}, _of("calls", op)
     assert len(calls) >= 4
     for number, entry in calls:
@@ -41,7 +41,7 @@ def test_calls(op: str) -> None:
 
 
 GONE_ARGUMENTS = (12, 15, 20, 23, 33, 34, 37, 38, 40, 100, 101, 102, 103, 105, 106, 107, 111, 112, 115)
-#: Errors, by their number in the recording, that a layout has in another form.
+#: Errors, by their number in the recording, that differ since layouts exist.
 OTHERWISE_NOW = {
     "the argument is gone, or an overload does not have it": GONE_ARGUMENTS,
     "lists of another length make no layout, and the first of them is named": (17, 39, 114, 116, 117, 119),
@@ -54,7 +54,7 @@ OTHERWISE = {number for numbers in OTHERWISE_NOW.values() for number in numbers}
 
 @pytest.mark.parametrize("op", OPS)
 def test_errors(op: str) -> None:
-    """Refused calls are still refused: type of the error, arguments and numbers it names; nothing changes."""
+    """Rejected calls are still rejected, with equal error types, arguments and numbers; nothing changes."""
     errors = _of("errors", op)
     assert len(errors) >= 3
     found = {n: replay_error(RECORDING, entry, torch.ops.rec_kernels) for n, entry in errors if n not in OTHERWISE}
@@ -62,7 +62,7 @@ def test_errors(op: str) -> None:
 
 
 def test_errors_that_are_otherwise_now() -> None:
-    """They are of ops with a layout, few, and no error that is still as it was is among them."""
+    """Changed errors are few, of ops with a layout, and all really differ."""
     of = {op for op in OPS for n, _ in _of("errors", op) if n in OTHERWISE}
     assert of <= set(WITH_LAYOUT)
     assert (
@@ -75,13 +75,13 @@ def test_errors_that_are_otherwise_now() -> None:
 @pytest.mark.skipif(not SOURCES.exists(), reason="the sources are not beside the tests")
 @pytest.mark.parametrize("op", [op for op in OPS if op not in CPU_ONLY])
 def test_emulated(op: str) -> None:
-    """The emulated CUDA kernels give the recorded results; these have no gradients of their own."""
+    """The emulated CUDA kernels have the recorded results, without gradients."""
     found = {number: replay(RECORDING, entry, emulated().ops, backward=False) for number, entry in _of("calls", op)}
     assert {number: f for number, f in found.items() if f} == {}
 
 
 def test_another_bit_is_found() -> None:
-    """A replay notices a bit of an output, of a gradient and of a changed argument."""
+    """A replay detects a changed bit of an output, of a gradient and of a mutated argument."""
     fused = [
         e for e in RECORDING.index["calls"] if e["op"] == "embedding_bag_fused" and "grads" in e and e["changed"]["of"]
     ]
@@ -94,7 +94,7 @@ def test_another_bit_is_found() -> None:
 
 
 def test_another_error_is_found() -> None:
-    """A replay notices an error of another type, of another argument or number, and none at all."""
+    """A replay detects an error with another type, argument or number, and a missing one."""
     entry = next(entry for n, entry in _of("errors", "embedding_bag") if n not in OTHERWISE)
     assert replay_error(RECORDING, entry, torch.ops.rec_kernels) == []
     error, (_, right) = entry["error"], _of("calls", "embedding_bag")[0]
@@ -106,7 +106,7 @@ def test_another_error_is_found() -> None:
 
 
 def _decode(reader: Reader, wrong: object, entry: object) -> object:
-    """Decodes as the reader does, but for the last bit of one number of ``wrong``."""
+    """Decodes as the reader does, except the last bit of one element of ``wrong``."""
     value = Reader.decode(reader, entry)
     if entry is not wrong:
         return value

@@ -1,4 +1,4 @@
-"""The runs of recorded_collections.zip: every module gives the bits that it gave when they were recorded."""
+"""Runs of recorded_collections.zip: every module has the recorded bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = {entry["of"]["name"]: entry for entry in RECORDING.index["runs"]}
 
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name: str, tmp_path: Path) -> None:
-    """Outputs, gradients, states, reports and errors of every step, bit for bit."""
+    """Outputs, gradients, states, reports and errors of every step are equal, bit for bit."""
     run = RECORDING.decode(RUNS[name])
     if "files" in run and build_info()["host_library"] is None:
         pytest.skip("built without row files")
@@ -28,7 +28,7 @@ def test_runs(name: str, tmp_path: Path) -> None:
 
 
 class RoundedOtherwise(TorchDispatchMode):
-    """Matrix products in float64, rounded at the end: another processor's bits."""
+    """Computes matrix products in float64 and rounds them, as another processor might."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
@@ -38,7 +38,7 @@ class RoundedOtherwise(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not RUNS[name]["of"]["exact"]])
 def test_products_of_another_processor(name: str, tmp_path: Path) -> None:
-    """Runs with torch's matrix products pass whatever their last bits; two steps of an encoded row are found."""
+    """Runs with torch's matrix products pass with any last bits; a row off by two quantization steps fails."""
     run = RECORDING.decode(RUNS[name])
     with RoundedOtherwise():
         assert replay(run, tmp_path) == []
@@ -49,7 +49,7 @@ def test_products_of_another_processor(name: str, tmp_path: Path) -> None:
 
 
 def test_another_bit_is_found(tmp_path: Path) -> None:
-    """A replay notices a bit of an output and of a state."""
+    """A replay detects a changed bit of an output and of a state."""
     run = RECORDING.decode(RUNS["bags, Adam 3"])
     found = [run["results"][0]["outputs"]["values"], run["results"][-1]["state"]["embedding_bags.t0.exp_avg"]]
     for t in found:

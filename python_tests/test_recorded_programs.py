@@ -1,4 +1,4 @@
-"""Programs that an earlier commit has saved fail with an error, as their ops have changed; its checkpoints are read."""
+"""Programs saved by an earlier commit fail with an error, because ops have changed; its checkpoints are readable."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ same_torch = pytest.mark.skipif(
     [("export", "error when deserializing"), ("package", "Could not find schema for rec_kernels::")],
 )
 def test_programs(kind: str, message: str, tmp_path: Path) -> None:
-    """The ops are overloads with other arguments since: an error when a program is loaded, and it is never misread.
+    """Ops are now overloads with other arguments: loading a saved program raises, and never misreads it.
 
-    A program of either kind of one op is enough: the next test has the cause of the error for every op.
+    One op's program of each kind is enough: the next test covers every op.
     """
     program = RECORDING.decode(PROGRAMS[f"embedding_bag, {kind}"])
     with pytest.raises(RuntimeError, match=message):
@@ -37,7 +37,7 @@ def test_programs(kind: str, message: str, tmp_path: Path) -> None:
 
 
 def test_no_op_has_the_name_of_before() -> None:
-    """Saved programs find ops by overload name; none has a name of an earlier overload."""
+    """Saved programs find ops by overload name; none has the name of an earlier overload."""
     recorded = {entry["of"]["op"] for entry in PROGRAMS.values()}
     assert recorded | {"row_cache_stats"} == set(WITH_LAYOUT)
     assert [op for op in WITH_LAYOUT if "default" in getattr(torch.ops.rec_kernels, op).overloads()] == []
@@ -45,7 +45,7 @@ def test_no_op_has_the_name_of_before() -> None:
 
 @pytest.mark.parametrize("number", range(len(RECORDING.index["training"])))
 def test_training(number: int, tmp_path: Path, no_pictures: None) -> None:
-    """A checkpoint of the trainer is read as it was written, and training goes on from it."""
+    """A checkpoint of the trainer is read exactly, and training resumes from it."""
     recorded = RECORDING.decode(RECORDING.index["training"][number])
     before, after = go_on(recorded, tmp_path)
     assert before.keys() == recorded["model"].keys()
@@ -53,6 +53,6 @@ def test_training(number: int, tmp_path: Path, no_pictures: None) -> None:
     assert {name: (t.shape, t.dtype) for name, t in after.items()} == {
         name: (t.shape, t.dtype) for name, t in recorded["trained"].items()
     }
-    if "format" not in recorded["options"]:  # rows of bytes are rounded at random
+    if "format" not in recorded["options"]:  # quantized rows are rounded stochastically
         for name, t in recorded["trained"].items():  # torch's matrix products have other bits on other machines
             torch.testing.assert_close(after[name], t, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""rk.replace_embeddings: modules of this package in the place of a model's embeddings."""
+"""rk.replace_embeddings replaces a model's embeddings by this package's modules."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ class Model(nn.Module):
         self.top = nn.Linear(8 * 7, 8)
 
     def forward(self, step: int) -> Tensor:
-        """[B, 8]."""
         bags = [self.bags["user"](ids_of(step, 30)), self.bags["shop"](ids_of(step + 1, 30))]
         return self.top(torch.cat([*bags, self.again(ids_of(step + 2, 30)), self.tower(ids_of(step, 12))], dim=1))
 
 
 def optimizers_of(model: Model, sparse: Any) -> list[Any]:
-    """One for the tables, and Adam for the rest."""
+    """An optimizer for the tables, and Adam for the rest."""
     tables = [*model.bags.parameters(), *model.tower.parameters()]
     return [sparse(tables, lr=0.05), torch.optim.Adam(model.top.parameters(), lr=0.01)]
 
 
 @pytest.mark.parametrize("sparse", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
 def test_training_goes_on(sparse: Any) -> None:
-    """The model has the losses that it would have had, its other parameters' optimizer goes on, too.
+    """The model keeps torch's losses, and the other parameters' optimizer continues.
 
-    Losses are relative to 1e-5 those of torch: each step adds a few roundings of 2^-24, and of SparseAdam the place of
-    eps = 1e-8, below 1e-6 of an update of lr.
+    Losses agree to 1e-5: each step adds a few roundings of 2^-24, and of SparseAdam the position of eps = 1e-8, below
+    1e-6 of an update of lr.
     """
     theirs = Model()
     optimizers = optimizers_of(theirs, sparse)
@@ -78,7 +77,7 @@ def test_training_goes_on(sparse: Any) -> None:
 
 
 def test_ordinary_parameters() -> None:
-    """Without an optimizer the parameters are the same ones, which their optimizers train on, tied ones too."""
+    """Without an optimizer, parameters are the same objects, still trained by their optimizers, also tied ones."""
     theirs = Model()
     model = copy.deepcopy(theirs)
     optimizers, own = optimizers_of(theirs, torch.optim.SGD), optimizers_of(model, torch.optim.SGD)
@@ -91,10 +90,10 @@ def test_ordinary_parameters() -> None:
 
 
 def test_what_is_left() -> None:
-    """Each with its reason, and as it was."""
+    """Layers that cannot be replaced have a reason, and are unchanged."""
 
     class Own(nn.Embedding):
-        """A subclass may do anything."""
+        """A subclass may override anything."""
 
     layers = nn.ModuleDict(
         {
@@ -133,7 +132,7 @@ def test_what_is_left() -> None:
 
 
 def test_errors() -> None:
-    """They name the module, and nothing is swapped."""
+    """Errors name the module, and nothing is replaced."""
     model = Model()
     before = list(model.modules())
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -168,7 +167,7 @@ def test_errors() -> None:
 
 
 def test_distributed_data_parallel(tmp_path: Any) -> None:
-    """A model that is wrapped already is refused."""
+    """A model that is already wrapped is rejected."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"model: it is a DistributedDataParallel, .*: replace first, then wrap"):
@@ -178,7 +177,7 @@ def test_distributed_data_parallel(tmp_path: Any) -> None:
 
 
 def test_torchrec_model() -> None:
-    """TorchRec's own DLRM with this package's collection inside: its losses."""
+    """TorchRec's DLRM with this package's collection has its losses."""
     torchrec = pytest.importorskip("torchrec")
     from torchrec.models.dlrm import DLRM
 
@@ -213,7 +212,7 @@ def test_torchrec_model() -> None:
     losses = train(theirs, range(5), optimizers)
     torch.testing.assert_close(train(model, range(5), own), losses, rtol=1e-5, atol=0)
     assert set(theirs.state_dict()) <= set(model.state_dict())
-    # An optimizer that was made before, and is not named, is told that it does not train the tables.
+    # An existing optimizer that is not named warns that it does not train the tables.
     late = torch.optim.SGD(other.parameters(), lr=0.1)
     report = rk.replace_embeddings(other)
     assert "its parameters are new, for an optimizer of torch made from now on" in str(report)
@@ -226,7 +225,7 @@ def test_torchrec_model() -> None:
 
 
 def test_sharded_is_left(tmp_path: Any) -> None:
-    """A collection that TorchRec has sharded is named with the way that works; this package's own is none to swap."""
+    """A collection sharded by TorchRec is reported with an alternative; this package's own is not replaced."""
     torchrec = pytest.importorskip("torchrec")
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -250,7 +249,7 @@ def test_sharded_is_left(tmp_path: Any) -> None:
 
 
 def test_fbgemm_is_left() -> None:
-    """FBGEMM's module is named with the way that works."""
+    """FBGEMM's module is reported with an alternative."""
     pytest.importorskip("fbgemm_gpu")
     model = nn.Sequential(fbgemm("EXACT_SGD"))
     found = rk.replace_embeddings(model)
@@ -261,7 +260,7 @@ def test_fbgemm_is_left() -> None:
 
 
 def test_others_are_left() -> None:
-    """Tables of TorchRec and FBGEMM that are of no class known here are told, and named with their module."""
+    """Tables of unknown classes of TorchRec and FBGEMM are reported with their module."""
     pytest.importorskip("fbgemm_gpu")
     torchrec = pytest.importorskip("torchrec")
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
@@ -285,7 +284,7 @@ def test_others_are_left() -> None:
 
 
 def test_classes_with_an_interface_of_torchrec() -> None:
-    """The user's own has TorchRec's collection inside, which is swapped there."""
+    """TorchRec's collection inside of a user's class with TorchRec's interface is replaced."""
     torchrec = pytest.importorskip("torchrec")
     config = torchrec.EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="u", feature_names=["u"])
 
@@ -309,7 +308,7 @@ def test_classes_with_an_interface_of_torchrec() -> None:
 
 
 def test_nothing_is_lost_in_silence() -> None:
-    """Rows of the meta device begin as theirs do, halves stay halves, hooks and tied weights are told."""
+    """Rows on the meta device start as theirs do, halves stay halves, hooks and tied weights are reported."""
     torchrec = pytest.importorskip("torchrec")
     config = torchrec.EmbeddingBagConfig(
         num_embeddings=10, embedding_dim=4, name="u", feature_names=["u"], init_fn=lambda w: w.data.fill_(7.0)
@@ -341,7 +340,7 @@ def test_nothing_is_lost_in_silence() -> None:
 
 
 def test_rows_have_one_place() -> None:
-    """Tied or expanded weights of theirs, and the meta device, are refused before anything is written."""
+    """Tied or expanded weights and the meta device are rejected before anything is written."""
     names = ["a", "b"]
     ours = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(5, 2, name=n, feature_names=[n]) for n in names])
     layer = nn.Embedding(5, 2)

@@ -1,4 +1,4 @@
-"""The ops of the row cache against the reference: every tensor that they change, after every call, bit for bit."""
+"""The ops of the row cache against the reference: every changed tensor, after every call, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Given = tuple[CacheSample, list[Action]]
 
 
 def check(given: Given, backends: Backends = every_backend) -> None:
-    """Slots, state and ``row_cache_stats`` after each of the actions, on each of the backends."""
+    """Checks slots, state and ``row_cache_stats`` after each action, on each backend."""
     sample, actions = given
     case = CacheCase(sample)
     expected, before = expected_of(case, actions), case.state()
@@ -50,7 +50,7 @@ def check(given: Given, backends: Backends = every_backend) -> None:
 
 @pytest.mark.parametrize(("slots", "more"), [(0, 0), (40, 0), (3_000, 0), (300, 1_600)])
 def test_stats_of_any_ranges(slots: int, more: int) -> None:
-    """Ranges may overlap, be empty, or end where int64 does, and be more than a block of a GPU has memory for."""
+    """Ranges may overlap, be empty, end at the int64 maximum, and exceed a GPU block's memory."""
     most, draw = 2**63 - 1, random.Random(slots)
     tags = [draw.choice([-1, -7, 0, most, most - 1, *range(40)]) for _ in range(slots)]
     dirty = [draw.choice([0, 0, 1, 255]) for _ in tags]
@@ -78,12 +78,11 @@ def test_cpu(given: Given) -> None:
 
 @drawn(60, sequences())
 def test_every_backend(given: Given) -> None:
-    """The CUDA kernels as well."""
     check(given)
 
 
 def _steps(features: int, batch: int, count: int) -> list[Action]:
-    """Insertions, each followed by an update and a lookup of the next batch; now and then rows are flushed."""
+    """Insertions, each followed by an update and a lookup of the next batch; sometimes a flush."""
     actions = []
     for i in range(count):
         here, after = (Batch([[3] * batch] * features, seed=i + more) for more in (0, 1))
@@ -100,7 +99,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("rounding", "policy", "ways"), CHOICES)
 def test_grid(rounding: str, policy: str, ways: int) -> None:
-    """Every format in widths around a block, all of them in two sets of a width, which evict one another's rows."""
+    """Every format in widths around a block; all share two sets of their width and evict each other's rows."""
     widths = [3, 16, 33]
     tables = [(23, width, format) for width in widths for format in FORMATS]
     sets = dict.fromkeys(widths, 2)
@@ -122,7 +121,7 @@ def test_shared_hashed_and_uncached(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_frozen_features_insert(policy: str) -> None:
-    """They are looked up as others are, and their rows come in as those of others."""
+    """Frozen features look up and insert rows as others do."""
     case = CacheCase(CacheSample([(9, 4, "int8"), (9, 4, "bf16")], [(0, "sum"), (1, "sum")], {4: 3}, policy=policy))
     done = expected_of(case, [Action("insert", Batch([[4, 2], [1, 3]]))])[0]
     batch, frozen = case.batch(done.action.given), case.layout(frozen=[True, False])
@@ -136,7 +135,7 @@ def test_frozen_features_insert(policy: str) -> None:
 
 
 def test_large_batch() -> None:
-    """Thousands of ids in many sets, shared among threads; hot rows among them."""
+    """Thousands of ids in many sets, split among threads, including hot rows."""
     tables = [(3000, 8, "int8"), (500, 8, "int4"), (40, 4, "bf16")]
     for policy in POLICIES:
         sample = CacheSample(tables, [(0, "sum"), (1, "sum"), (0, "mean"), (2, "sum")], {8: 40, 4: 2}, 4, policy=policy)
@@ -147,7 +146,7 @@ def test_large_batch() -> None:
 @pytest.mark.parametrize("ways", [1, 32, 33, 100])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_rows_want_a_set(policy: str, ways: int) -> None:
-    """More of them than a warp has lanes, of tables that share it; named in another order than their rows have."""
+    """More rows of several tables compete for a set than a warp has lanes, in another order than their indices."""
     tables = [(90, 4, "int8"), (200, 4, "fp32"), (60, 4, "bf16")]
     features = [(2, "sum"), (0, "sum"), (1, "mean"), (0, "mean")]
     options = {"policy": policy, "decay_every": 2 if policy == "lfu" else 0}
@@ -158,7 +157,7 @@ def test_many_rows_want_a_set(policy: str, ways: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batch_is_ready_whatever_its_order(policy: str) -> None:
-    """The ids of a batch in another order, or repeated, leave the same state but for what counts ids."""
+    """Reordered or repeated ids of a batch leave the same state, except counts of ids."""
     case = CacheCase(CacheSample([(30, 4, "int4")], [(0, "sum")], {4: 3}, policy=policy, rounding="stochastic"))
     ids = torch.tensor([7, 2, 19, 4, 28, 11, 3, 5, 23, 17, 1, 8])
     for backend in every_backend():
@@ -176,7 +175,7 @@ def test_batch_is_ready_whatever_its_order(policy: str) -> None:
 
 
 def test_counts_are_means() -> None:
-    """Counters of cached rows and of others, bit for bit; what they stand for is n after n uses, to 4 std. errors."""
+    """Counters of cached and other rows are exact; the uses they represent are n after n uses, to 4 standard errors."""
     uses, rows = 300, 256
     case = CacheCase(CacheSample([(rows, 1, "bf16")], [(0, "sum")], {1: 1}, rows // 2, policy="lfu"))
     state = case.state()
@@ -199,7 +198,7 @@ def test_counts_are_means() -> None:
 
 
 def test_optional_arguments() -> None:
-    """Statistics by the tables' numbers; none at all; a missing seed is 0, as in an update."""
+    """Statistics are indexed by the tables' numbers, and optional; the seed defaults to 0, as in an update."""
     case = CacheCase(CacheSample([(9, 4, "int4"), (9, 4, "int8")], [(0, "sum"), (1, "sum")], {4: 1}, policy="lfu"))
     batches = [case.batch(Batch([[4, 2], [1, 3]], seed=i)) for i in range(3)]
 
@@ -225,7 +224,7 @@ def test_optional_arguments() -> None:
 
 
 def test_lookup_without_sets() -> None:
-    """Nothing is inserted where no table is cached; the clock counts, and there are no slots at all."""
+    """Without cached tables nothing is inserted, the clock advances, and there are no slots."""
     case = CacheCase(CacheSample([(9, 4, "int4"), (3, 2, "bf16")], [(1, "sum"), (0, "sum")], {}))
     assert len(case.state()["cache_tags"]) == 0
     check(

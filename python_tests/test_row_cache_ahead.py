@@ -1,4 +1,4 @@
-"""prefetch() of collections with tables in host memory: rows come in early, and nothing that is learned shows it."""
+"""prefetch() of collections with tables in host memory inserts rows early, without a change of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALREADY = "after prefetch.., whose batch has its rows in the cache already"
 
 
 def pair(cache: rk.RowCache = SMALL, **options) -> list:
-    """Two collections with the same rows, in the device's memory and in the host's."""
+    """Two collections with equal rows, in device memory and in host memory."""
     return [make(cache=c, **options) for c in (cache, in_host(cache))]
 
 
@@ -33,7 +33,7 @@ def clock(collection) -> int:
 @pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_bits_are_those_without(optimizer, cache: rk.RowCache, where: str) -> None:
-    """Outputs, tables, slots, history, state of the optimizer and statistics."""
+    """Outputs, tables, slots, history, optimizer state and statistics equal those without prefetch()."""
     plain, ahead = pair(cache, optimizer=optimizer)
     outputs = [train_ahead(c, 7, where=where, factors=True) for c in (plain, ahead)]
     assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))
@@ -43,7 +43,7 @@ def test_bits_are_those_without(optimizer, cache: rk.RowCache, where: str) -> No
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_rows_come_in_early(where: str) -> None:
-    """After the update, and not before it."""
+    """Rows are inserted after the update, and not before it."""
     c = make(cache=in_host(SMALL))
     pooled = c(batch(c, 0)).values()
     assert clock(c) == 1
@@ -59,7 +59,7 @@ def test_rows_come_in_early(where: str) -> None:
 
 
 def test_every_update_comes_first() -> None:
-    """Rows come in after the updates of two lookups; an output that is gone is not waited for."""
+    """Rows are inserted after the updates of two lookups; a deleted output is not waited for."""
     plain, ahead = pair()
     for c in (plain, ahead):
         outputs = [c(batch(c, i)).values().square().sum() for i in range(3)]
@@ -74,7 +74,7 @@ def test_every_update_comes_first() -> None:
 
 
 def test_accumulate() -> None:
-    """Rows come in at lookups within the block, and after its update for the batch behind it."""
+    """In a block rows are inserted at lookups; for the next batch, after the block's update."""
     plain, ahead = pair(LFU)
     for c in (plain, ahead):
         for first in (0, 3):
@@ -88,7 +88,7 @@ def test_accumulate() -> None:
 
 
 def test_other_kinds_of_batches() -> None:
-    """Prefetch takes features in another order, batch sizes per feature, and lookups that are not pooled."""
+    """Prefetch accepts features in another order, batch sizes per feature, and sequence lookups."""
     plain, ahead = pair()
     keys = plain.feature_names[::-1]
     strides = rk.KeyedJaggedTensor(
@@ -108,7 +108,7 @@ def test_other_kinds_of_batches() -> None:
 
 
 def uses(c) -> dict[str, object]:
-    """Yields actions that must not come between prefetch and lookup."""
+    """Actions that are not allowed between prefetch and lookup."""
     return {
         "a lookup of another one": lambda: c(batch(c, 9)),
         "prefetch.. of another batch": lambda: c.prefetch(batch(c, 9)),
@@ -122,7 +122,7 @@ def uses(c) -> dict[str, object]:
 
 @pytest.mark.parametrize("what", range(7))
 def test_what_must_not_come_between(what: int) -> None:
-    """RuntimeError; nothing has changed, and training goes on as if nobody had tried."""
+    """A disallowed action raises RuntimeError; nothing changes, and training goes on."""
     plain, ahead = pair(LFU)
     batches = [batch(plain, i) for i in range(4)]
     for c in (plain, ahead):
@@ -132,7 +132,7 @@ def test_what_must_not_come_between(what: int) -> None:
     with pytest.raises(RuntimeError, match=f"{message}.* {ALREADY}"):
         use()
     assert not differing(before, everything(ahead))
-    ahead.prefetch(batches[1])  # once more changes nothing
+    ahead.prefetch(batches[1])  # repeating it changes nothing
     assert not differing(before, everything(ahead))
     for c in (plain, ahead):
         step(c, batches[1])
@@ -141,7 +141,7 @@ def test_what_must_not_come_between(what: int) -> None:
 
 
 def test_an_update_must_not_come_between() -> None:
-    """A second backward through one lookup."""
+    """A second backward of one lookup between prefetch and lookup raises."""
     c = make(cache=in_host(SMALL))
     loss = c(batch(c, 0)).values().square().sum()
     loss.backward(retain_graph=True)
@@ -153,7 +153,7 @@ def test_an_update_must_not_come_between() -> None:
 
 
 class Stream:
-    """Imitates a GPU's stream: work that waits."""
+    """Imitates a GPU's stream with pending work."""
 
     device = torch.device("cpu")
 
@@ -176,9 +176,9 @@ def fail() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_stream_beside_keeps_what_it_uses(fails: bool, monkeypatch) -> None:
-    """Every tensor of a GPU that the call holds or the insertion uses: none has its memory given away too early.
+    """The side stream keeps every GPU tensor of the call and of the insertion alive until it has used it.
 
-    An insertion that finds no memory has launched kernels before.
+    An insertion that runs out of memory has already launched kernels.
     """
     kept: list[torch.Tensor] = []
     main, beside = Stream(), Stream()
@@ -186,7 +186,7 @@ def test_a_stream_beside_keeps_what_it_uses(fails: bool, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: beside)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: kept.append(t))
-    with FakeTensorMode():  # tensors of a GPU, without one
+    with FakeTensorMode():  # tensors on a GPU, without one
         values, offsets, records, seed, tags = (torch.empty(3, device="cuda") for _ in range(5))
         weights = torch.empty(3, device="cpu")
         call = TableCall(weights, (values, offsets, None), {"layout": records, "layout_sizes": [3]}, {"seed": seed})
@@ -200,7 +200,7 @@ def test_a_stream_beside_keeps_what_it_uses(fails: bool, monkeypatch) -> None:
 
 @pytest.mark.parametrize("what", ["lookup", "memory_report", "tier_report", "compiled lookup"])
 def test_what_others_read_waits(what: str, monkeypatch) -> None:
-    """Served lookups and reports may come between, and their stream waits for the one beside."""
+    """Serving lookups and reports are allowed between, and their stream waits for the side stream."""
     plain, ahead = pair(LFU)
     for c in (plain, ahead):
         step(c, batch(c, 0))
@@ -235,7 +235,7 @@ def test_a_batch_that_was_written_to() -> None:
 
 
 def test_announced_alone_promises_nothing() -> None:
-    """While an update is to come, another batch may be looked up, and states taken."""
+    """While an update is pending, another batch may be looked up, and states may be saved."""
     plain, ahead = pair()
     for c in (plain, ahead):
         pooled = c(batch(c, 0)).values()
@@ -250,7 +250,7 @@ def test_announced_alone_promises_nothing() -> None:
 
 
 def test_loading_a_state() -> None:
-    """The cache is that of the state: the batch's rows come in anew."""
+    """After loading, the cache is that of the state, and the batch's rows are inserted again."""
     plain, ahead = pair(LFU)
     state = None
     for c in (plain, ahead):
@@ -259,13 +259,13 @@ def test_loading_a_state() -> None:
         step(c, batch(c, 5), batch(c, 6))
         c.load_state_dict(state)
         step(c, batch(c, 6), batch(c, 7))
-        c.load_state_dict({}, strict=False)  # nothing of the cache
+        c.load_state_dict({}, strict=False)  # no cache state
         step(c, batch(c, 7))
     assert not differing(plain.state_dict(), ahead.state_dict())
 
 
 def test_a_bad_id() -> None:
-    """IndexError from prefetch, or from the lookup if the rows could not come in before; nothing has changed."""
+    """A bad id raises IndexError in prefetch, or in the lookup if rows were not inserted yet; nothing changes."""
     plain, ahead = pair()
     bad = batch(ahead, 1)
     bad.values()[-1] = 4_000
@@ -280,7 +280,7 @@ def test_a_bad_id() -> None:
 
 
 def test_where_nothing_is_to_do() -> None:
-    """Prefetch does nothing in eval() mode and with tables in the device's memory."""
+    """Prefetch does nothing in eval() mode and with tables in device memory."""
     for c in (make(), make(cache=in_host(SMALL)).eval()):
         before = everything(c)
         c.prefetch(batch(c, 1))
@@ -288,7 +288,7 @@ def test_where_nothing_is_to_do() -> None:
 
 
 def test_compiled_lookups() -> None:
-    """Compiled updates are not announced: no row comes in early."""
+    """Compiled updates cannot be detected: no row is inserted early."""
     plain, ahead = pair()
     compiled = torch.compile(ahead, backend="aot_eager")
     for i in range(4):

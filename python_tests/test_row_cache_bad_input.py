@@ -1,4 +1,4 @@
-"""Wrong arguments for the row cache's ops are refused; nothing changes, the clock neither."""
+"""Invalid arguments of the row cache's ops are rejected; nothing changes, including the clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITTEN += ["cache_stats", "cache_counts", "row_counts", "step"]
 
 
 def good_case(policy: str = "lfu") -> CacheCase:
-    """Two tables of width 4 in three sets of two ways, one of width 8 in two, parts."""
+    """Two tables of width 4 in three sets of two ways, one of width 8 in two, and parts."""
     tables = [(9, 4, "int8"), (7, 4, "bf16"), (5, 8, "int4"), (5, 2, "int8"), (6, 2, "mx6")]
     parts = Parts([3, 4], [(1, 5), (5, 6)], 30, "concat")
     features = [(0, "sum"), (1, "sum"), (2, "mean"), (parts, "sum")]
@@ -32,7 +32,7 @@ def good_case(policy: str = "lfu") -> CacheCase:
 
 
 def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
-    """A good call by argument name."""
+    """Valid arguments by name."""
     case = good_case(policy)
     state, batch = case.state(), Batch([[2, 1]] * 4)
     for done in expected_of(case, [Action("insert", batch), Action("update", Update(3))]):
@@ -42,17 +42,17 @@ def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
 
 
 def namespaces(op: str) -> tuple[object, ...]:
-    """Backends of an op: plans are the CPU's."""
+    """Backends of an op: plans are on the CPU only."""
     return (ops,) if op == PLAN else (ops, emulated())
 
 
 def takers(name: str) -> list[str]:
-    """The ops of the cache that have an argument."""
+    """The cache ops with an argument."""
     return [op for op in TAKE_CACHE if name in taken(op)]
 
 
 def check_refused(op: str, given: dict[str, object], message: str, namespace: object = ops, error=ValueError) -> None:
-    """The error with the message, a pattern; and nothing that an op could write has changed."""
+    """Asserts the error, whose message matches a pattern, and that no output argument changed."""
     written = [given[name] for name in WRITTEN if isinstance(given.get(name), Tensor)]
     before = [None if t.is_meta else t.clone() for t in written]
     with pytest.raises((error, RuntimeError) if namespace is not ops else error, match=message):
@@ -68,7 +68,7 @@ def test_the_calls_to_be_spoilt_are_good(policy: str) -> None:
             call(op, arguments(policy, namespace), namespace)
 
 
-# The good call has 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
+# The valid call has 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
 SLOTS = ["cache_tags", "cache_marks", "cache_stamps", "cache_dirty", "cache_counts"]
 WRONG = [
     *((name, lambda t: t.int(), f"{name} must be (int64|uint8), got int32") for name in SLOTS),
@@ -101,14 +101,14 @@ WRONG = [
     ("rounding", lambda _: "up", 'rounding must be "nearest" or "stochastic", got "up"'),
     ("bounds_check", lambda _: "warn", "bounds_check must be"),
 ]
-# row_cache_stats reads three tensors that belong together.
+# row_cache_stats reads three related tensors.
 WRONG_STATS = [
     ("cache_tags", lambda t: t[:-1], r"cache_dirty must have shape \[9\], got \[10\]"),
     ("cache_dirty", lambda t: t.bool(), "cache_dirty must be uint8, got bool"),
     ("layout", lambda t: t.int(), "layout must be int64, got int32"),
     ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 26\], got \[5, 25\]"),
 ]
-# Places that rk.table_layout refuses.
+# Cache places that rk.table_layout rejects.
 WRONG_PLACES = [
     *(("cache_ways", None, n, rf"cache.ways = {n} must be in \[1, 1024\]") for n in (0, -1, 1025)),
     ("cache_sets", 0, -1, r"cache.sets\[0\] = -1 must not be negative"),
@@ -121,10 +121,10 @@ WRONG_PLACES = [
     ("table_ids", 1, -1, r"table_ids\[1\] = -1 must be in \[0, 65536\)"),
     ("table_ids", 1, 65536, r"table_ids\[1\] = 65536 must be in \[0, 65536\)"),
 ]
-# Forged records (column, part, number), which a GPU reads only in the kernels.
+# Forged records (column, part, number), which only the kernels read on a GPU.
 FORGED = [
     ("cache_sets", 0, -1),
-    ("cache_sets", 2, 3),  # from 3: behind the last slot
+    ("cache_sets", 2, 3),  # from 3: past the last slot
     ("cache_sets", 3, 1),  # of a feature with two parts
     ("cache_sets", 4, 1),
     ("cache_first_set", 0, -1),
@@ -140,7 +140,7 @@ FORGED = [
 
 @pytest.mark.parametrize(("name", "place", "number", "message"), WRONG_PLACES)
 def test_bad_place(name: str, place: int | None, number: int, message: str) -> None:
-    """No layout has it."""
+    """``rk.table_layout`` rejects the place."""
     case, changed = good_case(), number
     if place is not None:
         column = {"table_ids": "table_id", "cache_sets": "cache_sets"}.get(name, name.removesuffix("s"))
@@ -152,7 +152,7 @@ def test_bad_place(name: str, place: int | None, number: int, message: str) -> N
 
 @pytest.mark.parametrize(("column", "part", "number"), FORGED)
 def test_forged_place(column: str, part: int, number: int) -> None:
-    """The host says which record is wrong before anything is read or written there."""
+    """The CPU names the wrong record before it reads or writes there."""
     for op in (INSERT, FLUSH) if column == "cache_row_offset" else TAKE_CACHE:
         given = arguments()
         given["layout"] = given["layout"].clone()
@@ -162,7 +162,7 @@ def test_forged_place(column: str, part: int, number: int) -> None:
 
 
 def test_bad_number() -> None:
-    """Bad offsets are refused, and a table without a row of statistics."""
+    """Bad offsets, and tables without a row of statistics, are rejected."""
     wrong = arguments() | good_case().layout(table_ids=[0, 1000, 2, 3, 4])._asdict()
     offsets = arguments()["offsets"].clone()
     offsets[1] = -1
@@ -197,7 +197,7 @@ def test_features_of_a_table_agree(name: str, number: int) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 9, 2**40])
 def test_bad_id(bad: int) -> None:
-    """IndexError as of every op, and nothing has come in; of a hashed feature, the limit is that of ids."""
+    """A bad id raises IndexError and inserts nothing; a hashed feature's limit is that of ids."""
     hashed = Parts([0], [(1, 9)], 30, "concat")
     for feature, limit in ((0, 9), (hashed, 30)):
         case = CacheCase(CacheSample([(9, 4, "int8")], [(feature, "sum")], {4: 2}))
@@ -214,14 +214,14 @@ def test_bad_id(bad: int) -> None:
 
 @pytest.mark.parametrize("name", ["cache_tags", "cache_rows", "layout", "cache_clock", "row_counts", "cache_stats"])
 def test_other_device(name: str) -> None:
-    """Tensors on another device are refused; the op never returns memory that nobody wrote."""
-    for op in [op for op in takers(name) if op != PLAN]:  # whose results have the size of its data
+    """Tensors on another device are rejected instead of returning uninitialized memory."""
+    for op in [op for op in takers(name) if op != PLAN]:  # the results' size depends on data
         given = arguments()
         check_refused(op, given | {name: given[name].to("meta")}, "same device")
 
 
 def test_statistics_of_too_few_tables() -> None:
-    """The CPU raises; on a device, where tables' numbers are, those behind the end are not counted, nor written."""
+    """The CPU raises; a device, with the tables' numbers in memory, skips those beyond the statistics."""
     whole, given, memory = arguments(), arguments(), torch.full((20, 6), 77)
     memory[:5] = given["cache_stats"][:5]
     slots = [call(INSERT, whole, emulated()), call(INSERT, given | {"cache_stats": memory[:5]}, emulated())]
@@ -232,7 +232,7 @@ def test_statistics_of_too_few_tables() -> None:
 
 
 def test_a_layout_without_tables() -> None:
-    """No slot has a row of theirs: a flush writes nothing, and looks up no table's number."""
+    """No slot has a row of its tables: a flush writes nothing, and reads no table's number."""
     emulated()
     given = {Size.max_embedding_dim: 1, Size.most_parts: 1, Size.cache_ways: 4, Size.formats: 1}
     layout, sizes = torch.zeros(0, len(Column), dtype=torch.int64), [given.get(size, 0) for size in Size]
@@ -251,7 +251,7 @@ UPDATE = "embedding_bag_backward_fused_"
 
 
 def training(ops: object = ops) -> dict[str, object]:
-    """A good call of the ops of embedding_bag that read and update cached rows."""
+    """Valid arguments of the embedding_bag ops that read and update cached rows."""
     given = arguments(ops=ops)
     slots, num_rows = call(LOOKUP, given, ops), given["layout_sizes"][Size.num_rows]
     state = {"sum": torch.ones(num_rows), "step": torch.tensor(3), "lr": torch.tensor(0.1), "token": torch.empty(0)}
@@ -279,7 +279,7 @@ WRONG_UPDATES = [
 
 
 def test_the_training_to_be_spoilt_is_good() -> None:
-    """The unspoilt training runs on every kind of backend."""
+    """The unchanged training runs on every kind of backend."""
     for namespace in (ops, emulated()):
         for op in (*LOOKUPS, UPDATE):
             call(op, training(namespace), namespace)
@@ -295,7 +295,7 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(("made", "taken_by", "name", "change", "message"), BAD_ARGUMENTS)
 def test_bad_argument(made, taken_by: list[str], name: str, change, message: str) -> None:
-    """ValueError from every op that takes it, on every kind of backend, and nothing is written."""
+    """Every op with the argument raises ValueError on every kind of backend, and writes nothing."""
     assert taken_by, name
     for op in taken_by:
         for namespace in namespaces(op):
@@ -305,7 +305,7 @@ def test_bad_argument(made, taken_by: list[str], name: str, change, message: str
 
 @pytest.mark.parametrize("slot", [-2, 14, 2**62, 2**63 - 1, -(2**63)])
 def test_bad_slot(slot: int) -> None:
-    """A slot outside of the rows is named by its position; no memory outside is read."""
+    """A slot out of range is named by its position; nothing outside of the rows is read."""
     given = training()
     place = int((given["cache_slots"] >= 0).nonzero()[0])
     alone = {"cache_slots": torch.full_like(given["cache_slots"], -1)}
@@ -317,7 +317,7 @@ def test_bad_slot(slot: int) -> None:
 
 
 def with_foreign_tags() -> dict[str, object]:
-    """A row of width 8 in a slot of width 4, and the other way round; both are dirty."""
+    """A row of width 8 in a slot of width 4, and vice versa; both are dirty."""
     given = arguments()
     given["cache_tags"][[1, 8]] = torch.tensor([17, 3])
     given["cache_dirty"][[1, 8]] = 1
@@ -325,7 +325,7 @@ def with_foreign_tags() -> dict[str, object]:
 
 
 def test_rows_in_slots_of_other_tables() -> None:
-    """Such slots are left alone, as those of tables that a call does not name: their memory is not the row's."""
+    """Slots with rows of other widths or of tables outside of the call are not accessed."""
     for backend in every_backend():
         given, clean = with_foreign_tags(), with_foreign_tags()
         clean["cache_dirty"][[1, 8]] = 0
@@ -345,7 +345,7 @@ def test_rows_in_slots_of_other_tables() -> None:
 
 @pytest.mark.parametrize("combine", [0, 1, 2], ids=["concat", "add", "mult"])
 def test_slots_of_features_with_several_parts_are_not_read(combine: int) -> None:
-    """No cache holds their rows: whatever stands there, rows come from the tables."""
+    """No cache has rows of partitioned features: they are read from the tables, whatever slots are given."""
     places = rk.CachePlaces(1, [0, 0], [0, 0], [0, 0])
     parts = rk.IdPartitions([0, 2], [1, 4], [4, 4], [16], [combine])
     made = rk.table_layout([4, 4], [4, 4], partitions=parts, cache=places)

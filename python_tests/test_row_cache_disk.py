@@ -1,4 +1,4 @@
-"""Tables on disk behind a row cache: the bits of the same tables in memory, within the memory budget."""
+"""Tables on disk with a row cache have the bits of equal tables in memory, within the memory budget."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ CACHES = {"lru": LRU, "lfu": LFU, "none": NONE}
 
 
 def plain(c, i: int) -> list[torch.Tensor]:
-    """Trains without announcing batches."""
+    """Trains without prefetch."""
     return [step(c, i)]
 
 
 def announced(c, i: int) -> list[torch.Tensor]:
-    """The next batch is."""
+    """Trains with the next batch prefetched."""
     return [step(c, i, i + 1)]
 
 
 def another_announced(c, i: int) -> list[torch.Tensor]:
-    """A batch is announced that does not come."""
+    """Prefetches a batch that is not used."""
     return [step(c, i, 1000 + i)]
 
 
 def two_forwards(c, i: int) -> list[torch.Tensor]:
-    """Two lookups, then their updates, the older one first: its rows may have left."""
+    """Two lookups, then their updates, the older one first: its rows may have been evicted."""
     outputs = [c(batch(c, 2 * i + more)).values() for more in (0, 1)]
     for output in outputs:
         output.square().sum().backward()
@@ -69,7 +69,7 @@ def accumulated(c, i: int) -> list[torch.Tensor]:
 
 
 def with_factors(c, i: int) -> list[torch.Tensor]:
-    """Per-sample weights, which get gradients."""
+    """Per-sample weights with gradients."""
     given = batch(c, i, factors=True)
     pooled = c(given).values()
     c.prefetch(batch(c, i + 1))
@@ -78,7 +78,7 @@ def with_factors(c, i: int) -> list[torch.Tensor]:
 
 
 def with_evaluations(c, i: int) -> list[torch.Tensor]:
-    """Lookups of other batches before the update and after it, in eval() and without a gradient."""
+    """Lookups of other batches before the update and after it, in eval() and without gradients."""
     pooled = c(batch(c, i)).values()
     c.prefetch(batch(c, i + 1))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def with_evaluations(c, i: int) -> list[torch.Tensor]:
 
 
 def flushed_between(c, i: int) -> list[torch.Tensor]:
-    """A flush between a lookup and its update, which must reach the file all the same."""
+    """A flush between a lookup and its update, which must still reach the file."""
     pooled = c(batch(c, i)).values()
     c.flush()
     pooled.square().sum().backward()
@@ -111,13 +111,13 @@ WAYS = [
 
 
 def named(value) -> str:
-    """The name of a way, or of a cache and an optimizer."""
+    """The name of a training function, or of a cache and an optimizer."""
     return value.__name__ if callable(value) else f"{value[0]}-{type(value[1]).__name__}"
 
 
 @pytest.mark.parametrize(("kind", "way"), cross([*itertools.product(CACHES, OPTIMIZERS)], WAYS, WAYS[-1]), ids=named)
 def test_the_bits_of_tables_in_memory(kind, way, tmp_path) -> None:
-    """Outputs of every step; then slots, state of the optimizer, counters, and the tables' bytes."""
+    """Outputs of every step are equal; then slots, optimizer state, counters, and the tables' bytes."""
     cache, optimizer = kind
     collections = pair(CACHES[cache], tmp_path / "rows", optimizer)
     for i in range(8):
@@ -145,7 +145,6 @@ def test_products_of_parts(tmp_path) -> None:
 
 
 def test_embedding_collection(tmp_path) -> None:
-    """Lookups that are not pooled."""
     torch.manual_seed(0)
     outputs = []
     for cache in (LRU, on_disk(LRU, tmp_path / "rows")):
@@ -161,10 +160,10 @@ def test_embedding_collection(tmp_path) -> None:
 
 
 def test_wrong_announcements_take_no_room(tmp_path) -> None:
-    """However many batches are announced that never come, those that do still fit."""
+    """Prefetched batches that are never used do not occupy memory that others need."""
     memory, disk = pair(LRU, tmp_path / "rows")
     for i in range(10):
-        for more in range(60):  # until not even a bag more fits
+        for more in range(60):  # until not even another bag fits
             disk.prefetch(batch(disk, 100 * i + more, size=1))
         assert same_bits(step(memory, i), step(disk, i))
     for _ in range(20):
@@ -174,7 +173,7 @@ def test_wrong_announcements_take_no_room(tmp_path) -> None:
 
 
 def test_a_batch_that_does_not_fit(tmp_path) -> None:
-    """MemoryError with both numbers; nothing has changed, and smaller batches go on with the bits of memory."""
+    """MemoryError has both numbers; nothing changes, and smaller batches continue with the bits of memory."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
     before = held(disk)
     told = r"\d+ bytes.*memory_budget is \d+ bytes beside the cache's slots: give it more memory_budget"
@@ -186,7 +185,7 @@ def test_a_batch_that_does_not_fit(tmp_path) -> None:
 
 
 def test_an_id_out_of_range(tmp_path) -> None:
-    """IndexError from the lookup and from prefetch; nothing has changed."""
+    """Lookup and prefetch raise IndexError; nothing changes."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
     before = held(disk)
     bad = batch(disk, 7)
@@ -199,7 +198,7 @@ def test_an_id_out_of_range(tmp_path) -> None:
 
 
 def test_bad_ids_that_are_ignored(tmp_path) -> None:
-    """They name no row of the file."""
+    """Ignored ids access no row of the file."""
     collections = pair(LRU, tmp_path / "rows", bounds_check="ignore")
     outputs = []
     for c in collections:
@@ -229,7 +228,7 @@ def test_empty_batches(tmp_path) -> None:
 
 
 def test_lookups_on_several_threads(tmp_path) -> None:
-    """Each finds its rows, which do not fit in the budget beside the other's."""
+    """Two threads' lookups both find their rows, which do not fit into the budget together."""
     table = rk.EmbeddingBagConfig(20_000, 64, name="t", feature_names=["t"], init=lambda weight: weight.fill_(1.0))
     cache = on_disk(rk.RowCache(0.05), tmp_path / "rows", 400 * 4096 + 700_000)
     c = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.5), cache=cache)
@@ -249,7 +248,7 @@ def test_lookups_on_several_threads(tmp_path) -> None:
 
 
 class Powers:
-    """An init that needs the whole table, or says that it does not."""
+    """An init that needs the whole table, or declares that it does not."""
 
     def __init__(self, in_chunks: bool) -> None:
         self.in_chunks, self.calls = in_chunks, []
@@ -260,12 +259,12 @@ class Powers:
 
 
 def test_init(tmp_path) -> None:
-    """Initialising a whole table, or rows of consecutive calls, gives the tables in memory."""
+    """An init of the whole table, or of rows in consecutive calls, gives equal tables in memory and on disk."""
     inits = [Powers(False), Powers(False)]
     tables = [tables_of(make(LRU, init=inits[0])), tables_of(make(on_disk(LRU, tmp_path / "rows"), init=inits[1]))]
     assert inits[0].calls == inits[1].calls == [rows for _, rows, *_ in TABLES]
     assert all(torch.equal(t, tables[1][n]) for n, t in tables[0].items())
-    # Draws by consecutive calls are those of consecutive calls, not of one.
+    # Random numbers of consecutive calls differ from those of one call.
     init = Powers(True)
     disk = make(on_disk(LRU, tmp_path / "chunks"), init=init)
     assert sum(init.calls) == sum(inits[0].calls)
@@ -274,7 +273,7 @@ def test_init(tmp_path) -> None:
 
 
 def test_the_usual_start_is_that_of_memory(tmp_path) -> None:
-    """Uniform numbers, drawn in chunks."""
+    """The default init draws uniform numbers in chunks, with equal tables in memory."""
     memory, disk = pair(LRU, tmp_path / "rows")
     assert_alike(memory, disk)
     assert disk.state_dict()["file_generation"] == 1  # nothing has changed since

@@ -1,4 +1,4 @@
-"""Generations of tables on disk: which there are, which a state goes with, and what a file is without its log."""
+"""Generations of tables on disk: which exist, which belong to a state, and files without their log."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ skip_without_host()
 
 
 def test_the_generation_of_the_checkpoint(tmp_path) -> None:
-    """A flush that no checkpoint followed: the file is opened as it was before, by number.
+    """After a flush without a checkpoint, the file reopens at the previous generation, given by number.
 
-    Also once it was opened without, and had the state refused.
+    This also works after it was opened without a number, and rejected the state.
     """
     path, memory = tmp_path / "rows", make(LFU)
     expected = train(memory, 0, 12)
@@ -67,7 +67,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
 
 
 def test_states_of_tables_that_went_on_are_refused(tmp_path) -> None:
-    """The collection itself refuses them, too: its rows are those of later steps."""
+    """The collection itself also rejects states of earlier generations."""
     c = make(on_disk(LRU, tmp_path / "rows"))
     train(c)
     state = copied(c.state_dict())
@@ -83,12 +83,12 @@ def test_states_of_tables_that_went_on_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("cache", [LRU, LFU, NONE], ids=["lru", "lfu", "none"])
 def test_states_stay_good_while_nothing_changes(cache: rk.RowCache, tmp_path) -> None:
-    """However often they are taken; what changed, were it a single row in a slot or in the file, makes a new one."""
+    """States stay valid while nothing changes; any change, even of one cached row, makes a new generation."""
     c = make(on_disk(cache, tmp_path / "rows"))
     for i in range(3):
         step(c, i)
         first = copied(c.state_dict())
-        assert first["file_generation"] == i + 2  # 1: the tables as they began
+        assert first["file_generation"] == i + 2  # 1: the initial tables
         c.eval()
         with torch.no_grad():
             c(batch(c, 50))
@@ -107,7 +107,7 @@ def test_states_stay_good_while_nothing_changes(cache: rk.RowCache, tmp_path) ->
 
 
 def test_states_of_other_files_are_refused(tmp_path) -> None:
-    """Equal tables at an equal generation are refused from another file; a state that names no file is taken."""
+    """Equal tables at an equal generation of another file are rejected; a state without a file's name is accepted."""
     one, other = make(on_disk(LRU, tmp_path / "one"), seed=1), make(on_disk(LRU, tmp_path / "other"), seed=2)
     train(one)
     train(other, 6)
@@ -124,7 +124,7 @@ def test_states_of_other_files_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("call", ["flush", "state_dict"])
 def test_an_update_after_a_flush_that_failed(call: str, tmp_path) -> None:
-    """The disk is full between a lookup and its update, which reaches the file with the next flush."""
+    """If the disk is full between a lookup and its update, the update reaches the file with the next flush."""
     memory, disk = pair(NONE, tmp_path / "rows")
     for c in (memory, disk):
         train(c, steps=12)
@@ -146,7 +146,7 @@ def test_an_update_after_a_flush_that_failed(call: str, tmp_path) -> None:
 
 
 def test_a_file_without_its_log(tmp_path) -> None:
-    """Whole when it is new, and if it was asked for; else of the generation before."""
+    """A file without its log is whole if new or if requested; otherwise the log's generation is lost."""
     path = tmp_path / "rows"
     c = make(on_disk(LRU, path))
     shutil.copyfile(path, tmp_path / "new")

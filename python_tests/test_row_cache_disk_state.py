@@ -1,4 +1,4 @@
-"""State of tables on disk: saved, opened again, refused, killed; and the memory that they take."""
+"""State of tables on disk: saved, reopened, rejected, killed; and memory use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from rec_kernels.testing import same_bits
 skip_without_host()
 
 HERE = Path(__file__).parent
-#: Caches, and budgets that have room for their slots and little else.
+#: Caches, and budgets with little room beyond their slots.
 CACHES = [(LRU, 150_000), (LFU, 170_000)]
 
 
@@ -57,7 +57,7 @@ def named(value: object) -> str:
 
 @pytest.mark.parametrize(("kind", "optimizer"), cross(CACHES, OPTIMIZERS, OPTIMIZERS[1]), ids=named)
 def test_opened_again(kind: tuple[rk.RowCache, int], optimizer, tmp_path) -> None:
-    """A long training in a budget that evicts blocks, with stops: each goes on from the file and a state."""
+    """A long training that evicts blocks resumes from the file and a state after every stop."""
     cache, budget = kind
     memory = make(cache, optimizer)
     state: dict[str, torch.Tensor] = {}
@@ -72,12 +72,12 @@ def test_opened_again(kind: tuple[rk.RowCache, int], optimizer, tmp_path) -> Non
         disk.close()
     disk = make(on_disk(cache, tmp_path / "rows", budget), optimizer)
     disk.load_state_dict(state)
-    memory.row_cache.stats.zero_()  # which a restored collection begins anew
+    memory.row_cache.stats.zero_()  # a restored collection resets it
     assert_alike(memory, disk)
 
 
 def test_states_with_tables_are_refused(tmp_path) -> None:
-    """The tables are those of the file."""
+    """States with tables are rejected: tables are in the file."""
     memory, disk = pair(LRU, tmp_path / "rows")
     with pytest.raises(
         RuntimeError, match=r"embedding_bags\.a\.weight cannot be loaded: the tables are those of .*rows"
@@ -87,7 +87,7 @@ def test_states_with_tables_are_refused(tmp_path) -> None:
 
 
 def test_a_state_inside_a_model(tmp_path) -> None:
-    """Names in a model's state have a prefix, and so have the messages."""
+    """Names in a model's state have a prefix, as in messages."""
     model = nn.ModuleDict({"tables": make(on_disk(LRU, tmp_path / "rows")), "top": nn.Linear(2, 2)})
     train(model["tables"])
     state = copied(model.state_dict())
@@ -103,7 +103,7 @@ def test_a_state_inside_a_model(tmp_path) -> None:
 
 @pytest.mark.parametrize("change", ["rows", "format", "name"])
 def test_files_of_other_tables_are_refused(change: str, tmp_path) -> None:
-    """The file says which it has."""
+    """Files of other tables are rejected with the file's tables."""
     make(on_disk(LRU, tmp_path / "rows")).close()
     name, rows, dim, format, features = TABLES[0]
     other = {
@@ -113,11 +113,11 @@ def test_files_of_other_tables_are_refused(change: str, tmp_path) -> None:
     }[change]
     with pytest.raises(ValueError, match="layout"):
         make(on_disk(LRU, tmp_path / "rows"), tables=[other, *TABLES[1:]])
-    make(on_disk(LRU, tmp_path / "rows")).close()  # it was let go
+    make(on_disk(LRU, tmp_path / "rows")).close()  # it was closed
 
 
 def test_a_file_whose_making_was_stopped(tmp_path) -> None:
-    """Before its tables had rows: they get them."""
+    """A file whose initialization was interrupted is initialized."""
     memory, disk = pair(LRU, tmp_path / "rows")
     disk.close()
     (tmp_path / "rows").unlink()
@@ -130,11 +130,11 @@ def test_a_file_whose_making_was_stopped(tmp_path) -> None:
         make(on_disk(LRU, tmp_path / "rows"), init=stop)
     disk = make(on_disk(LRU, tmp_path / "rows"))
     assert_alike(memory, disk)
-    del kept  # with the collection that was not made, whose file was closed all the same
+    del kept  # with the failed collection, which has closed its file
 
 
 def test_one_at_a_time(tmp_path) -> None:
-    """A file that is open is locked."""
+    """An open file is locked."""
     first = make(on_disk(LRU, tmp_path / "rows"))
     with pytest.raises(BlockingIOError):
         make(on_disk(LRU, tmp_path / "rows"))
@@ -143,7 +143,7 @@ def test_one_at_a_time(tmp_path) -> None:
 
 
 def test_arguments(tmp_path) -> None:
-    """Errors say what is needed."""
+    """Errors name the missing requirement."""
     for options in ({"path": tmp_path / "x"}, {"memory_budget": 1}):
         with pytest.raises(ValueError, match=r"must be given for backing 'disk'"):
             rk.RowCache(backing="disk", **options)
@@ -164,7 +164,7 @@ def test_arguments(tmp_path) -> None:
 
 
 def test_what_is_not_possible(tmp_path) -> None:
-    """Moves, copies, serving: each says why, and training goes on."""
+    """Moves, copies and serving raise with the reason, and training goes on."""
     memory, disk = trained_pair(LRU, tmp_path / "rows")
     model = nn.ModuleDict({"tables": disk})
     for call in (lambda: disk.to("meta"), lambda: disk.to_empty(device="meta"), lambda: model.to("meta")):
@@ -195,7 +195,7 @@ def test_casts_change_nothing(tables: list, cast: str, tmp_path) -> None:
 
 
 def test_close(tmp_path) -> None:
-    """After it, whatever needs the tables says so; what was not flushed is lost, what was is not."""
+    """After close(), uses of the tables raise; only unflushed changes are lost."""
     path = tmp_path / "rows"
     memory, disk = trained_pair(LRU, path)
     state = copied(disk.state_dict())
@@ -219,7 +219,7 @@ def test_close(tmp_path) -> None:
 
 
 def test_a_state_without_a_cache(tmp_path) -> None:
-    """Another cache for the same file: its slots are empty, and the tables have everything."""
+    """Another cache on the same file starts with empty slots, and the tables are complete."""
     first = make(on_disk(LRU, tmp_path / "rows"))
     train(first)
     state, rows = copied(first.state_dict()), tables_of(first)
@@ -233,7 +233,7 @@ def test_a_state_without_a_cache(tmp_path) -> None:
 
 @pytest.mark.parametrize("given", ["its cache", "another cache", "no cache"])
 def test_loading_drops_what_came_after(given: str, tmp_path) -> None:
-    """Rows of updates since the state are gone, whatever slots they were in, here and in the file."""
+    """Loading drops rows of later updates, in slots and in the file."""
     configs = [rk.EmbeddingBagConfig(n, d, name=t, feature_names=f, format=kind) for t, n, d, kind, f in TABLES]
 
     def opened(fraction: float = 0.02) -> rk.EmbeddingBagCollection:
@@ -248,10 +248,10 @@ def test_loading_drops_what_came_after(given: str, tmp_path) -> None:
         state = {name: t for name, t in state.items() if not name.startswith("row_cache.")}
     other = opened(0.05 if given == "another cache" else 0.02)
     if given == "its cache":
-        other.load_state_dict(state)  # whose slots the rows below may find
+        other.load_state_dict(state)  # the rows below may be in its slots
     for _ in range(2):
         other(batch(other, 7)).values().sum().backward()
-        assert not other._store.file.has_changed  # all rows have found slots
+        assert not other._store.file.has_changed  # all rows are in slots
         other.load_state_dict(state)
     for name, t in tables_of(other).items():
         assert torch.equal(t, rows[name]), name
@@ -262,7 +262,7 @@ def test_loading_drops_what_came_after(given: str, tmp_path) -> None:
 
 
 def test_evaluations_change_nothing(tmp_path) -> None:
-    """Lookups with gradients on, without a backward, leave the file its generation; those with one train."""
+    """Lookups without a backward keep the file's generation; training changes it."""
     memory, disk = trained_pair(NONE, tmp_path / "rows")
     state = copied(disk.state_dict())
     for c in (memory, disk):
@@ -281,7 +281,7 @@ def test_evaluations_change_nothing(tmp_path) -> None:
 
 
 def test_written_weights_are_refused(tmp_path) -> None:
-    """Nothing goes on as if it were in the file, which has the last flush."""
+    """Writing to weights raises; the file keeps the last flush."""
     disk = make(on_disk(LRU, tmp_path / "rows"))
     train(disk)
     disk.flush()
@@ -298,7 +298,7 @@ def test_written_weights_are_refused(tmp_path) -> None:
 
 
 def test_compiled_and_exported(tmp_path) -> None:
-    """Whole graphs are refused with a reason, others break where the file is read."""
+    """Full graphs are rejected with a reason; others break where the file is read."""
     disk = make(on_disk(LRU, tmp_path / "rows")).eval()
     given = batch(disk)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="tables on disk are read in Python"):
@@ -310,24 +310,24 @@ def test_compiled_and_exported(tmp_path) -> None:
 
 
 def test_an_init_of_all_rows(tmp_path) -> None:
-    """It warns where the rows are more than the budget, unless torch draws each number by itself."""
+    """An init of more rows than the budget warns, unless it is elementwise in torch."""
     with pytest.warns(UserWarning, match=r"table '[abdcq]': its init is given all rows at once, \d+ bytes in float32"):
         make(on_disk(LRU, tmp_path / "rows"), init=lambda rows: nn.init.uniform_(rows)).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make(on_disk(LRU, tmp_path / "rows"), init=lambda rows: None).close()  # they are there
+        make(on_disk(LRU, tmp_path / "rows"), init=lambda rows: None).close()  # the file exists
         make(on_disk(LRU, tmp_path / "other"), init=functools.partial(nn.init.uniform_, a=-1.0, b=1.0)).close()
 
 
 def start(*arguments: object) -> subprocess.Popen:
-    """A process that runs this file."""
+    """Starts a process that runs this file."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     command = [sys.executable, str(Path(__file__)), *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def train_with_checkpoints(folder: Path, last: int) -> None:
-    """Trains from the last checkpoint on, and writes one after every second step."""
+    """Trains from the last checkpoint on, with a checkpoint after every second step."""
     saved = folder / "state.pt"
     state = torch.load(saved, weights_only=True) if saved.exists() else None
     generation = None if state is None else int(state["tables"]["file_generation"])
@@ -344,7 +344,7 @@ def train_with_checkpoints(folder: Path, last: int) -> None:
 
 @pytest.mark.parametrize("times", [fewer(1), *full(3)])
 def test_killed(times: int, tmp_path) -> None:
-    """A run that is killed goes on from its checkpoint, to the bits of a training without a stop."""
+    """A run that is killed resumes from its checkpoint, with the bits of an uninterrupted training."""
     memory, wait, last = make(LRU, OPTIMIZERS[2]), random.Random(1), 4_000
     for _ in range(times):
         before = time_of(tmp_path / "state.pt")
@@ -367,18 +367,18 @@ def test_killed(times: int, tmp_path) -> None:
 
 
 def time_of(path: Path) -> int:
-    """When it was written, or 0."""
+    """Modification time, or 0."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def own_memory() -> int:
-    """Bytes of the process that no file backs and that have memory."""
+    """Bytes of resident anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", lines)[1])
 
 
 def train_large(backing: str, folder: Path, rows: int, budget: int) -> None:
-    """Prints by how much the process has grown since before it had tables, at most."""
+    """Prints the maximum growth of the process since before it had tables."""
     small = make(LRU, OPTIMIZERS[0], tables=[("w", 3_000, 64, "int8", ["w"])])
     train(small)  # torch's own
     before = largest = own_memory()
@@ -397,8 +397,9 @@ def train_large(backing: str, folder: Path, rows: int, budget: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("backing", ["disk", *full("device")])
 def test_memory_of_the_process(backing: str, tmp_path) -> None:
-    """Tables of four times the budget, of which every page is touched: the process grows by the budget, and by the
-    tables where these are in memory."""
+    """Training all pages of tables four times the budget grows the process by the budget,
+    or by the tables if these are in memory.
+    """
     rows, mib = 400_000, 2**20
     budget = rows * 72 // 4
     process = start("grow", backing, tmp_path, rows, budget)
@@ -406,7 +407,7 @@ def test_memory_of_the_process(backing: str, tmp_path) -> None:
     assert process.returncode == 0, errors
     if backing == "device":
         assert int(output) > 0.95 * rows * 72
-    else:  # beside the rows: bookkeeping of the file's blocks, threads' stacks, and the allocator's batches
+    else:  # besides rows: bookkeeping of blocks, threads' stacks, and the allocator's batches
         assert int(output) < budget + 12 * mib
 
 

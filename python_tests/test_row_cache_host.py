@@ -1,4 +1,4 @@
-"""Tables in host memory: beside a GPU they are page-locked and stay; on the CPU nothing differs."""
+"""Tables in host memory: with a GPU they are pinned and stay; on the CPU nothing differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def test_on_the_cpu_nothing_differs() -> None:
-    """States, copies, conversions, casts and reports of both are the same."""
+    """States, copies, conversions, casts and reports are equal."""
     found = []
     for cache in (SMALL, HOST):
         c = make(cache=cache)
@@ -50,7 +50,7 @@ def make_report(c) -> dict[str, int]:
 
 
 def test_to_meta_and_back() -> None:
-    """A collection without memory takes a state when it has some."""
+    """A collection moved to the meta device and back takes a state."""
     c, other = make(cache=HOST), make(cache=HOST, device="meta")
     train(c)
     other.to_empty(device="cpu").load_state_dict(c.state_dict())
@@ -91,7 +91,7 @@ def runtime(monkeypatch) -> Runtime:
 
 @pytest.mark.parametrize("page", [4096, 65536])
 def test_memory_is_pinned_where_it_is(page: int, runtime, monkeypatch) -> None:
-    """Pinned pages, as large as the system's, belong to the memory alone; its last tensor's end unpins them."""
+    """Whole pages are pinned in place, without other data; freeing the last tensor unpins them."""
     monkeypatch.setattr(mmap, "PAGESIZE", page)
     flat = host_memory.host_zeros(5_000, torch.float32)
     assert not flat.any()
@@ -108,7 +108,7 @@ def test_memory_is_pinned_where_it_is(page: int, runtime, monkeypatch) -> None:
 
 
 def test_every_gpu_is_waited_for(runtime) -> None:
-    """Tables that went from one to another are let go of when the kernels of both have ended."""
+    """Tables that moved between GPUs are freed after the kernels of both have finished."""
     flat = host_memory.host_zeros(5_000, torch.float32)
     for device in (GPU_0, torch.device("cuda", 3), torch.device("cuda", 3)):
         assert host_memory.pin(flat, device) is flat
@@ -120,7 +120,7 @@ def test_every_gpu_is_waited_for(runtime) -> None:
 
 
 def test_other_memory_is_copied(runtime) -> None:
-    """Memory that torch has allocated is copied: it may lie anywhere."""
+    """Memory allocated by torch, which need not start at a page, is copied."""
     given = torch.arange(3_000, dtype=torch.uint8)
     found = host_memory.pin(given, GPU_0)
     assert found is not given
@@ -130,7 +130,7 @@ def test_other_memory_is_copied(runtime) -> None:
 
 
 def test_memory_that_cannot_be_pinned(runtime, monkeypatch) -> None:
-    """RuntimeError with how much it was; no kernel of the caller's is blamed for it afterwards."""
+    """RuntimeError has the size; no later launch reports the error."""
     runtime.error, launched = 2, []
 
     def launch(*_: object, device: torch.device) -> None:
@@ -161,7 +161,7 @@ def test_collections_that_move(runtime, monkeypatch) -> None:
 
 
 def test_fake_collections() -> None:
-    """The tables are in host memory, all else on a GPU, which nobody has."""
+    """Fake collections have tables in host memory, and everything else on a fake GPU."""
     with FakeTensorMode():
         c = make(optimizer=rk.SGD(lr=0.1), cache=HOST, device="cuda")
         assert c._weights.device.type == "cpu"
@@ -175,7 +175,7 @@ def test_fake_collections() -> None:
 
 
 def test_fake_ops() -> None:
-    """Outputs are where the ids are; weights may be in host memory, nothing else may."""
+    """Fake outputs are on the ids' device; only weights may be in host memory."""
     for name, calls in cached_calls().items():
         op = overload_of(name)
         for _, given in calls:
@@ -198,7 +198,7 @@ def _fake(value: object, device: str) -> object:
 
 @pytest.mark.parametrize("op", ["embedding_bag", "row_cache_insert_", "row_cache_flush_"])
 def test_memory_that_is_not_pinned(op: str) -> None:
-    """ValueError from the CUDA kernels, before anything is written."""
+    """CUDA kernels raise ValueError before they write."""
     ops, given = emulated(), arguments("lru")
     given = {name: given[name] for name in taken(op) if name in given}
     before = copy.deepcopy(given)
@@ -216,7 +216,7 @@ def test_memory_that_is_not_pinned(op: str) -> None:
 @pytest.mark.parametrize("where", ["", "before", "after"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_gpu_has_the_bits_of_the_cpu(optimizer, where: str) -> None:
-    """Outputs, tables, slots and state, with rows that come in on a stream beside, or not."""
+    """Outputs, tables, slots and state equal the CPU's, with and without insertion on a side stream."""
     cache = in_host(rk.RowCache(0.4, ways=4, policy="lfu", decay_every=3))
     here, there = make(optimizer=optimizer, cache=cache), make(optimizer=optimizer, cache=cache).cuda()
     assert there._weights.is_pinned()
@@ -229,7 +229,7 @@ def test_gpu_has_the_bits_of_the_cpu(optimizer, where: str) -> None:
 
 @GPU
 def test_gpu_round_trips() -> None:
-    """States, copies and moves, right after updates that the GPU may not have made yet."""
+    """States, copies and moves are correct right after asynchronous updates."""
     here, there = make(cache=HOST), make(cache=HOST, device="cuda")
     there.load_state_dict(here.state_dict())
     for c, device in ((here, "cpu"), (there, "cuda")):
@@ -245,7 +245,6 @@ def test_gpu_round_trips() -> None:
 
 @GPU
 def test_gpu_refuses_pageable_memory() -> None:
-    """A GPU refuses pageable memory with an error."""
     given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in arguments("lru").items()}
     given["weights"] = given["weights"].cpu()
     with pytest.raises(ValueError, match="weights is on cpu and not pinned: with values on cuda:0 it must be there"):

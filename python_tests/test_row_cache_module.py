@@ -1,4 +1,4 @@
-"""rk.RowCache in collections: what is refused, how many slots there are, training, reading, reports."""
+"""rk.RowCache in collections: errors, numbers of slots, training, reading, reports."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ WRONG = [
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_wrong_arguments(arguments: dict, message: str) -> None:
-    """Each names itself and its value."""
+    """Each error has the argument and its value."""
     with pytest.raises(ValueError, match=message):
         rk.RowCache(**arguments)
 
 
 def test_collections_that_have_no_cache() -> None:
-    """A cache is refused without a fused optimizer, if it is no rk.RowCache, and for names of no table."""
+    """A cache without a fused optimizer, of another class than rk.RowCache, or with unknown table names is rejected."""
     with pytest.raises(ValueError, match=r"cache must be an rk.RowCache, and .* optimizer None"):
         make(None, SMALL)
     with pytest.raises(ValueError, match=r"cache must be an rk.RowCache.* got 0\.5"):
@@ -67,7 +67,7 @@ def test_collections_that_have_no_cache() -> None:
 
 
 def test_fractions_by_name() -> None:
-    """Tables that are not named are not cached; nor are those with 0."""
+    """Tables without a fraction, or with 0, are not cached."""
     collection = make(cache=rk.RowCache({"t0": 0.5, "t1": 0.0, "t2": 1.0}, ways=2))
     train(collection)
     report = {t["name"]: t for t in collection.memory_report()}
@@ -79,7 +79,7 @@ def test_fractions_by_name() -> None:
 
 
 def test_tables_of_parts_are_not_cached() -> None:
-    """A hashed table beside them is cached: its rows are those of the remainders. Parts cannot be named."""
+    """Tables of several parts are not cached and may not be named; hashed tables are."""
     tables = [
         rk.EmbeddingBagConfig(40, 6, name="a", feature_names=["a"], compression=rk.QuotientRemainder(4), format="int8"),
         rk.EmbeddingBagConfig(400, 6, name="b", feature_names=["b"], compression=rk.Hash(7), format="int8"),
@@ -100,7 +100,7 @@ def test_tables_of_parts_are_not_cached() -> None:
 @pytest.mark.parametrize("ways", [1, 3, 7, 32, 1024])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_fraction_1_has_room_for_every_row(ways: int, policy: str) -> None:
-    """One batch of all rows fits, whatever the ways; the cache has less than one set too many per table."""
+    """One batch of all rows fits, for any ways; the cache has less than one set too many per table."""
     collection = make(cache=rk.RowCache(1.0, ways=ways, policy=policy))
     for _ in range(2):
         collection(whole(collection)).values().sum().backward()
@@ -110,7 +110,7 @@ def test_fraction_1_has_room_for_every_row(ways: int, policy: str) -> None:
 
 
 def test_tables_of_a_width_share_slots() -> None:
-    """One that is looked up takes what the other does not use; other widths have their own."""
+    """Tables of a width share unused slots; other widths have their own."""
     collection = make(cache=rk.RowCache(0.5, ways=10))
     report = {t["name"]: t for t in collection.memory_report()}
     slots = {6: 20, 16: 20, 33: 20}
@@ -123,7 +123,7 @@ def test_tables_of_a_width_share_slots() -> None:
 
 
 def test_small_tables_are_cached_whole() -> None:
-    """Rows of a table that fits in a set come in and stay, whatever the fraction; with fraction 0, none."""
+    """A table that fits into a set is cached completely, for any fraction except 0."""
     fractions = {"t0": 0.01, "t1": 0.01, "t2": 0.0, "t3": 0.01}
     collection = make(cache=rk.RowCache(fractions, ways=ROWS, policy="lfu"))
     train(collection, steps=20)
@@ -138,7 +138,7 @@ def test_small_tables_are_cached_whole() -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_all_rows_cached_is_float32(optimizer, policy: str, factors: bool) -> None:
-    """Outputs, gradients of weights, rows and state have the bits of fp32 tables that start from the same numbers."""
+    """With all rows cached, outputs, gradients of weights, rows and state have the bits of fp32 tables."""
     collection = make(optimizer, dataclasses.replace(ALL, policy=policy))
     floats = with_floats(collection)
     for a, b in zip(train(collection, factors=factors), train(floats, factors=factors), strict=True):
@@ -164,7 +164,7 @@ def test_no_row_cached_is_no_cache(optimizer, rounding: str, factors: bool) -> N
 
 @pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
 def test_lookups_that_change_nothing(how: str) -> None:
-    """They read cached rows, and neither take rows in nor count anything."""
+    """Lookups outside of training read cached rows, but neither insert nor count."""
     collection = make(ADAM)
     train(collection)
     before, given = everything(collection), batch(collection, seed=77)
@@ -185,7 +185,7 @@ def test_lookups_that_change_nothing(how: str) -> None:
 
 
 def test_training_in_eval_mode() -> None:
-    """eval() stops neither updates nor those of cached rows, but no row comes in."""
+    """In eval(), updates also reach cached rows, but no row is inserted."""
     collection = make()
     train(collection)
     collection.eval()
@@ -197,7 +197,7 @@ def test_training_in_eval_mode() -> None:
 
 
 def test_two_lookups_before_their_backwards() -> None:
-    """The second's rows evict those of the first, whose update then goes to the tables: as the ops do it."""
+    """If the second lookup evicts rows of the first, the first's update goes to the tables, as in the ops."""
     collection = make(rk.RowwiseAdagrad(lr=0.5), rk.RowCache(0.1, ways=2))
     train(collection)
     ops, twin = torch.ops.rec_kernels, copy.deepcopy(collection)
@@ -229,7 +229,7 @@ def test_two_lookups_before_their_backwards() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_accumulate(optimizer) -> None:
-    """One update at the end, with the bits of fp32 tables where every row is cached."""
+    """A block makes one update at its end; with all rows cached, it has the bits of fp32 tables."""
     collection = make(optimizer, ALL)
     floats = with_floats(collection)
     for c in (collection, floats):
@@ -243,7 +243,7 @@ def test_accumulate(optimizer) -> None:
 
 
 def test_an_exception_inside_accumulate() -> None:
-    """Nothing is updated: neither cached rows nor others."""
+    """Neither cached nor other rows are updated."""
     collection = make(ADAM, ALL)
     train(collection)
     before = read(collection)
@@ -255,7 +255,7 @@ def test_an_exception_inside_accumulate() -> None:
 
 
 def test_freeze() -> None:
-    """Rows of frozen features come in, and learn nothing."""
+    """Rows of frozen features are inserted, and not trained."""
     collection = make(cache=ALL)
     collection.freeze("f1", "f2")
     before = read(collection)
@@ -268,7 +268,7 @@ def test_freeze() -> None:
 
 
 def test_batches_of_their_own_size() -> None:
-    """Distinct bags with inverse indices, and by_feature(): as fp32 tables train."""
+    """Distinct bags with inverse indices, and by_feature(), train as fp32 tables do."""
     tables = [
         rk.EmbeddingBagConfig(50, 6, name="a", feature_names=["f", "g"], format="int8"),
         rk.EmbeddingBagConfig(70, 20, name="b", feature_names=["h"], format="int4", pooling="mean"),
@@ -311,7 +311,7 @@ def test_sequences(fraction: float) -> None:
     "cache", [SMALL, rk.RowCache({"t0": 0.3, "t1": 0.8, "t3": 1.0}, ways=8, policy="lfu")], ids=str
 )
 def test_memory_report(cache: rk.RowCache) -> None:
-    """Bytes add up to the memory of slots and counts; numbers of rows and ids to what was done."""
+    """Bytes equal the memory of slots and counts; numbers of rows and ids match the lookups."""
     collection, ids = make(cache=cache), dict.fromkeys(["t0", "t1", "t2", "t3"], 0)
     for seed in range(4):
         given = batch(collection, seed)
@@ -345,7 +345,7 @@ def test_memory_report(cache: rk.RowCache) -> None:
 
 
 def test_hit_rate() -> None:
-    """None before the first batch; then of ids, not of rows; features of one table add up."""
+    """The hit rate counts ids, over all features of a table; it is None before the first batch."""
     collection = make(cache=ALL, formats=["int8"])
     assert collection.memory_report()[0]["hit_rate"] is None
     given = rk.KeyedJaggedTensor(["f0", "g0"], torch.tensor([1, 1, 2, 3]), lengths=torch.tensor([2, 2]))
