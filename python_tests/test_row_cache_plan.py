@@ -1,4 +1,4 @@
-"""Plans of a batch's reads and writes agree with the reference and with the ops; flushes go in pieces."""
+"""Plans of a batch's reads and writes agree with the reference and with the ops; flushes may be partial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = set[int]
 
 
 class Watched(RowCache):
-    """The model, which notes the linear rows whose bytes it writes."""
+    """The model, which records the linear rows whose bytes it writes."""
 
     def _encode(self, row: Row, *rest: object) -> None:
         self.__dict__.setdefault("encoded", set()).add(self.linear(row))
@@ -26,7 +26,7 @@ class Watched(RowCache):
 
 
 def named_of_all(case: CacheCase, batch) -> list[Row]:
-    """The rows that a batch names, those of features of several parts included."""
+    """The rows of a batch, including those of partitioned features."""
     sizes, features = [rows for rows, _ in batch.tables], batch.features
     bags = Bags(batch.values, batch.offsets, None, batch.padding_idx)
     size, named = (len(batch.offsets) - 1) // len(features), []
@@ -43,7 +43,7 @@ def named_of_all(case: CacheCase, batch) -> list[Row]:
 
 
 def expected_rows(case: CacheCase, model: RowCache, batch, inserts: bool) -> tuple[Rows, Rows]:
-    """Read in the tables; of those, written there by an insertion, or by the update of this batch or the one before."""
+    """Rows read from the tables; of these, rows written by an insertion, or by this batch's or the previous update."""
     model = copy.deepcopy(model)
     model.__class__ = Watched
     model.encoded = set()
@@ -51,7 +51,7 @@ def expected_rows(case: CacheCase, model: RowCache, batch, inserts: bool) -> tup
     read = {model.linear(row) for row in missing}
     if not inserts:
         return read, read
-    for slot in model.slots:  # an update may come between, of rows that the batch before has used
+    for slot in model.slots:  # an update may follow, of rows of the previous batch
         slot.dirty |= slot.tag >= 0 and slot.stamp == model.clock
     model.insert(case.named(batch))
     written = model.encoded | {model.linear(row) for row in missing if model.slot_of(row) < 0}
@@ -59,7 +59,7 @@ def expected_rows(case: CacheCase, model: RowCache, batch, inserts: bool) -> tup
 
 
 def check(sample: CacheSample, actions: list[Action]) -> None:
-    """Before every insertion and lookup of a sequence."""
+    """Checks plans before every insertion and lookup of a sequence."""
     case, model = CacheCase(sample), CacheCase(sample).model()
     for action in actions:
         if action.name in ("insert", "lookup"):
@@ -81,7 +81,7 @@ def test_against_the_reference(given: tuple[CacheSample, list[Action]]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_come_and_go(policy: str) -> None:
-    """Few slots and many rows: evictions, dirty and not, and rows that are left out; parts; uncached tables."""
+    """Few slots and many rows: clean and dirty evictions, uncached rows, partitioned features, uncached tables."""
     tables = [(40, 4, "int8"), (30, 4, "int4"), (5, 8, "bf16"), (6, 4, "mx6")]
     features = [(0, "sum"), (1, "mean"), (Parts([2, 3], [(1, 5), (5, 6)], 30, "concat"), "sum"), (3, "sum")]
     decay = 3 if policy == "lfu" else 0
@@ -94,7 +94,7 @@ def test_rows_come_and_go(policy: str) -> None:
 
 @pytest.mark.parametrize("decay_every", [1, 2, 3])
 def test_counts_that_are_halved(decay_every: int) -> None:
-    """Few rows are used again and again: a set evicts others when its counts are halved a clock too early or late."""
+    """Frequent reuse of few rows: evictions differ if counts are halved one batch too early or late."""
     tables, features = [(12, 4, "int8"), (10, 4, "int4")], [(0, "sum"), (1, "mean")]
     actions = []
     for i in range(16):
@@ -104,7 +104,7 @@ def test_counts_that_are_halved(decay_every: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_planned_rows_change(policy: str) -> None:
-    """The tables' bytes, by the ops themselves: insertion after insertion with updates between."""
+    """The ops change only planned rows of tables, over insertions with updates between."""
     tables = [(40, 4, "int8"), (30, 4, "int4")]
     case = CacheCase(CacheSample(tables, [(0, "sum"), (1, "sum")], {4: 2}, 2, policy=policy, rounding="stochastic"))
     state, changed = case.state(), 0
@@ -128,7 +128,7 @@ def test_only_planned_rows_change(policy: str) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_flushes_in_pieces(rounding: str) -> None:
-    """Ranges of slots, in any order and size, flush together everything; some of them flush their rows alone."""
+    """Flushes of slot ranges of any order and size together flush everything; some flush their rows alone."""
     tables = [(40, 4, "int8"), (30, 4, "int4"), (20, 16, "bf16")]
     case = CacheCase(CacheSample(tables, [(t, "sum") for t in range(3)], {4: 5, 16: 3}, 4, rounding=rounding, gap=1))
     model = case.model()
@@ -165,7 +165,7 @@ def test_flushes_in_pieces(rounding: str) -> None:
     ],
 )
 def test_bad_ranges_of_slots(first: int, count: int | None, message: str) -> None:
-    """Named, with what is allowed; nothing is written."""
+    """Bad ranges are named with what is allowed; nothing is written."""
     case = CacheCase(CacheSample([(9, 4, "int8")], [(0, "sum")], {4: 2}, 2))
     for backend in every_backend():
         state = case.state()

@@ -1,4 +1,4 @@
-"""Promises of row caches in numbers: bytes of a table with its cache, and hit rates of the right rows."""
+"""Documented figures of row caches: bytes of a table with its cache, and hit rates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def collection(rows: int, dim: int, format: str, cache: rk.RowCache) -> rk.Embed
 @pytest.mark.parametrize(("format", "fraction", "times"), [("int8", 0.05, 2.9), ("int4", 0.01, 6.4)])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_memory(format: str, fraction: float, times: float, policy: str) -> None:
-    """Rows, slots, tags, stamps, flags and counts together, beside rows of float32."""
+    """Rows, slots, tags, stamps, flags and counts together, relative to float32 rows."""
     rows = 200_000
     module = collection(rows, DIM, format, rk.RowCache(fraction, policy=policy))
     (table,) = module.memory_report()
@@ -33,14 +33,14 @@ def test_memory(format: str, fraction: float, times: float, policy: str) -> None
 
 
 def zipf(rows: int, exponent: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of the ranks, added up, and where in the table each rank is."""
+    """Cumulative shares of the ranks, and the row of each rank."""
     shares = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
     return shares / shares[-1], rng.permutation(rows)
 
 
 @pytest.mark.parametrize(("policy", "points"), [("lfu", 3.0), *full(("lru", 6.0))])
 def test_hit_rate(policy: str, points: float) -> None:
-    """Zipf 1.15 and slots for 5 %: within so many points of a cache that knows the most frequent rows."""
+    """With Zipf 1.15 and slots for 5 %, the hit rate is within ``points`` of a cache of the most frequent rows."""
     rows, batch, fraction = 40_000, 8_192, 0.05
     rng = np.random.default_rng(0)
     shares, places = zipf(rows, 1.15, rng)
@@ -57,7 +57,7 @@ def test_hit_rate(policy: str, points: float) -> None:
 
 
 def test_halving_follows_what_is_popular_now() -> None:
-    """Rows that were popular and no more give way sooner where counts are halved now and then."""
+    """With periodic halving of counts, formerly popular rows are evicted sooner."""
     rows, batch = 4_000, 512
     offsets, hits = torch.arange(batch + 1), {}
     for decay_every in (0, 50):
@@ -74,7 +74,7 @@ def test_halving_follows_what_is_popular_now() -> None:
 
 @pytest.mark.parametrize(("reentrant", "times"), [(False, 2), (True, 1)])
 def test_activation_checkpointing(reentrant: bool, times: int) -> None:
-    """Makes a lookup again in the backward, when its batch counts again; there is one update."""
+    """A lookup repeated in the backward counts its batch again; there is one update."""
     module, weight = collection(50, 4, "int8", rk.RowCache(0.5)), torch.ones(4, requires_grad=True)
     batch = rk.KeyedJaggedTensor(["f"], torch.arange(8), offsets=torch.arange(9))
     output = checkpoint(lambda w: module(batch).values() * w, weight, use_reentrant=reentrant)

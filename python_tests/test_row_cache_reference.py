@@ -1,4 +1,4 @@
-"""The reference of the row cache: what docs/numerics.md says of it, by hand; it needs no op."""
+"""The reference of the row cache against docs/numerics.md, computed by hand, without ops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_cache(
 
 
 def one_set(ways: int, **options) -> RowCache:
-    """A table of 10 rows of 4 columns in bf16, in front of it one set."""
+    """A table of 10 rows of 4 columns in bf16 with one set."""
     return make_cache([(10, 4, "bf16", Sets(0, 1))], 1, ways, **options)
 
 
@@ -53,12 +53,12 @@ def tags(cache: RowCache) -> list[int]:
 
 
 def insert(cache: RowCache, *rows: int) -> list[int]:
-    """Rows of table 0."""
+    """Inserts rows of table 0."""
     return cache.insert([(0, row) for row in rows])
 
 
 def test_fmix64() -> None:
-    """The known answers of the page, MurmurHash3's own of 0, and numbers of 64 bits."""
+    """fmix64 has the page's known answers, MurmurHash3's of 0, and full 64-bit arithmetic."""
     assert fmix64(1) == 0xB456BCFC34C2CB2C
     assert fmix64(2) == 0x3ABF2A20650683E7
     assert fmix64(0) == 0
@@ -67,7 +67,7 @@ def test_fmix64() -> None:
 
 
 def test_uses_of_counts() -> None:
-    """2^k (16 + m) - 16: exact up to 16, and a step of 2^k from each count to the next."""
+    """A count represents 2^k (16 + m) - 16 uses: exact up to 16, then in steps of 2^k."""
     assert [uses_of(c) for c in range(17)] == list(range(17))
     assert [uses_of(c) for c in (17, 31, 32, 33, 48, 240, 255)] == [18, 46, 48, 52, 112, 524272, 1015792]
     assert all(uses_of(c + 1) - uses_of(c) == 2 ** (c // 16) for c in range(255))
@@ -79,19 +79,18 @@ def test_halved() -> None:
     for c in range(256):
         assert 2 * uses_of(halved(c)) <= uses_of(c)
         assert 2 * uses_of(halved(c) + 1) > uses_of(c)
-    assert halved(255) == 239  # 507,888 uses are half of its own, and 239 stands for 507,888
+    assert halved(255) == 239  # 507,888 uses are half of its own, and 239 represents 507,888
 
 
 def test_raised() -> None:
-    """Always up to 16; then where the lowest k bits of the word are 0; never above 255."""
+    """Counts always increase up to 16; then if the lowest k bits of the word are 0; never above 255."""
     assert [incremented(c, 0xFFFFFFFF) for c in (0, 1, 14, 15, 16, 40, 255)] == [1, 2, 15, 16, 16, 40, 255]
     assert [incremented(c, 4) for c in (31, 32, 47, 48, 63)] == [32, 33, 48, 48, 63]
     assert [incremented(c, 0) for c in (254, 255)] == [255, 255]
 
 
 def test_sets() -> None:
-    """Sets follow the remainder where the table fits, which holds all of it, and a hash elsewhere; tables share a
-    range."""
+    """A table that fits into its sets uses the remainder as set, others a hash; tables may share a range."""
     room, small = Sets(5, 4), Sets(5, 3)
     assert [room.of(linear, 8, 2) for linear in (0, 3, 4, 1001)] == [5, 8, 5, 6]
     assert [small.of(linear, 7, 2) for linear in (1, 2)] == [5 + fmix64(n) * 3 // 2**64 for n in (1, 2)]
@@ -105,15 +104,15 @@ def test_sets() -> None:
 
 
 def test_lru() -> None:
-    """Empty ways first, the lowest; then the row that was used longest ago; rows of the batch stay."""
+    """Empty ways are used first, the lowest one; then the least recently used row; rows of the batch stay."""
     cache = one_set(3)
     assert insert(cache, 7, 2, 7) == [1, 0, 1]
     assert insert(cache, 5) == [2]
     assert insert(cache, 7) == [1]
-    assert insert(cache, 9) == [0]  # row 2, of the first batch, goes
+    assert insert(cache, 9) == [0]  # row 2, of the first batch, is evicted
     assert tags(cache) == [9, 7, 5]
     assert [slot.stamp for slot in cache.slots] == [4, 3, 2]
-    # Rows come in ascending order, whatever theirs in the batch: 1 and 3, for 5 and 7; 8 finds every slot locked.
+    # Rows are inserted in ascending order, whatever the batch's: 1 and 3, for 5 and 7; 8 finds every slot locked.
     assert insert(cache, 8, 3, 9, 1) == [-1, 1, 0, 2]
     assert cache.lookup([(0, 9), (0, 8), None, (0, 1)]) == [0, -1, -1, 2]
     assert cache.stats == [Stats(ids=10, hits=2, inserted=6, evicted=3, written=0, left_out=1)]
@@ -122,7 +121,7 @@ def test_lru() -> None:
 
 
 def test_lfu() -> None:
-    """A victim has the smallest count, and gives way to a higher one only; the higher counts come first."""
+    """The victim has the smallest count, and is evicted for a higher one only; higher counts are inserted first."""
     cache = one_set(2, policy="lfu")
     insert(cache, 4, 6)
     insert(cache, 6)
@@ -133,13 +132,17 @@ def test_lfu() -> None:
     assert [slot.count for slot in cache.slots] == [2, 3]
     assert cache.row_counts[4] == 1
     cache.row_counts[8], cache.row_counts[9], cache.row_counts[2] = 5, 30, 5
-    assert insert(cache, 2, 8, 9) == [1, -1, 0]  # 9 takes the lowest count; 2 and 8 have one count, and 2 is first
+    assert insert(cache, 2, 8, 9) == [
+        1,
+        -1,
+        0,
+    ]  # 9 replaces the lowest count; 2 and 8 have equal counts
     assert cache.row_counts[8] == 6
     assert [cache.count_of((0, row)) for row in (2, 3, 6)] == [6, 2, 3]
 
 
 def test_lfu_decides_equal_counts_by_stamp() -> None:
-    """The one that was used longest ago, and then the lowest way."""
+    """Equal counts are decided by the least recent use, then by the lowest way."""
     cache = one_set(3, policy="lfu")
     insert(cache, 1, 2, 3)
     cache.slots[0].stamp = 2
@@ -165,7 +168,7 @@ def test_lfu_decay() -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_leaves_is_encoded(format: str, rounding: str, policy: str) -> None:
-    """A dirty row with the noise of stream 3 at the clock of the insertion; any other row keeps its bytes."""
+    """An evicted dirty row is encoded with the noise of stream 3 at the insertion's clock; others keep their bytes."""
     sets = Sets(0, 1)
     cache = make_cache([(3, 5, "int8", None), (9, 21, format, sets)], 1, 2, policy=policy, seed=5, rounding=rounding)
     before, numbers = cache.tables[1].rows.clone(), wide_floats(21, seed=8)
@@ -175,7 +178,7 @@ def test_what_leaves_is_encoded(format: str, rounding: str, policy: str) -> None
     assert same_bits(cache.read((1, 4)), numbers)
     for _ in range(2):
         cache.insert([(1, 1), (1, 2)])
-    evicted = {"lru": 2, "lfu": 3}[policy]  # at the first try a count of 1 is not above another
+    evicted = {"lru": 2, "lfu": 3}[policy]  # the first time, a count of 1 is not above another
     noise = {"seed": 5, "step": evicted, "table": 8, "first_row": 4, "stream": 3}
     after = quantize_rows(numbers[None], format, rounding=rounding, raise_not_finite=False, **noise)
     assert torch.equal(cache.tables[1].rows[4], after[0])
@@ -188,8 +191,7 @@ def test_what_leaves_is_encoded(format: str, rounding: str, policy: str) -> None
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_what_is_not_cached_is_encoded_by_the_update(rounding: str) -> None:
-    """Rows outside are encoded with the noise of stream 0 at the step; a table without sets has no slot or
-    statistics."""
+    """Uncached rows are encoded with the noise of stream 0 at the step; a table without sets has no slots."""
     cache = make_cache([(5, 9, "int4", None)], 2, 2, seed=3, rounding=rounding)
     assert cache.insert([(0, 1), None]) == [-1, -1]
     numbers = wide_floats(9, seed=2)
@@ -201,7 +203,7 @@ def test_what_is_not_cached_is_encoded_by_the_update(rounding: str) -> None:
 
 @drawn(60, sequences())
 def test_what_always_holds(given: tuple[CacheSample, list[Action]]) -> None:
-    """A row is in one slot of its set at most, clean ones are what their bytes mean, flushing changes bytes only."""
+    """A row is in at most one slot of its set, clean rows equal their bytes, and flushing changes bytes only."""
     case = CacheCase(given[0])
     model = case.model()
     for action in given[1]:
@@ -227,13 +229,13 @@ def test_what_always_holds(given: tuple[CacheSample, list[Action]]) -> None:
 
 
 def decoded(model: RowCache, row: Row) -> torch.Tensor:
-    """Numbers that a row's bytes stand for, cached or not."""
+    """Values of a row's bytes, cached or not."""
     table = model.tables[row[0]]
     return dequantize_rows(table.rows[row[1]][None], table.format, table.embedding_dim)[0]
 
 
 def test_named_rows() -> None:
-    """Ids that count, of bags; hashed ones by their row; of several parts none."""
+    """Rows of counted ids in bags; hashed ids by their row; none of partitioned features."""
     features = [0, Parts([1], [(2, 3)], 50, "concat"), Parts([0, 1], [(1, 5), (5, 3)], 15, "concat")]
     values = torch.tensor([-9, 4, 5, 1, 49, 50, 6, 11, 3])
     bags = Bags(values, torch.tensor([1, 3, 4, 7, 7, 8, 8]), None, padding_idx=1)
@@ -242,7 +244,7 @@ def test_named_rows() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_all_rows_cached_is_training_in_float32(policy: str) -> None:
-    """Updates of cached rows are those of a float32 table that starts from what the bytes mean; bytes stay."""
+    """Updates of cached rows equal those of a float32 table of the decoded rows; bytes stay."""
     cache = make_cache([(6, 5, "int4", Sets(0, 3))], 3, 2, policy=policy)
     before, floats, sums = cache.tables[0].rows.clone(), cache.read_table(0), torch.zeros(6)
     for step in range(4):

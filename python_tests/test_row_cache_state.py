@@ -31,7 +31,7 @@ from rec_kernels.testing import same_bits
 
 LFU = dataclasses.replace(SMALL, policy="lfu", decay_every=3)
 ADAM = OPTIMIZERS[2]
-#: Other slots for the same rows.
+#: Another cache of the same tables.
 OTHERS = {
     "ways": rk.RowCache(1.0, ways=23),
     "by name": rk.RowCache({"t0": 1.0, "t1": 1.0, "t2": 1.0, "t3": 1.0}, ways=23),
@@ -43,7 +43,7 @@ OTHERS = {
 
 
 def cached(collection, name: str, dirty: bool = False) -> torch.Tensor:
-    """[k]: rows of a table that are in slots, or those of them that have changed there."""
+    """[k]: cached rows of a table, or the dirty ones."""
     names, cache = [t.name for t in collection.tables], collection.row_cache
     first = sum(t.num_embeddings for t in collection.tables[: names.index(name)])
     rows = cache.tags[(cache.tags >= 0) & ((cache.dirty != 0) | (not dirty))] - first
@@ -51,14 +51,14 @@ def cached(collection, name: str, dirty: bool = False) -> torch.Tensor:
 
 
 def looked_up(collection, name: str) -> torch.Tensor:
-    """Numbers that lookups read from a table's bytes: sums of one row, in which -0 is 0."""
+    """Values that lookups read from a table's bytes: sums of one row, in which -0 is 0."""
     return numbers(collection, name) + 0.0
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("cache", [SMALL, LFU, rk.RowCache(1.0)], ids=["lru", "lfu", "all"])
 def test_flush(cache: rk.RowCache, rounding: str) -> None:
-    """Tables get the bytes of their dirty rows, with the clock's noise; nothing else changes; twice is once."""
+    """A flush writes dirty rows to tables with the clock's noise, and nothing else; repeating it changes nothing."""
     collection = make(ADAM, cache, rounding=rounding, seed=-5)
     train(collection)
     before, rows = everything(collection), read(collection)
@@ -82,7 +82,7 @@ def test_flush(cache: rk.RowCache, rounding: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
 def test_training_goes_on_after_a_flush(cache: rk.RowCache, optimizer) -> None:
-    """Training after a flush goes on as if there had been none."""
+    """Training after a flush is as without it."""
     pair = [make(optimizer, cache) for _ in range(2)]
     for step in range(6):
         outputs = [train(c, step, steps=1)[0] for c in pair]
@@ -96,7 +96,7 @@ def test_training_goes_on_after_a_flush(cache: rk.RowCache, optimizer) -> None:
 @pytest.mark.parametrize("way", ["in place", "state"])
 @pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
 def test_tables_that_are_written(cache: rk.RowCache, way: str) -> None:
-    """Lookups read what was written, also of rows that were cached, and no flush writes over it."""
+    """Lookups read values written to tables, also of cached rows, and no flush overwrites them."""
     collection = make(ADAM, cache)
     train(collection)
     wanted = read(collection) | {"t0": torch.full((20, 6), 9.0)}
@@ -123,7 +123,7 @@ def test_tables_that_are_written(cache: rk.RowCache, way: str) -> None:
 
 
 def test_what_was_not_flushed_stays() -> None:
-    """RuntimeError that says since when, and nothing has changed."""
+    """RuntimeError has the step since which rows are unflushed, and nothing changes."""
     collection = make(ADAM)
     collection.reset_cache_states()
     for when in ("there was no flush", "the last flush.. was at 4"):
@@ -138,7 +138,6 @@ def test_what_was_not_flushed_stays() -> None:
 
 
 def test_flush_without_a_cache() -> None:
-    """Nothing happens."""
     make(device="meta").reset_cache_states()
     collection = make(cache=None)
     before = everything(collection)
@@ -154,7 +153,7 @@ def _another(original, way: str):
     def new(device: str | None = None):
         other = make(original.optimizer, original.row_cache.cache, device=device)
         if device is None:
-            train(other, first=50, steps=2)  # there is something to be replaced
+            train(other, first=50, steps=2)  # other rows and state, to be replaced
         else:
             assert all(t.is_meta for t in other.buffers())
             assert other.memory_report()[0]["cached_rows"] == 0
@@ -171,7 +170,7 @@ def _another(original, way: str):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
 def test_copies_go_on_alike(cache: rk.RowCache, optimizer, way: str) -> None:
-    """A copy, however made, trains on to the same bits, and by itself."""
+    """A copy, however made, trains independently to equal bits."""
     original = make(optimizer, cache)
     train(original)
     other = _another(original, way)
@@ -186,7 +185,7 @@ def test_copies_go_on_alike(cache: rk.RowCache, optimizer, way: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_into_another_cache(name: str) -> None:
-    """The tables as they were flushed, all else as ever, and an empty cache: no row is sought in a wrong slot."""
+    """A state loads into another cache: flushed tables, other state as usual, and empty slots."""
     original = make(ADAM, rk.RowCache(1.0, ways=4))
     train(original)
     state = copied(original.state_dict())
@@ -215,7 +214,7 @@ def test_into_another_cache(name: str) -> None:
     "cache", [rk.RowCache({"b": 0.5}, ways=5), rk.RowCache({"a": 0.5}, ways=10)], ids=["b", "ways"]
 )
 def test_slots_of_one_shape_for_other_rows(cache: rk.RowCache) -> None:
-    """The state's slots have the right shapes and mean something else: another table's rows, or other sets."""
+    """Slots of equal shape but of another table's rows or other sets are not loaded."""
     pair = []
     for each in (rk.RowCache({"a": 0.5}, ways=5), cache):
         tables = [rk.EmbeddingBagConfig(20, 6, name=n, feature_names=[n], format="int8") for n in ("a", "b")]
@@ -232,7 +231,7 @@ def test_slots_of_one_shape_for_other_rows(cache: rk.RowCache) -> None:
 
 @pytest.mark.parametrize("names", [("b", "a"), ("a", "c")])
 def test_tables_of_one_shape_in_another_order(names: tuple[str, str]) -> None:
-    """Equal slots and places may hold other tables' rows: the cache begins empty."""
+    """If tables with equal slots and places have another order, the cache starts empty."""
     pair = []
     for each in (("a", "b"), names):
         tables = [rk.EmbeddingBagConfig(20, 6, name=n, feature_names=[n], format="int8") for n in each]
@@ -258,7 +257,7 @@ def _empty(collection) -> dict[str, torch.Tensor]:
 
 
 def test_a_state_without_names_of_tables() -> None:
-    """One of before they were part of it: nothing says which tables its slots are of, so the cache begins empty."""
+    """An older state without the slots' tables leaves the cache empty."""
     original, other = make(ADAM), make(ADAM)
     train(original)
     state = copied(original.state_dict())
@@ -270,7 +269,7 @@ def test_a_state_without_names_of_tables() -> None:
 
 
 def test_a_state_without_some_of_the_tables() -> None:
-    """strict=False: the others stay as they are, cached rows included; those of the state come from it."""
+    """With strict=False, missing tables keep their rows, also cached ones; others are loaded."""
     original, other = make(ADAM), make(ADAM)
     train(original)
     train(other, first=50)
@@ -290,7 +289,7 @@ def test_a_state_without_some_of_the_tables() -> None:
 
 
 def test_a_state_that_is_refused_changes_nothing() -> None:
-    """A wrong shape of a table, of which the cache learns too late."""
+    """A table's wrong shape, detected after the cache's state, changes nothing."""
     collection = make(ADAM)
     train(collection)
     state = copied(collection.state_dict())
@@ -303,7 +302,7 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
 
 
 def test_convert() -> None:
-    """Cached rows are float32 in every format: they stay; the tables' are rounded to the nearest."""
+    """Cached rows are float32 in every format and stay; the tables' are rounded to nearest."""
     original, other = make(ADAM), make(ADAM, formats=["mx6", "int8", "fp32", "mx9"])
     train(original)
     state, rows = copied(original.state_dict()), read(original)
@@ -321,7 +320,7 @@ def test_convert() -> None:
 
 
 def test_made_without_memory() -> None:
-    """A "meta" cache has shapes; after to_empty() its slots are empty, and it trains."""
+    """A cache on the meta device has shapes; after to_empty() its slots are empty, and it trains."""
     collection = make(ADAM, device="meta")
     assert collection.state_dict()["row_cache.rows"].is_meta
     collection.to_empty(device="cpu")
@@ -334,7 +333,7 @@ def test_made_without_memory() -> None:
 
 
 def test_for_serving() -> None:
-    """The lookups of eval(), also of rows that change afterwards, and nothing happens to the cache."""
+    """A serving copy looks up as eval() does, also rows that change afterwards, without changing the cache."""
     collection = make(ADAM)
     train(collection)
     served, given = collection.for_serving(), batch(collection, seed=9)
@@ -355,7 +354,7 @@ def test_for_serving() -> None:
 
 
 def test_served_tables_move_by_themselves() -> None:
-    """Served tables and their original move to "meta" and back independently of each other."""
+    """A serving copy and its original move to the meta device and back independently."""
     collection = make(ADAM)
     train(collection)
     served, given = collection.for_serving(), batch(collection, seed=9)
@@ -370,7 +369,7 @@ def test_served_tables_move_by_themselves() -> None:
 
 
 def test_export() -> None:
-    """A program, saved and loaded, reads cached rows, whatever the batch."""
+    """An exported program, saved and loaded, reads cached rows for any batch."""
     collection = make(ADAM)
     train(collection)
     served = nn.Sequential(collection.for_serving()).eval()
@@ -388,7 +387,7 @@ def test_export() -> None:
 
 
 def test_all_cached_survives_a_file() -> None:
-    """fp32 training, interrupted: what is in slots is in the state, not only what tables can hold of it."""
+    """Interrupted fp32 training continues to the bit: the state has cached rows in full precision."""
     collection = make(ADAM, rk.RowCache(1.0))
     floats = with_floats(collection)
     for c in (collection, floats):

@@ -1,4 +1,4 @@
-"""Training steps with a row cache, bit for bit as the reference composes them: rows come in, are read and updated."""
+"""Training steps with a row cache have the bits of the reference: insertion, lookup and update."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Model:
         self.sum, self.step = sums_of(case), STEP
 
     def forward(self, batch: Case, factors: Tensor | None = None) -> Tensor:
-        """float32 [B, columns]."""
+        """Returns float32 [B, columns]."""
         return reference.embedding_bag(*self._given(batch, factors))
 
     def factors_gradient(self, grad: Tensor, batch: Case, factors: Tensor) -> Tensor:
-        """float32 [N]."""
+        """Returns float32 [N]."""
         return reference.per_sample_weights_gradient(grad, *self._given(batch, factors))
 
     def gradients(self, grad: Tensor, batch: Case, factors: Tensor | None = None) -> dict[tuple[int, int], Tensor]:
-        """Gradients of all rows that the batch names."""
+        """Gradients of all rows of the batch."""
         return reference.row_gradients(grad, *self._given(batch, factors))
 
     def _given(self, batch: Case, factors: Tensor | None) -> tuple:
@@ -58,7 +58,7 @@ class Model:
         return tables, batch.features, batch.mean, Bags(batch.values, batch.offsets, factors, batch.padding_idx)
 
     def update(self, gradients: dict[tuple[int, int], Tensor]) -> None:
-        """A row that is cached is written to its slot, any other one is encoded."""
+        """Writes a cached row to its slot, and encodes any other one."""
         for t, table in enumerate(self.cache.tables):
             mine = {row: g for (of, row), g in gradients.items() if of == t}
             rows = self.cache.read_table(t)
@@ -71,7 +71,7 @@ class Model:
         self.step += 1
 
     def train(self, batch: Case, grad: Tensor) -> tuple[list[int], Tensor]:
-        """A whole step; returns slots and output."""
+        """Takes a step; returns slots and output."""
         slots = self.cache.insert(self.case.named(batch))
         output = self.forward(batch)
         self.update(self.gradients(grad, batch))
@@ -79,8 +79,6 @@ class Model:
 
 
 class Trained:
-    """Trains with the ops."""
-
     def __init__(self, case: CacheCase, optimizer: str, namespace: object = ops, **options: object) -> None:
         self.state: State = case.state()
         self.sum, self.step = sums_of(case), torch.tensor(STEP)
@@ -94,11 +92,11 @@ class Trained:
         return self.arguments | self.state | bags | more
 
     def insert(self, batch: Case) -> Tensor:
-        """int64 [N]."""
+        """Returns int64 [N]."""
         return call("row_cache_insert_", self.given(batch), self.ops)
 
     def forward(self, batch: Case, slots: Tensor) -> Tensor:
-        """float32 [B, columns]."""
+        """Returns float32 [B, columns]."""
         return call("embedding_bag", self.given(batch, cache_slots=slots), self.ops)[0]
 
     def update(self, batch: Case, grad: Tensor, **more: object) -> None:
@@ -106,7 +104,7 @@ class Trained:
         call("embedding_bag_backward_fused_", self.given(batch, grad=grad, **more), self.ops)
 
     def train(self, batch: Case, grad: Tensor, autograd: bool = False) -> tuple[list[int], Tensor]:
-        """A whole step; returns slots and output."""
+        """Takes a step; returns slots and output."""
         slots = self.insert(batch)
         if autograd:
             token = torch.empty(0, requires_grad=True)
@@ -119,7 +117,7 @@ class Trained:
 
 
 def check_same(case: CacheCase, found: Trained, model: Model, where: object) -> None:
-    """All state."""
+    """Compares all state."""
     differing = case.differing(found.state, case.state(model.cache))
     assert not differing, (where, differing)
     assert same_bits(found.sum, model.sum), where
@@ -127,7 +125,7 @@ def check_same(case: CacheCase, found: Trained, model: Model, where: object) -> 
 
 
 def check(sample: CacheSample, given: Sequence[Batch], optimizer: str, autograd: bool) -> None:
-    """Steps on every backend, or through autograd, each against the reference's."""
+    """Compares steps on every backend, or through autograd, with the reference's."""
     case = CacheCase(sample)
     model, steps = Model(case, optimizer), []
     runs = [("autograd", Trained(case, optimizer))] if autograd else []
@@ -167,7 +165,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("pooling", "rounding", "policy", "optimizer", "autograd"), CHOICES)
 def test_steps(pooling: str, rounding: str, policy: str, optimizer: str, autograd: bool) -> None:
-    """Tables of several formats and widths, one of them shared by two features, one not cached, one hashed to."""
+    """Tables of several formats and widths: one with two features, one uncached, one hashed."""
     tables = [(21, 5, "int8"), (17, 5, "int4"), (13, 16, "bf16"), (19, 33, "mx6"), (6, 5, "int8")]
     hashed = Parts([1], [(1, 17)], 500, "concat")
     features = [(0, pooling), (hashed, pooling), (2, "sum"), (0, pooling), (3, pooling), (4, "sum")]
@@ -179,7 +177,7 @@ def test_steps(pooling: str, rounding: str, policy: str, optimizer: str, autogra
 
 @drawn(60, st.data())
 def test_samples(data: st.DataObject) -> None:
-    """Samples of all tables, features and sets agree with the reference, parts included."""
+    """Samples of all tables, features and sets agree with the reference, including partitioned features."""
     sample = data.draw(samples())
     given = data.draw(st.lists(batches(sample), min_size=1, max_size=4))
     check(sample, given, data.draw(st.sampled_from(OPTIMIZERS)), data.draw(st.booleans()))
@@ -187,12 +185,12 @@ def test_samples(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_that_have_left_since(optimizer: str) -> None:
-    """The update reaches each row where it is by then, if a batch comes in between a lookup and its update."""
+    """The update reaches evicted rows in the tables if a batch comes between a lookup and its update."""
     sample = CacheSample([(40, 6, "int4"), (30, 9, "bf16")], [(0, "sum"), (1, "mean")], {6: 2, 9: 3}, 2)
     case = CacheCase(sample)
     first, second = (case.batch(Batch([[3, 2], [1, 4]], seed=seed)) for seed in (1, 2))
     grad, model = grad_of(case, first, seed=4), Model(case, optimizer)
-    model.train(second, grad)  # so that what leaves is dirty
+    model.train(second, grad)  # so that evicted rows are dirty
     before = model.cache.insert(case.named(first))
     gradients = model.gradients(grad, first)
     model.cache.insert(case.named(second))
@@ -209,7 +207,7 @@ def test_rows_that_have_left_since(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_skipped_updates_and_frozen_features(optimizer: str) -> None:
-    """They write nothing, and no slot becomes dirty."""
+    """Skipped updates and frozen features write nothing, and make no slot dirty."""
     case = CacheCase(CacheSample([(20, 6, "int4"), (9, 6, "int8")], [(0, "sum"), (1, "mean")], {6: 3}))
     batch = case.batch(Batch([[3, 2], [1, 4]]))
     grad, model = grad_of(case, batch, seed=1), Model(case, optimizer)
@@ -228,7 +226,7 @@ def test_skipped_updates_and_frozen_features(optimizer: str) -> None:
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_per_sample_weights(pooling: str) -> None:
-    """Outputs, the gradient of the weights (from rows as they were, cached or not), and the update."""
+    """Outputs, the gradient of the weights (from rows before the update, cached or not), and the update."""
     tables, features = [(40, 6, "int4"), (30, 9, "bf16"), (9, 6, "int8")], [(t, pooling) for t in range(3)]
     case = CacheCase(CacheSample(tables, features, {6: 2, 9: 3}, 2, uncached=(2,)))
     model, run = Model(case, "rowwise_adagrad"), Trained(case, "rowwise_adagrad")
@@ -252,7 +250,7 @@ def test_per_sample_weights(pooling: str) -> None:
 
 
 def test_per_sample_weights_of_rows_that_have_left_since() -> None:
-    """Their gradient is of the rows as the backward finds them, just before its update."""
+    """The weights' gradient uses the rows just before the backward's update."""
     case = CacheCase(CacheSample([(40, 6, "int4"), (30, 9, "bf16")], [(0, "sum"), (1, "mean")], {6: 2, 9: 3}, 2))
     first, second = (case.batch(Batch([[3, 2], [1, 4]], seed=seed)) for seed in (1, 2))
     grad, model, run = grad_of(case, first, seed=4), Model(case, "sgd"), Trained(case, "sgd")

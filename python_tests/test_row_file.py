@@ -1,4 +1,4 @@
-"""Row files call by call: what is loaded, held, counted, refused; the format as another reader sees it."""
+"""Row files call by call: loading, pinning, counting, errors; the format as an independent reader sees it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_checksums():
 
 
 def test_the_format_is_the_documented_one(path):
-    """A reader of its own, from the comments in block_file.h."""
+    """An independent reader follows the comments in block_file.h."""
     values = noise(1, 5 * BLOCK + 10)
     with RowFile.create(path, 9 * BLOCK + 10, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
         fill(file, 2, values)
@@ -121,7 +121,7 @@ def test_the_window_outlives_the_file(path):
     file.close()
     file.close()
     assert file.closed
-    assert not window.any()  # given back, and still there
+    assert not window.any()  # released, but still mapped
     del file
     gc.collect()
     window[0] = 1
@@ -155,7 +155,7 @@ def test_every_file_has_a_number_of_its_own(path):
 def test_statistics(path):
     with create(path, blocks=8, budget=4) as file:
         fill(file, 0, noise(3, 4 * BLOCK))
-        file.load([0, 1, BLOCK - 1, 4 * BLOCK], 2)  # three blocks, one of them not there
+        file.load([0, 1, BLOCK - 1, 4 * BLOCK], 2)  # three blocks, one of them not resident
         stats = file.stats()
         assert (stats["loads"], stats["hits"], stats["blocks_read"], stats["bytes_read"]) == (2, 2, 5, 5 * BLOCK)
         assert (stats["blocks_written"], stats["log_bytes"]) == (1, 2 * BLOCK)
@@ -167,7 +167,7 @@ def test_statistics(path):
 
 
 def test_what_is_asked_for_often_stays(path):
-    """Second chance: a block that every other load asks for stays, but for the first round when all look alike."""
+    """Second chance: a block loaded every other time stays, except in the first round, when all are equal."""
     with create(path, blocks=64, budget=4) as file:
         for block in range(1, 64):
             file.load([0], 1)
@@ -185,7 +185,7 @@ def test_pinned_blocks_stay(path):
         with pytest.raises(MemoryError, match=r"load needs 20480 bytes of memory \(5 blocks of 4096 bytes\)"):
             file.load([0, 2 * BLOCK], 3 * BLOCK)
         read = file.stats()["blocks_read"]
-        file.load([0], 4 * BLOCK)  # all of them were held through the errors
+        file.load([0], 4 * BLOCK)  # all of them stayed pinned through the errors
         assert file.stats()["blocks_read"] <= max(read, 4)
         file.unpin()
         file.load([4 * BLOCK], 4 * BLOCK)
@@ -373,7 +373,7 @@ def test_bad_options_make_no_file(options, message, path):
 
 
 def test_no_addresses_make_no_file(path):
-    """Neither the file nor its log is left where the process may not have so much virtual memory."""
+    """Without enough virtual memory, neither the file nor its log is left."""
     run_script(
         """
 import resource

@@ -1,4 +1,4 @@
-"""Damage of the commit in a row file's log: an acknowledged generation is found, or an error keeps the log."""
+"""Damaged commits in a row file's log: an acknowledged generation is found, or an error keeps the log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two_generations(path) -> tuple[bytes, bytes, np.ndarray]:
 
 
 def outcome(folder, main: bytes, log: bytes, new: np.ndarray) -> str:
-    """Outcome of `open`: "found" or "refused". Fails where a generation is lost silently."""
+    """Returns "found" or "refused" after `open`; fails if a generation is lost silently."""
     path = folder / "damaged"
     path.write_bytes(main)
     log_of(path).write_bytes(log)
@@ -49,7 +49,7 @@ def outcome(folder, main: bytes, log: bytes, new: np.ndarray) -> str:
 
 @pytest.mark.parametrize("place", [0, SECOND])
 def test_every_bit_of_a_copy(place, acknowledged, tmp_path):
-    """A flipped bit of one copy: the other one has it. (One in the first word makes the log look like no log.)"""
+    """A flipped bit of one copy is repaired by the other. (In the first word it makes the log no log.)"""
     main, log, new = acknowledged
     for bit in range(8 * COMMIT):
         damaged = bytearray(log)
@@ -59,14 +59,13 @@ def test_every_bit_of_a_copy(place, acknowledged, tmp_path):
 
 
 def test_a_lost_half(acknowledged, tmp_path):
-    """Zeros where a copy was."""
     main, log, new = acknowledged
     for place in (0, SECOND):
         assert outcome(tmp_path, main, log[:place] + bytes(SECOND) + log[place + SECOND :], new) == "found"
 
 
 def test_both_copies(acknowledged, tmp_path):
-    """Damage of both is an error."""
+    """Damage of both copies is an error."""
     main, log, new = acknowledged
     damaged = bytearray(log)
     damaged[20] ^= 1
@@ -75,7 +74,7 @@ def test_both_copies(acknowledged, tmp_path):
 
 
 def test_a_torn_commit(acknowledged, tmp_path):
-    """A crash before the second copy was whole: nothing was acknowledged, and generation 1 goes on."""
+    """After a crash before the second copy was complete, nothing was acknowledged: generation 1 is used."""
     main, log, _ = acknowledged
     for torn in (0, 1, 30, 48):
         path = tmp_path / "torn"
@@ -86,13 +85,13 @@ def test_a_torn_commit(acknowledged, tmp_path):
 
 
 def test_a_log_of_one_copy(acknowledged, tmp_path):
-    """Logs of before there were two copies are read."""
+    """Older logs with one copy are read."""
     main, log, new = acknowledged
     assert outcome(tmp_path, main, log[:SECOND] + bytes(SECOND) + log[HEAD:], new) == "found"
 
 
 def random_damage(folder, files: tuple[bytes, bytes, np.ndarray], count: int, seed: int) -> list[str]:
-    """Logs with bits flipped, sectors that are zeros or noise or have changed places, ends cut off: their outcomes."""
+    """Outcomes of logs with flipped bits, zeroed, random or exchanged sectors, or truncation."""
     main, log, new = files
     rng, seen = random.Random(seed), []
     for _ in range(count):
@@ -114,6 +113,6 @@ def random_damage(folder, files: tuple[bytes, bytes, np.ndarray], count: int, se
 
 @pytest.mark.parametrize("count", [250, *full(1000)])
 def test_random_damage(count, acknowledged, tmp_path):
-    """Logs are read as they were, or refused."""
+    """Damaged logs are read correctly, or rejected."""
     seen = random_damage(tmp_path, acknowledged, count=count, seed=0)
     assert min(seen.count(how) for how in ("found", "refused")) > count // 10

@@ -1,8 +1,8 @@
-"""Row files after kill -9, power failures and a full disk: one generation or the next, and nothing lost in memory.
+"""Row files after kill -9, power failures and a full disk have one generation or the next, and lose nothing in memory.
 
     python python_tests/test_row_file_crash.py --kills 300 --logs 1000 --seed 1
 
-kills a writer that often and damages so many logs (``test_row_file_commit.py``); the seed says when and where.
+kills a writer and damages logs (``test_row_file_commit.py``) that many times; the seed determines when and where.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ file.flush()
 
 
 def test_a_full_disk_when_blocks_must_go(tmp_path):
-    """Loads are refused as long as their room is full of changes that have nowhere to go; nothing is lost."""
+    """Loads raise while changes that cannot be written fill their budget; nothing is lost."""
     path = tmp_path / "file"
     run_script(
         FULL
@@ -89,7 +89,7 @@ check(old)
 
 
 def test_a_write_that_is_cut_short(tmp_path):
-    """A flush writes every second block with one call; the disk is full in the middle of the sixth."""
+    """A flush writes every second block in one call; the disk is full in the middle of the sixth."""
     path = tmp_path / "file"
     run_script(
         FULL.replace("memory_budget=4", "memory_budget=64")
@@ -121,7 +121,7 @@ assert file.flush() == 2
 
 @pytest.mark.parametrize("again", ["apply", "flush", "open", "load"])
 def test_a_full_disk_when_the_log_is_copied(again, tmp_path):
-    """The flush is done, the copy into the file is not."""
+    """The flush is complete, the copy into the file is not."""
     path = tmp_path / "file"
     run_script(
         FULL
@@ -202,7 +202,7 @@ print(generation, logs)
 
 
 def killed(path, trials: int, seed: int) -> tuple[int, int]:
-    """Kills a writer and looks at the file, so often: how many generations there are, how many logs were in use."""
+    """Kills a writer ``trials`` times and checks the file; returns the numbers of generations and of logs in use."""
     generations, logs = run_script(KILLED, path, trials, seed, timeout=60 + trials).split()
     return int(generations), int(logs)
 
@@ -210,7 +210,7 @@ def killed(path, trials: int, seed: int) -> tuple[int, int]:
 def test_kill_at_any_time(tmp_path):
     generations, logs = killed(tmp_path / "file", 50, seed=0)
     assert generations >= 25
-    assert logs > 5  # or the kills came when nothing was under way
+    assert logs > 5  # otherwise nothing was in progress at the kills
 
 
 TRACED = """
@@ -227,7 +227,7 @@ file.apply()
 
 
 def traced_calls(path, trace):
-    """Calls on the two files that strace saw, in order: (is it the log, what, offset or size, data)."""
+    """Traced calls on the two files, in order: (whether the log, name, offset or size, data)."""
     calls, unfinished = [], {}
     for line in trace.read_text().splitlines():
         pid, text = line.split(maxsplit=1)
@@ -276,7 +276,7 @@ def after_a_power_failure(calls, rng):
 
 
 def strace_or_skip(*options):
-    """A command in front of another one."""
+    """A strace command as a prefix of another command."""
     launcher = ("strace", "-f", *options)
     if shutil.which("strace") is None or subprocess.run([*launcher, "true"], capture_output=True).returncode != 0:
         pytest.skip("strace is not installed or may not trace")
@@ -308,7 +308,7 @@ print(len(errors))
 
 @pytest.mark.parametrize("call", ["pwritev", *full("fsync")])
 def test_every_refused_call_can_be_repeated(call, tmp_path):
-    """The n-th write or fsync fails once: an error, no loss, and all is well the next time."""
+    """If the n-th write or fsync fails once, an error is raised, nothing is lost, and the next call succeeds."""
     path = tmp_path / "file"
     refused = 0
     for n in range(2, 14):
@@ -324,7 +324,7 @@ def test_every_refused_call_can_be_repeated(call, tmp_path):
 
 
 def test_a_flush_takes_few_calls(tmp_path):
-    """Slots that follow one another are written, and read, with one call for a chunk of 64 blocks."""
+    """Consecutive slots are written and read with one call per chunk of 64 blocks."""
     path, trace = tmp_path / "file", tmp_path / "trace"
     launcher = strace_or_skip("-y", "-e", "trace=pwritev,pread64", "-o", str(trace))
     run_script(
@@ -342,7 +342,7 @@ file.flush()
 
 
 def test_a_flush_goes_by_slots(tmp_path):
-    """Blocks that have left the memory in any order are written with one call once they are back."""
+    """Blocks evicted in any order are written with one call once they are loaded again."""
     path, trace = tmp_path / "file", tmp_path / "trace"
     launcher = strace_or_skip("-e", "trace=pwritev", "-o", str(trace))
     run_script(
@@ -385,7 +385,7 @@ print(sum(b & 1 for b in found))
 
 
 def test_power_failures(tmp_path):
-    """Every prefix of the writes of two flushes, with any part lost of what no fsync had covered."""
+    """Every prefix of the writes of two flushes, with any part lost that no fsync covered."""
     trace, path = tmp_path / "trace", tmp_path / "file"
     calls = "trace=pwritev,fsync,ftruncate"
     launcher = strace_or_skip("-y", "-xx", "-s", "1000000", "-e", calls, "-o", str(trace))

@@ -1,4 +1,4 @@
-"""Row files and logs that are damaged, cut short or of other files: used with care, or refused with what is wrong."""
+"""Row files and logs that are damaged, truncated or of other files are used safely, or rejected with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOTS = 4096
 
 @pytest.fixture
 def two_states(tmp_path):
-    """Generation 1 in the file, 2 in its log (blocks 0, 1 and 5), and what they hold."""
+    """Generation 1 in the file, 2 in its log (blocks 0, 1 and 5), and their contents."""
     path = tmp_path / "file"
     first = noise(1, BLOCKS * BLOCK)
     second = first.copy()
@@ -49,12 +49,12 @@ def two_states(tmp_path):
 
 def test_a_committed_log_leaves_the_choice(two_states):
     path, first, second = two_states
-    for options in ({}, {"generation": 2}):  # which leave it, as long as nothing is written
+    for options in ({}, {"generation": 2}):  # which keep both generations while nothing is written
         assert_holds(path, 2, second, **options)
         assert_holds(copied(path, "other"), 1, first, generation=1)
     one = copied(path, "one")
     assert_holds(one, 1, first, generation=1)
-    assert_holds(one, 1, first)  # the other is gone
+    assert_holds(one, 1, first)  # the other generation no longer exists
     for generation in (0, 3, -1):
         with pytest.raises(ValueError, match=rf"generation is {generation}, but .*file has 1 and, in its log, 2"):
             open_file(path, generation=generation)
@@ -72,7 +72,7 @@ def test_apply_and_the_next_spill_settle_the_choice(two_states):
         file.flush(apply=False)
         assert file.stats()["log_bytes"] == SLOTS + BLOCK
         fill(file, 3, second[3 * BLOCK :])
-        file.load([0], 4 * BLOCK)  # the dirty blocks have to go
+        file.load([0], 4 * BLOCK)  # the dirty blocks are written
         with pytest.raises(ValueError, match="has 3 only"):
             open_file(copied(path, "copy"), generation=2)
         file.flush(apply=False)
@@ -85,7 +85,7 @@ def test_apply_and_the_next_spill_settle_the_choice(two_states):
 
 
 def test_a_generation_in_the_log_goes_on_from_there(two_states):
-    """Opened, read, changed: by a spill and by a flush, either of which settles the choice."""
+    """Opened with a generation, read and changed, by a spill or a flush, which drop the other generation."""
     path, first, second = two_states
     for written in (4, 8):
         copy = copied(path, f"written{written}")
@@ -116,7 +116,7 @@ def test_what_was_not_flushed_is_discarded(two_states):
 
 
 def test_logs_cut_short(two_states):
-    """An empty log: the generation before. A commit without its blocks is damage, and says how to go on."""
+    """An empty log means the previous generation. A commit without its blocks is damage, with advice in the error."""
     path, first, second = two_states
     size = log_of(path).stat().st_size
     assert size == SLOTS + 3 * BLOCK + 3 * 16
@@ -164,7 +164,7 @@ def test_damaged_logs(two_states):
 
 @pytest.mark.parametrize("found", [b"my notes", b"RKROWFIL", b"\0\0\0!", b"r", b"RKROWLOg" + bytes(8192)])
 def test_files_that_have_the_name_of_the_log(found, two_states, tmp_path):
-    """They stay as they are, whether the row file is made or opened."""
+    """Other files with the log's name are not changed, whether the row file is created or opened."""
     path, first, _ = two_states
     log = log_of(path)
     kept = log.read_bytes()
@@ -268,7 +268,7 @@ def test_damaged_states(two_states):
     for offset in range(0, 48, 5):
         copy = copied(path, f"begun{offset}")
         flip(copy, begun + offset)
-        assert_holds(copy, 2, second)  # of no importance when the copying is over
+        assert_holds(copy, 2, second)  # without effect after the copying
         copy = copied(path, f"whole{offset}")
         flip(copy, whole + offset)
         with pytest.raises(OSError, match="the log does not have generation 2, which was being copied") as caught:
@@ -280,7 +280,7 @@ def test_damaged_states(two_states):
 
 
 def test_states_that_lie(two_states):
-    """Numbers that no file has counted up to, with a checksum that fits: the next one would overflow."""
+    """Impossible counters with a valid checksum are rejected: the next one would overflow."""
     path, _, second = two_states
     with open_file(path) as file:
         file.apply()
@@ -323,7 +323,7 @@ def test_files_cut_short_or_of_another_kind(two_states):
 
 
 def test_headers_that_lie(two_states):
-    """Sizes that no file has, with a checksum that fits."""
+    """Impossible sizes with a valid checksum are rejected."""
     path, _, _ = two_states
     raw = bytearray(path.read_bytes())
     crc32c = host_or_skip().crc32c

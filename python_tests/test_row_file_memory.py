@@ -1,4 +1,4 @@
-"""Row files whose memory runs out, in a program that fails each allocation in turn, built with the sanitizers."""
+"""Row files without memory, in a program that fails each allocation in turn, built with the sanitizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from backends import ROOT
 from row_file_cases import host_or_skip
 
 pytestmark = pytest.mark.full
-host_or_skip()  # the system and its headers are those that the module is built for
+host_or_skip()  # the module's system and headers
 
 
 def test_every_allocation_can_fail(tmp_path: Path) -> None:
-    """A call raises or has succeeded, none waits for ever, and the bytes are those of a file that never failed."""
+    """A call raises or succeeds, none hangs, and the bytes are those of a file without failures."""
     sources = [path for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")) if path.name != "host.cpp"]
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-Og", "-g1", "-fsanitize=address,undefined"]
     program = [ROOT / "python_tests" / "row_file_memory.cpp", *sources, f"-I{ROOT / 'csrc'}", "-pthread"]

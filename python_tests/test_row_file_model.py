@@ -17,7 +17,7 @@ RowFile = host_or_skip().RowFile
 
 
 class Model(RuleBasedStateMachine):
-    """Two states, of now and of each generation that can still be opened, and the file that should have them."""
+    """The expected contents, now and of each generation that can be opened, and the file."""
 
     BLOCKS, BUDGET = 23, 6
     NUM_BYTES = BLOCKS * BLOCK - 1000
@@ -104,13 +104,13 @@ class Model(RuleBasedStateMachine):
     def apply(self):
         self.file.apply()
         self.before = None
-        # Changes since the last flush may have gone to a new log to make room: they belong to no generation yet.
+        # Changes since the last flush may be in a new log to free memory: they belong to no generation yet.
         if np.array_equal(self.now, self.flushed):
             assert self.file.stats()["log_bytes"] == 0
 
     @rule(back=st.booleans(), close=st.booleans())
     def open_again(self, back, close):
-        """Reopens without a flush: after close, or, as after a crash, from a copy of the files."""
+        """Reopens without a flush, after close or, as after a crash, from a copy of the files."""
         applied = self.file.stats()["log_bytes"] == 0 or self.before is None
         if close:
             self.file.close()
@@ -124,7 +124,7 @@ class Model(RuleBasedStateMachine):
         self.prefetched.clear()
         generation = None
         if back and self.before is not None and not applied:
-            # Unless a load has applied it meanwhile, which generation() does not tell.
+            # Unless a load has applied it meanwhile, which generation() does not show.
             try:
                 self.file = open_file(self.path, memory_budget=self.budget, generation=self.generation - 1)
                 self.generation -= 1
@@ -137,7 +137,7 @@ class Model(RuleBasedStateMachine):
         left = self.file.stats()["log_bytes"] > 0
         assert not (applied and left)
         if not left:
-            self.before = None  # else it can still be opened
+            self.before = None  # otherwise it can still be opened
         self.now = self.flushed.copy()
         assert self.file.generation == self.generation
 

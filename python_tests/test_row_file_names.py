@@ -1,4 +1,4 @@
-"""A row file under another name: a link to it, a second name of it, a link where its log would be."""
+"""A row file under another name: a link to it, a second name of it, a link instead of its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RowFile = host_or_skip().RowFile
 
 
 def with_a_generation_in_its_log(path) -> np.ndarray:
-    """A row file as a crash leaves it: generation 2 is acknowledged, and in the log alone."""
+    """A row file after a crash: generation 2 is acknowledged, and in the log alone."""
     main, log, new = two_generations(path.with_name("made"))
     path.write_bytes(main)
     log_of(path).write_bytes(log)
@@ -21,7 +21,7 @@ def with_a_generation_in_its_log(path) -> np.ndarray:
 
 
 def test_symbolic_link(tmp_path):
-    """The log is named after the file that a symbolic link leads to."""
+    """The log is named after the target of a symbolic link."""
     path, link = tmp_path / "file", tmp_path / "elsewhere" / "link"
     new = with_a_generation_in_its_log(path)
     link.parent.mkdir()
@@ -40,7 +40,7 @@ def test_symbolic_link_of_a_folder(tmp_path):
 
 
 def test_hard_links(tmp_path):
-    """Refused under either name, because each would have a log of its own; nothing is changed."""
+    """Both names are rejected, because each would have a separate log; nothing changes."""
     path, other = tmp_path / "file", tmp_path / "other"
     new = with_a_generation_in_its_log(path)
     os.link(path, other)
@@ -54,7 +54,7 @@ def test_hard_links(tmp_path):
 
 
 def test_log_that_is_a_link(tmp_path):
-    """A linked log belongs to somebody else: it is neither emptied nor made."""
+    """A linked log may belong to another file: it is neither truncated nor created."""
     path, target = tmp_path / "file", tmp_path / "precious"
     with RowFile.create(str(path), 4 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
         values = contents(file)

@@ -1,4 +1,4 @@
-"""quantize_rows and dequantize_rows: every backend against the reference, bit for bit, and against recorded bytes."""
+"""quantize_rows and dequantize_rows have the reference's and the recorded bytes on every backend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ops = torch.ops.rec_kernels
 @pytest.mark.parametrize("dims", [DIMS[0], *full(DIMS[1])], ids=str)
 @pytest.mark.parametrize(("format", "rounding", "rule"), WAYS)
 def test_matches_reference(format: str, rounding: str, rule: str | None, dims: list[int]) -> None:
-    """Rows of every kind and length; numbers that are not finite."""
+    """Rows of every kind and length, including non-finite values."""
     for columns in dims:
         compare_everywhere(finite_rows(columns), format, rounding, rule)
         compare_everywhere(not_finite_rows(columns), format, rounding, rule)
@@ -61,7 +61,7 @@ def test_narrow_inputs(format: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_strided_inputs(format: str) -> None:
-    """Transposed, every second row, a part of wider rows, one row repeated: they mean what they say."""
+    """Transposed, strided, sliced and repeated rows are read correctly."""
     x = finite_rows(40)
     views = [x.T, x[::2], x[3:, 1:38], x[:1].expand(5, -1), x[:, 5]]
     views[-1] = views[-1][:, None]
@@ -78,7 +78,7 @@ def test_strided_inputs(format: str) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_any_address(format: str) -> None:
-    """Contiguous tensors that start anywhere in their memory: at odd bytes, floats at any element."""
+    """Contiguous tensors may start anywhere in memory: at odd bytes, floats at any element."""
     for columns, first in ((64, 1), (64, 2), (33, 3), (5, 1), (128, 4)):
         x = torch.randn(5 * columns + first)[first:].view(5, columns)
         expected = reference.quantize_rows(x, format)
@@ -96,7 +96,7 @@ def test_any_address(format: str) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_any_bytes_are_read(format: str) -> None:
-    """Bytes that no encoder writes are read, too: every code under every scale."""
+    """Bytes that no encoder writes are decoded, too: every code with every scale."""
     for columns in (1, 33, 256):
         rows = torch.randint(0, 256, (300, rk.row_bytes(format, columns)), dtype=torch.uint8)
         numbers = reference.dequantize_rows(rows, format, columns)
@@ -125,7 +125,7 @@ def test_places(format: str, place: dict[str, int]) -> None:
 
 
 def test_absent_scalars_are_zeros() -> None:
-    """seed=None and step=None, everywhere."""
+    """seed=None and step=None mean 0 on every backend."""
     x = finite_rows(9)
     for backend in every_backend():
         rows, _ = backend.ops.quantize_rows(x, "mx6", "stochastic")
@@ -146,7 +146,7 @@ def test_no_rows(format: str) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_large_is_independent_of_threads(format: str) -> None:
-    """Enough rows for every thread to get some, and long rows."""
+    """Enough rows for every thread, and long rows."""
     for shape in ((6000, 33), (40, 3000)):
         x = torch.randn(shape)
         expected = reference.quantize_rows(x, format, rounding="stochastic", **PLACE)
@@ -160,7 +160,7 @@ def test_large_is_independent_of_threads(format: str) -> None:
 
 @pytest.mark.parametrize(("format", "rounding", "rule"), WAYS)
 def test_denormals(format: str, rounding: str, rule: str | None) -> None:
-    """torch.set_flush_denormal changes nothing: the smallest numbers are kept, in and out."""
+    """torch.set_flush_denormal changes nothing: the smallest values are kept, in and out."""
     x = torch.cat([torch.randn(30, 65) * 2.0**e for e in (-149, -140, -130, -126, -14, -24)])
     expected = reference.quantize_rows(x, format, rounding=rounding, scale_rule=rule, **PLACE)
     numbers = reference.dequantize_rows(expected, format, 65)
@@ -192,7 +192,7 @@ def hard_rows(draw: st.DrawFn) -> Tensor:
     60, x=hard_rows(), rounding=st.sampled_from(ROUNDINGS), rule=st.sampled_from(RULES), seed=st.integers(0, 2**64 - 1)
 )
 def test_hard_rows(format: str, x: Tensor, rounding: str, rule: str, seed: int) -> None:
-    """The CPU's bytes and numbers are the reference's, over all exponents and tails."""
+    """The CPU's bytes and values are the reference's, over all exponents and tails."""
     rows = rk.quantize_rows(x, format, rounding=rounding, scale_rule=rule, seed=seed)
     assert torch.equal(rows, reference.quantize_rows(x, format, rounding=rounding, scale_rule=rule, seed=seed))
     numbers = reference.dequantize_rows(rows, format, x.shape[1])
@@ -201,10 +201,10 @@ def test_hard_rows(format: str, x: Tensor, rounding: str, rule: str, seed: int) 
 
 @pytest.mark.parametrize(("format", "rounding", "rule"), [way for way in WAYS if way[0] in BLOCKS])
 def test_values_at_rest(format: str, rounding: str, rule: str) -> None:
-    """Numbers that a block can hold do not change, from the smallest scale to the largest.
+    """Values that a block represents do not change, from the smallest scale to the largest.
 
-    E4M3 under floor is the exception, with a test of its own: its largest mantissa, 1.875, is taken by NaN in the
-    highest binade, where floor puts the largest element of a block.
+    E4M3 under floor is the exception, tested separately: its largest mantissa, 1.875, is NaN's in the highest binade,
+    where floor puts the largest element of a block.
     """
     x = random_blocks(format, 4000)
     if format == "mxfp8_e4m3" and rule == "floor":
@@ -218,7 +218,7 @@ def test_values_at_rest(format: str, rounding: str, rule: str) -> None:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_e4m3_moves_once_under_floor(rounding: str) -> None:
-    """240 = 1.875 * 2^7 needs the code that is NaN in the binade where floor puts it; rceil holds it."""
+    """floor moves 240 = 1.875 * 2^7 to a binade where its code is NaN's; rceil represents it."""
 
     def again(x: Tensor, rule: str) -> Tensor:
         rows = rk.quantize_rows(x, "mxfp8_e4m3", rounding=rounding, scale_rule=rule)
@@ -233,7 +233,7 @@ def test_e4m3_moves_once_under_floor(rounding: str) -> None:
 @pytest.mark.parametrize("format", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_floats_at_rest(format: str, rounding: str) -> None:
-    """Every 16-bit number, and float32 of any bits, survive encoding in their own format."""
+    """Every 16-bit value, and float32 of any bits, survive encoding in their own format."""
     if format == "fp32":
         x = any_bits(64, 1024)
     else:
@@ -245,7 +245,7 @@ def test_floats_at_rest(format: str, rounding: str) -> None:
 
 @pytest.mark.parametrize("format", [f for f in rk.ROW_FORMATS if f != "fp32"])
 def test_unbiased(format: str) -> None:
-    """The mean of N draws lies within five standard errors of the number.
+    """The mean of N draws lies within five standard errors of the value.
 
     Integer rows compute (x - bias) / scale in float32, whose roundings shift the mean a little.
     """
@@ -263,7 +263,7 @@ def test_unbiased(format: str) -> None:
 
 
 def test_public_functions() -> None:
-    """seed and step as numbers or tensors, the default scale rules, the default dtype."""
+    """seed and step may be numbers or tensors; scale rules and the dtype have defaults."""
     x, seed, step = torch.randn(6, 20), 2**64 - 3, 7
     for format, rounding, rule in WAYS:
         rows = rk.quantize_rows(
@@ -281,7 +281,7 @@ def test_public_functions() -> None:
 
 
 def test_row_bytes() -> None:
-    """The reference's sizes and names."""
+    """Sizes and names are the reference's."""
     assert rk.ROW_FORMATS == reference.ROW_FORMATS
     for format in rk.ROW_FORMATS:
         for columns in (*range(1, 70), 1000, 2**31 - 1):
@@ -309,7 +309,7 @@ def recorded_row() -> Tensor:
 
 
 def reference_hex(x: Tensor) -> dict[str, str]:
-    """ "format rounding" -> the reference's bytes of a row."""
+    """format rounding" -> the reference's bytes of a row."""
     rows = {}
     for format in rk.ROW_FORMATS:
         for rounding in ROUNDINGS:
@@ -320,7 +320,7 @@ def reference_hex(x: Tensor) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", RECORDED_ROWS)
 def test_recorded_bytes(case: str) -> None:
-    """The layout never changes: rows that somebody has stored stay readable, and noise stays the noise it was."""
+    """The layout never changes: stored rows stay readable, and noise stays the same."""
     x = torch.tensor([int(word, 16) for word in RECORDED["x"]], dtype=torch.uint32).view(torch.float32)[None]
     place, (format, rounding) = RECORDED["place"], case.split()
     expected = torch.tensor([list(bytes.fromhex(RECORDED_ROWS[case]))], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""quantize_rows and dequantize_rows refuse what they cannot do, in words that say what can be done."""
+"""quantize_rows and dequantize_rows reject invalid arguments; errors say what is allowed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROWS = torch.zeros(3, 13, dtype=torch.uint8)
     ],
 )
 def test_bad_quantize(arguments: tuple, options: dict, message: str) -> None:
-    """The message names the argument, what was found and what is allowed."""
+    """The message names the argument, its value and what is allowed."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.quantize_rows(*arguments, **({"rounding": "stochastic"} | options))
 
@@ -63,13 +63,13 @@ def test_bad_quantize(arguments: tuple, options: dict, message: str) -> None:
     ],
 )
 def test_bad_dequantize(arguments: tuple, message: str) -> None:
-    """A wrong width says the right one, with the format and D that it belongs to."""
+    """An error of the width has the right one for the format and D."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.dequantize_rows(*arguments)
 
 
 def test_bad_row_bytes() -> None:
-    """Rows of the wrong size are refused."""
+    """Rows of the wrong size are rejected."""
     with pytest.raises(ValueError, match=re.escape(f'format must be one of {NAMES}; got "MX6"')):
         rk.row_bytes("MX6", 4)
     with pytest.raises(ValueError, match="embedding_dim = 0 must be at least 1"):
@@ -80,7 +80,7 @@ def test_bad_row_bytes() -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_not_finite(format: str, rounding: str, dtype: torch.dtype) -> None:
-    """The first place in order of rows, whoever finds it. A GPU has it in `status`: raised in the same words."""
+    """The first bad position in row order is reported, whichever thread finds it; on a GPU, through `status`."""
     for value, columns, places in (
         (torch.nan, 70, [(4, 33), (4, 69), (5, 0)]),
         (-torch.nan, 3, [(2, 1)]),
@@ -102,7 +102,7 @@ def test_not_finite(format: str, rounding: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_status(format: str) -> None:
-    """CUDA kernels report the first bad position in place of raising, for formats that have no code for it."""
+    """CUDA kernels report the first bad position instead of raising, for formats without a code for it."""
     x = torch.randn(9, 40)
     x[3, 39] = x[3, 17] = x[7, 0] = torch.nan
     for backend in device_backends():
@@ -113,7 +113,7 @@ def test_status(format: str) -> None:
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -122,8 +122,7 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("format", ["int4", "mx4"])
 @pytest.mark.parametrize("capturing", [False, True])
 def test_the_public_function_reads_status(format: str, capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it raises if it may wait and the format has no code for NaN; a capture goes on, and the row reads as
-    NaN."""
+    """On a GPU it raises if waiting is allowed and the format has no NaN; in a capture, the row decodes to NaN."""
     monkeypatch.setattr("rec_kernels.ops.row_formats._ops", emulated())
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
     x = torch.randn(4, 8)
@@ -142,7 +141,7 @@ def test_the_public_function_reads_status(format: str, capturing: bool, monkeypa
 
 @pytest.mark.parametrize("format", [f for f in rk.ROW_FORMATS if f not in INTEGERS])
 def test_others_hold_what_is_not_finite(format: str) -> None:
-    """Floats keep NaN and Inf; a block that has one reads as NaN. Nothing raises."""
+    """Float formats keep NaN and Inf; a block with one decodes to NaN. Nothing raises."""
     x = not_finite_rows(70)
     value = rk.dequantize_rows(rk.quantize_rows(x, format, rounding="stochastic"), format, 70)
     assert (value.isnan() | value.isinf())[~x.isfinite()].all()
@@ -151,7 +150,7 @@ def test_others_hold_what_is_not_finite(format: str) -> None:
 
 
 def test_a_failed_call_changes_nothing() -> None:
-    """x is as it was, and the next call is right."""
+    """x is unchanged, and the next call is correct."""
     x = torch.randn(100, 8)
     expected, bad = rk.quantize_rows(x, "int4"), x.clone()
     bad[50, 3] = torch.nan

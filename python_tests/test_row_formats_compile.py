@@ -1,4 +1,4 @@
-"""quantize_rows and dequantize_rows under torch.compile, and what their fake kernels say."""
+"""quantize_rows and dequantize_rows under torch.compile, and their fake kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ops = torch.ops.rec_kernels
 
 
 def store_and_load(x: Tensor, format: str, seed: int | Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
-    """A change of the rows, their new bytes, and the numbers that these stand for."""
+    """Changes rows; returns their new bytes and the decoded values."""
     rows = rk.quantize_rows(x * 1.25, format, rounding="stochastic", seed=seed, step=step, table=1)
     return rows, rk.dequantize_rows(rows, format, x.shape[1])
 
@@ -28,7 +28,7 @@ def store_and_load(x: Tensor, format: str, seed: int | Tensor, step: int | Tenso
     ("backend", "format"), cross(["aot_eager", "inductor"], ["bf16", "int8", "mx6", "mxfp4_e2m1"], "int8")
 )
 def test_steps_compile_once(format: str, backend: str) -> None:
-    """50 steps of new noise from one compilation, when seed and step are tensors; the bits of eager calls."""
+    """With tensors as seed and step, 50 steps compile once, with eager's bits."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(store_and_load, backend=counter, fullgraph=True)
@@ -47,7 +47,7 @@ def test_steps_compile_once(format: str, backend: str) -> None:
 
 @pytest.mark.parametrize("format", ["fp16", "int4", "mx9", "mxfp6_e3m2"])
 def test_sizes_compile_once_more(format: str) -> None:
-    """A second shape recompiles with symbolic sizes, D among them; further ones never."""
+    """A second shape recompiles with symbolic sizes, including D; further ones never."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(store_and_load, backend=counter, fullgraph=True)
@@ -75,7 +75,7 @@ def test_numbers_may_change_between_calls() -> None:
 
 @pytest.mark.parametrize("format", INTEGERS)
 def test_compiled_calls_raise_on_the_cpu(format: str) -> None:
-    """A number that is not finite is refused when the compiled function runs."""
+    """A non-finite value raises when the compiled function runs."""
     torch._dynamo.reset()
     compiled = torch.compile(rk.quantize_rows, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8)
@@ -87,7 +87,7 @@ def test_compiled_calls_raise_on_the_cpu(format: str) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_fakes_of_strided_rows(format: str) -> None:
-    """Fake results have the strides of the real ones, on meta and in fake mode, too; test_opcheck.py has the rest."""
+    """Fake results have the real strides, also on meta and in fake mode; test_opcheck.py checks the rest."""
     for shape, dtype in (((4, 33), torch.float32), ((0, 1), torch.float16), ((3, 16), torch.bfloat16)):
         strided = torch.ones(shape, dtype=dtype).T.contiguous().T
         real, _ = ops.quantize_rows(strided, format)
@@ -115,7 +115,7 @@ def test_fakes_refuse() -> None:
 
 
 def test_results_need_no_gradient() -> None:
-    """Encoding ends the graph; it does not fail for a tensor that requires a gradient."""
+    """Encoding a tensor that requires a gradient returns results without one."""
     x = torch.randn(2, 5, requires_grad=True)
     rows = rk.quantize_rows(x, "mx6")
     assert not rows.requires_grad

@@ -1,4 +1,4 @@
-"""Rows that others read and write: integer rows of torch and FBGEMM, FBGEMM's inference tables, torch's codes."""
+"""Rows of other libraries: torch's and FBGEMM's integer rows, FBGEMM's inference tables, torch's dtypes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fbgemm() -> ModuleType:
 
 @pytest.mark.parametrize("format", INTEGERS)
 def test_where_prepack_differs(format: str) -> None:
-    """A bias of 0 has a sign that depends on D in torch; what overflows is stored as Inf there, as a NaN row here."""
+    """torch's zero bias may have another sign, depending on D; it stores overflows as Inf, ours as a NaN row."""
     x = finite_rows(100)
     ours, theirs = rk.quantize_rows(x, format), PREPACK[format](x)
     differs = (ours != theirs).any(1)
@@ -58,7 +58,7 @@ def test_where_prepack_differs(format: str) -> None:
 @pytest.mark.parametrize("format", INTEGERS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_torch_reads_rows(format: str, rounding: str) -> None:
-    """Unpacked whole, or looked up bag by bag, also after stochastic rounding."""
+    """torch unpacks rows or looks them up, also after stochastic rounding."""
     x = plain_rows(64, format)
     rows = rk.quantize_rows(x, format, rounding=rounding, seed=5)
     numbers = rk.dequantize_rows(rows, format, 64)
@@ -74,7 +74,7 @@ def test_torch_reads_rows(format: str, rounding: str) -> None:
 @needs_fbgemm
 @pytest.mark.parametrize("format", INTEGERS)
 def test_fbgemm_fused_rows(format: str) -> None:
-    """FBGEMM's fused row-wise quantization: the same bytes, both ways."""
+    """FBGEMM's fused row-wise quantization has equal bytes in both directions."""
     fbgemm()
     ops, bits = torch.ops.fbgemm, INTEGERS[format]
     x = plain_rows(64, format)
@@ -92,7 +92,7 @@ def test_fbgemm_fused_rows(format: str) -> None:
 @needs_fbgemm
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_pruned_tables(pooling: str) -> None:
-    """Ids without a row are left out of sums here, too; FBGEMM counts them in a mean."""
+    """Pruned ids are left out of sums as in FBGEMM, but FBGEMM counts them in means."""
     module = fbgemm()
     remapping = torch.full((40,), -1, dtype=torch.int32)
     remapping[::2] = torch.arange(20, dtype=torch.int32)
@@ -119,7 +119,7 @@ def test_pruned_tables(pooling: str) -> None:
 def fbgemm_lookup(
     table: Tensor, format: str, columns: int, alignment: int | None, ids: Tensor, offsets: Tensor
 ) -> Tensor:
-    """Pooled float32 rows of an inference table whose memory is filled with ``table``."""
+    """Pooled float32 rows of an inference table whose memory is a copy of ``table``."""
     module = fbgemm()
     kind = getattr(module.SparseType, format.upper())
     spec = ("table", len(table), columns, kind, module.EmbeddingLocation.HOST)
@@ -138,7 +138,7 @@ def fbgemm_lookup(
 @pytest.mark.parametrize("alignment", [None, 16])
 @pytest.mark.parametrize("columns", [4, 36, 128])
 def test_fbgemm_inference(format: str, alignment: int | None, columns: int) -> None:
-    """Lookups of IntNBitTableBatchedEmbeddingBagsCodegen give the numbers of the rows, and its rows come back."""
+    """IntNBitTableBatchedEmbeddingBagsCodegen looks up the rows' values, and its rows can be converted back."""
     x = torch.cat([torch.randn(40, columns) * torch.exp2(torch.randint(-8, 8, (40, 1))), torch.zeros(2, columns)])
     rows = rk.quantize_rows(x, format)
     table = rk.rows_to_fbgemm(rows, format, columns, row_alignment=alignment or 1)
@@ -148,7 +148,7 @@ def test_fbgemm_inference(format: str, alignment: int | None, columns: int) -> N
     assert torch.equal(fbgemm_lookup(table, format, columns, alignment, every, torch.arange(43)), numbers)
     ids, offsets = torch.randint(0, 42, (60,)), torch.arange(0, 61, 3)
     sums = torch.nn.functional.embedding_bag(ids, numbers, offsets[:-1], mode="sum")
-    # FBGEMM adds each row's bias and its code * scale, |number| + |bias| at most, one after the other.
+    # FBGEMM adds each row's bias and its code * scale, |value| + |bias| at most, one after the other.
     size = numbers.double().abs() + 2 * numbers.double().amin(1, keepdim=True).abs()
     magnitude = torch.nn.functional.embedding_bag(ids, size, offsets[:-1], mode="sum")
     assert_same_sum(fbgemm_lookup(table, format, columns, alignment, ids, offsets), sums, magnitude, terms=6)
@@ -162,7 +162,7 @@ def test_fbgemm_inference(format: str, alignment: int | None, columns: int) -> N
 
 
 def test_fbgemm_layout_by_hand() -> None:
-    """Scale and bias as float16 in front, codes, zeros up to the alignment; a NaN row stays one; strided rows."""
+    """Scale and bias as leading float16, codes, zeros up to the alignment; NaN rows and strided rows."""
     x = torch.tensor([[0.0, 255.0, 2.0, 3.0]])
     assert rk.rows_to_fbgemm(rk.quantize_rows(x, "int8"), "int8", 4).tolist() == [[0, 0x3C, 0, 0, 0, 255, 2, 3]]
     x = torch.tensor([[-1.0, 0.0, 1.0, 2.0]])
@@ -202,14 +202,14 @@ def test_fbgemm_layout_by_hand() -> None:
     ],
 )
 def test_bad_rows_for_fbgemm(rows: Tensor, format: str, columns: int, message: str) -> None:
-    """Both packages refuse bad rows."""
+    """Both directions reject bad rows."""
     for convert in (rk.rows_to_fbgemm, rk.rows_from_fbgemm):
         with pytest.raises(ValueError, match=message):
             convert(rows, format, columns)
 
 
 def test_what_a_half_cannot_hold() -> None:
-    """int8 rows beyond float16 are refused with their row; an alignment must be positive."""
+    """int8 rows beyond float16 are rejected with their row; an alignment must be positive."""
     rows = rk.quantize_rows(torch.tensor([[0.0, 1.0], [7e4, 7.1e4]]), "int8")
     with pytest.raises(ValueError, match=r"rows\[1\] has scale 3.92157 and bias 70000"):
         rk.rows_to_fbgemm(rows, "int8", 2)
@@ -226,7 +226,7 @@ FLOATS = {
 
 @pytest.mark.parametrize("format", FLOATS)
 def test_codes_are_torchs_floats(format: str) -> None:
-    """The first plane viewed as torch's type, the last as float8_e8m0fnu: their product is the row."""
+    """The first plane viewed as torch's dtype, times the last as float8_e8m0fnu, is the row."""
     blocks = 5
     x = torch.randn(50, 32 * blocks) * torch.exp2(torch.randint(-60, 60, (50, blocks))).repeat_interleave(32, dim=1)
     rows = rk.quantize_rows(x, format)
@@ -234,7 +234,7 @@ def test_codes_are_torchs_floats(format: str) -> None:
     codes, scales = rows[:, :size].view(FLOATS[format]), rows[:, size:].view(torch.float8_e8m0fnu)
     if format == "mxfp4_e2m1":
         ml_dtypes = pytest.importorskip("ml_dtypes")
-        # torch has the type, two codes to an element with the first in the low bits, but no conversion of it.
+        # torch has the dtype, two codes to an element with the first in the low bits, but no conversion of it.
         assert codes.shape == (50, 16 * blocks)
         packed = codes.view(torch.uint8).numpy()
         nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(50, -1)
@@ -249,7 +249,7 @@ def test_codes_are_torchs_floats(format: str) -> None:
 
 
 def test_mxint8_codes_are_int8() -> None:
-    """Two's complement, in steps of 2^-6 of the scale."""
+    """mxint8 is two's complement, in steps of 2^-6 of the scale."""
     x = torch.randn(20, 64)
     rows = rk.quantize_rows(x, "mxint8")
     codes, scales = rows[:, :64].view(torch.int8), rows[:, 64:].view(torch.float8_e8m0fnu)

@@ -1,4 +1,4 @@
-"""The reference of the row formats: public vectors, torch's own codes, and what every format promises."""
+"""The reference of the row formats: published vectors, torch's codes, and properties of every format."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PLANES |= {name: (16, 8, 1) if "mxfp6" in name else (32, 1) for name in mx.ELEME
 
 
 def from_hex(words: list[str]) -> np.ndarray:
-    """Float32 numbers from their bits."""
+    """Float32 values from their bits."""
     return np.array([int(w, 16) for w in words], dtype=np.uint32).view(np.float32)
 
 
 def test_philox_vectors() -> None:
-    """Public answers, among them those of Random123."""
+    """Published answers, including Random123's."""
     known = [
         ([0] * 4, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ([2**32 - 1] * 4, -1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -65,7 +65,7 @@ def test_row_words() -> None:
 
 
 def test_stochastic_16_bit_vectors() -> None:
-    """Random bits added below the kept mantissa, the highest ones of the word."""
+    """Random bits are added below the kept mantissa, the highest ones of the word."""
     x = from_hex([case["x"] for case in VECTORS["sr"]])
     words = np.array([int(case["word"], 16) for case in VECTORS["sr"]])
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -96,7 +96,7 @@ def test_shared_example() -> None:
 
 @pytest.mark.parametrize("case", VECTORS["mx"], ids=lambda c: f"{c['format']}-{c['rule']}-{c['block']}")
 def test_ocp_vectors(case: dict) -> None:
-    """Codes for a given scale and values for given codes; the scale, too, for the two rules that there are."""
+    """Codes for a given scale, values for given codes, and the scale under both rules."""
     x, name, element = from_hex(VECTORS["blocks"][case["block"]]), case["format"], mx.ELEMENTS[case["format"]]
     assert mx.element_codes(x / np.float32(2.0 ** (case["scale"] - 127)), element, None).tolist() == case["codes"]
     row = write_ocp(case["scale"], case["codes"], name)
@@ -109,7 +109,7 @@ def test_ocp_vectors(case: dict) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_planes(name: str, rounding: str) -> None:
-    """Each plane runs over the row; the tail of the last block is as zeros are; blocks do not look at each other."""
+    """Each plane covers the row; the tail of the last block equals zeros; blocks are independent."""
     size = 16 if name in SHARED else 32
     x = torch.randn(5, 3 * size) * torch.exp2(torch.arange(3).repeat_interleave(size))
     x[:, 2 * size + 3 :] = 0
@@ -125,7 +125,7 @@ def test_planes(name: str, rounding: str) -> None:
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_sizes(name: str) -> None:
-    """Bytes of a row as the table of formats says; no rows; one column."""
+    """Row sizes are those of the formats' table, also without rows and with one column."""
     sizes = dict(zip(ROW_FORMATS, [400, 200, 200, 108, 54, 29, 126, 84, 56, 132, 132, 100, 100, 68, 132], strict=True))
     assert row_bytes(name, 100) == sizes[name]
     for rounding in ROUNDINGS:
@@ -136,7 +136,7 @@ def test_sizes(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_every_16_bit_pattern(name: str, dtype: torch.dtype, rounding: str) -> None:
-    """All 2^16 survive; a NaN becomes the one NaN. Beyond them, nearest is torch's conversion."""
+    """All 2^16 values survive, with one NaN. Rounding other values to nearest is torch's conversion."""
     pattern = torch.arange(2**16).to(torch.uint16).view(64, -1)
     x = pattern.view(dtype)
     stored = quantize_rows(x, name, rounding=rounding, seed=3)
@@ -162,7 +162,7 @@ def test_fp32_is_plain() -> None:
 
 
 def affine_rows(columns: int) -> Tensor:
-    """[330, columns]: random rows of many sizes, constant rows, zeros, offsets; none so large that a half overflows."""
+    """[330, columns]: random rows of many magnitudes, constant rows, zeros, offsets; no half overflows."""
     sizes = [1.0, 1e4, 1e-3, 2e-6, 1e-7, 1e-9, 1e-30, 1e-40]
     parts = [torch.randn(30, columns) * size for size in sizes]
     parts += [torch.randn(30, 1).expand(30, columns), torch.zeros(30, columns)]
@@ -172,7 +172,7 @@ def affine_rows(columns: int) -> Tensor:
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 8, 17, 31, 64, 100])
 def test_integer_rows_are_torchs(name: str, columns: int) -> None:
-    """Byte for byte. torch wants full bytes: a repeated last column fills them and is cut off here."""
+    """Rows equal torch's byte for byte. torch needs full bytes: a repeated last column fills them, and is removed."""
     x = affine_rows(columns)
     x = torch.cat([x if name != "int8" else torch.cat([x, x[:30] * 1e37]), plain_rows(columns, name)])
     of_byte = 8 // INTEGERS[name]
@@ -186,14 +186,14 @@ def test_integer_rows_are_torchs(name: str, columns: int) -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integer_rows_first_zero(name: str) -> None:
-    """The bias has the sign of the first zero when zeros of both signs are the minimum."""
+    """If zeros of both signs are the minimum, the bias has the sign of the first."""
     for first in (0.0, -0.0):
         row = quantize_rows(torch.tensor([[first, -first, 1.0, 0.5]]), name)
         assert row[0, -1].item() == (0x80 if math.copysign(1, first) < 0 else 0)
 
 
 def test_int8_maximum_never_wraps() -> None:
-    """(max - min) / scale may be a little above 255; a word of 0 rounds up whatever can be."""
+    """(max - min) / scale may be slightly above 255; a word of 0 rounds up everything possible."""
     x = np.random.default_rng(0).standard_normal((4000, 8), dtype=np.float32)
     scale = (x.max(1) - x.min(1)) / np.float32(255)
     assert ((x.max(1) - x.min(1)) * (1 / scale) > 255).sum() > 100
@@ -229,7 +229,7 @@ def test_constant_and_tiny_integer_rows(name: str, rounding: str) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_integer_rows_not_finite(name: str, rounding: str, bad: float) -> None:
-    """Refused with the place, or NaN in that row only; so is a range that overflows."""
+    """Non-finite values or an overflowing range are rejected with the position, or make only that row NaN."""
     x = torch.randn(4, 6)
     clean = quantize_rows(x, name, rounding=rounding)
     x[2, 5] = x[2, 3] = x[3, 0] = bad
@@ -247,7 +247,7 @@ def test_integer_rows_not_finite(name: str, rounding: str, bad: float) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_blocks_not_finite(name: str, rounding: str, bad: float) -> None:
-    """NaN in that block only, all other bits of it 0."""
+    """A non-finite value makes only its block NaN, with all other bits 0."""
     size = 16 if name in SHARED else 32
     x = -torch.ones(1, 3 * size)
     x[0, size + 5] = bad
@@ -271,7 +271,7 @@ TYPES = {
 
 @pytest.mark.parametrize("name", OCP_FLOATS)
 def test_element_codes(name: str) -> None:
-    """Every code, midpoints and their neighbours, random numbers: the codes of ml_dtypes and of torch.float8."""
+    """Every code, midpoints and their neighbours, and random values have the codes of ml_dtypes and torch.float8."""
     element = mx.ELEMENTS[name]
     grid = np.arange(1 << element.bits - 1, dtype=np.uint8).view(TYPES[name]).astype(np.float32)
     grid = grid[np.isfinite(grid)]
@@ -296,7 +296,7 @@ def test_element_codes(name: str) -> None:
 
 
 def test_mxint8_by_hand() -> None:
-    """Two's complement, no -0, clamped at 127; a ratio is rounded up by rceil."""
+    """Two's complement without -0, clamped at 127; rceil rounds a ratio up."""
     x = torch.tensor([[1.999, -1.999, 1.0, -1.0, 1 / 64, -1 / 128, 3 / 128, -0.0]])
     floor, rceil = quantize_rows(x, "mxint8")[0].tolist(), quantize_rows(x, "mxint8", scale_rule="rceil")[0].tolist()
     assert (floor[32], floor[:8]) == (127, [127, 129, 64, 192, 1, 0, 2, 0])
@@ -306,7 +306,7 @@ def test_mxint8_by_hand() -> None:
 
 @pytest.mark.parametrize("name", mx.ELEMENTS)
 def test_scale_at_the_ends(name: str) -> None:
-    """Saturating, never 255; 2^-127 and 2^-126 are both reached; zeros have scale 0."""
+    """Scales saturate below 255; 2^-127 and 2^-126 are reached; zeros have scale 0."""
     element = mx.ELEMENTS[name]
     tiny = element.largest * 2.0**-127
     most = float(np.finfo(np.float32).max)
@@ -326,7 +326,7 @@ def test_scale_at_the_ends(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_at_the_ends(name: str) -> None:
-    """The step is at least 2^-126, without microexponents there; the exponent is at most 254."""
+    """The step is at least 2^-126, there without microexponents; the exponent is at most 254."""
     m = SHARED[name]
     x = torch.tensor([[2.0**-126, 0.0, -(2.0**-128), 2.0**-149]])
     for field in range(1, m + 3):

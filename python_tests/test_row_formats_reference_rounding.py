@@ -1,4 +1,4 @@
-"""Rounding by the reference of the row formats keeps promises: exact means, noise by place, bounded error, growth."""
+"""Rounding by the reference of the row formats: exact means, noise by position, bounded error, growth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rec_kernels.reference import row_formats_mx as mx
 from rec_kernels.reference.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows
 
 RULES = ["floor", "rceil"]
-# Numbers of similar size within a block, often on a tie, with zeros.
+# Values of similar magnitude within a block, often on a tie, with zeros.
 NUMBERS = st.builds(
     lambda k, shift, sign: sign * math.ldexp(k, -shift),
     st.integers(0, 511),
@@ -29,7 +29,7 @@ BLOCK = st.lists(NUMBERS, min_size=16, max_size=16)
 
 
 def test_to_grid() -> None:
-    """Ties to even without words; with all words of 12 bits, exactly the fraction of them rounds up."""
+    """Ties go to even without words; over all words of 12 bits, exactly the fraction rounds up."""
     t = np.array([0.5, 1.5, 2.5, -0.5, 0.0, 2.0**-149], np.float32)
     assert bits.to_grid(t, None).tolist() == [0, 2, 2, 0, 0, 0]
     words = np.arange(4096)[:, None] << 20
@@ -41,7 +41,7 @@ def test_to_grid() -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_16_bit_mean_is_exact(name: str) -> None:
-    """Over all words of 16 bits the mean is the number itself; in fp16 also far below its subnormals."""
+    """Over all words of 16 bits the mean is the value itself; in fp16 also far below its subnormals."""
     x = [
         1 + 2.0**-13,
         -math.pi,
@@ -62,7 +62,7 @@ def test_16_bit_mean_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_draws_depend_on_the_place_only(name: str) -> None:
-    """A shard repeats what the whole table draws; seed, step, table and row change it; nearest draws nothing."""
+    """A shard repeats the whole table's draws; seed, step, table and row change them; nearest draws nothing."""
     x = torch.randn(1, 48).expand(20, -1)
     place = {"seed": 1, "step": 2, "table": 3, "first_row": 2**33}
     whole = quantize_rows(x, name, rounding="stochastic", **place)
@@ -76,7 +76,7 @@ def test_draws_depend_on_the_place_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_encoded_twice(name: str) -> None:
-    """The encoder's own result stays, in any mixture of roundings and scale rules that starts with floor."""
+    """The encoder's own result is stable, in any mixture of roundings and scale rules that starts with floor."""
     x = torch.randn(200, 64) * torch.exp2(torch.randint(-140, 100, (200, 1)))
     value = round_trip(x, name, scale_rule="floor")
     for rounding in ROUNDINGS:
@@ -107,7 +107,7 @@ def test_quantization_noise(name: str, rule: str, block: list[float], exponent: 
 
 @pytest.mark.parametrize(("name", "rule"), BOUNDS)
 def test_worst_block(name: str, rule: str) -> None:
-    """One large element, all others on a tie, comes close to the bound and not below."""
+    """One large element and others on ties come close to the bound."""
     m = SHARED[name]
     large = 2 ** (m - 1) + 0.5 if rule == "floor" else (2**m - 1) / 2 + 2.0**-10
     x = torch.tensor([large, 0.5, *[0.25] * 14])
@@ -118,7 +118,7 @@ def test_worst_block(name: str, rule: str) -> None:
 @settings(max_examples=150)
 @given(block=BLOCK, exponent=st.integers(-130, 110))
 def test_rceil_never_clips(name: str, block: list[float], exponent: int) -> None:
-    """Each error is at most half a step, and exponents are raised only for that."""
+    """Each error is at most half a step, and exponents are raised only as far as this requires."""
     m, x = SHARED[name], torch.tensor(block) * 2.0**exponent
     row = quantize_rows(x[None], name, scale_rule="rceil")
     shared, micro, _, _ = read_shared(row[0].tolist(), name)
@@ -134,7 +134,7 @@ def test_rceil_never_clips(name: str, block: list[float], exponent: int) -> None
 @settings(max_examples=100)
 @given(block=BLOCK, exponent=st.integers(-100, 100))
 def test_ocp_rceil_never_clips(name: str, block: list[float], exponent: int) -> None:
-    """The scale is the smallest power of two that reaches the largest magnitude, to float32's rounding of a ratio."""
+    """The scale is the smallest power of two that reaches the largest magnitude, up to a ratio's float32 rounding."""
     x = torch.tensor(block) * 2.0**exponent
     assume(x.any())
     scale = 2.0 ** (quantize_rows(x[None], name, scale_rule="rceil")[0, -1].item() - 127)
@@ -156,7 +156,7 @@ GROWING["mxint8"] = 127 / 64
 
 @pytest.mark.parametrize("name", ["mx6", "mxint8", *full(*(name for name in GROWING if name not in ("mx6", "mxint8")))])
 def test_growth_past_a_binade(name: str) -> None:
-    """1 plus 375 times 0.004 is 2.5 on average, with five standard errors; floor holds a block in its binade."""
+    """1 plus 375 times 0.004 is 2.5 on average, within five standard errors; floor keeps a block in its binade."""
     x, clipped = torch.ones(32, 32), torch.ones(1, 32)
     for step in range(375):
         x = round_trip(x + 0.004, name, rounding="stochastic", seed=4, step=step)
@@ -170,14 +170,14 @@ def test_growth_past_a_binade(name: str) -> None:
 @pytest.mark.parametrize("name", ROW_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_inputs_are_widened(name: str, dtype: torch.dtype) -> None:
-    """Narrow inputs give the bytes of the float32 of equal value, also for views."""
+    """Narrow inputs have the bytes of the equal float32 values, also for views."""
     x = torch.randn(40, 6).to(dtype).T
     for rounding in ROUNDINGS:
         assert torch.equal(quantize_rows(x, name, rounding=rounding), quantize_rows(x.float(), name, rounding=rounding))
 
 
 def test_wrong_arguments() -> None:
-    """An unknown name is answered with the allowed ones, a wrong tensor with what is wanted."""
+    """An error of a name lists the allowed ones, of a tensor the required kind."""
     x = torch.zeros(2, 4)
     for options in ({"format": "mx7"}, {"format": "fp32", "rounding": "up"}, {"format": "mx9", "scale_rule": "ceil"}):
         wrong = list(options.values())[-1]

@@ -1,4 +1,4 @@
-"""States of collections in files of safetensors, which execute nothing, and models of huggingface_hub's mixin."""
+"""States of collections in safetensors files, which execute no code, and huggingface_hub's model mixin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Model(nn.Module):
         self.top = nn.Linear(28, 2)
 
     def forward(self, step: int) -> Tensor:
-        """[B, 2]."""
         batch = jagged(step)
         return self.top(self.tables(batch).values() + self.layer(batch["userf"].values()[::4]))
 
@@ -44,7 +43,7 @@ def trained() -> Model:
 
 
 def test_a_file_has_all_bits(tmp_path: Path) -> None:
-    """save_file and load_file: weights in rows of every format, optimizer state, step."""
+    """save_file and load_file keep weights in every format, optimizer state and step."""
     safetensors = pytest.importorskip("safetensors.torch")
     model, path = trained(), tmp_path / "model.safetensors"
     safetensors.save_file(model.state_dict(), path)
@@ -56,7 +55,7 @@ def test_a_file_has_all_bits(tmp_path: Path) -> None:
 
 
 def test_models(tmp_path: Path) -> None:
-    """save_model and load_model, which look for tensors that share memory: tables do not overlap."""
+    """save_model and load_model, which search for shared memory, accept tables, which do not overlap."""
     safetensors = pytest.importorskip("safetensors.torch")
     model, again, path = trained(), Model(), tmp_path / "model.safetensors"
     safetensors.save_model(model, str(path))
@@ -66,7 +65,7 @@ def test_models(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
-    """A table of another size is refused before any is written."""
+    """A table of another size is rejected before any is written."""
     safetensors = pytest.importorskip("safetensors.torch")
     model, path = trained(), tmp_path / "model.safetensors"
     state = model.tables.state_dict()
@@ -80,7 +79,7 @@ def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_hub_mixin(tmp_path: Path) -> None:
-    """PyTorchModelHubMixin writes a folder with the model's arguments and state, and makes the same model of it."""
+    """PyTorchModelHubMixin saves the model's arguments and state in a folder, and restores the model."""
     pytest.importorskip("safetensors.torch")
     hub = pytest.importorskip("huggingface_hub.hub_mixin")
 

@@ -1,4 +1,4 @@
-"""sanitize_cuda.py without a GPU: its selection is whole and right, it finds and heeds compute-sanitizer, it fuzzes."""
+"""sanitize_cuda.py without a GPU: complete and correct calls, compute-sanitizer's results, the fuzz."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import rec_kernels as rk
 
 
 def test_every_cuda_op_is_called_and_right() -> None:
-    """All ops that csrc/*/cuda registers; the emulated kernels, in every order, have the CPU's bits."""
+    """Every op that csrc/*/cuda registers is called, and the emulated kernels have the CPU's bits in every order."""
     emulated()
     wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
     assert {"scale_rows", "embedding_bag.layout", "embedding_bag_backward_fused_.layout"} <= wanted
@@ -30,7 +30,7 @@ def test_every_cuda_op_is_called_and_right() -> None:
 
 
 def test_every_op_in_triton_is_called() -> None:
-    """The ops that Python registers for GPUs are in calls of their own; a sum that is off is found, and so are bits."""
+    """Ops registered by Python for GPUs are called separately; wrong sums and wrong bits are found."""
     in_triton = ops_with_kernels("rec_kernels", "CUDA", compiled=False)
     assert {"dot_interaction_backward", "fake_quantize"} <= in_triton
     assert not in_triton & ops_with_kernels("rec_kernels", "CUDA")
@@ -57,7 +57,7 @@ def _cut(t: torch.Tensor) -> torch.Tensor:
 
 
 class _OnTensorCores:
-    """factorization_machine of a shared y as on an NVIDIA GPU, where half-precision products are TF32's."""
+    """factorization_machine with a shared y as on an NVIDIA GPU, where half-precision products are TF32's."""
 
     def factorization_machine(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x.float() @ self._inner(x, y)).to(x.dtype)
@@ -73,13 +73,13 @@ class _OnTensorCores:
 
 
 def test_products_of_tensor_cores() -> None:
-    """Calls allow what docs/numerics.md does: P and Q of half-precision numbers are cut to TF32."""
+    """Calls allow the error of docs/numerics.md: P and Q of half-precision inputs are cut to TF32."""
     some = {"factorization_machine": triton_calls()["factorization_machine"]}
     assert check(_OnTensorCores(), set(), some=some) == 0
 
 
 def test_ops_in_triton_wait_for_a_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Without one that the package supports, the CUDA library's ops are called and nothing is missing."""
+    """Without a supported Triton, the CUDA library's ops are called and nothing is missing."""
     for version in ("3.5.1", None):
         monkeypatch.setattr(sanitize_cuda._triton_versions, "installed", lambda found=version: found)
         assert sanitize_cuda.on_gpu({"a": torch.ops.rec_kernels}) == 0
@@ -90,7 +90,7 @@ def test_ops_in_triton_wait_for_a_triton(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_what_is_missing_or_wrong_is_said() -> None:
-    """An op that nobody calls; a result with other bits."""
+    """An op without a call, and a result with other bits, are reported."""
     with pytest.raises(AssertionError, match=r"no call of \['a_new_op'\]"):
         check(torch.ops.rec_kernels, {"a_new_op"})
 
@@ -105,7 +105,7 @@ def test_what_is_missing_or_wrong_is_said() -> None:
 
 
 def test_an_error_does_not_end_the_rest() -> None:
-    """A failing call is named, and all others are made nevertheless."""
+    """A failing call is named, and all others are still made."""
 
     class Broken:
         def __getattr__(self, name: str):
@@ -117,30 +117,30 @@ def test_an_error_does_not_end_the_rest() -> None:
 
 
 def test_unaligned_tensors() -> None:
-    """The emulated kernels have equal bits with every tensor one element behind a place aligned to 64 bytes."""
+    """The emulated kernels have equal bits with every tensor one element past an address aligned to 64 bytes."""
     assert {unaligned(torch.empty(3, dtype=d)).data_ptr() % 64 for d in (torch.int8, torch.float32)} == {1, 4}
     assert check(OnDevice(emulated().ops, unaligned, torch.Tensor.clone), set()) > 30
 
 
 def test_what_is_compared_is_printed(capsys: pytest.CaptureFixture) -> None:
-    """A way that fails does not end the next one."""
+    """A failing way does not end the next one."""
     assert sanitize_cuda.compare({"a": torch.ops.rec_kernels, "b": object(), "c": torch.ops.rec_kernels}, set()) == 1
     found = capsys.readouterr().out
     for way in "ac":
         assert re.search(rf"^{way}: \d+ tensors have the CPU's bits$", found, re.MULTILINE)
-    assert re.search(r"^  scale_rows and row_dot: \d+ tensors$", found, re.MULTILINE)  # as it goes
+    assert re.search(r"^  scale_rows and row_dot: \d+ tensors$", found, re.MULTILINE)  # printed immediately
     assert "\nb:\nscale_rows and row_dot: scale_rows raises Attr" in found
 
 
 def test_copies_to_the_gpu_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies in memory stand for the GPU's: tensors changed in place come back, in lists, too."""
+    """With copies in memory as the GPU's, tensors changed in place are copied back, also in lists."""
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     assert check(OnCuda(), set()) > 30
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """The command fails and says why where nothing can be checked."""
+    """The command fails with a reason if nothing can be checked."""
     monkeypatch.setattr(sys, "argv", ["sanitize_cuda.py"])
     if torch.cuda.is_available() and rk.build_info()["cuda_unavailable"] is None:
         assert sanitize_cuda.main() == 0
@@ -158,7 +158,7 @@ def test_the_cases_reach_long_and_short_runs() -> None:
 
 
 def fake_tool(folder: Path, code: str) -> Path:
-    """A compute-sanitizer that notes its arguments and does as told."""
+    """A fake compute-sanitizer that records its arguments and runs ``code``."""
     tool = folder / "compute-sanitizer"
     note = f"open({str(folder / 'calls')!r}, 'a').write(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] + str(sys.argv))"
     tool.write_text(f"#!{sys.executable}\nimport os, sys\n{note}\n{code}\n")
@@ -184,7 +184,7 @@ def test_each_tool_is_run_until_one_fails(
 
 
 def test_the_tool_is_found_beside_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the link that distributions put on the PATH."""
+    """The tool is found through the symbolic link that distributions put on the PATH."""
     toolkit, path = tmp_path / "cuda", tmp_path / "bin"
     toolkit.mkdir()
     path.mkdir()
@@ -207,7 +207,7 @@ def test_a_machine_without_the_tool_gets_a_message(
 
 @pytest.mark.full
 def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
-    """No kernel reads or writes outside of a tensor, whatever the bags say; calls of other seeds than elsewhere."""
+    """No kernel accesses memory outside of a tensor, for any bags; seeds differ from those of other tests."""
     command = [sys.executable, sanitize_cuda.__file__, "--fuzz", "150", "--seed", "1000"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -215,7 +215,7 @@ def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
 
 
 def test_a_fault_that_is_not_noted_ends_the_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's ops, which raise where a device is expected to note, end the fuzz."""
+    """The CPU's ops, which raise instead of setting status, end the fuzz."""
     monkeypatch.setenv("REC_KERNELS_TEST_LIBRARY", "not asked for")
     monkeypatch.setattr(sanitize_cuda, "emulated", lambda: torch.ops.rec_kernels)
     with pytest.raises(AssertionError, match=r"cuda_emulated: BadCall\(sample=Sample\("):

@@ -1,4 +1,4 @@
-"""The CPU's kernels, built with the sanitizers: no access outside of memory, no undefined step."""
+"""The CPU's kernels run clean under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from backends import ROOT
 from test_opcheck import registered
 
 pytestmark = pytest.mark.full
-#: Tests of kernels that follow numbers of their input into memory: bags and groups, ids, rows of tables, slots; and of
-#: those with tiles and remainders of them.
+#: Tests of kernels that index memory by their input (bags, groups, ids, rows, slots), and of those with tiles and
+#: remainders.
 TESTS = (
     *("embedding_bag_shared", "expand", "jagged_dedup", "jagged_permute", "row_cache", "scale_rows"),
     *("dot_interaction", "factorization_machine", "grouped_projection", "row_formats"),
@@ -21,9 +21,9 @@ TESTS = (
 
 
 def run(*command: object) -> str:
-    """Output of a Python process that has the library with the sanitizers, and must succeed.
+    """Output of a Python process that has the sanitized library, and must succeed.
 
-    The drivers and one instruction set's kernels have them: their sources are those of the others.
+    Drivers and one instruction set's kernels are sanitized: the other sets have the same sources.
     """
     package = fuzz_ops.sanitized_package("baseline")
     options = {"env": fuzz_ops.environment(package), "cwd": package, "capture_output": True, "text": True}
@@ -35,14 +35,14 @@ def run(*command: object) -> str:
 
 
 def test_cpu_kernels_run_clean_under_the_sanitizers() -> None:
-    """Their tests pass."""
+    """The kernels' tests pass."""
     tests = [ROOT / "python_tests" / f"test_{name}.py" for name in TESTS]
     printed = run("-m", "pytest", "-q", "-x", "-m", "not full", "-k", "not compiled", "--backends=cpu", *tests)
     assert "comparisons passed by backend: cpu" in printed
 
 
 def test_every_op_runs_clean_under_the_sanitizers() -> None:
-    """Calls of all public ops with anything wrong in their arguments, and of embedding_bag with a reference."""
+    """Calls of all public ops with invalid arguments, and of embedding_bag with a reference, pass."""
     words = [json.loads(line) for line in run(fuzz_ops.__file__, "--work", "--calls", "1000").splitlines()]
     assert [what for kind, *what in words if kind == "found"] == []
     done = [what for kind, *what in words if kind == "done"]

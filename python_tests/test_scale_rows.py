@@ -11,14 +11,13 @@ from rec_kernels import testing
 from rec_kernels.reference import scale_rows as reference
 
 SIZES = [(0, 4), (4, 0), (1, 1), (5, 3), (7, 15), (7, 16), (3, 17), (4, 64), (2, 127), (2, 128), (3, 129), (2, 1000)]
-# More rows than a warp takes together, and no multiple of them.
+# More rows than a warp processes together, and no multiple of them.
 SIZES += [(301, 8), (70, 13), (37, 32), (23, 60), (9, 132)]
 ops = torch.ops.rec_kernels
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_reference(size: tuple[int, int]) -> None:
-    """Bit for bit, on every backend."""
     x, other, scale = torch.randn(size), torch.randn(size), torch.randn(size[0])
     for backend in every_backend():
         assert torch.equal(backend.ops.scale_rows(x, scale), reference.scale_rows(x, scale)), backend.name
@@ -27,7 +26,7 @@ def test_matches_reference(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("columns", [4, 16, 28, 64, 128, 256])
 def test_sums_that_underflow(columns: int) -> None:
-    """Columns that a row lacks add +0 to a sum of -0, those that it has do not, on every backend."""
+    """Missing columns of a row's last register add +0 to a sum of -0; existing ones do not."""
     x = torch.full((5, columns), 2.0**-100)
     expected = reference.row_dot(x, -x)
     assert expected.signbit().all() == (columns % 128 == 0)
@@ -36,7 +35,7 @@ def test_sums_that_underflow(columns: int) -> None:
 
 
 def test_gradients() -> None:
-    """Against torch's own autograd: the scale's gradient differs in the order of summation only."""
+    """Gradients equal torch's autograd: the scale's gradient differs in the order of summation only."""
     x, scale = torch.randn(6, 100, requires_grad=True), torch.randn(6, requires_grad=True)
     weight = torch.randn(6, 100)
     found = torch.autograd.grad((rk.scale_rows(x, scale) * weight).sum(), (x, scale))
@@ -55,7 +54,7 @@ def test_second_gradients() -> None:
 
 
 def test_large_is_independent_of_threads() -> None:
-    """Enough rows for every thread to get some."""
+    """Enough rows for every thread."""
     x, scale = torch.randn(5000, 33), torch.randn(5000)
     results = []
     for n in (1, 2, 3):
@@ -67,7 +66,7 @@ def test_large_is_independent_of_threads() -> None:
 
 
 def test_strided_inputs_are_read_right() -> None:
-    """Non-contiguous arguments are accepted and mean what they say."""
+    """Non-contiguous arguments are read correctly."""
     x, scale = torch.randn(8, 12)[::2, 1::3], torch.randn(8)[::2]
     assert torch.equal(rk.scale_rows(x, scale), x * scale[:, None])
 
@@ -121,14 +120,13 @@ def test_bad_input(x: torch.Tensor, scale: torch.Tensor, message: str) -> None:
     ],
 )
 def test_bad_rows(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
-    """row_dot refuses bad rows."""
     with pytest.raises(ValueError, match=message):
         ops.row_dot(a, b)
 
 
 @pytest.mark.parametrize("op", [rk.scale_rows, rk.expand, rk.factorization_machine], ids=lambda op: op.__name__)
 def test_gradients_inside_vmap(op) -> None:
-    """Tensors in torch.vmap do not say that they require a gradient: the wrappers must not go below autograd there."""
+    """Tensors in torch.vmap do not report that they require a gradient: wrappers must not skip autograd there."""
     x = torch.randn(3, 4, 5, requires_grad=True)
     other = {"scale_rows": torch.randn(4), "expand": torch.tensor([2, 0, 3]), "factorization_machine": None}[
         op.__name__

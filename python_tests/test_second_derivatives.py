@@ -1,4 +1,4 @@
-"""Second derivatives: those that there are, by differences, and the refusal of all others; torch.func's."""
+"""Second derivatives equal differences, or raise; so do torch.func's transforms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _inputs(args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _is_float32(op: str, args: tuple, kwargs: dict) -> bool:
-    """True if what is differentiated is exact enough for differences: some output, and all inputs of an op of TWICE."""
+    """True if an output, and all inputs of an op of TWICE, are float32, exact enough for differences."""
     exact = op not in TWICE or all(t.dtype == torch.float32 for t in _inputs(args, kwargs))
     return exact and any(t.dtype == torch.float32 for t in _outputs(op, args, kwargs))
 
@@ -68,7 +68,7 @@ def _second_derivative_agrees(op: str, args: tuple, kwargs: dict) -> None:
 
 @pytest.mark.parametrize("op", [op for op in with_autograd() if "backward" not in op])
 def test_second_derivative_is_right_or_refused(op: str) -> None:
-    """A backward op that does not refuse has none as far as torch knows: zeros, and a warning."""
+    """A backward op that does not reject them would have second derivatives of zero in torch, with a warning."""
     floats = [call for call in samples(op) if _is_float32(op, *call)]
     assert floats or op == "jagged_bucketize"
     for args, kwargs in floats:
@@ -78,7 +78,7 @@ def test_second_derivative_is_right_or_refused(op: str) -> None:
 
 
 def _cubes(*args: torch.Tensor, sparse: bool = False) -> torch.Tensor:
-    """Sums of cubes for one table with given rows and factors."""
+    """Sums of cubes for one table with given rows and weights."""
     weight, factors = args
     ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 1])
     return rk.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=factors, sparse=sparse).pow(3).sum()
@@ -87,7 +87,7 @@ def _cubes(*args: torch.Tensor, sparse: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("of", [0, 1], ids=["weight", "factors"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_refused_of_inputs(of: int, sparse: bool) -> None:
-    """torch.autograd.grad asks for gradients of given inputs: it must find that the first gradients depend on them."""
+    """torch.autograd.grad of given inputs finds that the first gradients depend on them."""
     inputs = [torch.randn(3, 4, requires_grad=True), torch.ones(3, requires_grad=True)]
     loss = _cubes(*inputs, sparse=sparse)
     first = torch.autograd.grad(loss, inputs[of], create_graph=True)[0].to_dense()
@@ -97,13 +97,13 @@ def test_refused_of_inputs(of: int, sparse: bool) -> None:
 
 
 def test_hessian_is_refused() -> None:
-    """A Hessian is refused: torch.autograd.functional would return zeros for inputs that a gradient ignores."""
+    """A Hessian is rejected: torch.autograd.functional would return zeros for inputs that a gradient ignores."""
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.functional.hessian(lambda weight: _cubes(weight, torch.ones(3)), torch.randn(3, 4))
 
 
 def test_refused_of_a_collections_tables() -> None:
-    """Second derivatives are refused for a collection that torch's optimizers train."""
+    """Second derivatives are rejected for a collection with torch's optimizers."""
     bags = rk.KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), offsets=torch.tensor([0, 1, 3]))
     config = rk.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
     tables = rk.EmbeddingBagCollection([config], optimizer=None)
@@ -114,7 +114,7 @@ def test_refused_of_a_collections_tables() -> None:
 
 
 def test_refused_under_checkpointing() -> None:
-    """Activation checkpointing allows one look at what a backward has saved."""
+    """Activation checkpointing allows reading saved tensors only once."""
     inputs = [torch.randn(3, 4, requires_grad=True), torch.ones(3, requires_grad=True)]
     loss = checkpoint(_cubes, *inputs, use_reentrant=False)
     (first,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
@@ -124,7 +124,7 @@ def test_refused_under_checkpointing() -> None:
 
 @pytest.mark.parametrize("op", ["expand", "jagged_index_select", "jagged_windows", "jagged_permute"])
 def test_refused_of_what_is_copied(op: str) -> None:
-    """Ops that are linear have a second derivative of zero through themselves, and another through what follows."""
+    """The second derivative of a linear op is zero through itself, and not through a following op."""
     args, kwargs = next(call for call in samples(op) if _float_inputs(call) and _outputs(op, *call))
     x = _float_inputs((args, kwargs))[0]
     loss = sum(t.pow(3).sum() for t in _outputs(op, args, kwargs))
@@ -139,13 +139,13 @@ def _float_inputs(call: tuple[tuple, dict]) -> list[torch.Tensor]:
 
 
 def is_float(x: object) -> bool:
-    """True of a tensor of floats."""
+    """True for floating-point tensors."""
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 @pytest.mark.parametrize("op", with_autograd())
 def test_torch_func(op: str) -> None:
-    """First and second derivatives are those of autograd, or refused as there; updates are made by autograd alone."""
+    """First and second derivatives equal autograd's, or raise; updates need autograd."""
     for args, kwargs in samples(op):
         places = [i for i, t in enumerate(args) if all(map(is_float, leaves := pytree.tree_leaves(t))) and leaves]
 

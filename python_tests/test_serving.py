@@ -24,7 +24,7 @@ TABLES = [
 SEQUENCES = [
     rk.EmbeddingConfig(t.num_embeddings, 8, name=t.name, feature_names=t.feature_names, format=t.format) for t in TABLES
 ]
-#: Has programs take one sample, and none: torch takes these sizes for constants by default.
+#: Dynamic sizes that include 0 and 1, which torch specializes by default.
 ANY_SIZE = functools.partial(_config.patch, backed_size_oblivious=True)
 
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
         self.tables, self.top = tables, nn.Linear(48, 2)
 
     def forward(self, batch: rk.KeyedJaggedTensor) -> tuple[torch.Tensor, rk.KeyedTensor]:
-        """The scores, and what they were made from."""
+        """Returns the scores, and the pooled embeddings."""
         embedded = self.tables(batch)
         return self.top(embedded.values()), embedded
 
@@ -54,7 +54,7 @@ def collection() -> rk.EmbeddingBagCollection:
 
 
 def test_for_serving() -> None:
-    """The served module has equal lookups in the same memory, and nothing else."""
+    """The serving module has equal lookups in the same memory, and nothing else."""
     trained = collection()
     served, given = trained.for_serving(), batch(5)
     assert torch.equal(served(given).values(), trained(given).values())
@@ -72,7 +72,7 @@ def test_for_serving() -> None:
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "mx6"])
 def test_for_serving_in_a_format(format: str) -> None:
-    """Rows are those that were trained, rounded once, in memory of their own; sizes before and after are told."""
+    """Rows are the trained ones, rounded once, in separate memory; sizes before and after are reported."""
     trained, given = collection(), batch(5)
     numbers = torch.get_rng_state()
     served = trained.for_serving(format)
@@ -102,7 +102,7 @@ def test_for_serving_in_a_format(format: str) -> None:
 
 
 def test_for_serving_in_formats() -> None:
-    """Some tables may be named; cached rows are encoded first; sequences and composed tables have formats, too."""
+    """Formats may be given per table; cached rows are encoded first; sequences and composed tables work."""
     tables = [*TABLES, rk.EmbeddingBagConfig(300, 16, name="d", feature_names=["g"], compression=rk.MixedDimension(4))]
     cached = rk.EmbeddingBagCollection(TABLES, optimizer=rk.SGD(lr=0.5), cache=rk.RowCache(0.2, backing="host"))
     cached(batch(5)).values().square().sum().backward()
@@ -126,7 +126,7 @@ def test_for_serving_in_formats() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:
-    """A program for any batch, saved and loaded: the bits of the module, the tables once."""
+    """A program for any batch, saved and loaded, has the module's bits, and contains the tables once."""
     model = Model(collection().for_serving()).eval()
     dim = torch.export.Dim.DYNAMIC
     shapes = {"batch": [{0: dim}, {0: dim}, None, None]}
@@ -145,7 +145,7 @@ def test_export(strict: bool) -> None:
 
 
 def test_export_of_rows_of_ids() -> None:
-    """Any batch, too, whose features have as many samples."""
+    """Programs of sequences accept any batch with equal batch sizes of features."""
     model, dim = nn.Sequential(rk.EmbeddingCollection(SEQUENCES).for_serving()).eval(), torch.export.Dim.DYNAMIC
     with torch.no_grad(), ANY_SIZE():
         program = torch.export.export(model, (batch(5),), dynamic_shapes=[[{0: dim}, {0: dim}, None, None]]).module()
@@ -159,8 +159,7 @@ def test_export_of_rows_of_ids() -> None:
 @pytest.mark.parametrize(("optimizer", "first", "last"), [(None, 0, 1), (rk.SGD(lr=0.1), 0, 3), (rk.SGD(lr=0.1), 1, 2)])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_program_that_would_not_train(optimizer: object, first: int, last: int, strict: bool) -> None:
-    """The rows that a lookup reads and the parameters would be two tensors of the program. A fused optimizer trains
-    int8 rows, too."""
+    """Exporting with trainable tables is rejected: the program would separate rows from parameters, also in int8."""
     model = nn.Sequential(rk.EmbeddingBagCollection(TABLES[first:last], optimizer=optimizer))
     error = torch._dynamo.exc.UserError if strict else RuntimeError
     with pytest.raises((error, torch._dynamo.exc.Unsupported), match=r"export the collection's for_serving\(\)"):
@@ -177,7 +176,7 @@ def test_a_program_that_would_not_train(optimizer: object, first: int, last: int
 
 
 def test_names_are_copies() -> None:
-    """Whoever sorts names that were asked for changes no lookup, and no other output."""
+    """Sorting a returned list of names changes no lookup and no other output."""
     trained, sequences, given = collection(), rk.EmbeddingCollection(SEQUENCES), batch(5)
     before, rows = trained(given).to_dict(), sequences(given)["f"].values()
     for served in (trained, trained.for_serving(), sequences):
@@ -194,7 +193,7 @@ def test_names_are_copies() -> None:
 
 
 def test_containers_are_trees() -> None:
-    """Every tensor is a leaf, and comes back to its place."""
+    """Every tensor is a leaf, and is restored to its position."""
     full = rk.KeyedJaggedTensor(
         ["f", "g"],
         torch.arange(3),
@@ -219,7 +218,7 @@ def test_containers_are_trees() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
 def test_autocast(optimizer) -> None:
-    """Per-sample weights in half precision are widened, and have a gradient; sums are float32 as without autocast."""
+    """Half-precision weights are widened, and have a gradient; sums are float32 as without autocast."""
     tables = [rk.EmbeddingBagConfig(50, 8, name="a", feature_names=["f", "g"])]
     torch.manual_seed(0)
     ours = rk.EmbeddingBagCollection(tables, optimizer=optimizer)
@@ -239,7 +238,7 @@ def test_autocast(optimizer) -> None:
 
 @pytest.mark.parametrize("kind", [rk.Adagrad, rk.Adam, rk.RowwiseAdam])
 def test_autocast_leaves_state_alone(kind) -> None:
-    """State in bfloat16 is updated as without autocast."""
+    """bfloat16 state is updated as without autocast."""
     tables = [rk.EmbeddingBagConfig(50, 8, name="a", feature_names=["f", "g"], init=lambda w: w.fill_(1.0))]
     found, expected = (
         rk.EmbeddingBagCollection(tables, optimizer=kind(lr=0.1, state_dtype=torch.bfloat16)) for _ in range(2)
@@ -256,8 +255,7 @@ def test_autocast_leaves_state_alone(kind) -> None:
 
 
 def test_served_tables_are_moved_never_cast() -> None:
-    """half() and bfloat16() leave served tables as they are, as the collection's own; meta and back makes a new
-    layout."""
+    """half() and bfloat16() leave tables of a serving module unchanged; moving from meta makes a new layout."""
     served, given = collection().for_serving(), batch(3)
     expected = served(given).values()
     for cast in (nn.Module.half, nn.Module.bfloat16, nn.Module.double):

@@ -1,4 +1,4 @@
-"""Sentences of setup.py: what is missing, what was built. Tools and torch are stand-ins that do nothing."""
+"""Messages of setup.py: missing tools, built libraries. Tools and torch are fakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "rec_kernels/_version.py")
 TORCH = '__version__, __path__ = "{}", ["/torch"]\nclass version:\n    cuda = {}\n'
-# The virtual environment of the tests has scripts named cmake and ninja.
+# The tests' virtual environment has scripts named cmake and ninja.
 BEGIN = """
 import runpy, sys, sysconfig, setuptools
 paths = sysconfig.get_path
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="these 
 
 
 class Checkout:
-    """The files that setup.py reads, and stand-ins of torch and of the tools that it calls."""
+    """The files that setup.py reads, and fakes of torch and of the tools that it calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tools = folder, folder / "tools"
@@ -41,17 +41,17 @@ class Checkout:
         self.torch()
 
     def tool(self, name: str, does: str = "exit 0") -> None:
-        """A program of that name on the PATH."""
+        """Writes a program of that name to the PATH."""
         path = self.tools / name
         path.write_text(f"#!/bin/sh\n{does}\n")
         path.chmod(0o755)
 
     def torch(self, version: str = "2.13.0", cuda: str | None = None) -> None:
-        """A torch of that version, for that version of CUDA."""
+        """Fakes a torch of that version, for that version of CUDA."""
         (self.folder / "torch.py").write_text(TORCH.format(version, repr(cuda)))
 
     def run(self, *arguments: str, begin: str = "", **environment: str) -> subprocess.CompletedProcess:
-        """Runs setup.py with arguments (a build in place without any), after some lines of Python."""
+        """Runs setup.py with arguments (by default a build in place), after some lines of Python."""
         cleared = {k: v for k, v in os.environ.items() if k not in ("CXX", "CUDA_HOME") and "REC_KERNELS" not in k}
         return subprocess.run(
             [sys.executable, "-c", f"{BEGIN}{begin}\n{END}", *(arguments or ("build_ext", "--inplace"))],
@@ -68,7 +68,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def sentence(done: subprocess.CompletedProcess) -> str:
-    """The one line that a failed build ends with."""
+    """The last line of a failed build."""
     assert done.returncode == 1, done.stdout
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr.strip()
@@ -84,7 +84,7 @@ def sentence(done: subprocess.CompletedProcess) -> str:
     ],
 )
 def test_python_packages(checkout: Checkout, begin: str, expected: str) -> None:
-    """A setuptools that is too old; no torch, and torches whose own import fails."""
+    """An old setuptools, no torch, and torches that fail to import are reported."""
     assert expected in sentence(checkout.run(begin=begin, REC_KERNELS_CUDA="0"))
 
 
@@ -104,7 +104,7 @@ def test_old_torch(checkout: Checkout) -> None:
 )
 @pytest.mark.parametrize("command", ["build_ext", "bdist_wheel", "editable_wheel"])
 def test_tools(checkout: Checkout, missing: str, expected: str, command: str) -> None:
-    """Every way to build says which tool is missing, and nothing else."""
+    """Every way to build reports the missing tool, and nothing else."""
     (checkout.tools / missing).unlink()
     assert sentence(checkout.run(command)).startswith(expected)
 
@@ -120,7 +120,7 @@ def test_source_distribution_needs_no_tools(checkout: Checkout) -> None:
 
 
 def test_compiler_of_the_environment(checkout: Checkout) -> None:
-    """CXX is a command with options; a program that does not exist is named."""
+    """CXX is a command with options; a missing program is named."""
     (checkout.tools / "c++").unlink()
     checkout.tool("g++-13")
     assert "and CXX=g++-99 does not exist" in sentence(checkout.run(CXX="g++-99 -m64"))
@@ -128,7 +128,7 @@ def test_compiler_of_the_environment(checkout: Checkout) -> None:
 
 
 def test_tools_among_the_scripts(checkout: Checkout) -> None:
-    """A virtual environment need not be active: its own cmake and ninja are found."""
+    """cmake and ninja of an inactive virtual environment are found."""
     scripts = checkout.folder / "scripts"
     scripts.mkdir()
     for name in ("cmake", "ninja"):
@@ -137,7 +137,7 @@ def test_tools_among_the_scripts(checkout: Checkout) -> None:
 
 
 def test_nvcc(checkout: Checkout) -> None:
-    """Without nvcc a CUDA library that is demanded is an error; CUDA_HOME comes before the PATH."""
+    """A required CUDA library without nvcc is an error; CUDA_HOME has precedence over the PATH."""
     assert "CUDA library, but nvcc is not on the PATH: install" in sentence(checkout.run(REC_KERNELS_CUDA="1"))
     checkout.tool("nvcc")
     home = str(checkout.folder)
@@ -148,7 +148,7 @@ def test_nvcc(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("step", ["-G", "--build"])
 def test_cmake_fails(checkout: Checkout, step: str) -> None:
-    """One sentence follows what CMake prints, and no traceback."""
+    """One line follows CMake's output, without a traceback."""
     checkout.tool("cmake", f'echo "reasons"; [ "$1" != {step} ] || exit 3')
     done = checkout.run()
     assert sentence(done) == f"rec_kernels is not built: `cmake {step}` failed with status 3 for the reason above"
@@ -156,7 +156,7 @@ def test_cmake_fails(checkout: Checkout, step: str) -> None:
 
 
 def test_what_was_built(checkout: Checkout) -> None:
-    """Each library is built or left out for a reason; what an earlier build left is removed."""
+    """Each library is built, or left out for a reason; an earlier build's files are removed."""
     cuda = checkout.folder / "rec_kernels" / "librec_kernels_cuda.so"
     cuda.touch()
     done = checkout.run(begin="import importlib.util; importlib.util.find_spec = lambda name: None")
@@ -180,7 +180,7 @@ def test_what_was_built(checkout: Checkout) -> None:
 
 
 def test_label_of_a_cuda_wheel(checkout: Checkout) -> None:
-    """A wheel's version has the major version of CUDA that nvcc is of; a build for oneself has none."""
+    """A wheel's version has nvcc's major version of CUDA; a local build's has not."""
     checkout.tool("nvcc", NVCC)
     wheel = {"REC_KERNELS_CUDA": "1", "REC_KERNELS_PORTABLE": "1"}
     assert checkout.run("--version", **wheel).stdout.strip().endswith("+cu12")
@@ -189,7 +189,7 @@ def test_label_of_a_cuda_wheel(checkout: Checkout) -> None:
 
 
 def install_editable(checkout: Checkout) -> Path:
-    """Unpacks the wheel of an editable install of the whole package into a new virtual environment; its Python."""
+    """Unpacks the wheel of an editable install into a new virtual environment; returns its Python."""
     shutil.copytree(
         ROOT / "rec_kernels",
         checkout.folder / "rec_kernels",
@@ -222,7 +222,7 @@ def test_editable_install_is_a_path(checkout: Checkout) -> None:
 
 @pytest.mark.full
 def test_editable_install_has_types(checkout: Checkout) -> None:
-    """Mypy sees the types of an editable install, not Any."""
+    """Mypy finds the types of an editable install, not Any."""
     pytest.importorskip("mypy")
     python, script = install_editable(checkout), checkout.folder / "dist" / "script.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""Short waits beside other programs: when they begin and end, what is started for them, and what stays as it is."""
+"""Short waits beside other programs: start and end, threads, and unchanged settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Neighbour:
-    """Another program, as seen by looks one second apart; counts the looks."""
+    """Another program's CPU time, sampled at intervals of one second; counts the samples."""
 
     def __init__(self, cores: float):
         self.cores, self.looks = cores, 0
@@ -45,14 +45,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def all_threads() -> set[str]:
-    """The process's threads, OpenMP's too, by number: those that other tests left may end at any time."""
+    """The process's threads by number, including OpenMP's: those of other tests may end at any time."""
     return set(os.listdir("/proc/self/task"))
 
 
 def test_a_busy_neighbour_makes_waits_short_until_it_is_gone(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     neighbour = Neighbour(cores=0.2)
-    torch.ones(1 << 20)  # the team of this thread is there
+    torch.ones(1 << 20)  # creates the thread team of this thread
     before = all_threads()
     with ShortWaits(neighbour) as waits:
         wait_for(lambda: neighbour.looks > 20)
@@ -60,7 +60,7 @@ def test_a_busy_neighbour_makes_waits_short_until_it_is_gone(monkeypatch):
         neighbour.cores = 0.9
         wait_for(lambda: waits.short)
         started = all_threads() - before
-        assert len(started) == 3  # the watching thread, the surplus thread and its OpenMP worker
+        assert len(started) == 3  # the monitoring thread, the surplus thread and its OpenMP worker
         assert torch.get_num_threads() == 2
         neighbour.cores = 0.0
         wait_for(lambda: not waits.short)
@@ -74,7 +74,7 @@ def test_a_busy_neighbour_makes_waits_short_until_it_is_gone(monkeypatch):
 def test_a_short_burst_changes_nothing(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     neighbour = Neighbour(cores=0.0)
-    busy_at = {10, 20, 30}  # looks that find a neighbour, never two in a row
+    busy_at = {10, 20, 30}  # samples with a busy neighbour, never two in a row
 
     def looks() -> CpuTimes:
         neighbour.cores = 1.0 if neighbour.looks + 1 in busy_at else 0.0
@@ -84,7 +84,7 @@ def test_a_short_burst_changes_nothing(monkeypatch):
     monkeypatch.setattr(ShortWaits, "_set_short", lambda self, short: began.append(short))
     with ShortWaits(looks):
         wait_for(lambda: neighbour.looks > 40)
-    assert began == [False]  # the one that __exit__ asks for
+    assert began == [False]  # the call of __exit__
 
 
 def test_idle_cores_are_left_to_the_neighbour(monkeypatch):

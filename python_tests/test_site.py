@@ -1,4 +1,4 @@
-"""The site of `make site`: Sphinx builds it without a warning, so that every link on it leads somewhere."""
+"""Sphinx builds the site of `make site` without a warning, hence without dead links."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_gallery_has_every_picture() -> None:
 
 @pytest.mark.full
 def test_site_builds(tmp_path: Path) -> None:
-    """Every page is built and in the menu; the reference has every name, with methods of bases of this package.
+    """Every page is built and in the menu; the reference has every name, with inherited methods of this package.
 
-    Nothing is loaded from elsewhere.
+    Pages load nothing from other sites.
     """
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", str(tmp_path)]

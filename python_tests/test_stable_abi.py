@@ -17,9 +17,9 @@ import rec_kernels
 PACKAGE = Path(rec_kernels.__file__).parent
 ROOT = PACKAGE.parent
 LIBRARIES = sorted(PACKAGE.glob("librec_kernels_*.so"))
-# The C interfaces of the stable ABI; everything else of torch may change from release to release.
+# The C interfaces of the stable ABI; other symbols of torch may change between releases.
 STABLE_PREFIXES = ("aoti_torch_", "torch_")
-#: Names of these that csrc uses, looked up in the headers of torch 2.10.0; its STABLE_TORCH_LIBRARY expands no macro.
+#: Their names in csrc, from the headers of torch 2.10.0; its STABLE_TORCH_LIBRARY expands no macro.
 OF_TORCH_2_10 = {
     *("STABLE_TORCH_LIBRARY_FRAGMENT", "STABLE_TORCH_LIBRARY_IMPL", "TORCH_BOX"),
     *("AOTI_TORCH_SUCCESS", "TORCH_ERROR_CODE_CHECK", "aoti_torch_aten_new_empty", "aoti_torch_delete_tensor_object"),
@@ -38,7 +38,7 @@ def _symbols(path: Path, *options: str) -> list[str]:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_torch_symbols_are_stable(library: Path) -> None:
-    """No mangled torch symbol is wanted from outside: neither at::, c10:: nor torch:: proper."""
+    """No mangled torch symbol of at::, c10:: or torch:: is undefined."""
     wanted = _symbols(library, "-D", "--undefined-only")
     mangled = [s for s in wanted if re.match(r"_ZN?K?(2at|3c10|5torch)", s)]
     assert not mangled, mangled
@@ -56,7 +56,7 @@ def test_torch_abi_audit(library: Path) -> None:
 
 
 def test_cuda_library_finds_what_it_takes_from_the_cpu_library() -> None:
-    """A function that is not exported is missed only where the library is loaded, which takes a torch with CUDA."""
+    """A missing export would otherwise be found only when the library is loaded, with a CUDA build of torch."""
     cpu, cuda = (PACKAGE / f"librec_kernels_{name}.so" for name in ("cpu", "cuda"))
     if not cuda.exists():
         pytest.skip("the CUDA library is not built here")
@@ -67,14 +67,14 @@ def test_cuda_library_finds_what_it_takes_from_the_cpu_library() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_exports(library: Path) -> None:
-    """Exported symbols are those marked RK_EXPORT, none that headers of the standard library instantiate."""
+    """Exported symbols are those marked RK_EXPORT, and no instantiations of the standard library."""
     exported = _symbols(library, "-D", "--defined-only")
     ours = [s for s in exported if re.match(r"_ZNK?11rec_kernels", s)]
     assert sorted(set(exported) - set(ours) - {"rec_kernels_throw_value_errors_by"}) == []
 
 
 def test_cuda_library_takes_all_that_is_exported() -> None:
-    """Nothing else than the CUDA library needs the CPU library's C++ functions."""
+    """The CPU library exports only C++ functions that the CUDA library needs."""
     cpu, cuda = (PACKAGE / f"librec_kernels_{name}.so" for name in ("cpu", "cuda"))
     if not cuda.exists():
         pytest.skip("the CUDA library is not built here")
@@ -84,7 +84,7 @@ def test_cuda_library_takes_all_that_is_exported() -> None:
 
 @pytest.mark.parametrize("library", [*LIBRARIES, *sorted(PACKAGE.glob("_host*.so"))], ids=lambda p: p.name)
 def test_hardening(library: Path) -> None:
-    """Symbols are resolved before anything runs, then read-only; stacks and copies of known size are guarded."""
+    """Symbols are bound before anything runs, then read-only; stacks and copies of known size are guarded."""
     if _has_asan(library):
         pytest.skip("sanitizers have checks of their own")
     read = subprocess.run(["readelf", "-dlW", library], capture_output=True, text=True, check=True).stdout
@@ -98,13 +98,13 @@ def _has_asan(library: Path) -> bool:
 
 
 def test_no_python_symbols() -> None:
-    """The op libraries know nothing of Python: one build serves every Python, and C++ programs."""
+    """The op libraries do not use Python: one build serves every Python, and C++ programs."""
     for library in LIBRARIES:
         assert not [s for s in _symbols(library, "-D", "--undefined-only") if s.startswith(("Py", "_Py"))]
 
 
 def test_instruction_sets_share_no_weak_symbol() -> None:
-    """A symbol that two instruction sets both define weakly would be merged: AVX-512 code on a machine without it."""
+    """A weak symbol of two instruction sets would be merged: AVX-512 code on a machine without it."""
     builds = sorted(ROOT.glob("build/c*/CMakeFiles"), key=lambda p: p.stat().st_mtime)
     if not builds:
         pytest.skip("object files are not kept with this installation")
@@ -130,7 +130,7 @@ def test_sources_include_no_unstable_header() -> None:
 
 
 def test_sources_compile_with_the_oldest_torch() -> None:
-    """Macros and C functions of torch in csrc are those that the headers of torch 2.10 declare."""
+    """Macros and C functions of torch in csrc are declared by the headers of torch 2.10."""
     files = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}]
     name = r"\b(?:[A-Z_]*(?:TORCH|AOTI)_[A-Z_]+|(?:aoti_torch|torch)_[a-z0-9_]+)\b"
     used = {found for path in files for found in re.findall(name, re.sub("//.*", "", path.read_text()))}
@@ -148,7 +148,7 @@ def test_kernel_sources_are_plain() -> None:
 
 
 def test_build_info() -> None:
-    """build_info names what is there."""
+    """build_info has the libraries and versions."""
     info = rec_kernels.build_info()
     assert Path(info["cpu_library"]).exists()
     assert info["cpu_isa"] in {"baseline", "v3", "v4"}
@@ -163,7 +163,7 @@ def test_build_info() -> None:
 
 
 def test_missing_library_says_so(tmp_path: Path) -> None:
-    """A package without its library tells how to build it, in one sentence."""
+    """A package without its library raises one sentence with the build command."""
     shutil.copytree(PACKAGE, tmp_path / "rec_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     done = subprocess.run([sys.executable, "-c", "import rec_kernels"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
@@ -171,7 +171,7 @@ def test_missing_library_says_so(tmp_path: Path) -> None:
 
 
 def test_broken_library_says_why(tmp_path: Path) -> None:
-    """The reason of the system's loader is told: torch's message has the file's name only."""
+    """The error has the system loader's reason; torch's has the file's name only."""
     shutil.copytree(PACKAGE, tmp_path / "rec_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "rec_kernels" / "librec_kernels_cpu.so").write_text("no library")
     done = subprocess.run([sys.executable, "-c", "import rec_kernels"], cwd=tmp_path, capture_output=True, text=True)

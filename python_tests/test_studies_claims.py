@@ -1,4 +1,4 @@
-"""Papers' claims beside numbers of ours: measures, premises, and the rule of verdicts."""
+"""Papers' claims compared with our figures: measures, premises, and verdicts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fabricated(**configurations) -> dict:
 
 
 def test_what_is_lacking_to_tell():
-    """The seeds that are named are the fewest whose interval leaves the bound out, of numbers with this spread."""
+    """The suggested number of seeds is the fewest whose interval, with this spread, excludes the bound."""
     values = [0.001, 0.003, -0.001, 0.002, 0.0, 0.004, -0.002, 0.001]
     found = claims.over_seeds(values)
     claim = {"verdict": CANNOT_TELL, "why": "w", "unit": "AUC", "at_least": 0.0, "pairs": found.pairs}
@@ -71,7 +71,7 @@ def test_what_is_lacking_to_tell():
 def test_verdicts_follow_from_the_interval(finding, verdict, why):
     assert claims.judge(finding, 0.0) == (verdict, why)
     moved = [None if v is None else v + 2.5 for v in (finding.value, finding.low, finding.high)]
-    if finding.value != -1e-9:  # which 2.5 swallows
+    if finding.value != -1e-9:  # which 2.5 absorbs
         assert claims.judge(Finding(*moved, finding.pairs, finding.failed), 2.5) == (verdict, why)
 
 
@@ -91,7 +91,7 @@ def test_equal_is_not_better(finding, verdict, why):
 
 
 def test_what_is_better_is_so_strictly():
-    """Every claim of a difference above none or of a speed above the same one; none of those that nothing is lost."""
+    """Claims of a difference or of a higher speed are strict; those without a loss are not."""
     for claim in (claim for experiment in EXPERIMENTS for claim in experiment.claims):
         compares = isinstance(claim.measure, (Auc, Faster)) and len(claim.measure.names) == 2
         none = {"AUC": 0.0, "times": 1.0}[claim.measure.unit]
@@ -115,7 +115,7 @@ def test_the_same_is_so_in_both_directions():
     ("fewer", "most", "holds"), [(2.0, 3.0, True), (2.5, 2.5, True), (2.6, 3.0, False), (2.0, 2.4, False)]
 )
 def test_a_claim_is_of_the_sizes_that_it_speaks_of(fewer, most, holds):
-    """A claim at other sizes gets no verdict; without the runs there is no premise either."""
+    """A claim at other sizes gets no verdict; without runs it has no premise either."""
     result = fabricated(a={"auc": [0.5, 0.6], "bytes": 100}, b={"auc": [0.6, 0.7], "bytes": 40})
     premise = Premise(Fewer("parameters", "b", "a"), fewer, most)
     claim = Claim("s", "target", Auc("b", ("a",)), 0.0, premises=(premise,))
@@ -131,9 +131,9 @@ def test_a_claim_is_of_the_sizes_that_it_speaks_of(fewer, most, holds):
 
 
 def test_claims_of_sizes_measure_them():
-    """Claims with a number of times, half or "the same number" in their words measure sizes; published runs meet them.
+    """Claims with a factor, half or "the same number" measure sizes; published runs meet them.
 
-    Runs of half or twice the parameters answer none of them, whatever they reach.
+    Runs of half or twice the parameters answer none of them, whatever their results.
     """
     published_as = {"collisions": "compression", "dimensions": "dimensions", "movielens": "movielens"}
     for experiment in EXPERIMENTS:
@@ -143,7 +143,7 @@ def test_claims_of_sizes_measure_them():
             if claim.premises and experiment.name in published_as:
                 result = published(f"{published_as[experiment.name]}_quality")
                 held = [premise(result)["holds"] for premise in claim.premises]
-                # Remainders of 60 rows are a quarter of what tables of 5,257 rows come to.
+                # Remainders of 60 rows have a quarter of the size of tables with 5,257 rows.
                 assert all(held) != (experiment.name == "movielens" and "60 ids" in claim.says), claim.says
                 for change in (0.5, 2.0):
                     other = copy.deepcopy(result)
@@ -165,7 +165,7 @@ def test_claims_of_sizes_measure_them():
     ],
 )
 def test_speeds_of_several_machines_are_not_judged(places, why):
-    """Speeds of several machines are not judged, nor those of one run that went on elsewhere."""
+    """Speeds of several machines are not judged, nor those of one run that moved to another."""
     result = fabricated(a={"auc": [0.5, 0.5]}, b={"auc": [0.5, 0.5], "speed": [200.0, 200.0]})
     for configuration in result["configurations"]:
         for run, place in zip(configuration["runs"], places, strict=True):
@@ -203,7 +203,7 @@ def published(name: str) -> dict:
 
 
 def test_published_results_give_the_published_numbers():
-    """Findings agree with the words of docs/quality.md, computed there by hand."""
+    """Findings agree with the text of docs/quality.md, whose figures were computed by hand."""
     dimensions, cache = published("dimensions_quality"), published("cache_quality")
     ahead = Auc("mixed8", ("dim2",))(dimensions)
     assert (ahead.value, ahead.low, ahead.high) == tuple(pytest.approx(v, abs=5e-5) for v in (0.0060, 0.0018, 0.0101))

@@ -1,4 +1,4 @@
-"""Comparisons: what may be compared, which runs are trained, and what the numbers say."""
+"""Comparisons: valid configurations, trained runs, and statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     TinyData.opened = 0
-    # Collecting the garbage of all tests of the process after each run takes longer still.
+    # Collecting the garbage of all tests of the process after each run takes even longer.
     monkeypatch.setattr(compare.gc, "collect", lambda: 0)
 
     def run(*configurations, seeds="2", more=()):
@@ -65,7 +65,7 @@ def test_two_configurations_and_two_seeds(command, tmp_path, capsys, trained):
     assert "lr=0.5, bottom=8+4" in " ".join(out.split()) or "bottom=8+4, lr=0.5" in " ".join(out.split())
     assert found["a"]["parameters"] == 2 * 4 + 4 + 4 * 16 + 16 + 17 * 4 + 4 + 4 + 1 + 20 * 16
     assert found["a"]["table_bytes"] == 20 * 16 * 4 + 20 * 4
-    # A run of a comparison is the run that the trainer makes by itself.
+    # A run of a comparison equals the trainer's own run.
     options = {"data": "dlrm_tiny:tiny", "batch_size": 100, "bottom": (8, 4), "top": (4,), "epochs": 2, "lr": 0.5}
     alone = train(TrainConfig(**options, seed=1, runs_dir=str(tmp_path)), TinyData(), progress=False)
     assert found["b"]["runs"][1]["auc"] == alone["auc"]
@@ -259,7 +259,7 @@ LISTS = [
 
 @pytest.mark.parametrize(("configurations", "lists", "expected"), LISTS)
 def test_lists_of_models_tables_and_formats(configurations, lists, expected):
-    """Every configuration with each of a list; it gives itself what no list gives."""
+    """Lists expand every configuration, which gives the options without lists itself."""
     plan = compare.plan(configurations, TrainConfig(), "1", "c", **lists)
     assert list(plan.configs.items()) == [(name, TrainConfig(**options)) for name, options in expected.items()]
 

@@ -1,4 +1,4 @@
-"""MovieLens: every published layout, what is made of it, and what is said about files that are wrong."""
+"""MovieLens: every published layout, the resulting data, and errors of invalid files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BASE = 1_000_000_000  # a Sunday, 01:46:40 in UTC
 
 
 def make_ratings() -> list[tuple[int, int, int, int]]:
-    """(user, movie, stars, second) with many in the same second; user 9 and movie 40 are in no other file."""
+    """(user, movie, stars, second), many in the same second; user 9 and movie 40 are in no other file."""
     rng = random.Random(0)
     rows = {}
     for _ in range(300):
@@ -104,7 +104,7 @@ def data(tmp_path: Path) -> MovieLens:
 
 
 def in_order() -> tuple[list[tuple], int]:
-    """The rows as they must be, by loops, and how many are for training."""
+    """The expected rows, by loops, and the number of training rows."""
     train, test = [], []
     for user in {row[0] for row in RATINGS}:
         own = sorted((row for row in RATINGS if row[0] == user), key=lambda row: row[3])
@@ -117,7 +117,7 @@ def in_order() -> tuple[list[tuple], int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_read(layout: str, tmp_path: Path) -> None:
-    """Folders and files of ratings are read: ratings, years and genres, and users where there are any."""
+    """Folders and files of ratings are read: ratings, years and genres, and users if available."""
     file = WRITERS[layout](tmp_path)
     assert find(tmp_path) == find(file)
     source = find(file)
@@ -126,7 +126,7 @@ def test_every_layout_is_read(layout: str, tmp_path: Path) -> None:
     movies = {movie: (year, set(genres)) for movie, year, genres in read_movies(source.movies).itertuples(index=False)}
     expected = {movie: (year_of(title), set(genres)) for movie, (title, genres) in MOVIES.items()}
     if layout == "ml-100k":
-        expected[30] = 1990, set()  # without a year in its title: the date of release
+        expected[30] = 1990, set()  # without a year in its title: the release date's
     assert movies == expected
     if source.users is not None:
         users = {user: tuple(facts) for user, *facts in read_users(source.users).itertuples(index=False)}
@@ -154,7 +154,7 @@ def test_layouts_of_the_same_ratings_give_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_split_labels_and_ids(data: MovieLens) -> None:
-    """Against plain loops: the last tenth of every user, ids by appearance in the training rows, row 0 for the rest."""
+    """Split, labels and ids equal plain loops: each user's last tenth, ids by appearance in training, 0 for others."""
     rows, train = in_order()
     assert 0 < len(rows) - train < len(rows) / 10
     assert (data.num_rows("train"), data.num_rows("test")) == (train, len(rows) - train)
@@ -198,7 +198,7 @@ def test_the_past_is_of_earlier_training_ratings(data: MovieLens) -> None:
 
 
 def test_history_is_the_last_50(tmp_path: Path) -> None:
-    """The history keeps the last 50 of more movies."""
+    """The history keeps the last 50 movies."""
     write_csv(tmp_path, [(5, movie, 3, BASE + movie) for movie in range(100)])
     data = MovieLens(tmp_path, data_dir=tmp_path / "store")
     batch = next(data.batches("train", 90))
@@ -210,7 +210,7 @@ def test_history_is_the_last_50(tmp_path: Path) -> None:
 
 
 def test_batches(data: MovieLens) -> None:
-    """Batches of any size, from anywhere, hold the rows in order, genres and histories as bags."""
+    """Batches of any size, from anywhere, have the rows in order, genres and histories as bags."""
     rows, train = in_order()
     genre_of: dict[str, int] = {}
     for _, movie, _, _ in rows[:train]:
@@ -239,7 +239,7 @@ def test_batches(data: MovieLens) -> None:
 
 
 def test_the_future_of_a_user_changes_no_training_row(tmp_path: Path) -> None:
-    """The labels of test rows are nowhere: turned around, all else is as it was."""
+    """Inverting the labels of test rows changes nothing else."""
     (tmp_path / "other").mkdir()
     rows, train = in_order()
     turned = rows[:train] + [(user, movie, 6 - stars, time) for user, movie, stars, time in rows[train:]]
@@ -252,7 +252,7 @@ def test_the_future_of_a_user_changes_no_training_row(tmp_path: Path) -> None:
 
 
 def test_prepared_once_per_state_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A second use reads what is there; a file that has changed is read again."""
+    """A second use reads the prepared data; changed files are prepared again."""
     write_csv(tmp_path)
     store = tmp_path / "store"
     first = MovieLens(tmp_path, data_dir=store)
@@ -269,7 +269,7 @@ def test_prepared_once_per_state_of_the_files(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_command_line(tmp_path: Path) -> None:
-    """Trains, with compressed tables, too."""
+    """The trainer trains on it, also with compressed tables."""
     write_100k(tmp_path)
     flags = [
         "--data",
@@ -288,7 +288,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 def test_baselines(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The simple models of docs/data.md run, and the movie mean is the mean."""
+    """The baselines of docs/data.md run, and the movie mean is the mean."""
     path = write_csv(tmp_path)
     movielens_baselines.main(["--path", str(path), "--data-dir", str(tmp_path / "store")])
     assert capsys.readouterr().out.count("|\n") == 6
@@ -344,7 +344,7 @@ MALFORMED = [
     ids=[f"{file}, line {line}: {text!r:.30}" for _, file, line, text, _ in MALFORMED],
 )
 def test_malformed_files(layout: str, file: str, line: int, text: str, message: str, tmp_path: Path) -> None:
-    """Named with the line, the value and what is allowed; nothing is kept."""
+    """Errors have the line, the value and what is allowed; nothing is kept."""
     WRITERS[layout](tmp_path)
     path = tmp_path / file
     rows = path.read_text("latin-1").splitlines()
@@ -356,7 +356,7 @@ def test_malformed_files(layout: str, file: str, line: int, text: str, message: 
 
 
 def test_quoted(tmp_path: Path) -> None:
-    """Every field between quotes, as some tools write files with commas."""
+    """Every field may be quoted, as some tools write CSV files."""
     file = write_csv(tmp_path)
     plain = read_ratings(find(tmp_path).ratings)
     rows = [",".join(f'"{field}"' for field in row.split(",")) for row in file.read_text().splitlines()]
@@ -365,14 +365,14 @@ def test_quoted(tmp_path: Path) -> None:
 
 
 def test_long_titles(tmp_path: Path) -> None:
-    """A title of 150,000 brackets is looked through once, which would take half a minute from each of them."""
+    """A title of 150,000 brackets is scanned once; scanning from each bracket would take half a minute."""
     write_1m(tmp_path)
     lines(tmp_path / "movies.dat", [f"1::{'(1234' * 150_000}::Drama"])
     assert read_movies(find(tmp_path).movies)["year"].tolist() == [0]
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    """No ratings, several, no movies, an empty file, nobody to test on."""
+    """Missing and duplicate ratings, missing movies, an empty file, and no test users are reported."""
     with pytest.raises(
         DataError, match=r"nowhere does not exist: path must be a folder with one of u\.data, ratings\.d"
     ):

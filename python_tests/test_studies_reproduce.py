@@ -1,4 +1,4 @@
-"""The list of comparisons with its claims: what is run, kept and told, and the page."""
+"""The list of comparisons with their claims: runs, kept results, messages and the page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quick_train(config: TrainConfig, data, **options) -> None:
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs ``reproduce`` on the tiny list; nothing is trained and nothing drawn."""
-    monkeypatch.setattr(compare.gc, "collect", lambda: 0)  # of models, of which there are none
+    monkeypatch.setattr(compare.gc, "collect", lambda: 0)  # no models to collect
     monkeypatch.setattr(reproduce, "EXPERIMENTS", LIST)
     monkeypatch.setattr(compare, "train", quick_train)
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **how: None)
@@ -90,7 +90,7 @@ def entries(folder: Path) -> dict[str, dict]:
 
 
 def test_kept_runs_of_other_threads_are_told(command, tmp_path, monkeypatch):
-    """A comparison that went on with another number of threads is reported."""
+    """A comparison resumed with another number of threads is reported."""
     threads = iter([1, 1, 2, 2])
     train = compare.train
 
@@ -161,7 +161,7 @@ def test_every_experiment_is_run_and_judged(command, tmp_path, capsys, monkeypat
     runs = {c["name"]: [run["auc"] for run in c["runs"]] for c in found["one"]["result"]["configurations"]}
     assert claim["value"] == pytest.approx(sum(b - a for a, b in zip(runs["a"], runs["b"], strict=True)) / 2)
     assert (claim["pairs"], claim["measure"]) == (2, "AUC, b - a")
-    # A configuration whose runs fail is no answer, and the rest of its experiment is there.
+    # A configuration with failing runs has no answer; the rest of its experiment is on the page.
     assert found["two"]["claims"][0]["verdict"] == CANNOT_TELL
     text = (folder / "report.md").read_text()
     assert "Left out of the numbers: b-seed0: loss is nan" in text
@@ -192,7 +192,7 @@ def test_finished_runs_are_kept_and_other_experiments_stay_on_the_page(command, 
 
 @pytest.mark.parametrize("again", [[], ["--movielens", "RATINGS/../RATINGS"]], ids=["not given", "spelled otherwise"])
 def test_ratings_that_were_trained_on_stay_on_the_page(command, tmp_path, monkeypatch, trained, again):
-    """Ratings stay on the page, whether or not a later call says where they are, in these words or others."""
+    """Ratings stay on the page, whether or not a later call names their folder, in any form."""
     monkeypatch.setattr(compare, "open_data", lambda config: None)
     monkeypatch.chdir(tmp_path)
     assert command("--movielens", "RATINGS") == 0
@@ -220,7 +220,7 @@ def test_what_is_of_another_list_is_not_shown(command, tmp_path, monkeypatch):
 
 
 def places(value, path=()):
-    """Every place in nested lists and dicts."""
+    """Every path in nested lists and dicts."""
     for key, part in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key)
         if isinstance(part, (dict, list)):
@@ -243,12 +243,12 @@ def test_results_that_no_comparison_wrote_are_not_shown(command, tmp_path, monke
             if results["experiments"][0]["result"] is not None and at[-1] not in shown:
                 shown.append(at[-1])
                 reproduce.reproduce_report.write(request.folder, results)
-    assert "std" in shown  # which is in no page
+    assert "std" in shown  # not shown on any page
     assert not {"runs", "outcome", "examples_per_second", "table_bytes", "reference"}.intersection(shown)
 
 
 def test_an_experiment_that_fails_is_told_and_the_others_go_on(command, tmp_path, trained, capsys):
-    (tmp_path / "reproduce" / "one" / "b-seed1").mkdir(parents=True)  # a folder that is no run
+    (tmp_path / "reproduce" / "one" / "b-seed1").mkdir(parents=True)  # not a run
     assert command() == 1
     found = entries(tmp_path / "reproduce")
     assert [e["status"] for e in found.values()] == ["failed", "done", "left out"]
@@ -357,7 +357,7 @@ def test_bytes_are_shares_of_the_reference():
     shares = container.lines[0].get_xdata()
     assert len(shares) == len(result["configurations"]) - 1
     assert half["table_bytes"] / result["configurations"][0]["table_bytes"] in shares
-    # Sizes in bytes that nothing dominates, by hand from the table in docs/quality.md.
+    # Pareto-optimal sizes in bytes, by hand from the table in docs/quality.md.
     assert [text.get_text() for text in axes.texts] == ["qr15-int8", "qr4-int8", "mixed8", "mixed2"]
     speed = reproduce_pictures.speed(result)
     assert len(speed.axes[0].patches) == len(result["configurations"])

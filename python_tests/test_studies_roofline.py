@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_costs(format: str, once: bool, data: Synthetic, batch: Batch) -> None:
-    """Counted by hand: a model without hidden layers."""
+    """Costs of a model without hidden layers are counted by hand."""
     config = TrainConfig(**OPTIONS | {"bottom": (), "top": (), "format": format, "dedup": "on" if once else "off"})
     model = build_model(config, data)
     given = dedup_batch(batch) if once else batch
@@ -47,7 +47,7 @@ def test_costs(format: str, once: bool, data: Synthetic, batch: Batch) -> None:
 
 
 def test_every_operation_counts(data: Synthetic, batch: Batch) -> None:
-    """More of them move more."""
+    """More of each kind of operation move more bytes."""
     of = {m: roofline.costs(build_model(TrainConfig(**OPTIONS, model=m), data), [batch], 1) for m in MODELS}
     assert of["dlrm"]["forward"]["bytes"] < of["dcnv2"]["forward"]["bytes"] < of["wukong"]["forward"]["bytes"]
 
@@ -60,7 +60,7 @@ def test_limits() -> None:
 
 
 def test_costs_of_several_batches(data: Synthetic) -> None:
-    """Equal batches move rows and state once, add up the layers' gradients, and move all else as often."""
+    """Equal batches move rows and state once, accumulate the layers' gradients, and repeat all else."""
     model = build_model(TrainConfig(**OPTIONS), data)
     first, second = islice(data.batches("train", 500), 2)
     one, twice = (roofline.costs(model, step, 1000) for step in ([first], [first, first]))
@@ -76,7 +76,7 @@ def test_costs_of_several_batches(data: Synthetic) -> None:
 
 
 def test_limits_are_of_the_precision(data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of bfloat16 beside a product of bfloat16; bytes as they are in either."""
+    """bfloat16 products are compared with a bfloat16 product's limit; limits of bytes are equal."""
     rates = {torch.float32: 1.0, torch.bfloat16: 0.25}
     monkeypatch.setattr(
         roofline, "limits", lambda threads, dtype: {"bytes_per_second": 1e30, "flops_per_second": rates[dtype]}
@@ -116,14 +116,14 @@ def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path, 
     [(9, 2, 1, 3, 1), (9, 2, 3, 0, 3), (13, 2, 3, 3, 3), (5, 2, 4, 0, 2)],
 )
 def test_the_last_step_of_whole_batches(rows: int, size: int, accumulate: int, first: int, count: int) -> None:
-    """A step has the last batches that belong together, or those there are if too few."""
+    """A profile takes the last complete group of micro-batches, or all if there are too few."""
     data = SimpleNamespace(num_rows=lambda split: rows, batches=lambda split, size, start: itertools.count(start))
     found = roofline.last_step(data, TrainConfig(batch_size=2, accumulate=accumulate))
     assert found == list(range(first, first + count))
 
 
 def test_runs_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One that is not there, is not finished, has run on a GPU, or has no whole batch."""
+    """Missing and unfinished runs, runs on a GPU, and runs without a whole batch are reported."""
     assert main(["roofline", str(tmp_path / "none")]) == 1
     assert "config.json is not the config of a run" in capsys.readouterr().err
     options = {"runs_dir": str(tmp_path), "run": "run", "batch_size": 4000}

@@ -1,4 +1,4 @@
-"""Classes derived from the layers and collections, with parameters, buffers and modules of their own."""
+"""Subclasses of the layers and collections, with added parameters, buffers and modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scaled(rk.EmbeddingBag):
 
 
 class ScaledBags(rk.EmbeddingBagCollection):
-    """A collection with a parameter, a buffer and a module beside its tables."""
+    """A collection with an added parameter, buffer and module."""
 
     def __init__(self, optimizer: rk.SGD | None) -> None:
         table = rk.EmbeddingBagConfig(10, 4, name="t", feature_names=["f"])
@@ -53,7 +53,7 @@ def layer(request: pytest.FixtureRequest) -> Scaled:
 
 
 def _changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state with other numbers in what the subclass added."""
+    """The state with other values of what the subclass added."""
     return {name: t + 1 if name in ADDED else t for name, t in state.items()}
 
 
@@ -92,7 +92,7 @@ def test_moves_and_freezing_reach_what_was_added(layer: Scaled) -> None:
 
 
 def test_distributed_checkpoints_of_torch(layer: Scaled) -> None:
-    """torch looks up each name of a state as attributes."""
+    """torch accesses each name of a state as attributes."""
     model = nn.Sequential(layer, nn.Linear(4, 1))
     state = get_model_state_dict(model)
     assert {name.removeprefix("0.") for name in state} > set(ADDED)
@@ -129,7 +129,7 @@ def test_collections(optimizer: rk.SGD | None) -> None:
 
 
 def test_collections_that_serve_other_formats() -> None:
-    """Modules that a subclass added have names that may end as the tables' do, and are not served."""
+    """Added modules are not served, even if their names end as tables' do."""
     collection = ScaledBags(rk.SGD(lr=0.1))
     served = collection.for_serving("int8")
     expected = rk.dequantize_rows(rk.quantize_rows(collection.embedding_bags["t"].weight, "int8"), "int8", 4)

@@ -1,4 +1,4 @@
-"""``rk.table_layout``: what it says of a shard, and that a shard's rows become the bits of the whole table's."""
+"""``rk.table_layout``: its records, and shards whose rows have the bits of the whole table's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOISE = {"rounding": "stochastic", "seed": torch.tensor(11)}
 
 
 def _update(ops, rows: Tensor, ids: Tensor, grad: Tensor, layout: rk.TableLayout, **optimizer: object) -> Tensor:
-    """Rows of bytes [E, bytes] after one step with a gradient for each id."""
+    """Quantized rows [E, bytes] after one step with a gradient for each id."""
     flat, offsets = rows.reshape(-1).clone(), torch.arange(len(ids) + 1)
     options = {"sum": None, "optimizer": "sgd"} | optimizer
     ops.ops.embedding_bag_backward_fused_.layout(
@@ -47,7 +47,7 @@ def _whole(ops, format: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("format", ["fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4"])
 def test_noise_of_a_shard_by_rows(format: str) -> None:
-    """Rows 5 to 12 on their own become what they become in the whole table, and not without first_rows."""
+    """Rows 5 to 12 as a shard have the whole table's noise, with first_rows only."""
     here = IDS >= 5
     for backend in every_backend():
         rows, expected = _whole(backend.ops, format)
@@ -63,7 +63,7 @@ def test_noise_of_a_shard_by_rows(format: str) -> None:
 @pytest.mark.parametrize("format", ["fp16", "bf16", "mx9", "mx6", "mx4"])
 @pytest.mark.parametrize(("first", "last"), [(16, 48), (32, 48), (0, 16)])
 def test_noise_of_a_shard_by_columns(format: str, first: int, last: int) -> None:
-    """Formats without a scale for the whole row: the columns become what they become in the whole table."""
+    """In formats without a row scale, a shard's columns have the whole table's noise."""
     for backend in every_backend():
         rows, expected = _whole(backend.ops, format)
         numbers, becomes = (rk.dequantize_rows(t, format, COLUMNS)[:, first:last] for t in (rows, expected))
@@ -74,7 +74,7 @@ def test_noise_of_a_shard_by_columns(format: str, first: int, last: int) -> None
 
 
 def test_noise_of_a_shards_moments() -> None:
-    """State in bfloat16 has the noise of the whole table's, too."""
+    """bfloat16 state of a shard has the whole table's noise, too."""
     for backend in every_backend():
         results = []
         for first, ids, grad in ((0, IDS, GRAD), (5, IDS[IDS >= 5] - 5, GRAD[IDS >= 5])):
@@ -162,7 +162,7 @@ def _shards(**changes: list | None) -> dict[str, rk.Shards]:
     ],
 )
 def test_what_does_not_fit(given: dict[str, list], message: str) -> None:
-    """The argument, the element, its value and what is allowed."""
+    """Errors have the argument, the element, its value and what is allowed."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.table_layout([5, 3], [16, 32], **given)
 
@@ -181,13 +181,13 @@ def test_what_does_not_fit(given: dict[str, list], message: str) -> None:
     ],
 )
 def test_tables_too_large(rows: list[int], dims: list[int], message: str) -> None:
-    """The argument at fault is named, not one that follows from it."""
+    """Errors name the argument at fault, not one that follows from it."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.table_layout(rows, dims)
 
 
 def test_features_of_one_table_agree() -> None:
-    """Two features that read one table must say the same of it."""
+    """Two features of one table must have equal table arguments."""
     one = {"weight_offsets": [0, 0], "row_offsets": [0, 0], "state_offsets": [0, 0]}
     rk.table_layout([5, 5], [8, 8], **one)
     for name in ("first_rows", "first_columns", "table_rows"):
@@ -198,7 +198,7 @@ def test_features_of_one_table_agree() -> None:
 
 
 def test_integers_of_any_kind() -> None:
-    """Tensors, arrays and lists of them; a layout's sizes are Python's, and no number is cut off."""
+    """Tensors, arrays and lists of integers are accepted; a layout's sizes are Python's, and nothing is truncated."""
     expected = rk.table_layout([5, 3], [16, 32])
     for kind in (torch.tensor, np.array):
         found = rk.table_layout(kind([5, 3]), kind([16, 32]), row_offsets=kind([0, 5]))
@@ -212,7 +212,7 @@ def test_integers_of_any_kind() -> None:
 
 
 def test_no_tables() -> None:
-    """A collection of which a machine has no table: a layout, too, and a lookup of no column."""
+    """Without tables there is a layout, and a lookup has no columns."""
     layout = rk.table_layout([], [])
     output, _ = torch.ops.rec_kernels.embedding_bag.layout(
         torch.zeros(0), torch.tensor([], dtype=torch.int64), torch.tensor([0]), **layout._asdict()
@@ -221,7 +221,7 @@ def test_no_tables() -> None:
 
 
 def test_frozen_between_lookup_and_backward() -> None:
-    """The backward reads what is frozen by then, of a layout that was made in inference mode, too."""
+    """The backward uses the frozen features at that time, also of a layout made in inference mode."""
     with torch.inference_mode():
         layout = rk.table_layout([10, 4], [3, 2])
     weights = torch.zeros(38, requires_grad=True)
@@ -236,7 +236,7 @@ def test_frozen_between_lookup_and_backward() -> None:
 
 
 def test_what_can_be_frozen() -> None:
-    """A layout or its records, with a flag for each feature; nothing changes after an error."""
+    """set_frozen takes a layout or its records, with a flag per feature; nothing changes after an error."""
     layout = rk.table_layout([5, 3], [16, 32])
     for given in (layout, layout.layout):
         for flags in ([False, True], torch.tensor([0, 1]), np.array([False, True])):
@@ -280,7 +280,7 @@ def test_layouts_and_compiled_code() -> None:
 
 
 def test_saved_layout(tmp_path: Path) -> None:
-    """torch.load makes it again, without the pickles that may run code."""
+    """torch.load restores it with weights_only."""
     layout = rk.table_layout([5, 3], [16, 32])
     torch.save(layout, tmp_path / "layout.pt")
     found = torch.load(tmp_path / "layout.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""Optimizers of single tables: each table is trained as in a collection whose tables all have its optimizer."""
+"""Optimizers per table: each table trains as in a collection with its optimizer for all tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL = [
     rk.RowwiseAdam(lr=0.1, betas=(0.5, 0.9)),
     rk.LAMB(lr=0.05),
 ]
-#: The table of each name has the optimizer that is there; None: the collection's, ``ALL[0]``.
+#: Optimizer of each table by name; None: the collection's, ``ALL[0]``.
 OWN = {"a": None, "b": ALL[3], "c": ALL[1], "d": ALL[2], "e": ALL[5], "f": rk.Adam(lr=0.3), "g": ALL[1]}
 DIMS = {"a": 8, "b": 4, "c": 8, "d": 5, "e": 8, "f": 4, "g": 16}
 FEATURES = ["a", "a2", *"bcdefg"]
@@ -57,7 +57,7 @@ def configs(own: dict[str, Any], kind: type = rk.EmbeddingBagConfig, **options: 
 
 
 def made(own: dict[str, Any], default: Any = ALL[0], kind: Any = rk.EmbeddingBagCollection, **options: Any) -> Any:
-    """A collection that begins with the same rows, whatever its optimizers."""
+    """A collection with the same initial rows, whatever its optimizers."""
     torch.manual_seed(0)
     config = rk.EmbeddingBagConfig if kind is rk.EmbeddingBagCollection else rk.EmbeddingConfig
     tables = configs(own, config, format=options.pop("format", "fp32"))
@@ -67,18 +67,18 @@ def made(own: dict[str, Any], default: Any = ALL[0], kind: Any = rk.EmbeddingBag
 
 
 def uniform(optimizer: Any, **options: Any) -> Any:
-    """All tables with one optimizer."""
+    """A collection with one optimizer for all tables."""
     return made(dict.fromkeys(DIMS), optimizer, **options)
 
 
 def batch(step: int, *, weights: Tensor | None = None) -> rk.KeyedJaggedTensor:
-    """Bags of three ids, equal ones among them."""
+    """Bags of three ids, with duplicates."""
     ids = torch.randint(ROWS, (len(FEATURES) * 4 * 3,), generator=torch.Generator().manual_seed(step))
     return rk.KeyedJaggedTensor(FEATURES, ids, weights, lengths=torch.full((len(FEATURES) * 4,), 3))
 
 
 def by_feature(output: Any) -> dict[str, Tensor]:
-    """The outputs of features, whatever the collection returns."""
+    """The outputs by feature, of any kind of collection."""
     output = output if isinstance(output, dict) else output.to_dict()
     return {name: t if isinstance(t, Tensor) else t.values() for name, t in output.items()}
 
@@ -89,13 +89,13 @@ def loss_of(output: Any) -> Tensor:
 
 
 def plainly(collection: Any) -> None:
-    """A backward a step."""
+    """One backward per step."""
     for step in range(STEPS):
         loss_of(collection(batch(step))).backward()
 
 
 def check(way: Callable[[Any], Any] = plainly, **options: Any) -> Any:
-    """Trains all in one way: each table has the bits of the collection of its optimizer; returns that of several."""
+    """Trains by ``way``, compares each table with the collection of its optimizer, and returns the mixed result."""
     mixed = made(OWN, **options)
     found = way(mixed)
     state, seen = mixed.state_dict(), set()
@@ -115,7 +115,7 @@ def check(way: Callable[[Any], Any] = plainly, **options: Any) -> Any:
 
 
 def compare(state: dict, other: dict, before: dict, tables: list[str]) -> set[str]:
-    """Asserts that tables and their state are the same in two states, and other than before; their names."""
+    """Asserts that tables and their state are equal in two states, and changed; returns their names."""
     names = [n for n in other if re.fullmatch(rf"embedding\w*\.({'|'.join(tables)})(_\d)?\.\w+", n)]
     for name in names:
         assert same_bits(state[name], other[name]), name
@@ -126,13 +126,13 @@ def compare(state: dict, other: dict, before: dict, tables: list[str]) -> set[st
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "mx6"])
 def test_formats(format: str) -> None:
-    """Also with noise, which is that of step, table, row and column."""
+    """Every format works, also with noise by step, table, row and column."""
     check(format=format)
 
 
 @pytest.mark.parametrize(("a", "b"), cross(range(len(ALL)), range(len(ALL)), 3))
 def test_pairs(a: int, b: int) -> None:
-    """One table of each, in both orders; the second has a rate of its own."""
+    """Each pair of optimizers in both orders; the second has its own rate."""
     optimizers = {"x": ALL[a], "y": ALL[b]}
 
     def of(given: dict[str, Any], default: Any) -> Any:
@@ -158,7 +158,7 @@ def test_pairs(a: int, b: int) -> None:
 
 
 def test_accumulated() -> None:
-    """One update of several micro-batches, by each optimizer."""
+    """Several micro-batches make one update by each optimizer."""
 
     def way(collection: Any) -> None:
         for step in range(STEPS):
@@ -188,7 +188,7 @@ def test_gradients_of_weights(joint: bool) -> None:
 
 
 def test_tied_weights() -> None:
-    """Dense gradients of some tables join the update of their optimizer; step counts one."""
+    """Dense gradients of some tables join their optimizer's update; the step counts once."""
 
     def way(collection: Any) -> None:
         for step in range(STEPS):
@@ -202,13 +202,13 @@ def test_tied_weights() -> None:
     alone.embedding_bags["b"].weight.square().sum().backward()
     changed = {name for name, t in alone.state_dict().items() if not torch.equal(t, before[name])}
     held = {f"embedding_bags.b.{kind}" for kind in ("weight", "exp_avg", "exp_avg_sq")}
-    # The powers count updates, of the others' tables, too.
+    # The powers count all updates, also of other tables.
     assert changed == held | {"step", "beta_powers", "beta_powers_1"}
 
 
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_scaled_losses(format: str) -> None:
-    """An overflow of any output skips all updates, and the scaler hears of it."""
+    """An overflow of any output skips all updates, and lowers the scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
     def way(collection: Any) -> None:
@@ -225,7 +225,7 @@ def test_scaled_losses(format: str) -> None:
 
 
 def test_frozen() -> None:
-    """Features and tables; one optimizer has none left."""
+    """Features and tables may be frozen, up to all of an optimizer."""
 
     def way(collection: Any) -> None:
         collection.freeze("a2", "e")
@@ -241,7 +241,7 @@ def test_frozen() -> None:
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_deduplicated(strided: bool) -> None:
-    """Bags that samples share, and batch sizes of features' own."""
+    """Bags shared by samples, and batch sizes per feature."""
 
     def way(collection: Any) -> None:
         for step in range(STEPS):
@@ -262,14 +262,13 @@ def _strided(step: int) -> rk.KeyedJaggedTensor:
 
 
 def test_sequences() -> None:
-    """Lookups that are not pooled."""
     check(kind=rk.EmbeddingCollection, format="bf16")
 
 
 @pytest.mark.parametrize("backing", ["device", "host", "disk"])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_row_caches(backing: str, policy: str, tmp_path) -> None:
-    """Rows in slots, of tables that share sets; accumulated, too. Slots of one optimizer's rows are as the others'."""
+    """Tables with cached rows may share sets, also in accumulate(); the slots' state is independent of optimizers."""
     numbers = itertools.count()
 
     def way(collection: Any) -> dict[str, Tensor]:
@@ -294,7 +293,7 @@ def test_row_caches(backing: str, policy: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "moved", "state", "assigned"])
 def test_copies_go_on(way: str) -> None:
-    """Copied, moved, saved and loaded: the same bits from there on."""
+    """A copied, moved, or saved and loaded collection continues with equal bits."""
     collection = made(OWN, format="int8")
     plainly(collection)
     collection.fused_optimizer.param_groups[2]["lr"] = 0.75
@@ -327,7 +326,7 @@ def test_copies_go_on(way: str) -> None:
 
 
 def test_states() -> None:
-    """A table's state has the names that it has in a collection of its optimizer; there is one step."""
+    """A table's state has the names of its optimizer's collection; the step is common."""
     state = made(OWN).state_dict()
     kinds = {"a": (), "b": ALL[3].state, "c": ("sum",), "d_0": ("sum",), "d_1": ("sum",)}
     kinds |= {"e": ALL[5].state, "f": ALL[3].state, "g": ("sum",)}
@@ -335,13 +334,13 @@ def test_states() -> None:
     assert set(state) == names | {"step", "beta_powers", "beta_powers_1"}
     assert state["embedding_bags.d_0.sum"].dtype == torch.bfloat16
     assert state["embedding_bags.e.exp_avg_sq"].shape == (ROWS,)
-    one = made(dict.fromkeys(OWN, ALL[3]), None).state_dict()  # all tables name the same one
+    one = made(dict.fromkeys(OWN, ALL[3]), None).state_dict()  # given per table, all equal
     assert one.keys() == uniform(ALL[3]).state_dict().keys()
 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_bytes(cached: bool) -> None:
-    """State takes what it takes in a collection of its optimizer. A cache numbers all rows, and so do sums of rows."""
+    """State has the bytes of its optimizer's collection, but a cache and sums of rows index all rows."""
     options = {"cache": lambda: rk.RowCache(0.5)} if cached else {}
     mixed = made(OWN, **options)
     report = {table["name"]: table["state_bytes"] for table in mixed.memory_report()}
@@ -355,7 +354,7 @@ def test_bytes(cached: bool) -> None:
 
 
 def test_groups() -> None:
-    """Parameter groups say their optimizer and its numbers, which cannot be changed; rates can."""
+    """Parameter groups have their optimizer and its options, which are fixed, except learning rates."""
     collection = made(OWN)
     groups, tables = collection.fused_optimizer.param_groups, collection.embedding_bags
     assert [g["lr"] for g in groups] == [0.05, 0.1, 0.3, 0.2, 0.1, 0.3, 0.3]
@@ -371,7 +370,7 @@ def test_groups() -> None:
     expected = torch.tensor([0.025, 0.05, 0.15, 0.1, 0.1, 0.05, 0.15, 0.15])
     assert torch.allclose(collection.lr, expected)
     loaded = collection.fused_optimizer.state_dict()
-    loaded["param_groups"][1]["eps"] = 1.0  # of a collection that was built with another number
+    loaded["param_groups"][1]["eps"] = 1.0  # of a collection with another eps
     collection.fused_optimizer.load_state_dict(loaded)
     assert collection.fused_optimizer.param_groups[1]["eps"] == 1e-08
     only = uniform(ALL[1]).fused_optimizer
@@ -386,7 +385,7 @@ def test_groups() -> None:
 
 
 def test_equal_optimizers_are_one() -> None:
-    """Rates aside: such a collection has the update, and the state, of one optimizer."""
+    """Equal optimizers, except for rates, have the update and the state of one."""
     mixed = made(dict.fromkeys(OWN, rk.Adam(lr=0.5)) | {"a": None, "c": None}, rk.Adam(lr=0.1))
     assert not mixed._update.has_several
     assert {"_exp_avg", "beta_powers"} < tensors_of(mixed).keys()
@@ -395,7 +394,7 @@ def test_equal_optimizers_are_one() -> None:
 
 @pytest.mark.parametrize(("weighted", "cached"), [(False, False), (True, False), (False, True)])
 def test_compiled(weighted: bool, cached: bool) -> None:
-    """The update is part of the graph, by each optimizer; rates and frozen features that change need no other one."""
+    """Each optimizer's update is in the graph; changed rates and frozen features do not recompile."""
     options = {"cache": lambda: rk.RowCache(0.5, ways=2)} if cached else {}
     plain, compiled = made(OWN, format="int8", **options), made(OWN, format="int8", **options)
     run = torch.compile(lambda given: compiled(given).values(), backend="aot_eager", fullgraph=True)
@@ -414,7 +413,7 @@ def test_compiled(weighted: bool, cached: bool) -> None:
 
 
 def test_served() -> None:
-    """Serving has no optimizer, in another format neither."""
+    """A serving copy has no optimizer, also in another format."""
     collection = made(OWN)
     plainly(collection)
     served = collection.for_serving("int8")
@@ -427,7 +426,7 @@ def test_served() -> None:
 
 
 def test_some_without_an_optimizer() -> None:
-    """Fused and torch's gradients do not go together in one collection; all tables may have their own."""
+    """Some tables without an optimizer are rejected; all may have their own."""
     with pytest.raises(ValueError, match=r"tables \['a'\] have no optimizer, as the collection has optimizer=None"):
         made(OWN, None)
     for wrong in ("adam", rk.SGD):  # a name, a class
@@ -441,7 +440,7 @@ def test_some_without_an_optimizer() -> None:
 
 
 def test_failed_backwards() -> None:
-    """An error before an update changes no table, of no optimizer."""
+    """An error before an update changes no table of any optimizer."""
     collection = made(OWN)
     before = {name: t.clone() for name, t in collection.state_dict().items()}
     given = batch(0)
@@ -457,7 +456,7 @@ def test_failed_backwards() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_backends(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of every backend make the same of each update's layout, where other optimizers' tables have no rows."""
+    """Every backend has equal results for each optimizer's layout, in which other tables have no rows."""
     calls: list[dict[str, Any]] = []
 
     def noted(op: str, given: dict[str, Any]) -> None:
@@ -477,4 +476,4 @@ def test_backends(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             backend.ops.ops.embedding_bag_backward_fused_.layout(**own)
             results.append([t for t in own.values() if isinstance(t, Tensor)])
             assert all(map(same_bits, results[0], results[-1])), (backend.name, given["optimizer"])
-        assert sum(not same_bits(*pair) for pair in zip(before, results[0], strict=True)) > 1  # rows, beside the step
+        assert sum(not same_bits(*pair) for pair in zip(before, results[0], strict=True)) > 1  # rows, besides the step

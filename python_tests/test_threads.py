@@ -1,4 +1,4 @@
-"""Ops and collections in several threads of one process at once: the bits of the same calls one after the other."""
+"""Ops and collections in several threads at once have the bits of consecutive calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def at_once(*functions: Callable[[], object]) -> list[object]:
 
     def run(place: int, function: Callable[[], object]) -> None:
         try:
-            with use_threads(2):  # a number that each thread has for itself
+            with use_threads(2):  # a setting per thread
                 start.wait()
                 results[place] = function()
         except BaseException as error:
@@ -55,13 +55,13 @@ def collection(optimizer: rk.FusedOptimizer | None, cache: rk.RowCache | None = 
 
 
 def batch(step: int) -> rk.KeyedJaggedTensor:
-    """Ids of which some are frequent."""
+    """Ids with a few frequent ones."""
     values, offsets = jagged_batch([3000] * 3, BATCH, ids="zipf", hot=0.1, seed=step)
     return rk.KeyedJaggedTensor(KEYS, values, offsets=offsets)
 
 
 def train(tables: rk.EmbeddingBagCollection, batches: list[rk.KeyedJaggedTensor]) -> list[Tensor]:
-    """Outputs of a few steps, and all that the tables have become."""
+    """Outputs of a few steps, and the final state."""
     found = []
     for given in batches:
         out = tables(given).values()
@@ -74,7 +74,7 @@ def train(tables: rk.EmbeddingBagCollection, batches: list[rk.KeyedJaggedTensor]
 @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("cached", [False, True])
 def test_training_in_threads(optimizer: rk.FusedOptimizer | None, cached: bool) -> None:
-    """Collections of their own, the same batches, OpenMP threads of their own: the same bits in all of them."""
+    """Separate collections trained on the same batches, with separate OpenMP threads, have equal bits."""
     if cached and optimizer is None:
         pytest.skip("a row cache needs a fused optimizer")
     batches = [batch(step) for step in range(STEPS)]
@@ -87,7 +87,7 @@ def test_training_in_threads(optimizer: rk.FusedOptimizer | None, cached: bool) 
 
 
 def test_lookups_of_one_collection() -> None:
-    """Tables that nobody changes may be read by everybody."""
+    """Unchanged tables may be read by all threads."""
     served = collection(rk.SGD(lr=0.1)).for_serving()
     batches = [batch(step) for step in range(THREADS)]
     expected = [served(given).values() for given in batches]
@@ -125,7 +125,7 @@ def test_every_op_in_threads() -> None:
 
 
 def test_an_error_of_one_thread_is_its_own() -> None:
-    """Calls that raise beside calls that do not."""
+    """Calls that raise do not affect calls in other threads."""
     batches = [batch(step) for step in range(STEPS)]
     tables, expected = collection(rk.Adam(lr=0.01)), train(collection(rk.Adam(lr=0.01)), batches)
     bad, other = (collection(rk.Adam(lr=0.01)) for _ in range(2))

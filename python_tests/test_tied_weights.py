@@ -1,4 +1,4 @@
-"""Weights of tables with a fused optimizer that are used beside lookups: their gradients join the lookups' update."""
+"""Weights of fused tables that are used beside lookups: their gradients join the lookups' update."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", ["plain", "weights", "variable"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_the_losses_of_torch(name: str, kind: str, twice: bool) -> None:
-    """Tables and losses go with plain torch's, whose gradients of both uses are added before its step."""
+    """Tables and losses follow plain torch's, which adds both uses' gradients before its step."""
     fused, reference = OPTIMIZERS[name]
     given = [batch(i, weights=kind == "weights", variable=kind == "variable") for i in range(6)]
     collection, losses = make(fused), []
@@ -85,7 +85,7 @@ def test_the_losses_of_torch(name: str, kind: str, twice: bool) -> None:
     ids=str,
 )
 def test_the_bits_of_a_lookup_of_every_row(optimizer: object, format: str) -> None:
-    """A dense gradient is one more lookup of each row: the same bits as accumulate() makes of both."""
+    """A dense gradient equals another lookup of every row in accumulate(), to the bit."""
     found, expected = make(optimizer, format=format), make(optimizer, format=format)
     for step in range(3):
         features, generator = batch(step), torch.Generator().manual_seed(step)
@@ -117,7 +117,7 @@ def sparse_only(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("uses", [[dense_only], [sparse_only], [sparse_only, dense_only]])
 def test_without_a_lookup(uses: list[Callable[[Tensor], None]]) -> None:
-    """A backward, or a block, that no lookup is part of updates the table, too, and no other."""
+    """A backward or a block without a lookup updates the table, and no other."""
     collection, expected = make(rk.Adagrad(lr=0.1)), nn.Parameter(start())
     with collection.accumulate() if len(uses) > 1 else contextlib.nullcontext():
         for use in uses:
@@ -131,7 +131,7 @@ def test_without_a_lookup(uses: list[Callable[[Tensor], None]]) -> None:
 
 
 def test_adamw() -> None:
-    """A gradient of every row in each step: torch's AdamW, of which ``rk.AdamW`` has the defaults."""
+    """With gradients of every row, ``rk.AdamW`` equals torch's AdamW, with its defaults."""
     fused, reference = OPTIMIZERS["adamw"]
     collection, expected = make(fused), nn.Parameter(start())
     assert (fused.weight_decay, fused.weight_decay_mode, repr(fused)) == (0.01, "decoupled", "AdamW(lr=0.01)")
@@ -146,7 +146,7 @@ def test_adamw() -> None:
 
 
 def test_several_micro_batches() -> None:
-    """accumulate() joins the dense gradients of all of them."""
+    """accumulate() joins the dense gradients of all micro-batches."""
     collection, given = make(rk.Adagrad(lr=0.1)), [batch(0), batch(1)]
     item = collection.embedding_bags["item"].weight
     with collection.accumulate():
@@ -160,7 +160,7 @@ def test_several_micro_batches() -> None:
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_scaled_losses(overflows: bool) -> None:
-    """Both kinds of gradients are divided; where one has overflowed, nothing is updated."""
+    """Both kinds of gradients are unscaled; an overflow in either skips the update."""
     collection, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     collection.set_grad_scaler(scaler)
@@ -178,7 +178,7 @@ def test_scaled_losses(overflows: bool) -> None:
 
 
 def test_what_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error names the table, the reason and the ways that work; nothing is changed, and training goes on."""
+    """Errors name the table, the reason and alternatives; nothing changes, and training goes on."""
     cached = make(rk.Adagrad(lr=0.1), cache=rk.RowCache(fraction=0.5))
     large = make(rk.Adagrad(lr=0.1))
     monkeypatch.setattr(tied_weights, "LARGEST", E * D - 1)
@@ -194,7 +194,7 @@ def test_what_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Failing(torch.autograd.Function):
-    """Identity whose backward fails."""
+    """Identity with a failing backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -206,21 +206,21 @@ class Failing(torch.autograd.Function):
 
 
 def fail(collection: rk.EmbeddingBagCollection) -> None:
-    """A backward that fails when the table has its dense gradient, and the lookup has none yet."""
+    """A backward that fails after the dense gradient and before the lookup's."""
     lookups = Failing.apply(collection(batch(1)).values())
     with pytest.raises(ValueError, match="stop"):
         (lookups.sum() + 3 * collection.embedding_bags["item"].weight.sum()).backward()
 
 
 def leave_block(collection: rk.EmbeddingBagCollection) -> None:
-    """An accumulate() block that ends with an exception, when it has gradients of both kinds."""
+    """An accumulate() block that raises after gradients of both kinds."""
     with collection.accumulate():
         (2 * collection.embedding_bags["item"].weight.sum() + collection(batch(2)).values().sum()).backward()
         raise KeyError
 
 
 def test_a_backward_that_fails() -> None:
-    """Nothing of it is left in the next one, nor in a block, nor in ``grad``."""
+    """A failed backward leaves nothing in the next one, in a block, or in ``grad``."""
     for in_block in (False, True):
         found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
         if in_block:
@@ -239,7 +239,7 @@ def test_a_backward_that_fails() -> None:
 
 
 def test_moves_within_a_block() -> None:
-    """Dense gradients of accumulate() outlast a move."""
+    """Dense gradients in accumulate() survive a move."""
     found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
     for one in (found, expected):
         with one.accumulate():
@@ -252,7 +252,7 @@ def test_moves_within_a_block() -> None:
 
 
 def test_gradients_with_respect_to_the_weight() -> None:
-    """torch.autograd.grad gives that of the other uses, and the lookups of it update."""
+    """torch.autograd.grad returns the gradient of the other uses; its lookups update the table."""
     collection = make(rk.SGD(lr=0.1))
     features = batch(0, weights=True)
     features._weights.requires_grad_()
@@ -264,13 +264,12 @@ def test_gradients_with_respect_to_the_weight() -> None:
 
 
 def through_pickle(collection: nn.Module) -> nn.Module:
-    """A copy by pickle."""
     return pickle.loads(pickle.dumps(collection))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, lambda c: c.to("cpu"), lambda c: c.double()])
 def test_copies_and_moves(copied: Callable) -> None:
-    """They are tied, too, each to its own weight."""
+    """Copies are tied to their own weight."""
     first = make(rk.Adagrad(lr=0.1))
     other, expected = copied(first), make(rk.Adagrad(lr=0.1))
     for one in (other, expected):
@@ -282,7 +281,7 @@ def test_copies_and_moves(copied: Callable) -> None:
 
 
 def test_activation_checkpointing() -> None:
-    """Lookups that are made again in the backward wait for dense gradients as others do."""
+    """Lookups recomputed in the backward wait for dense gradients as others do."""
     found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
     for one in (found, expected):
         look_up = lambda x, one=one: one(x).values()  # noqa: E731
@@ -297,7 +296,7 @@ def test_activation_checkpointing() -> None:
 
 
 def test_reentrant_checkpoints() -> None:
-    """Their backward is one of its own, which cannot know of other gradients: an error in place of two updates."""
+    """A reentrant checkpoint's nested backward cannot see other gradients: it raises instead of updating twice."""
     collection = make(rk.Adagrad(lr=0.1))
     leaf = torch.ones(1, requires_grad=True)
     values = torch.utils.checkpoint.checkpoint(lambda x: collection(batch(0)).values() * x, leaf, use_reentrant=True)
@@ -307,7 +306,7 @@ def test_reentrant_checkpoints() -> None:
 
 @pytest.mark.parametrize("reentrant", [(True, True), (True, False), (False, True)])
 def test_lookups_beside_a_reentrant_checkpoint(reentrant: tuple[bool, bool]) -> None:
-    """One that comes after the checkpoint's update would read other rows, or be a second update; accumulate() works."""
+    """A lookup after the checkpoint's update would read other rows or update twice: it raises; accumulate() works."""
 
     def backward(collection: rk.EmbeddingBagCollection) -> None:
         leaf, loss = torch.ones(1, requires_grad=True), torch.zeros(())
@@ -331,7 +330,7 @@ def test_lookups_beside_a_reentrant_checkpoint(reentrant: tuple[bool, bool]) -> 
 
 @pytest.mark.parametrize("lookup_first", [False, True])
 def test_weights_in_a_reentrant_checkpoint(lookup_first: bool) -> None:
-    """Their gradients come in a backward of their own: an error in place of two updates; accumulate() makes one."""
+    """Gradients of weights in a nested backward raise instead of updating twice; accumulate() makes one update."""
 
     def backward(collection: rk.EmbeddingBagCollection, **options: bool) -> None:
         weight, hidden = collection.embedding_bags["item"].weight, torch.ones(3, D, requires_grad=True)
@@ -351,7 +350,7 @@ def test_weights_in_a_reentrant_checkpoint(lookup_first: bool) -> None:
 
 
 def test_no_gradient_after_all() -> None:
-    """A use whose gradient turns out to be None leaves the lookups' update as it is, cached rows too."""
+    """A use with a None gradient leaves the lookups' update unchanged, also of cached rows."""
 
     class NoGradient(torch.autograd.Function):
         @staticmethod
@@ -375,7 +374,7 @@ def test_no_gradient_after_all() -> None:
 
 
 def test_the_first_backward_of_inference_mode() -> None:
-    """It updates, as torch's backward has gradients there."""
+    """A backward in inference mode updates, as torch's computes gradients there."""
     layer = rk.Embedding(10, 4, optimizer=rk.SGD(lr=0.1))
     before, loss = layer.weight.detach().clone(), layer(torch.tensor([1, 2])).sum()
     with torch.inference_mode():
@@ -384,7 +383,7 @@ def test_the_first_backward_of_inference_mode() -> None:
 
 
 def test_part_of_a_compressed_table() -> None:
-    """A part has rows of its own, whose gradient joins those of lookups."""
+    """A part's dense gradient joins that of lookups."""
     compression = rk.QuotientRemainder(4, combine="add")
     collection = rk.EmbeddingBagCollection(
         [rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a"], compression=compression)],
@@ -401,7 +400,7 @@ def test_part_of_a_compressed_table() -> None:
 
 
 def test_shared_bags() -> None:
-    """Distinct bags that samples share: a bag gets what its samples get, in several lookups of a backward, too."""
+    """Distinct bags get the gradients of all their samples, also of several lookups in a backward."""
     found, expected = make(rk.SGD(lr=0.1)), make(rk.SGD(lr=0.1))
     values, lengths = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([1, 1, 2, 1, 1])
     inverse = (["a", "b", "c"], torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]))
@@ -422,7 +421,7 @@ def test_shared_bags() -> None:
 
 
 def test_sequences() -> None:
-    """A row for each id, as sequence models with an output layer of all items have it."""
+    """A row per id, as in sequence models whose output layer is the item table."""
     made = [
         rk.EmbeddingCollection(
             [rk.EmbeddingConfig(E, D, name="item", feature_names=["a"], init=lambda w: w.copy_(start()))], optimizer=o
@@ -445,7 +444,7 @@ def test_sequences() -> None:
 
 @pytest.mark.parametrize("frozen", [["item"], ["item", "other"]])
 def test_frozen_weights_beside_lookups(frozen: list[str]) -> None:
-    """Updates leave them alone, and so they may be what autograd has saved for other gradients."""
+    """Updates do not change frozen weights, so that autograd may save them for other gradients."""
     found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
     for name in frozen:
         found.embedding_bags[name].weight.requires_grad_(False)
@@ -460,7 +459,7 @@ def test_frozen_weights_beside_lookups(frozen: list[str]) -> None:
 
 
 def test_compiled_lookups_refuse_dense_gradients() -> None:
-    """Inside a graph they update at once: an error in place of a second update."""
+    """Compiled lookups update at once: a dense gradient raises instead of updating twice."""
     collection = make(rk.SGD(lr=1.0))
     compiled = torch.compile(lambda x: collection(x).values(), backend="aot_eager")
     output = compiled(batch(0))

@@ -1,4 +1,4 @@
-"""The default tier keeps the tests of every op, and the tools that say so work."""
+"""The default tier has tests of every op, and the tools that check this work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY_OP = {
     "test_sanitize_cuda": ("test_every_cuda_op_is_called_and_right",),
     "test_triton": ("test_kernels_in_the_interpreter",),
 }
-#: Whole files that only the full tier has.
+#: Files that are in the full tier only.
 FULL_FILES = {"test_aarch64", "test_cpp_examples", "test_row_file_memory", "test_sanitized_cpu"}
 
 
@@ -35,7 +35,7 @@ def marked_full(node: ast.stmt) -> bool:
 
 
 def test_every_op_is_in_the_default_tier() -> None:
-    """Nobody has marked what calls every op, nor every test of a file."""
+    """Neither tests that call every op nor all tests of a file are in the full tier only."""
     for path in sorted(HERE.glob("test_*.py")):
         body = ast.parse(path.read_text()).body
         tests = {n.name: n for n in body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
@@ -48,7 +48,7 @@ def test_every_op_is_in_the_default_tier() -> None:
 
 @pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
 def test_mutants_can_be_planted() -> None:
-    """The text that each one replaces occurs once, and its tests exist."""
+    """Each mutant's text occurs once, and its tests exist."""
     assert len(MUTANTS) >= 30
     for mutant in MUTANTS:
         assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant
@@ -66,7 +66,7 @@ def test_pairs_that_are_left_to_the_full_tier() -> None:
 
 
 def test_examples_that_are_left_to_the_full_tier() -> None:
-    """A third of them is in the default tier; an example that fails fails the test; parameters are beside them."""
+    """The default tier has a third of the examples; a failing example fails the test; parameters combine with them."""
     seen: list[tuple[int, str]] = []
 
     @drawn(60, st.integers())
@@ -94,7 +94,7 @@ def test_examples_that_are_left_to_the_full_tier() -> None:
 
 
 def test_calls_of_ops_have_a_backend() -> None:
-    """The plugin tells the CPU, the emulator and tensors without numbers apart."""
+    """The plugin distinguishes the CPU, the emulator and tensors without data."""
     x = torch.ones(2)
     assert op_coverage.backend_of("rec_kernels", ((x,), {})) == "cpu"
     assert op_coverage.backend_of("rec_kernels_emulated", ((x,), {})) == "cuda_emulated"
@@ -104,7 +104,7 @@ def test_calls_of_ops_have_a_backend() -> None:
 
 
 def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op that raises is noted with its backend and its error, and raises."""
+    """A raising op is recorded with its backend and error."""
     for name in ("_calls", "_raised"):
         monkeypatch.setattr(op_coverage, name, set())
     monkeypatch.setattr(op_coverage, "_test", "test_a::test_b")
@@ -120,7 +120,7 @@ def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_are_known() -> None:
-    """Every op has one for the CPU, or none at all, and a fake one."""
+    """Every op has a kernel for the CPU, or none at all, and a fake one."""
     kernels = op_coverage.there_is()
     assert {(op.partition(".")[0], backend) for op in registered() for backend in ("cpu", "fake")} <= kernels
 

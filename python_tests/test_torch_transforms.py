@@ -1,4 +1,4 @@
-"""Modules under what torch does to modules and functions: compile() and copies, torch.func, fake and meta tensors."""
+"""Modules under torch's transforms: compile() and copies, torch.func, fake and meta tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def pooled(optimizer: Any = None, **options: Any) -> rk.EmbeddingBagCollection:
 
 
 def batch() -> rk.KeyedJaggedTensor:
-    """Two samples."""
     return rk.KeyedJaggedTensor(KEYS, torch.arange(8), lengths=torch.tensor([2, 1, 0, 2, 1, 2]))
 
 
@@ -45,7 +44,7 @@ def layer(optimizer: Any = None) -> rk.Embedding:
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)])
 @pytest.mark.parametrize(("make", "given"), [(pooled, batch()), (layer, torch.tensor([1, 2]))])
 def test_compiled_in_place_and_copied(make: Any, given: Any, optimizer: Any) -> None:
-    """The copy looks up its own rows and trains them, and so does one that was pickled; torch compiles them anew."""
+    """Copies and pickles of a compiled module look up and train their own rows; torch compiles them again."""
     module = make(optimizer)
     module.compile(backend="eager")
     before = copy.deepcopy(module.state_dict())
@@ -64,7 +63,7 @@ def test_compiled_in_place_and_copied(make: Any, given: Any, optimizer: Any) -> 
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)])
 def test_stacked_weights_are_refused(optimizer: Any) -> None:
-    """vmap over the weights of several collections would read those of the first."""
+    """vmap over the weights of several collections is rejected: lookups would read those of the first."""
     parameters, buffers = stack_module_state([pooled(optimizer) for _ in range(2)])
     base = pooled(optimizer)
 
@@ -77,7 +76,7 @@ def test_stacked_weights_are_refused(optimizer: Any) -> None:
 
 
 def test_fused_updates_are_not_transformed() -> None:
-    """vmap would update once for each slice, and grad not at all; without a gradient, both look up."""
+    """vmap and grad of fused updates are rejected: they would update per slice or never; lookups alone work."""
     module, ids = layer(rk.Adam(lr=0.1)), torch.tensor([[1, 2], [1, 4]])
     before = module.weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"not trained inside of torch\.func's transforms"):
@@ -91,7 +90,7 @@ def test_fused_updates_are_not_transformed() -> None:
 
 
 def test_gradients_per_sample() -> None:
-    """vmap of a gradient has the bits of one after the other, and so has the gradient of a vmap their sum."""
+    """vmap of a gradient has the bits of consecutive ones, and the gradient of a vmap those of their sum."""
     weight, ids, factors = torch.randn(9, 4), torch.randint(9, (3, 2, 5)), torch.rand(3, 2, 5)
 
     def loss(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ def test_gradients_per_sample() -> None:
 
 
 def test_compiled_dicts() -> None:
-    """Graphs do not depend on the number of samples; ids in no bag, which they cannot leave out, raise."""
+    """Graphs do not depend on the number of samples; ids outside of bags raise, as graphs cannot remove them."""
     module, graphs = pooled(), 0
 
     def count(graph: Any, _: Any) -> Any:
@@ -129,7 +128,7 @@ def test_compiled_dicts() -> None:
 
 
 def test_fake_tensors() -> None:
-    """Sequences have sizes that nobody knows yet; states of fake tensors load."""
+    """Sequences have data-dependent sizes; states of fake tensors load."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         tables = [rk.EmbeddingConfig(20, 8, name="a", feature_names=KEYS)]
         found = rk.EmbeddingCollection(tables, optimizer=rk.SGD(lr=0.1))(batch())
@@ -141,7 +140,7 @@ def test_fake_tensors() -> None:
 
 
 def test_gradients_on_the_meta_device() -> None:
-    """Memory is taken for them with that of the tables."""
+    """to_empty() allocates gradients with the tables."""
     with torch.device("meta"):
         module = pooled()
         module(batch().to("meta")).values().sum().backward()
@@ -155,7 +154,7 @@ def _compiled_backward(loss: Tensor) -> None:
 
 
 def test_compiled_backwards_read_version_counters() -> None:
-    """They find the rows as they were, and have the bits of backwards that are not compiled."""
+    """Compiled backward passes detect unchanged rows, and have eager's bits."""
     found = []
     for backward in (Tensor.backward, _compiled_backward):
         torch.manual_seed(0)
@@ -172,7 +171,7 @@ def test_compiled_backwards_read_version_counters() -> None:
 
 @pytest.mark.parametrize("beside", ["lookup", "weight"])
 def test_compiled_backwards_refuse_one_update_of_several_uses(beside: str) -> None:
-    """It would be made behind the backward, where compiled autograd runs nothing; the next one is whole."""
+    """It would follow the backward, where compiled autograd runs nothing, and raises; the next backward works."""
     collection, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
     expected.load_state_dict(collection.state_dict())
     other = collection(batch()).values() if beside == "lookup" else collection.embedding_bags["a"].weight
@@ -187,7 +186,7 @@ def test_compiled_backwards_refuse_one_update_of_several_uses(beside: str) -> No
 
 @pytest.mark.parametrize("scales", [False, True])
 def test_compiled_steps(scales: bool) -> None:
-    """A whole training step is compiled, with what the fused optimizer has to do after it, which is next to nothing."""
+    """A whole training step is compiled, including the fused optimizer's remaining work."""
     found, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
     expected.load_state_dict(found.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
@@ -212,7 +211,7 @@ def test_compiled_steps(scales: bool) -> None:
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("make", [pooled, layer, halves])
 def test_averages_of_weights(make: Any, use_buffers: bool, optimizer: Any) -> None:
-    """Tables are averaged once, and lookups read the average: flat tensors, of which they are views, are no buffers."""
+    """Tables are averaged once, and lookups read the average: flat tensors, which contain them, are no buffers."""
     module = make(optimizer)
     if make is halves and optimizer is not None:
         pytest.skip("bytes of a fused optimizer keep the latest rows")
@@ -235,7 +234,7 @@ def test_averages_of_weights(make: Any, use_buffers: bool, optimizer: Any) -> No
 
 
 def test_flat_tensors_stay_in_place() -> None:
-    """To torch's compiler they are what buffers are to it: a CUDA graph would copy others before each replay."""
+    """torch's compiler treats flat tensors as static inputs: a CUDA graph would copy others before each replay."""
 
     def backend(graph: Any, _: Any) -> Any:
         for node in graph.graph.nodes:
@@ -253,7 +252,7 @@ def test_flat_tensors_stay_in_place() -> None:
 
 
 class _NoGradient(torch.autograd.Function):
-    """A sum, whose backward says that there is no gradient."""
+    """A sum whose backward returns no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -267,7 +266,7 @@ class _NoGradient(torch.autograd.Function):
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("make", [pooled, layer])
 def test_outputs_without_a_gradient(make: Any, accumulates: bool) -> None:
-    """They are no update of zeros, by which weight decay and moments would change rows, and no gradient of zeros."""
+    """A missing gradient is no gradient of zeros, whose update would apply weight decay and moments."""
     fused, plain = make(rk.Adam(lr=0.1, weight_decay=0.5)), make()
     collection = fused if make is pooled else fused.collection
     given = batch() if make is pooled else torch.tensor([1, 2])
@@ -282,12 +281,12 @@ def test_outputs_without_a_gradient(make: Any, accumulates: bool) -> None:
 
 
 class _Ids(Tensor):
-    """Ids of a subclass of Tensor."""
+    """A subclass of Tensor."""
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_ids_of_a_subclass(accumulates: bool) -> None:
-    """The output is of the subclass, too, as torch has it, and trains the tables once."""
+    """The output has the subclass, as in torch, and trains the tables once."""
     found, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
     expected.load_state_dict(found.state_dict())
     given = batch()

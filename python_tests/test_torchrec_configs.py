@@ -19,7 +19,7 @@ def modules():
 
 
 def test_pooled() -> None:
-    """The collection takes the state of TorchRec's, and both look up the same numbers."""
+    """The collection loads the state of TorchRec's, and has equal outputs."""
     configs, torchrec = modules()
     tables = [
         configs.EmbeddingBagConfig(10, 4, name="t", feature_names=["a"], pooling=configs.PoolingType.MEAN),
@@ -37,7 +37,7 @@ def test_pooled() -> None:
 
 
 def test_per_id_and_formats() -> None:
-    """Data types are row formats, also of tables that are not pooled."""
+    """Data types are row formats, also for sequences."""
     configs, _ = modules()
     for data_type, format in (("FP16", "fp16"), ("BF16", "bf16"), ("INT8", "int8"), ("INT4", "int4")):
         table = configs.EmbeddingConfig(
@@ -46,11 +46,11 @@ def test_per_id_and_formats() -> None:
         collection = rk.EmbeddingCollection([table], optimizer=rk.SGD(lr=0.1))
         assert [(type(t), t.format) for t in collection.tables] == [(rk.EmbeddingConfig, format)]
         rows = collection(rk.KeyedJaggedTensor(["a"], torch.arange(10), lengths=torch.ones(10, dtype=torch.int64)))
-        assert rows["a"].values().min() > 0.2  # what init_fn asks for
+        assert rows["a"].values().min() > 0.2  # values of init_fn
 
 
 class Pooling(Enum):
-    """Stands for TorchRec's PoolingType where TorchRec is not installed."""
+    """Stands for TorchRec's PoolingType if TorchRec is not installed."""
 
     MEAN = "MEAN"
     NONE = "NONE"

@@ -1,4 +1,4 @@
-"""The jagged containers beside TorchRec's: each method that both have, of the same batches, with the same arguments."""
+"""The jagged containers against TorchRec's: every common method, on equal batches with equal arguments."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ CALLS: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         "to": lambda _, x: x.to(torch.device("cpu"), True),
     },
 }
-#: Methods that are called on a GPU only; python_tests/test_jagged_containers.py has them.
+#: Methods for GPUs only; python_tests/test_jagged_containers.py tests them.
 ON_GPU = {"pin_memory", "record_stream"}
 
 _OF_BOTH = "ours keep offsets whatever they are given, and have lengths of them; TorchRec's have what they were given"
 _OF_ALL = "inverse indices are of all features of a batch: ours refuse to cut it, where TorchRec's drop them"
-#: Methods that differ, by kind and name: in which cases, and why.
+#: Methods that differ, by kind and name: cases and reason.
 DIFFERENT: dict[tuple[str, str], tuple[set[str], str]] = {
     ("JaggedTensor", "lengths_or_none"): ({"offsets", "weights"}, _OF_BOTH),
     ("JaggedTensor", "offsets_or_none"): ({"ragged", "empty rows", "wide"}, _OF_BOTH),
@@ -181,7 +181,7 @@ def _methods(kind: str) -> list[str]:
 
 
 def _plain(x: Any) -> Any:
-    """A result as it can be compared: containers as their parts."""
+    """Converts a result for comparison: containers to their parts."""
     kind = type(x).__name__
     if kind == "KeyedJaggedTensor":
         parts = (x.keys(), x.values(), x.lengths(), x.weights_or_none(), x.stride(), x.stride_per_key())
@@ -216,7 +216,7 @@ def _are_alike(kind: str, case: str, method: str) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_do_what_torchrecs_do(kind: str) -> None:
-    """All that both have give the same, but for those of the table."""
+    """All common methods have equal results, except those of the table."""
     found = {
         (kind, method): {case for case in CASES[kind] if not _are_alike(kind, case, method)}
         for method in _methods(kind)
@@ -228,7 +228,7 @@ def test_methods_do_what_torchrecs_do(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_that_are_lacking(kind: str) -> None:
-    """A method of TorchRec's is here or in the table, which has none that is here."""
+    """Every method of TorchRec's exists here or is in the table, not both."""
     ours, others = _public(getattr(rk, kind)), _public(getattr(theirs, kind))
     assert others - ours <= set(LACKING[kind])
     assert not ours & set(LACKING[kind])
@@ -236,7 +236,7 @@ def test_methods_that_are_lacking(kind: str) -> None:
 
 
 def test_torchrecs_modules_take_ours() -> None:
-    """Its collections, position weights and models give the same for a batch of either package."""
+    """TorchRec's collections, position weights and models have equal results for batches of either package."""
     torchrec = pytest.importorskip("torchrec")
     processors = pytest.importorskip("torchrec.modules.feature_processor_")
     models, regroup = pytest.importorskip("torchrec.models.dlrm"), pytest.importorskip("torchrec.modules.regroup")

@@ -1,4 +1,4 @@
-"""Tables of a collection are frozen and trained again; and what torch optimizers that were given them do."""
+"""Freezing and unfreezing tables, and warnings of optimizers and lookups that train nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import rec_kernels as rk
 
 
 def test_a_table_that_is_trained_again() -> None:
-    """It is watched as before it was frozen, and so is the original of a shallow copy."""
+    """After unfreezing, changes are tracked as before, also of the original of a shallow copy."""
     found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
     found.embedding_bags["item"].weight.requires_grad_(False)
     found(batch(3)).values().sum().backward()
@@ -33,7 +33,7 @@ def test_a_table_that_is_trained_again() -> None:
 
 
 def test_torch_optimizers_find_no_gradient() -> None:
-    """One that was given the weights leaves them alone: their gradients are gone when the backward ends."""
+    """A torch optimizer with fused weights changes nothing: gradients are removed at the end of the backward."""
     found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
     dense = torch.optim.Adam(found.parameters(), lr=1.0, weight_decay=0.1)
     for one in (found, expected):
@@ -78,7 +78,7 @@ def test_weights_that_are_not_to_be_trained(format: str) -> None:
 
 
 def test_parts_are_trained_together() -> None:
-    """A compressed table of which one part is frozen is refused."""
+    """A compressed table with only one part frozen is rejected."""
     compression = rk.QuotientRemainder(4, combine="add")
     collection = rk.EmbeddingBagCollection(
         [rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a"], compression=compression)], optimizer=rk.SGD()
@@ -90,7 +90,7 @@ def test_parts_are_trained_together() -> None:
 
 
 def test_torch_optimizers_are_told_once() -> None:
-    """One that has tables of a fused optimizer warns at its first step; one of the dense parameters does not."""
+    """A torch optimizer with fused tables warns at its first step; one with dense parameters does not."""
     collection, top = make(rk.SGD(lr=0.1)), nn.Linear(28, 1)
     model = nn.ModuleList([collection, top])
     assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
@@ -105,7 +105,7 @@ def test_torch_optimizers_are_told_once() -> None:
 
 
 def test_optimizers_applied_in_the_backward_are_told_once() -> None:
-    """torch would run them where it accumulates a gradient, which tables of a fused optimizer do not get."""
+    """Optimizers applied in the backward warn: they run on accumulated gradients, which fused tables lack."""
     collection = make(rk.SGD(lr=0.5))
     _apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": 0.5})
     with pytest.warns(UserWarning, match="Adagrad was applied in the backward to tables that a fused optimizer"):
@@ -116,7 +116,7 @@ def test_optimizers_applied_in_the_backward_are_told_once() -> None:
 
 
 def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
-    """A collection without optimizer has no gradients beside a format that torch cannot train; frozen, it is fine."""
+    """A collection without an optimizer, with a format that torch cannot train, warns unless it is frozen."""
     collection, top = make(None, format="int8"), nn.Linear(28, 1)
     model = copy.deepcopy(nn.ModuleList([collection, top])).to("cpu")
     assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
@@ -130,7 +130,7 @@ def test_torch_optimizers_are_told_of_tables_that_nothing_trains() -> None:
 
 
 def untrained(format: str, pools: bool) -> nn.Module:
-    """A collection without optimizer of a table in ``format`` and one in fp32, which torch cannot train either."""
+    """A collection without optimizer, with a table in ``format`` and one in fp32, which torch cannot train either."""
     config = rk.EmbeddingBagConfig if pools else rk.EmbeddingConfig
     tables = [config(9, 4, name=n, feature_names=[n], format=f) for n, f in (("a", format), ("b", "fp32"))]
     return (rk.EmbeddingBagCollection if pools else rk.EmbeddingCollection)(tables)
@@ -142,7 +142,7 @@ UNTRAINED = r"a collection whose tables nothing trains.*{'%s': '%s'} here.*Rowwi
 @pytest.mark.parametrize("format", ["mx4", "int8"])
 @pytest.mark.parametrize("pools", [True, False])
 def test_lookups_of_training_that_train_nothing_are_told_once(format: str, pools: bool) -> None:
-    """Moves and copies have been told, too; frozen tables, evaluations and lookups without gradients are fine."""
+    """Training lookups without an effect warn once, also over moves and copies; frozen and eval() ones do not."""
     ids = {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}
     collection = untrained(format, pools)
     with pytest.warns(UserWarning, match=UNTRAINED % ("a", format)):
@@ -167,7 +167,7 @@ def test_lookups_of_training_that_train_nothing_are_told_once(format: str, pools
 
 @pytest.mark.parametrize("make_layer", [rk.Embedding, rk.EmbeddingBag])
 def test_layers_of_training_that_train_nothing_are_told_once(make_layer: type[rk.Embedding]) -> None:
-    """Layers of rows that torch cannot train, unless they are frozen."""
+    """Layers of rows that torch cannot train warn unless frozen."""
     ids = torch.tensor([[1, 2]])
     layer = make_layer(9, 4, format="int4")
     with pytest.warns(UserWarning, match=UNTRAINED % ("weight", "int4")):
@@ -179,7 +179,7 @@ def test_layers_of_training_that_train_nothing_are_told_once(make_layer: type[rk
 
 
 def test_compiled_lookups_that_train_nothing_are_told() -> None:
-    """The warning comes with the trace, which it does not break, and not with calls of the graph."""
+    """The warning is given while tracing, without breaking the graph, and not by calls of the graph."""
     batch = rk.KeyedJaggedTensor.from_dict({"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])})
     collection = untrained("int8", True)
     compiled = torch.compile(lambda given: collection(given).values(), fullgraph=True, backend="aot_eager")
@@ -194,7 +194,7 @@ def test_compiled_lookups_that_train_nothing_are_told() -> None:
 
 
 def named_tables(order: str, adam: bool = True, **rates: float) -> rk.EmbeddingBagCollection:
-    """Tables by the letters of ``order``, "u" and "q" of an Adam each."""
+    """Tables by the letters of ``order``, "u" and "q" with separate Adam optimizers."""
     torch.manual_seed(0)
     own = {"u": rk.Adam(lr=0.1), "q": rk.Adam(lr=1e-3, betas=(0.5, 0.6))} if adam else {}
     tables = [
@@ -204,7 +204,7 @@ def named_tables(order: str, adam: bool = True, **rates: float) -> rk.EmbeddingB
 
 
 def train_named(collection: rk.EmbeddingBagCollection, first: int, steps: int) -> None:
-    """Steps whose gradients depend on the table's name and the step."""
+    """Steps with gradients that depend on the table's name and the step."""
     for step in range(first, first + steps):
         output = collection({name: torch.tensor([1, 2]) for name in collection.feature_names})
         sum((output[n] * torch.sin(torch.arange(8.0).view(2, 4) + step + ord(n))).sum() for n in "uqs").backward()
@@ -212,7 +212,7 @@ def train_named(collection: rk.EmbeddingBagCollection, first: int, steps: int) -
 
 @pytest.mark.parametrize("adam", [True, False])
 def test_states_of_tables_in_another_order(adam: bool) -> None:
-    """Rows, state, powers of beta and learning rates are the tables', by their names."""
+    """Rows, state, beta powers and learning rates load by the tables' names."""
     rates = {} if adam else {"u": 1.0, "q": 1e-3}
     old, new = named_tables("uqs", adam, **rates), named_tables("squ", adam, **rates)
     train_named(old, 0, 5)
@@ -226,7 +226,7 @@ def test_states_of_tables_in_another_order(adam: bool) -> None:
 
 
 def test_states_of_other_tables() -> None:
-    """A table that goes, or comes, leaves the powers of beta of the others alone; other betas have their own."""
+    """A removed or added table leaves the beta powers of the others unchanged; other betas have their own."""
     both = named_tables("qus")
     train_named(both, 0, 5)
     one = named_tables("us")
@@ -246,7 +246,7 @@ def test_states_of_other_tables() -> None:
 
 
 def test_groups_refuse_rates_that_climb() -> None:
-    """A schedule that runs past its end says so; the rate stays, in the group and where the kernels read it."""
+    """A schedule past its end raises; the rate stays, in the group and in the kernels' tensor."""
     collection = make(rk.SGD(lr=0.5))
     face = collection.fused_optimizer
     for rate, shown in ((-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf")):
@@ -257,7 +257,7 @@ def test_groups_refuse_rates_that_climb() -> None:
 
 
 def test_groups_refuse_options_that_nothing_reads() -> None:
-    """An option of another optimizer raises, and is left out of a state that has it; names of schedulers are taken."""
+    """An option of another optimizer raises, and is ignored in states; schedulers' options are accepted."""
     face = make(rk.RowwiseAdagrad(lr=0.1)).fused_optimizer
     group, before = face.param_groups[0], face.state_dict()
     for name in ("momentum", "learning_rate"):

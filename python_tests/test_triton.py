@@ -1,4 +1,4 @@
-"""Triton, each time in a process of its own: the interpreter, the compilers, and what importing rec_kernels does."""
+"""Triton in subprocesses: the interpreter, the compilers, and the effects of importing rec_kernels."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FACTORIZATIONS = {
     for kind in ("tf32x3-fp32", "tf32-fp32", "tf32-fp16", "tf32-bf16")
 }
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
-#: Bytes of shared memory that a program may have on every NVIDIA GPU from 8.0 on: 8.6, 8.9 and 12.0 have the least.
+#: Bytes of shared memory per program on every NVIDIA GPU from 8.0 on: 8.6, 8.9 and 12.0 have the least.
 SHARED_BYTES = 99 * 1024
-#: The oldest supported Triton, which torch 2.10 and 2.11 come with; `make test-all` puts it beside the environment.
+#: The oldest supported Triton, of torch 2.10 and 2.11; `make test-all` installs it beside the environment.
 OLDEST = "3.6.0"
 FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMATS}
 
 
 def run(*arguments: str, interpret: bool = False, before: Path | None = None) -> str:
-    """Output of a Python process, which must succeed. Packages in the folder ``before`` hide installed ones."""
+    """Output of a Python process, which must succeed. Packages in the folder ``before`` have precedence."""
     path = os.pathsep.join(str(folder) for folder in (ROOT, before, os.environ.get("PYTHONPATH")) if folder)
     environment = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -76,7 +76,7 @@ sys.exit(status)
 
 @pytest.mark.parametrize("tier", [fewer("not full"), *full("not fewer")])
 def test_kernels_in_the_interpreter(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test_<op>_triton.py, on CPU tensors, in one process for a tier; their comparisons count here."""
+    """Every test_<op>_triton.py passes on CPU tensors, in one process per tier; their comparisons count here."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     try:
         _triton_versions.check(importlib.metadata.version("triton"))
@@ -93,7 +93,7 @@ def test_kernels_in_the_interpreter(tier: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def installed_beside(version: str) -> Path | None:
-    """The folder of a Triton version; None of the installed one."""
+    """The folder of a Triton version; None for the installed one."""
     if version in ("installed", importlib.metadata.version("triton")):
         return None
     folder = Path(sys.prefix) / f"triton-{version}"
@@ -104,10 +104,9 @@ def installed_beside(version: str) -> Path | None:
 
 @pytest.fixture(scope="module", params=["installed", OLDEST])
 def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]:
-    """The sums of the counts of python_tests/compile_triton.py for each target and kernel, with two Triton versions;
-    the most bytes of shared memory come last.
+    """Sums of compile_triton.py's counts per target and kernel, for two Triton versions; maximum shared memory last.
 
-    What is compiled already is taken from build/, where Triton finds it by its source, its options and its own files.
+    Triton caches compiled kernels in build/, by their source, their options and its own files.
     """
     folder = installed_beside(request.param)
     counts: dict[tuple[str, str], list[int]] = {}
@@ -120,7 +119,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
         *before, most = counts.get((target, kernel), [0] * (len(numbers) + 1))
         sums = [a + int(b) for a, b in zip(before, numbers, strict=True)]
         counts[target, kernel] = [*sums, max(most, int(shared))]
-    # compile_triton.architectures: some products for all GPUs of NVIDIA's, other kernels for one; AMD's by the newest.
+    # compile_triton.architectures: some products on all NVIDIA GPUs, other kernels on one; AMD only with the newest.
     kernels = {kernel for target, kernel in counts if target == "sm_90"}
     everywhere = {kernel for kernel in kernels if kernel.endswith(("-tf32x3-fp32", "-fp16"))} - FAKE_QUANTIZE
     common = ("sm_90",) if version == f"triton {OLDEST}" else ("sm_90", AMD)
@@ -130,8 +129,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
 
 @pytest.mark.full
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """Kernels compile for NVIDIA and AMD GPUs; for NVIDIA, nothing is fused or divided inexactly, rows round to
-    nearest."""
+    """Kernels compile for NVIDIA and AMD GPUs; for NVIDIA without fusion and inexact division, to nearest."""
     targets = [target for target in ("sm_90", AMD) if (target, "start_kernel") in compiled]
     counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS | INTERACTIONS | FACTORIZATIONS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
@@ -145,14 +143,14 @@ def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
 
 @pytest.mark.full
 def test_shared_memory(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """Every NVIDIA GPU has as much as a program takes; a launch that asks for more fails there."""
+    """Programs fit into the shared memory of every NVIDIA GPU; otherwise launches would fail there."""
     taken = {key: shared for key, (*_, shared) in compiled.items() if key[0] in NVIDIA}
     assert max(taken.values()) > 48 * 1024
     assert {key: shared for key, shared in taken.items() if shared > SHARED_BYTES} == {}
 
 
 def nvidia_counts(compiled: dict[tuple[str, str], list[int]], kernels: set[str]) -> list[tuple[str, list[int]]]:
-    """Each of the kernels with its counts, for NVIDIA's architectures."""
+    """Yields each kernel with its counts, for NVIDIA's architectures."""
     assert {kernel for target, kernel in compiled if target == "sm_90"} >= kernels
     return [
         (kernel, compiled[target, kernel]) for target in NVIDIA for kernel in kernels if (target, kernel) in compiled
@@ -161,7 +159,7 @@ def nvidia_counts(compiled: dict[tuple[str, str], list[int]], kernels: set[str])
 
 @pytest.mark.full
 def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """Every format compiles: only integer rows have divisions and fused operations; no denormal becomes 0."""
+    """Every format compiles: only integer rows have divisions and fused operations; denormals are not flushed."""
     for kernel, (fused, divisions, _, inexact, *_) in nvidia_counts(compiled, FAKE_QUANTIZE):
         has_grid = kernel in INTEGER_ROWS
         assert (fused > 0, divisions > 0, inexact) == (has_grid, has_grid, 0), kernel
@@ -169,7 +167,7 @@ def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> N
 
 @pytest.mark.full
 def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA, tiles are multiplied by the tensor cores, three times, and by nothing else."""
+    """On NVIDIA GPUs, tiles are multiplied by tensor cores in three passes, and by nothing else."""
     for kernel, (fused, divisions, _, _, products, halves, _) in nvidia_counts(compiled, PRODUCTS):
         assert (fused, divisions, halves) == (0, 0, 0), kernel
         assert products > 0
@@ -178,7 +176,7 @@ def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
 
 @pytest.mark.full
 def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA, tiles are multiplied by the tensor cores: float32 in one TF32 pass or three, halves as they are."""
+    """On NVIDIA GPUs, tiles are multiplied by tensor cores: float32 in one TF32 pass or three, halves as they are."""
     for kernel, (_, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, INTERACTIONS):
         assert (tf32 > 0, halves > 0) == ("tf32" in kernel, "16" in kernel), kernel
         assert inexact == 0, kernel
@@ -187,7 +185,7 @@ def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> Non
 
 @pytest.mark.full
 def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA, all products are TF32's, in three passes for float32."""
+    """On NVIDIA GPUs, all products are TF32's, in three passes for float32."""
     for kernel, (fused, _, _, inexact, tf32, halves, _) in nvidia_counts(compiled, FACTORIZATIONS):
         assert (fused, tf32 > 0, halves, inexact) == (0, True, 0, 0), kernel
         assert tf32 % 3 == 0 or "tf32x3" not in kernel, kernel
@@ -209,7 +207,7 @@ def test_import_registers_where_it_must(gpu: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
 def test_old_versions_are_refused_in_use() -> None:
-    """rec_kernels is imported; each op with a Triton kernel says what is wrong, and build_info that it has none."""
+    """rec_kernels can be imported; each op with a Triton kernel raises with the reason, and build_info reports none."""
     code = """
 import torch, triton
 torch.cuda.is_available = lambda: True

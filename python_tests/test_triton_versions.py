@@ -1,4 +1,4 @@
-"""The versions of Triton: which are taken, warned of and refused."""
+"""Versions of Triton: supported, untested with a warning, and rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_newer_than_tested(version: str) -> None:
 
 
 def test_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter fails by itself with NumPy 2.4; its compiler does not."""
+    """Triton 3.6's interpreter fails with NumPy 2.4; its compiler does not."""
     numpy = "2.4.6"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: numpy)
     versions.check("3.6.0")
@@ -46,6 +46,6 @@ def test_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_supported_in_words() -> None:
-    """The text agrees with the numbers."""
+    """The documented versions are those of the code."""
     oldest, newest = (".".join(map(str, numbers)) for numbers in (versions.OLDEST, versions.NEWEST))
     assert f"Triton {oldest} to {newest}" == versions.SUPPORTED

@@ -1,4 +1,4 @@
-"""bench.tuning: its bytes against hand-counted cases, its model against planted constants, its command and its page."""
+"""bench.tuning: bytes of hand-counted cases, the model with planted constants, the command and its page."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def planted_document() -> dict:
-    """A run in which every time is what the model says with ``PLANTED``."""
+    """A run whose times all follow the model with ``PLANTED``."""
     rows = []
     for point in points.points():
         w = point.workload
@@ -69,7 +69,7 @@ def planted_document() -> dict:
 
 
 def test_bytes_by_hand() -> None:
-    """Two tables, three bags each, two ids a bag, four columns, five distinct rows."""
+    """Two tables, three bags each, two ids per bag, four columns, five distinct rows."""
     point = Point("base", Workload("tiny", tables=2, batch=3, rows=10, dim=4, bag=2))
     assert (point.num_ids, point.num_bags, point.row_bytes) == (12, 6, 16)
     assert points.moved(point, 5) == {
@@ -84,14 +84,14 @@ def test_bytes_by_hand() -> None:
 
 @pytest.mark.parametrize("row_bytes", [4, 12, 32, 36, 64, 72, 128, 144, 256, 1024])
 def test_line_bytes(row_bytes: int) -> None:
-    """The mean over the first rows of a table that begins with a cache line."""
+    """The mean over the first rows of a table that starts at a cache line."""
     first = [i * row_bytes for i in range(64)]
     lines = [(begin + row_bytes - 1) // 64 - begin // 64 + 1 for begin in first]
     assert points.line_bytes(row_bytes) == 64 * statistics.fmean(lines)
 
 
 def test_page_knows_the_bytes_of_rows() -> None:
-    """The table of r: each formula, calculated for 64 columns."""
+    """The table of r has each formula's value for 64 columns."""
     heads, _, cells = (
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in re.search(r"\| fp32 \|.*\n.*\n.*\n", PAGE.read_text())[0].splitlines()
@@ -103,7 +103,7 @@ def test_page_knows_the_bytes_of_rows() -> None:
 
 
 def test_points_move_one_parameter() -> None:
-    """Every point but the base differs from it in its sweep's parameter only, and survives a JSON file."""
+    """Every point differs from the base only in its sweep's parameter, and survives a JSON file."""
     for quick in (False, True):
         base, *others = points.points(quick)
         assert base.sweep == "base"
@@ -172,20 +172,20 @@ def test_costs_by_hand() -> None:
 @pytest.mark.parametrize(
     ("tables", "dim", "reach"),
     [
-        (1, 16, 10 * 64),  # bags follow one another
+        (1, 16, 10 * 64),  # bags are adjacent
         (4, 64, 10 * 1024),
         (26, 128, 10 * 4096),  # a page for each bag: samples are further apart
         (2, 2048, 10 * 8192),  # a bag has two pages
     ],
 )
 def test_gradient_reach(tables: int, dim: int, reach: int) -> None:
-    """Ten bags a table: the bytes of all pages that they touch."""
+    """Ten bags of a table: the bytes of all pages that they touch."""
     load = model.Load(100, 10 * tables, tables, dim, 4 * dim, 40, 80)
     assert load.gradient_reach() == reach
 
 
 def test_fit_has_no_negative_price() -> None:
-    """A negative price becomes 0, and the rest is fitted again: 10 a call, 3 an id."""
+    """A negative price becomes 0, and the rest is fitted again: 10 per call, 3 per id."""
     costs = [model.Cost({"known": 100.0}, {"call": 1, "bag": n * n, "id": n}) for n in (1.0, 2.0, 5.0)]
     times = [100.0 + 10 + 3 * n - 0.01 * n * n for n in (1.0, 2.0, 5.0)]
     found = model.fit(costs, times)
@@ -198,7 +198,7 @@ def test_fit_has_no_negative_price() -> None:
 
 
 def test_errors_by_hand() -> None:
-    """Means of magnitudes; the base belongs to no sweep."""
+    """Errors are mean magnitudes; the base belongs to no sweep."""
     rows = [
         {"sweep": sweep, "model": {"fitted": fitted, "forward": {"error": error}, "step": {"error": -2 * error}}}
         for sweep, fitted, error in (("base", True, 0.3), ("bag", True, -0.1), ("bag", False, 0.2))
@@ -212,7 +212,7 @@ def test_errors_by_hand() -> None:
 @pytest.mark.full
 @needs_compiler
 def test_quick_run(tmp_path: Path) -> None:
-    """The command: every sweep measured, a model, and two pictures."""
+    """The command measures every sweep, fits a model, and draws two pictures."""
     pytest.importorskip("matplotlib")
     output, images = tmp_path / "tuning.json", tmp_path / "images"
     arguments = ["--quick", "--threads", "1", "--output", str(output), "--pictures", str(images)]
@@ -240,7 +240,7 @@ def test_quick_run(tmp_path: Path) -> None:
 def test_run_without_peer_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """FBGEMM's column stays empty without it; without matplotlib there is a message."""
+    """Without FBGEMM, its column is empty; without matplotlib, a message is printed."""
     output = tmp_path / "tuning.json"
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -255,7 +255,7 @@ def test_run_without_peer_and_pictures(
 
 
 def test_peer_takes_part() -> None:
-    """An installed FBGEMM trains float32 rows and looks up in the formats that it has."""
+    """An installed FBGEMM is measured in float32 training, and in lookups of its formats."""
     pytest.importorskip("fbgemm_gpu")
     from bench.subject import Subject
     from bench.tuning import measure
@@ -270,7 +270,7 @@ def test_peer_takes_part() -> None:
 
 
 def test_quick_needs_an_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Figures that mean nothing never go where results are."""
+    """--quick requires --output, so that its figures do not replace results."""
     monkeypatch.setattr(sys, "argv", ["bench.tuning", "--quick"])
     with pytest.raises(SystemExit):
         command.main()
@@ -278,7 +278,7 @@ def test_quick_needs_an_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_page_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--docs writes the parts from a file, and only those; a second time changes nothing."""
+    """--docs rewrites only the generated parts of the page, and is idempotent."""
     page, file = tmp_path / "docs" / "tuning.md", tmp_path / "results" / "run.json"
     page.parent.mkdir()
     file.parent.mkdir()
@@ -289,20 +289,20 @@ def test_page_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = page.read_text()
     assert "Not measured yet" not in text
     assert "[run.json](../results/run.json)" in text
-    assert "images/tuning" not in text  # there are none
+    assert "images/tuning" not in text  # no pictures
     assert report.PART.sub("", text) == report.PART.sub("", PAGE.read_text())
     command.main()
     assert page.read_text() == text
 
 
 def test_page_without_its_parts_is_refused() -> None:
-    """The message names what is missing."""
+    """The error names the missing part."""
     with pytest.raises(ValueError, match="must have the generated parts curves, prices, errors, and has none"):
         report.page_with("# Tuning\n", planted_document(), PAGE, RECORDED)
 
 
 def test_every_panel_is_drawn(tmp_path: Path) -> None:
-    """All six parameters, also of a run with FBGEMM in every point."""
+    """All six parameters have a panel, also of a run with FBGEMM in every point."""
     pytest.importorskip("matplotlib")
     assert "tuning-forward.png" in pictures.draw(planted_document(), tmp_path / "new")
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["tuning-forward.png", "tuning-step.png"]
@@ -310,7 +310,7 @@ def test_every_panel_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not RECORDED.exists(), reason="no run has been recorded")
 def test_page_has_the_recorded_run() -> None:
-    """Tables and model of the page are those of the file, and the file's model is that of its points."""
+    """The page has the file's tables and model, and the model is fitted to the file's points."""
     recorded = json.loads(RECORDED.read_text())
     again = copy.deepcopy(recorded)
     model.add_model(again)

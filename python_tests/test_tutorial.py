@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its code runs, in its order, and what the page says of bytes and of quality is so."""
+"""docs/tutorial.md: its code runs in order, and its statements about bytes and quality are true."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _run(code: str, names: dict) -> dict:
 
 @pytest.fixture
 def names() -> dict:
-    """Names that the tutorial's five lines define, for a smaller table."""
+    """Variables of the tutorial's five lines, with a smaller table."""
     assert LARGE in FEW_LINES
     return _run(FEW_LINES.replace(LARGE, SMALL), {"__name__": "tutorial"})
 
 
 def test_five_lines_are_five() -> None:
-    """The title counts them."""
+    """The code has the five lines of the title."""
     assert len([line for line in FEW_LINES.splitlines() if line]) == 5
 
 
@@ -42,13 +42,13 @@ def test_the_table_is_a_tenth(names: dict, capsys: pytest.CaptureFixture) -> Non
 
 
 def test_it_trains(names: dict) -> None:
-    """The loss falls from a coin's to less than a third of it."""
+    """The loss falls from that of a coin flip to less than a third of it."""
     losses = _run(TRAINING, names)["losses"]
     assert losses[-1] < losses[0] / 3
 
 
 def test_sizes_are_those_of_the_page(names: dict, capsys: pytest.CaptureFixture) -> None:
-    """The page's sizes are right at full size, unallocated; its text names the first and the last, too."""
+    """The page's sizes are those of the full, unallocated tables; its text has the first and the last."""
     _run(SIZES, names | {"ROWS": 1 << 24})
     assert capsys.readouterr().out == SAID
     sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) MB$", SAID, re.MULTILINE)]
@@ -58,7 +58,7 @@ def test_sizes_are_those_of_the_page(names: dict, capsys: pytest.CaptureFixture)
 
 
 def test_quality_is_from_the_results() -> None:
-    """Every difference and interval of the page stands in docs/quality.md."""
+    """Every difference and interval of the page is in docs/quality.md."""
     said = set(re.findall(r"[+-]0\.\d{5}", PAGE))
     assert len(said) > 15
     assert {number for number in said if number not in (DOCS / "quality.md").read_text()} == set()

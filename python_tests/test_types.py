@@ -1,4 +1,4 @@
-"""Types of the public names, as a type checker sees them in a user's file."""
+"""Types of the public names in a user's file, according to mypy."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ rk.EmbeddingBag(10, 4)()
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Everything that one run of mypy says of both files."""
+    """The output of one run of mypy on both files."""
     folder = tmp_path_factory.mktemp("types")
     files = {folder / "user.py": USER, folder / "wrong.py": WRONG}
     for path, text in files.items():
         path.write_text(text)
-    # mypy runs in the repository's root, where .mypy_cache has the results of `make lint` for torch.
+    # mypy runs in the repository's root, whose .mypy_cache has torch's types from `make lint`.
     command = [sys.executable, "-m", "mypy", "--config-file", str(PACKAGE.parent / "pyproject.toml"), *map(str, files)]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -62,16 +62,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_package_is_marked() -> None:
-    """Without py.typed, checkers would take every name for Any."""
+    """Without py.typed, type checkers would treat every name as Any."""
     assert (PACKAGE / "py.typed").exists()
 
 
 def test_right_use_is_accepted(said: str) -> None:
-    """Tables, collections, batches and ops, as the README has them."""
+    """Tables, collections, batches and ops of the README have no type errors."""
     assert all("wrong.py:" in line for line in said.splitlines() if ": error:" in line), said
 
 
 def test_wrong_use_is_refused(said: str) -> None:
-    """Each line that uses a name wrongly is told."""
+    """Each wrong use is reported with its line."""
     lines = {int(line.split("wrong.py:")[1].split(":")[0]) for line in said.splitlines() if "wrong.py:" in line}
     assert lines == {number for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith("rk.")}, said

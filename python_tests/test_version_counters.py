@@ -1,4 +1,4 @@
-"""Ops that change arguments in place: counted as torch counts its own, and refused where torch refuses them."""
+"""Ops that mutate arguments increment version counters and raise errors as torch's ops do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rec_kernels.ops.autograd import overload_of, signature_of
 
 
 def changed_by(op: str) -> dict[int, str]:
-    """Place -> name of the arguments that an op changes, as its schema says."""
+    """Index -> name of the arguments that an op mutates, from its schema."""
     arguments = overload_of(op)._schema.arguments
     return {i: a.name for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
 
@@ -28,7 +28,7 @@ IN_PLACE = [op for op in registered() if changed_by(op)]
 
 
 def calls_of(op: str) -> Iterator[dict[str, object]]:
-    """The samples of an op by name, with tensors of their own."""
+    """The samples of an op by argument name, with cloned tensors."""
     names = list(signature_of(op))
     for args, kwargs in samples(op):
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -36,7 +36,7 @@ def calls_of(op: str) -> Iterator[dict[str, object]]:
 
 
 def each_changed(op: str) -> Iterator[tuple[dict[str, object], str]]:
-    """Every sample with every tensor that it changes."""
+    """Every sample with the name of every tensor that it mutates."""
     for given in calls_of(op):
         for name in changed_by(op).values():
             if given.get(name) is not None:
@@ -52,14 +52,14 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def test_which_ops() -> None:
-    """An op has a name that ends in an underscore if, and only if, it changes an argument."""
+    """An op's name ends in an underscore exactly if it mutates an argument."""
     assert [op for op in registered() if op.partition(".")[0].endswith("_")] == IN_PLACE
     assert len(IN_PLACE) >= 3
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_counts_once(op: str) -> None:
-    """A call increments by one the counters of what its schema changes, no others; overloads and no_grad included."""
+    """A call increments the counters of mutated arguments by one, and no others; overloads and no_grad included."""
     packet = getattr(torch.ops.rec_kernels, op.partition(".")[0])
     for call in (packet, overload_of(op), torch.no_grad()(packet)):
         for given in calls_of(op):
@@ -72,7 +72,7 @@ def test_counts_once(op: str) -> None:
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_saved_tensors(op: str) -> None:
-    """Autograd gives no gradients of tensors that it has saved and a call has changed since."""
+    """A backward that uses a saved tensor raises after a call has mutated it."""
     for given, name in each_changed(op):
         x = torch.ones(given[name].shape, requires_grad=True)
         loss = (x * given[name]).sum()
@@ -94,7 +94,7 @@ def _unchanged(given: dict[str, object], error: type[Exception], message: str, c
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_tensors_that_require_grad(op: str) -> None:
-    """Leaves, their views and what was computed from them: refused, unless there is no grad mode."""
+    """Leaves that require gradients, their views and results are rejected, except under no_grad."""
     kinds = {
         "^a leaf Variable that requires grad": lambda leaf: leaf,
         "^a view of a leaf Variable that requires grad": lambda leaf: leaf.view_as(leaf),
@@ -113,7 +113,7 @@ def test_tensors_that_require_grad(op: str) -> None:
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_inference_tensors(op: str) -> None:
-    """They change inside InferenceMode only, where tensors that have a counter still count."""
+    """Inference tensors may be mutated in InferenceMode only, where counters of other tensors still increase."""
     for given, name in each_changed(op):
         with torch.inference_mode():
             made_there = given[name].clone()
@@ -133,7 +133,7 @@ def test_inference_tensors(op: str) -> None:
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_failures_do_not_count(op: str) -> None:
-    """A call that raises has changed nothing, and no counter."""
+    """A call that raises changes neither data nor counters."""
     for given in calls_of(op):
         given["rounding"] = "median"
         _unchanged(given, ValueError, "rounding", overload_of(op))
@@ -141,7 +141,7 @@ def test_failures_do_not_count(op: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
-    """Compiled calls count and are refused, too."""
+    """Compiled calls increment counters and raise as eager ones do."""
     op = "embedding_bag_backward_fused_.layout"
     given = next(calls_of(op))
     torch._dynamo.reset()
@@ -183,7 +183,7 @@ def loss_of(tables: rk.EmbeddingBagCollection, weights: Tensor | None = None) ->
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_steps_count_once(name: str, accumulates: bool) -> None:
-    """A step of a collection, and one update of several micro-batches, counts by one what the optimizer changes."""
+    """A step, also of several micro-batches, increments the counters of tables and optimizer state by one."""
     optimizer, changed = OPTIMIZERS[name]
     tables = collection(optimizer)
     for _ in range(3):
@@ -199,7 +199,7 @@ def test_training_steps_count_once(name: str, accumulates: bool) -> None:
 
 
 def cached_collection() -> tuple[rk.EmbeddingBagCollection, rk.KeyedJaggedTensor, rk.KeyedJaggedTensor]:
-    """A row cache with fewer slots than rows, and two batches with per-sample weights and no row in common."""
+    """A row cache with fewer slots than rows, and two weighted batches without common rows."""
     table = rk.EmbeddingBagConfig(50, 4, name="a", feature_names=["f"], format="int8")
     tables = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.1), cache=rk.RowCache(0.2, ways=2))
     ids, factors = torch.arange(50).split(12), torch.ones(12, requires_grad=True)
@@ -208,7 +208,7 @@ def cached_collection() -> tuple[rk.EmbeddingBagCollection, rk.KeyedJaggedTensor
 
 
 def test_a_row_cache_counts_updates() -> None:
-    """Rows that come in and go out of slots are the same rows: lookups from before may still go backward."""
+    """Inserting and evicting rows does not invalidate earlier lookups' backward."""
     tables, first, second = cached_collection()
     tables(second).values().sum().backward()
     before = tables._weights._version
@@ -232,7 +232,7 @@ def _written(tables: rk.EmbeddingBagCollection, _: rk.KeyedJaggedTensor) -> None
 
 @pytest.mark.parametrize("change", [_updated, _written, lambda tables, _: tables.load_state_dict(tables.state_dict())])
 def test_cached_rows_that_have_changed(change: Callable) -> None:
-    """The gradient of per-sample weights needs the rows of the lookup, in the cache and out of it."""
+    """The gradient of per-sample weights raises if a row of the lookup has changed, cached or not."""
     tables, first, second = cached_collection()
     output = tables(first).values().sum()
     change(tables, second)
@@ -262,7 +262,7 @@ def _used(tables: rk.EmbeddingBagCollection) -> rk.EmbeddingBagCollection:
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("made", MADE)
 def test_saved_parameters(made: str, accumulates: bool) -> None:
-    """A parameter that another op has saved between a lookup and its backward: no gradients of updated rows."""
+    """An op that saved a table between a lookup and its backward raises instead of using updated rows."""
     tables = MADE[made](collection(rk.SGD(lr=0.1)))
     weight = tables.embedding_bags["b"].weight
     x = torch.ones(weight.shape, requires_grad=True)
@@ -280,7 +280,7 @@ def test_saved_parameters(made: str, accumulates: bool) -> None:
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)], ids=str)
 def test_moves_keep_parameters(optimizer: object) -> None:
-    """JaggedContainer keeps parameters and what users gave them, whoever refers to them."""
+    """Moves keep the parameter objects and their attributes."""
     tables = collection(optimizer)
     weight = tables.embedding_bags["a"].weight
     weight.note = "mine"
@@ -296,7 +296,7 @@ def test_moves_keep_parameters(optimizer: object) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_lookups_of_one_graph(name: str) -> None:
-    """Lookups of one backward are one update; another backward is another one."""
+    """Lookups in one backward make one update, in separate backward passes one each."""
     tables = collection(OPTIMIZERS[name][0])
     before = tables._weights._version
     first, second = loss_of(tables), loss_of(tables)
@@ -308,7 +308,7 @@ def test_two_lookups_of_one_graph(name: str) -> None:
 
 
 def test_weights_with_gradients() -> None:
-    """The gradient of per-sample weights needs the rows that were looked up: an update in between is an error."""
+    """The gradient of per-sample weights raises after an update of the looked-up rows."""
     tables = collection(rk.SGD(lr=0.1))
     factors = torch.ones(6, requires_grad=True)
     loss = loss_of(tables, factors)
@@ -320,7 +320,7 @@ def test_weights_with_gradients() -> None:
 @pytest.mark.parametrize("name", ["values", "offsets", "bag_starts"])
 @pytest.mark.parametrize("op", ["embedding_bag", "embedding_bag_tables", "embedding_bag_fused"])
 def test_bags_that_change_before_the_backward(op: str, name: str) -> None:
-    """Gradients would go to other rows than those that were looked up."""
+    """Changing bags before the backward raises: gradients would go to other rows."""
     bags = {"values": torch.tensor([1, 2, 3, 4]), "offsets": torch.arange(5), "bag_starts": torch.tensor([0, 2, 4])}
     weights, layout = torch.zeros(48), rk.table_layout([7, 5], [3, 3], weight_offsets=[0, 32])._asdict()
     if op == "embedding_bag":

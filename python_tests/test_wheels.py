@@ -1,4 +1,4 @@
-"""Contents of distributions: files, names and needs. wheels/check.py checks a built wheel by the same rules."""
+"""Contents of distributions: files, names and required symbols. wheels/check.py applies the rules to a built wheel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check() -> ModuleType:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """wheels/build.py, whose Pythons are 3.11 and 3.13, and which builds nothing."""
+    """wheels/build.py with fake Pythons 3.11 and 3.13, and without builds."""
     module = importlib.import_module("wheels.build")
     monkeypatch.setattr(module, "find_python", {"3.11": "/bin/python3.11", "3.13": "/bin/python3.13"}.get)
     monkeypatch.setattr(module, "make", lambda python, options, folder: f"{python} {options.cuda} {folder.exists()}")
@@ -41,7 +41,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def names(check: ModuleType) -> set[str]:
-    """File names in a good wheel for the CPU."""
+    """File names in a valid CPU wheel."""
     return check.python_files() | {
         check.CPU,
         HOST,
@@ -52,14 +52,14 @@ def names(check: ModuleType) -> set[str]:
 
 
 def test_every_package_is_installed() -> None:
-    """The list in pyproject.toml has each folder of modules: a forgotten one would be missing from wheels only."""
+    """pyproject.toml lists each folder of modules: a missing one would be absent from wheels only."""
     text = (ROOT / "pyproject.toml").read_text()
     for package in setuptools.find_packages(str(ROOT), include=["rec_kernels*"]):
         assert f'"{package}"' in text, package
 
 
 def test_files_of_a_wheel(check: ModuleType, names: set[str]) -> None:
-    """All modules, the library for the CPU, one _host; the CUDA library where the version says so; nothing else."""
+    """A wheel has all modules, the CPU library, one _host, a CUDA library according to its version, nothing else."""
     assert "rec_kernels/py.typed" in names
     assert check.wrong_names(WHEEL.format(""), names) == []
     assert check.wrong_names(WHEEL.format("+cu13"), names | check.CUDA) == []
@@ -73,12 +73,12 @@ def test_files_of_a_wheel(check: ModuleType, names: set[str]) -> None:
 
 @pytest.mark.parametrize(("label", "limit"), [("", 3), ("+cu12", 45), ("+cu13", 20), ("+cu14", 20)])
 def test_sizes(label: str, limit: int, check: ModuleType) -> None:
-    """Kernels for the drivers of CUDA 12 take more bytes than those of later ones."""
+    """Kernels for CUDA 12 drivers are uncompressed and may be larger."""
     assert check.limit_of(WHEEL.format(label)) == limit
 
 
 def test_needs_of_a_library(check: ModuleType) -> None:
-    """Versions are compared as numbers, not as text."""
+    """Symbol versions are compared as numbers, not as text."""
     good = "NEEDED libtorch_cpu.so\nNEEDED libstdc++.so.6\nGLIBC_2.3.4\nGLIBC_2.28\nGLIBCXX_3.4.9\nCXXABI_1.3.11\n"
     assert check.wrong_needs(good) == []
     assert check.newest_versions(good) == {"GLIBC": "2.28", "GLIBCXX": "3.4.9", "CXXABI": "1.3.11"}
@@ -87,7 +87,7 @@ def test_needs_of_a_library(check: ModuleType) -> None:
 
 
 def test_source_distribution(tmp_path: Path) -> None:
-    """It has what a wheel is built from, and nothing that was built."""
+    """The source distribution has all sources of a wheel, and no build output."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
@@ -109,7 +109,7 @@ def test_source_distribution(tmp_path: Path) -> None:
     ],
 )
 def test_architectures(gpus: list[tuple[int, int]], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds in place use the machine's architectures, those of 8.0 and newer, wheels a fixed list."""
+    """Builds in place use the machine's architectures from 8.0 on, wheels a fixed list."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: gpus[gpu])
@@ -124,7 +124,7 @@ def test_architectures(gpus: list[tuple[int, int]], expected: str, monkeypatch: 
 def test_pythons_of_wheels(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wheels are for all Pythons that are there, with CUDA for the one that runs; the others are named."""
+    """Wheels are built for all installed Pythons, with CUDA for the running one; missing ones are named."""
     monkeypatch.setattr(sys, "argv", ["build"])
     build.main()
     said = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_pythons_of_wheels(
 
 
 def test_wheel_that_fails(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that fails ends the build with its output."""
+    """A failing command ends the build with its output."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("pip wheel failed:\nreasons")
@@ -152,7 +152,7 @@ def test_wheel_that_fails(build: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_versions_of_what_builds_wheels(build: ModuleType) -> None:
-    """All packages have a version in a requirements file, without the comment behind it."""
+    """All packages have a version from a requirements file, without its comment."""
     found = build.pinned(*build.TOOLS, "torch", "numpy")
     assert len(found) == len(build.TOOLS) + 3  # NumPy has a line for older Pythons
     assert not [line for line in found if "#" in line or "==" not in line]
@@ -162,7 +162,7 @@ def test_versions_of_what_builds_wheels(build: ModuleType) -> None:
 
 @pytest.mark.skipif(rk.build_info()["host_library"] is None, reason="_host is not built")
 def test_trial_of_a_wheel(build: ModuleType) -> None:
-    """The script that tries a wheel runs with the package at hand, and finds a wrong sum."""
+    """The script that tests a wheel passes with this package, and finds a wrong sum."""
     done = run_script(build.TRIAL)
     assert done.returncode == 0, done.stderr
     assert '"host_library": "' in done.stdout

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind: each error names the argument, the value and what may be."""
+"""Arguments of wrong types or values: each error names the argument, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -358,13 +358,13 @@ CASES = [*((ValueError, *case) for case in VALUES), *((TypeError, *case) for cas
 
 @pytest.mark.parametrize(("error", "call", "message"), CASES, ids=[message[:40] for *_, message in CASES])
 def test_errors_say_what_is_wrong(error: type[Exception], call: Callable[[], object], message: str) -> None:
-    """Errors are this package's, not those of what a wrong value meets first."""
+    """Errors are this package's own, instead of those of a later operation."""
     with pytest.raises(error, match=re.escape(message)):
         call()
 
 
 def test_tensors_as_numbers() -> None:
-    """An option keeps the number that a tensor had, whatever becomes of the tensor."""
+    """An option given as a tensor keeps its value if the tensor changes."""
     number = torch.tensor(0.5)
     optimizer = rk.SGD(lr=number, clip_grad_norm=number, clip_grad_value=number, weight_decay=number)
     table = rk.EmbeddingBagConfig(4, 2, name="t", feature_names=["f"], lr=number)

@@ -1,4 +1,4 @@
-"""Collections with a table whose weight is used beside lookups, batches of theirs, and a loss of both uses."""
+"""Collections with a table whose weight is used beside lookups, batches, and a loss of both uses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ E, D, B = 40, 8, 6
 
 
 def start(seed: int = 0) -> Tensor:
-    """[E, D] first rows of the table."""
+    """Initial rows of the table, [E, D]."""
     return torch.randn(E, D, generator=torch.Generator().manual_seed(seed))
 
 
 def make(optimizer: object, **options: object) -> rk.EmbeddingBagCollection:
-    """A table that is used beside lookups, with two features, and one that is not."""
+    """A table with two features that is used beside lookups, and another table."""
     config = {"format": options.pop("format", "fp32"), "compression": options.pop("compression", None)}
     tables = [
         rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a", "b"], init=lambda w: w.copy_(start()), **config),
@@ -27,7 +27,7 @@ def make(optimizer: object, **options: object) -> rk.EmbeddingBagCollection:
 
 
 def batch(seed: int, *, weights: bool = False, variable: bool = False) -> rk.KeyedJaggedTensor:
-    """Bags of the three features: ragged, some empty; with weights, some ids are in no bag."""
+    """Bags of the three features, some empty; with weights, some ids are outside of all bags."""
     random = torch.Generator().manual_seed(seed)
     sizes = [B, B - 2, B] if variable else [B] * 3
     lengths = torch.randint(0, 4, (sum(sizes),), generator=random)
@@ -39,6 +39,6 @@ def batch(seed: int, *, weights: bool = False, variable: bool = False) -> rk.Key
 
 
 def loss_of(found: dict[str, Tensor], item: Tensor, step: int) -> Tensor:
-    """A softmax over all items, and something of the other table."""
+    """A softmax over all items, and a term of the other table."""
     hidden, labels = found["a"], torch.arange(len(found["a"])) * 3 + step
     return F.cross_entropy(hidden @ item.T, labels) + (found["b"] ** 2).sum() / 7 + (found["c"] ** 2).sum() / 9

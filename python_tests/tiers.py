@@ -1,4 +1,4 @@
-"""Tests that are marked ``full`` run in `make test-all`, all others also in `make test` (CONTRIBUTING.md)."""
+"""Tests marked ``full`` run in `make test-all`, all others also in `make test` (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import given, settings
 
 
 def full(*values: object) -> list:
-    """Parameters that only the full tier has, for pytest.mark.parametrize; a tuple has one for each name."""
+    """Parameters of the full tier only, for pytest.mark.parametrize; a tuple has one for each name."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full) for v in values]
 
 
 def fewer(value: object) -> object:
-    """A parameter that the default tier has in place of the full tier's, such as a smaller number of examples."""
+    """A parameter of the default tier instead of the full tier's, such as a smaller number of examples."""
     return pytest.param(value, marks=pytest.mark.fewer)
 
 
 def cross(kinds: Sequence, cases: Sequence, typical: object) -> list:
-    """Pairs (kind, case) for pytest.mark.parametrize, such as dtypes and sizes; most are left to the full tier.
+    """Pairs (kind, case) for pytest.mark.parametrize, such as dtypes and sizes; most are in the full tier only.
 
     The default tier has the first kind with all cases, and all kinds with the ``typical`` case.
     """
@@ -32,14 +32,14 @@ def cross(kinds: Sequence, cases: Sequence, typical: object) -> list:
 
 
 def drawn(examples: int, *strategies: object, **named: object) -> Callable[[Callable], Callable]:
-    """Decorates a test of examples that hypothesis draws: a third of them in the default tier, all in the full one.
+    """Decorates a test with hypothesis examples: a third of them in the default tier, all in the full one.
 
     Args:
-        examples: how many. strategies, named: as of hypothesis.given.
+        examples: number. strategies, named: as for hypothesis.given.
     """
 
     def decorate(test: Callable) -> Callable:
-        def fresh() -> Callable:  # a test takes its settings once
+        def fresh() -> Callable:  # settings apply to a test once
             return given(*strategies, **named)(test)
 
         @pytest.mark.parametrize("examples", [fewer(-(-examples // 3)), *full(examples)])

@@ -1,7 +1,7 @@
-"""Small calls of the ops whose kernels for GPUs are in Triton, for sanitize_cuda.py.
+"""Small calls of the ops with GPU kernels in Triton, for sanitize_cuda.py.
 
-fake_quantize has the CPU's bits. Products are sums in another order: each call checks its own results against float64,
-within the bounds of docs/numerics.md, and returns nothing that is compared once more.
+fake_quantize has the CPU's bits. Products are sums in another order: each call compares results with float64, within
+the bounds of docs/numerics.md, and returns no tensors to compare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAYS = [
 
 
 def _products(cases: object, ops: object) -> list[Tensor]:
-    """A call of several tiles, and one of partial tiles only, of float16 where the op takes it."""
+    """A call of several tiles, and one of partial tiles only, in float16 if the op supports it."""
     small = cases.typical(3)
     for call in (cases.make_call(*cases.REPEATED), small if cases is grouped_projection_cases else small.map(_half)):
         check_tiles(call.each(ops), call)
@@ -45,7 +45,7 @@ def _fake_quantize(ops: object) -> Iterator[Tensor]:
 
 
 def triton_calls() -> dict[str, Callable]:
-    """Named functions that call ops of a given namespace and return the tensors whose bits are the CPU's."""
+    """Named functions that call ops of a given namespace and return tensors to compare with the CPU's bits."""
     return {
         "dot_interaction": lambda ops: _products(dot_interaction_cases, ops),
         "factorization_machine": lambda ops: _products(factorization_machine_cases, ops),

@@ -1,6 +1,6 @@
-"""Where tests run the Triton kernels: on a GPU, or on CPU tensors in Triton's interpreter; else their file is skipped.
+"""Device of the Triton tests: a GPU, or CPU tensors in Triton's interpreter; otherwise their file is skipped.
 
-The interpreter has to be chosen before Triton is imported: test_triton.py starts a process for all test_<op>_triton.py.
+The interpreter must be selected before Triton is imported: test_triton.py runs all test_<op>_triton.py in a subprocess.
 By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_expand_triton.py``.
 """
 
@@ -19,9 +19,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def _patch_once_a_launch() -> None:
-    """Has the interpreter put its functions into triton.language once for each launch and module that it meets there.
+    """Patches triton.language with the interpreter's functions once per launch and module.
 
-    By itself it does so at every call of one device function by another, which took a third of the tests' time.
+    The interpreter itself repeats this at every call of a device function, which took a third of the tests' time.
     """
     from triton.runtime import interpreter
 
