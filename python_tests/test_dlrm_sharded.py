@@ -167,7 +167,7 @@ def test_shards_execute_nothing(tmp_path: Path) -> None:
 
 
 def test_shards_that_cannot_be_written(tmp_path: Path) -> None:
-    """A file system error on one shard, such as a full disk, is reported in a line; torch's is no Exception."""
+    """A file system error on one shard, such as a full disk, is reported in a line; torch's error is no Exception."""
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"shards-1-0 could not be written whole: process 0: NotADirectoryError: "):
         checkpoint.save_shards(tmp_path / "file" / "shards-1-0", {"t": torch.ones(3, 2)})

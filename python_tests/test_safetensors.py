@@ -17,7 +17,7 @@ FORMATS = {"user": "fp32", "item": "int8", "shop": "bf16"}
 
 
 class Model(nn.Module):
-    """A collection and a layer behind it."""
+    """A collection followed by a layer."""
 
     def __init__(self, lr: float = 0.05, beta: float = 0.5) -> None:
         super().__init__()

@@ -171,7 +171,7 @@ def test_compiled_backwards_read_version_counters() -> None:
 
 @pytest.mark.parametrize("beside", ["lookup", "weight"])
 def test_compiled_backwards_refuse_one_update_of_several_uses(beside: str) -> None:
-    """It would follow the backward, where compiled autograd runs nothing, and raises; the next backward works."""
+    """One update of several uses would follow the backward, where compiled autograd runs nothing: it raises."""
     collection, expected = pooled(rk.SGD(lr=0.1)), pooled(rk.SGD(lr=0.1))
     expected.load_state_dict(collection.state_dict())
     other = collection(batch()).values() if beside == "lookup" else collection.embedding_bags["a"].weight
